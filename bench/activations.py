@@ -127,8 +127,8 @@ def report(found: dict[str, dict[int, dict[str, Any]]], words: argparse.Namespac
             f"{found[w][tokens]['host_nbytes'] / MIB:.0f}"
             for w in PLACES
         ]
-        parked_nbytes = predicted_nbytes(tokens) - predicted_nbytes(MICRO_BATCH_TOKENS)
-        table.add_row(f"{tokens:,}", f"{parked_nbytes / MIB:.0f}", *cells)
+        suspended_nbytes = predicted_nbytes(tokens) - predicted_nbytes(MICRO_BATCH_TOKENS)
+        table.add_row(f"{tokens:,}", f"{suspended_nbytes / MIB:.0f}", *cells)
     Console().print(table)
     if words.save is not None:
         document = {
@@ -150,8 +150,8 @@ def plot(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6, 4))
     tokens = sorted(found["device"])
-    parked = [(predicted_nbytes(t) - predicted_nbytes(MICRO_BATCH_TOKENS)) / MIB for t in tokens]
-    axes.plot(tokens, parked, "k--", label="predicted")
+    suspended = [(predicted_nbytes(t) - predicted_nbytes(MICRO_BATCH_TOKENS)) / MIB for t in tokens]
+    axes.plot(tokens, suspended, "k--", label="predicted")
     for where, mark in zip(PLACES, "osx", strict=True):
         for memory, style in (("device", "-"), ("host", ":")):
             values = [found[where][t][f"{memory}_nbytes"] / MIB for t in tokens]

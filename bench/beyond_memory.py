@@ -1,14 +1,15 @@
 """LoRA over a quantised mixture of experts that is several times larger than the memory it gets.
 
-    python bench/beyond_memory.py --path /mnt/nvme0 --save beyond_memory.json
+    python bench/beyond_memory.py --path /mnt/nvme0 --save bench/results/beyond_memory.json
     python bench/beyond_memory.py --layers 3 --experts 32     does it run?
 
 A DeepSeek-V3-like model of 93 billion parameters: experts in INT4, 53 GB of random weights that are
 written once (`--keep` leaves them for another run). A step is layer-major: each block and each tile
 of experts is read once per direction for all micro-batches. Bytes are those the kernel counted for
 the process, peak memory is the kernel's (VmHWM), and the ceiling is fio's read of the same files
-with the same block size, before and after the steps. Takes about 53 GB of the drive and, on two
-cores and 2 GB/s, two to four minutes a step.
+with the same block size, before and after the steps. The result file is written
+after every step. Takes about 55 GB of the drive and, on two cores and 2 GB/s, two to four minutes a
+step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import shutil
 import statistics
 import subprocess
@@ -23,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import environment, high_water_nbytes, moved_since, process_io, say
+from common import Results, high_water_nbytes, moved_since, process_io, say
 from quantized_base import Shape, random_fill, write_base
 
 GIB = 1 << 30
@@ -55,17 +57,19 @@ def main() -> None:
         nbytes = write_base(shape, base, random_fill(0))
         done.touch()
         say(f"base written: {nbytes / 1e9:.1f} GB in {time.perf_counter() - begun:.0f} s")
+    settings = {
+        name: getattr(given, name)
+        for name in ("layers", "experts", "sequence", "micro_batches", "host", "tile")
+    }
     try:
-        row = run(given, shape, base)
+        run(given, shape, base, Results(given.save, settings))
     finally:
         if not given.keep:
             shutil.rmtree(directory, ignore_errors=True)
-    if given.save is not None:
-        given.save.write_text(json.dumps({**environment(), **row}, indent=1) + "\n")
 
 
-def run(given: argparse.Namespace, shape: Shape, base: Path) -> dict[str, Any]:
-    """Trains, and returns what was measured."""
+def run(given: argparse.Namespace, shape: Shape, base: Path, results: Results) -> None:
+    """Trains. Keeps a row of the whole, again after every step."""
     import peft
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -106,7 +110,12 @@ def run(given: argparse.Namespace, shape: Shape, base: Path) -> dict[str, Any]:
         loss: torch.Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
         return loss / len(batches)
 
-    steps = []
+    row: dict[str, Any] = {
+        "name": "lora", "parameters": shape.num_parameters, "base_nbytes": base_nbytes,
+        "tokens": given.sequence * given.micro_batches, "offload_s": offload_s,
+        "start_up_read_nbytes": start_up["read_nbytes"], "ceiling_bytes_per_s": ceilings,
+    }  # fmt: skip
+    steps: list[dict[str, Any]] = []
     for _ in range(given.steps):
         begun, before, counted = time.perf_counter(), process_io(), engine.counters.snapshot()
         losses = infinity.forward_backward(model, loss_of, batches)
@@ -120,9 +129,10 @@ def run(given: argparse.Namespace, shape: Shape, base: Path) -> dict[str, Any]:
             **moved_since(before),
             **{name: now.get(name, 0) - counted.get(name, 0)
                for name in ("decode_s", "read_wait_s", "fetches", "fetches_late")},
-            "peak_rss_nbytes": high_water_nbytes(),
+            "peak_rss_nbytes": high_water_nbytes(), "load_average": os.getloadavg()[0],
         })  # fmt: skip
         last = steps[-1]
+        results.keep({**row, "steps": steps})
         say(f"step: {last['seconds']:.1f} s, read {last['read_nbytes'] / base_nbytes:.3f} x the "
             f"base, written {last['written_nbytes'] / 1e6:.1f} MB, loss {last['loss']:.3f}, peak "
             f"{last['peak_rss_nbytes'] / GIB:.2f} GiB")  # fmt: skip
@@ -131,17 +141,11 @@ def run(given: argparse.Namespace, shape: Shape, base: Path) -> dict[str, Any]:
     saved = moved_since(before)
     infinity.close(model)
     ceilings.append(ceiling(shards))
-    tokens = given.sequence * given.micro_batches
     seconds = statistics.median(each["seconds"] for each in steps)
-    say(f"median step {seconds:.1f} s, {tokens / seconds:.2f} tokens/s; the reads alone would take "
-        f"{2 * base_nbytes / statistics.mean(ceilings):.1f} s at fio's rate")  # fmt: skip
-    return {
-        "parameters": shape.num_parameters, "base_nbytes": base_nbytes, "tokens": tokens,
-        "micro_batches": given.micro_batches, "host": given.host, "tile": given.tile,
-        "offload_s": offload_s, "start_up_read_nbytes": start_up["read_nbytes"], "steps": steps,
-        "adapter_read_nbytes": saved["read_nbytes"], "ceiling_bytes_per_s": ceilings,
-        "peak_rss_nbytes": high_water_nbytes(),
-    }  # fmt: skip
+    reads_s = 2 * base_nbytes / statistics.mean(ceilings)
+    say(f"median step {seconds:.1f} s; the reads alone would take {reads_s:.1f} s at fio's rate")
+    row |= {"adapter_read_nbytes": saved["read_nbytes"], "peak_rss_nbytes": high_water_nbytes()}
+    results.keep({**row, "steps": steps})
 
 
 def ceiling(shards: list[Path]) -> float:

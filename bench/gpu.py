@@ -282,7 +282,7 @@ def _inward_bandwidth(document: Any) -> float | None:
     """Bytes per second into the device, of the part that was measured before."""
     for row in document.get("copies", {}).get("rows", ()):
         if row["labels"].get("operation") == "in":
-            return float(row["gbps"]["median"]) * GB
+            return float(row["gb_per_s"]["median"]) * GB
     return None
 
 

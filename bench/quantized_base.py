@@ -41,9 +41,11 @@ class Shape:
     rope: int = 64
     value: int = 128
     chosen: int = 8
+    is_quantized: bool = True  # Else experts are bfloat16, too.
 
     def config(self) -> dict[str, Any]:
-        return {
+        """Returns config.json."""
+        made = {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
             "torch_dtype": "bfloat16",
@@ -83,6 +85,9 @@ class Shape:
                 }},
             },
         }  # fmt: skip
+        if not self.is_quantized:
+            del made["quantization_config"]
+        return made
 
     @property
     def num_parameters(self) -> int:
@@ -125,7 +130,12 @@ class Shape:
         yield f"{mlp}gate.e_score_correction_bias", "F32", (self.experts,)
         yield from _mlp(f"{mlp}shared_experts.", h, self.expert_width)
         for expert in range(self.experts):
-            for name, _, (rows, columns) in _mlp(f"{mlp}experts.{expert}.", h, self.expert_width):
+            for name, dtype, (rows, columns) in _mlp(
+                f"{mlp}experts.{expert}.", h, self.expert_width
+            ):
+                if not self.is_quantized:
+                    yield name, dtype, (rows, columns)
+                    continue
                 yield f"{name}_packed", "I32", (rows, columns // 8)
                 yield f"{name}_scale", "BF16", (rows, columns // GROUP)
                 yield f"{name}_shape", "I32", (2,)

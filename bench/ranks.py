@@ -4,11 +4,11 @@
 
 A GPT-2-like model trains over gloo on this machine, once for every stage and number of ranks. Bytes
 are counted, not estimated: what rests on the tiers of a rank, the most that was lent out of its
-arena, the most that waited in its inbox, and what it gave and got in one step. Beside them stand
-the formulas of ZeRO with our formats: per parameter 2 or 4 bytes of weight (bf16, fp32), 4 of
-gradient, 8 of moments, and beside bf16 2 of residual. Stage 1 sums gradients apart from those of
-the rank, 4/N more. No figure here depends on the speed of the machine, but for the inbox: it is
-larger where ranks share processors and run apart.
+arena, the most that waited in its reduce buffer, and what it sent and received in one step. Beside
+them stand the formulas of ZeRO with our formats: per parameter 2 or 4 bytes of weight (bf16 or
+fp32), 4 of gradient, 8 of moments, and beside bf16 2 of residual. Stage 1 sums gradients apart from
+those of the rank, 4/N more. No figure here depends on the speed of the machine, but for the reduce
+buffer: it is larger where ranks share processors and run apart.
 
 A second table has what crosses the link between a rank's host and its device in a step of stage 3,
 on simulated devices with room for half of the model: one by one, every device gets all weights
@@ -79,8 +79,10 @@ def measure(
         "resting_nbytes": max(each["resting_nbytes"] for each in found),
         "formula_nbytes": formula(stage, count, words.compute) * numel,
         "arena_high_water_nbytes": max(each["arena_high_water_nbytes"] for each in found),
-        "inbox_high_water_nbytes": max(each["inbox_high_water_nbytes"] for each in found),
-        "given_nbytes": sum(each["given_nbytes"] for each in found) / count,
+        "reduce_buffer_high_water_nbytes": max(
+            each["reduce_buffer_high_water_nbytes"] for each in found
+        ),
+        "sent_nbytes": sum(each["sent_nbytes"] for each in found) / count,
         "gathered_nbytes": sum(each["gathered_nbytes"] for each in found) / count,
         "link_in_nbytes": max(each["link_in_nbytes"] for each in found),
         "link_out_nbytes": max(each["link_out_nbytes"] for each in found),
@@ -162,8 +164,8 @@ def train(
         "num_parameters": num_parameters,
         "resting_nbytes": sum(sum(tiers.values()) for tiers in placed.values()),
         "arena_high_water_nbytes": engine.pool._host.high_water_nbytes,
-        "inbox_high_water_nbytes": after.get("ranks_inbox_high_water_nbytes", 0),
-        "given_nbytes": grown(before, after, "ranks_reduced_nbytes"),
+        "reduce_buffer_high_water_nbytes": after.get("ranks_reduce_buffer_high_water_nbytes", 0),
+        "sent_nbytes": grown(before, after, "ranks_reduced_nbytes"),
         "gathered_nbytes": grown(before, after, "ranks_gathered_nbytes"),
         "link_in_nbytes": grown(before, after, "device_in_nbytes"),
         "link_out_nbytes": grown(before, after, "device_out_nbytes"),
@@ -183,13 +185,13 @@ def report(
 ) -> None:
     table = Table(title="bytes per parameter, of the rank that has most")
     for title in (
-        "ranks", "stage", "rests", "formula", "arena", "inbox", "given", "got", "data parallel",
-        "volume",
+        "ranks", "stage", "rests", "formula", "arena", "reduce buffer", "sent", "received",
+        "data parallel", "volume",
     ):  # fmt: skip
         table.add_column(title, justify="right")
     for row in rows:
         numel = row["num_parameters"]
-        sent = row["given_nbytes"] + row["gathered_nbytes"]
+        sent = row["sent_nbytes"] + row["gathered_nbytes"]
         row["volume_share"] = sent / row["data_parallel_nbytes"] if row["ranks"] > 1 else None
         table.add_row(
             str(row["ranks"]),
@@ -198,7 +200,7 @@ def report(
                 f"{row[name] / numel:.2f}"
                 for name in (
                     "resting_nbytes", "formula_nbytes", "arena_high_water_nbytes",
-                    "inbox_high_water_nbytes", "given_nbytes", "gathered_nbytes",
+                    "reduce_buffer_high_water_nbytes", "sent_nbytes", "gathered_nbytes",
                     "data_parallel_nbytes",
                 )
             ),

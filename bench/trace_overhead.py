@@ -44,8 +44,8 @@ def main() -> None:
         with tracer.during(Track.ENGINE, "enter"):
             pass
 
-    def site() -> None:
-        tracer.begin((1,), Track.SITES, "block")
+    def module_call() -> None:
+        tracer.begin((1,), Track.MODULES, "block")
         tracer.end((1,))
 
     def timed() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
 
     print(f"{'':<24}{'off':>9}{'on':>10}   ns per event")
     print(f"{'empty with block':<24}{per_event_ns(empty):9.0f}")
-    for event in (during, site, timed, gauge):
+    for event in (during, module_call, timed, gauge):
         off_ns = per_event_ns(event)
         tracer.start()
         on_ns = per_event_ns(event)

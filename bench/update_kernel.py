@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -19,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from infinity.ops.adam import AdamSettings
@@ -235,7 +235,7 @@ def main() -> None:
         "torch": torch.__version__,
         "numel": options.numel,
         "rounds": options.rounds,
-        "load_before": psutil.getloadavg(),
+        "load_before": os.getloadavg(),
         "by_threads": {},
     }
     for threads in sorted(set(options.threads)):
@@ -244,7 +244,7 @@ def main() -> None:
         rows = describe(cases, measure(cases, options.rounds), options.numel)
         report["by_threads"][threads] = rows
         print_table(rows, threads)
-    report["load_after"] = psutil.getloadavg()
+    report["load_after"] = os.getloadavg()
     print(
         f"\nload average {report['load_before'][0]:.1f} before, {report['load_after'][0]:.1f} after"
     )

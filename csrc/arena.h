@@ -32,8 +32,12 @@ class Arena {
   ~Arena();
 
   // Maps and populates; `capacity_nbytes` must be a multiple of kPageNbytes. Returns 0 or an errno.
-  [[nodiscard]] int open(std::size_t capacity_nbytes, bool huge_pages,
-                         unsigned num_threads) noexcept;
+  // `numa_node`: where pages shall lie as long as there are free ones; negative: anywhere.
+  [[nodiscard]] int open(std::size_t capacity_nbytes, bool huge_pages, unsigned num_threads,
+                         int numa_node = -1) noexcept;
+
+  // Whether the kernel took the wish of `numa_node`.
+  [[nodiscard]] bool prefers_node() const noexcept { return prefers_node_; }
 
   [[nodiscard]] std::uintptr_t address() const noexcept { return address_; }
   [[nodiscard]] std::size_t capacity_nbytes() const noexcept { return capacity_nbytes_; }
@@ -43,6 +47,7 @@ class Arena {
 
   std::uintptr_t address_ = 0;
   std::size_t capacity_nbytes_ = 0;
+  bool prefers_node_ = false;
   std::map<std::size_t, std::size_t> away_;  // offset -> bytes that are in some window
 };
 

@@ -165,6 +165,13 @@ void check_options(const io::Options& options) {
     if (value == 0 || value > kMost) refuse(key, value, "1..1024");
   };
   check_count("queue_depth", options.queue_depth);
+  if (options.min_queue_depth > options.queue_depth) {
+    refuse("min_queue_depth", options.min_queue_depth, "at most queue_depth");
+  }
+  const bool is_out_of_order = options.max_queue_depth < options.queue_depth;
+  if (options.min_queue_depth != 0 && (is_out_of_order || options.max_queue_depth > kMost)) {
+    refuse("max_queue_depth", options.max_queue_depth, "from queue_depth to 1024");
+  }
   check_count("num_threads", options.num_threads);
   check_count("num_rings", options.num_rings);
   if (options.max_pending == 0) refuse("max_pending", 0, "at least 1");
@@ -223,11 +230,14 @@ class PyEngine {
  public:
   PyEngine(bool is_uring, const Arena* arena, std::uint32_t block_nbytes, std::uint32_t queue_depth,
            std::uint32_t num_threads, std::uint32_t max_pending, std::uint32_t num_rings,
-           const std::string& ring_flags) {
+           const std::string& ring_flags, std::uint32_t min_queue_depth,
+           std::uint32_t max_queue_depth) {
     io::Options options;
     options.backend = is_uring ? io::Backend::kUring : io::Backend::kThreads;
     options.block_nbytes = block_nbytes;
     options.queue_depth = queue_depth;
+    options.min_queue_depth = min_queue_depth;
+    options.max_queue_depth = max_queue_depth;
     options.num_threads = num_threads;
     options.max_pending = max_pending;
     options.num_rings = num_rings;
@@ -353,6 +363,7 @@ class PyEngine {
       lane["register_buffers_errno"] = info.register_buffers_errno;
       lane["num_pending"] = info.stats.num_pending;
       lane["num_in_flight"] = info.stats.num_in_flight;
+      lane["queue_depth"] = info.stats.queue_depth;
       lane["num_cancelled"] = info.stats.num_cancelled;
       lane["cpu_s"] = seconds(info.stats.cpu);
       lane["stall_s"] = seconds(info.stats.stall);
@@ -390,13 +401,13 @@ void check_capacity(std::size_t capacity_nbytes) {
 }
 
 std::unique_ptr<Arena> open_arena(std::size_t capacity_nbytes, bool huge_pages,
-                                  unsigned num_threads) {
+                                  unsigned num_threads, int numa_node) {
   check_capacity(capacity_nbytes);
   auto arena = std::make_unique<Arena>();
   int code = 0;
   {
     const py::gil_scoped_release released;
-    code = arena->open(capacity_nbytes, huge_pages, num_threads);
+    code = arena->open(capacity_nbytes, huge_pages, num_threads, numa_node);
   }
   if (code != 0) {
     raise_os_error(code, "cannot map and populate " + std::to_string(capacity_nbytes) + " bytes");
@@ -525,7 +536,8 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<Arena>(module, "Arena", py::buffer_protocol())
       .def(py::init(&open_arena), py::arg("capacity_nbytes"), py::arg("huge_pages"),
-           py::arg("num_threads"))
+           py::arg("num_threads"), py::arg("numa_node") = -1)
+      .def_property_readonly("prefers_node", &Arena::prefers_node)
       .def_property_readonly("address", &Arena::address)
       .def_property_readonly("capacity_nbytes", &Arena::capacity_nbytes)
       .def_buffer(
@@ -551,10 +563,11 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<PyEngine>(module, "Engine")
       .def(py::init<bool, const Arena*, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t,
-                    std::uint32_t, const std::string&>(),
+                    std::uint32_t, const std::string&, std::uint32_t, std::uint32_t>(),
            py::arg("is_uring"), py::arg("arena").none(true), py::arg("block_nbytes"),
            py::arg("queue_depth"), py::arg("num_threads"), py::arg("max_pending"),
-           py::arg("num_rings"), py::arg("ring_flags"), py::keep_alive<1, 3>())
+           py::arg("num_rings"), py::arg("ring_flags"), py::arg("min_queue_depth") = 0,
+           py::arg("max_queue_depth") = 0, py::keep_alive<1, 3>())
       .def("open", &PyEngine::open, py::arg("path"), py::arg("direct"),
            py::arg("read_only") = false)
       .def("close_file", &PyEngine::close_file, py::arg("file"))

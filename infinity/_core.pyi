@@ -22,6 +22,7 @@ class LaneInfo(TypedDict):
     register_buffers_errno: int
     num_pending: int
     num_in_flight: int
+    queue_depth: int
     num_cancelled: int
     cpu_s: float
     stall_s: float
@@ -46,7 +47,11 @@ def crc32c_of_zeros() -> bytes:
 
 @final
 class Arena:
-    def __init__(self, capacity_nbytes: int, huge_pages: bool, num_threads: int) -> None: ...
+    def __init__(
+        self, capacity_nbytes: int, huge_pages: bool, num_threads: int, numa_node: int = -1
+    ) -> None: ...
+    @property
+    def prefers_node(self) -> bool: ...
     @property
     def address(self) -> int: ...
     @property
@@ -89,6 +94,8 @@ class Engine:
         max_pending: int,
         num_rings: int,
         ring_flags: str,
+        min_queue_depth: int = 0,
+        max_queue_depth: int = 0,
     ) -> None: ...
     def open(self, path: str, direct: bool, read_only: bool = False) -> int: ...
     def close_file(self, file: int) -> None: ...

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from infinity.config import SwapConfig
 from infinity.engine.build import build
@@ -142,7 +143,7 @@ def _load_plan(
 
 
 @dataclass(frozen=True, slots=True)
-class _FunctionLoadPlan:
+class _FunctionLoadPlan(LoadPlan):
     """A LoadPlan that calls the caller's function for every parameter."""
 
     value_of: Callable[[str], torch.Tensor]
@@ -152,6 +153,7 @@ class _FunctionLoadPlan:
     def stored(self) -> Mapping[str, StoredTensor]:
         return {}
 
+    @override
     def load(
         self,
         write: Callable[[str, torch.Tensor], None],

@@ -18,6 +18,8 @@ this tree. A broken invariant of the package asserts.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from errno import (
     EACCES,
     EDQUOT,
@@ -28,8 +30,11 @@ from errno import (
     EPERM,
     EROFS,
 )
+from pathlib import Path
 
 from infinity.sizes import format_nbytes
+
+_MAX_NAMES = 5  # In one message.
 
 # What to do about an errno, if the caller has no better advice.
 _REMEDIES = {
@@ -115,6 +120,21 @@ def storage_error(error: OSError) -> StorageError | None:
     return StorageError(error.errno, operation="use", path=path)
 
 
+@contextmanager
+def reporting(operation: str, path: str | Path) -> Iterator[None]:
+    """Turns an OSError of the block into a StorageError with the operation and the path.
+
+    The path is the one that the OSError names, and `path` if it names none.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        where = str(error.filename or path)
+        raise StorageError(error.errno or 0, operation=operation, path=where) from None
+
+
 class CorruptionError(StorageError):
     """The bytes do not match their header or checksum."""
 
@@ -183,3 +203,13 @@ class RankError(InfinityError, RuntimeError):
     def again(self) -> RankError:
         """Returns the same error with an empty traceback, to raise it in another place."""
         return RankError(self.rank, self.cause)
+
+
+# -- Words of messages -----------------------------------------------------------------------------
+
+
+def listed(names: Sequence[str]) -> str:
+    """Lists the first few names for a message, and the number of the others."""
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    more = len(names) - _MAX_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -23,6 +23,7 @@ _UNITS = {
     "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB,
     "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
+_EXACT_UNITS = ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "kB")
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -55,11 +56,19 @@ def format_nbytes(nbytes: int | float) -> str:
     return f"{value:.1f} TiB"
 
 
+def write_size(nbytes: int) -> str:
+    """The shortest exact form: 4194304 -> "4MiB", 10**9 -> "1GB", 4097 -> "4097B"."""
+    for unit in _EXACT_UNITS:
+        if nbytes and nbytes % _UNITS[unit] == 0:
+            return f"{nbytes // _UNITS[unit]}{unit}"
+    return f"{nbytes}B"
+
+
 def align_up(value: int, alignment: int) -> int:
-    """Smallest multiple of `alignment` that is >= value: align_up(5, 4) == 8."""
+    """Returns the smallest multiple of `alignment` that is >= value: 5, 4 -> 8."""
     return -(-value // alignment) * alignment
 
 
 def align_down(value: int, alignment: int) -> int:
-    """Largest multiple of `alignment` that is <= value: align_down(5, 4) == 4."""
+    """Returns the largest multiple of `alignment` that is <= value: 5, 4 -> 4."""
     return value // alignment * alignment

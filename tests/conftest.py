@@ -42,5 +42,5 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def swap_directory(tmp_path: Path) -> Path:
-    """A directory whose parent exists: what `[[tiers.nvme]] path` wants. Fresh for every test."""
+    """A directory whose parent exists: as `[[tiers.nvme]] path` needs it. Fresh for every test."""
     return tmp_path / "swap"

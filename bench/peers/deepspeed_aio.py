@@ -166,18 +166,20 @@ def compare(words: argparse.Namespace) -> None:
     with Arena(nbytes) as arena, start(words.venv, nbytes) as peer:
         lab = Lab(arena, (words.path.resolve(),), Io(), effort, with_fio=False)
         environment = {**machine.describe(lab.directories, arena), "deepspeed": peer.hello}
-        with nvme.open_site(lab, lab.directories) as site, lab.engine() as engine:
+        with nvme.open_drives(lab, lab.directories) as drives, lab.engine() as engine:
             memory = arena.memory(0, nbytes)
             pattern.fill(memory, offset_nbytes=0, seed=0)
             wanted = np.frombuffer(memory, np.int64)[:: (1 << 20) // 8].tolist()
-            files = FileSet(engine, site.scratch, arena)
+            files = FileSet(engine, drives.scratch, arena)
             for kind, region in (("read", "still"), ("write", "busy")):
-                (share,) = site.scratch.shares(region)
+                (share,) = drives.scratch.shares(region)
                 tried = [Turn(peer, share, kind, settings) for settings in SETTINGS]
                 search = runner.run_group(Group("search", kind, tried), rounds=2, warm_ups=0)
                 best = max(
                     tried,
-                    key=lambda each: summarize([s.gbps for s in search.samples[each.name]]).median,
+                    key=lambda each: (
+                        summarize([s.gb_per_s for s in search.samples[each.name]]).median
+                    ),
                 )
                 subject = EngineTransfer(
                     nvme.engine_label(lab, engine), files, kind,

@@ -1,8 +1,8 @@
 """Cost of `[io] verify`: a volume that keeps checksums beside one that does not.
 
-The cost is the share of the bandwidth that is left, and the difference of the CPU seconds per GB.
-A third contender reads every byte once without a check (numpy's maximum), because a check cannot
-cost less than the memory's answer.
+The cost is the lost share of the bandwidth, and the difference of the CPU seconds per GB. A third
+contender reads every byte once without a check (numpy's maximum), because a check cannot cost less
+than reading the memory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy
+from typing_extensions import override
 
 from infinity.bench import pattern
 from infinity.bench.lab import Lab
-from infinity.bench.measure import ContenderGroup, Measurement, Result, clock
+from infinity.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
 from infinity.bench.nvme import EXTENT_NBYTES
 from infinity.bench.scratch import DIRECTORY_NAME, check_room, remove_directory
 from infinity.bench.transfer import next_seed
@@ -26,7 +27,7 @@ from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.volume import Extent, Volume, VolumePath
 
 
-class VolumeTransfer:
+class VolumeTransfer(Contender):
     """`nbytes` in extents of 16 MiB through a volume, waited for in order, as a pass over units
     does: the check of one extent runs while the next ones are on their way. `looks`: every byte of
     an extent is read once, in the place of a check."""
@@ -52,6 +53,7 @@ class VolumeTransfer:
         self._seed = next_seed()
         self._write()
 
+    @override
     def run(self) -> Measurement:
         memory = self._arena.memory(0, self._nbytes)
         if self._operation == "read":
@@ -93,7 +95,7 @@ class VolumeTransfer:
 
 
 def verify(lab: Lab, directory: Path) -> Iterator[Result]:
-    """Reading and writing with and without checksums, on one drive, in turns."""
+    """Reads and writes with and without checksums on one drive, alternately."""
     nbytes = min(lab.effort.nbytes, 4 * lab.effort.sweep_nbytes)
     roots = [directory / f"{DIRECTORY_NAME}-{name}" for name in ("plain", "checked")]
     check_room(roots, [1.0, 1.0], 2 * nbytes)

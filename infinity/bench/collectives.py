@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from infinity.bench.lab import Effort
-from infinity.bench.measure import ContenderGroup, Measurement, Result, clock
+from infinity.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
 from infinity.bench.runner import run_group
 from infinity.sizes import MIB, align_down, format_nbytes
 
@@ -39,7 +40,7 @@ class RankProcesses:
         self.shard = torch.zeros(numel // self.count, device=self.device)
 
 
-class Collective:
+class Collective(Contender):
     """One operation. Every rank calls `run` at the same time; the slowest rank's time counts."""
 
     def __init__(self, name: str, ranks: RankProcesses) -> None:
@@ -48,6 +49,7 @@ class Collective:
         self._transfer, self._compare, share = _OPERATIONS[name]
         self._nbytes = int(ranks.nbytes * share(ranks.count))
 
+    @override
     def run(self) -> Measurement:
         ranks = self._ranks
         ranks.whole.fill_(ranks.rank + 1)
@@ -67,7 +69,7 @@ class Collective:
 
 
 def sweep(effort: Effort, device: torch.device) -> Iterator[Result]:
-    """Every collective and the exchange take turns, per size. The same on every rank."""
+    """Alternates between every collective and the exchange, per size. The same on every rank."""
     for nbytes in _SIZES_NBYTES:
         ranks = RankProcesses(min(nbytes, effort.nbytes), device)
         *subjects, exchange = [Collective(name, ranks) for name in _OPERATIONS]

@@ -1,7 +1,7 @@
 """Host <-> device, one way and both at once, and NVMe -> host -> device end to end.
 
-Written against `DeviceAdapter`, so that it is tested without a GPU; measured only where the device
-has memory of its own.
+Written against `DeviceAdapter`, so that it is tested without a GPU; measured only on a device with
+memory of its own.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from typing_extensions import override
 
 from infinity.bench import pattern
 from infinity.bench.lab import Lab
 from infinity.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
-from infinity.bench.nvme import DriveSite
+from infinity.bench.nvme import DriveSet
 from infinity.bench.scratch import STILL_SEED
 from infinity.bench.transfer import EngineTransfer, FileSet, plan_moves, prepare
 from infinity.sizes import MIB, format_nbytes
@@ -23,7 +24,7 @@ from infinity.tiers.device import Copy, DeviceAdapter
 _PIECE_NBYTES = 64 * MIB
 
 
-class ArenaToDevice:
+class ArenaToDevice(Contender):
     """`nbytes` in pieces between arena and device: "in", "out", or half each at once ("both")."""
 
     def __init__(self, device: DeviceAdapter, arena: Arena, direction: str, nbytes: int) -> None:
@@ -35,9 +36,10 @@ class ArenaToDevice:
         self._host = torch.frombuffer(arena.memory(0, nbytes), dtype=torch.uint8)
         self._there = device.allocate(nbytes)
 
+    @override
     def run(self) -> Measurement:
         half_nbytes = {"in": self._nbytes, "out": 0, "both": self._nbytes // 2}[self._direction]
-        # [0, half) goes in, [half, end) comes out of the device, whither it is brought first.
+        # [0, half) is copied to the device, [half, end) from the device, which gets it first.
         pattern.fill(self._arena.memory(0, self._nbytes), offset_nbytes=0, seed=STILL_SEED)
         self._there.zero_()
         self._copy(half_nbytes, self._nbytes, inward=True)
@@ -77,7 +79,7 @@ class ArenaToDevice:
         return [(at, min(at + _PIECE_NBYTES, high)) for at in range(low, high, _PIECE_NBYTES)]
 
 
-class PinnedCopy:
+class PinnedCopy(Contender):
     """The ceiling: one copy of torch's own pinned memory, in one piece per direction."""
 
     def __init__(self, torch_device: torch.device, direction: str, nbytes: int) -> None:
@@ -94,6 +96,7 @@ class PinnedCopy:
         self._streams = [torch.cuda.Stream(torch_device) if is_cuda else None for _ in range(2)]
         self._nbytes = nbytes
 
+    @override
     def run(self) -> Measurement:
         def transfer() -> None:
             for (source, target), stream in zip(self._pairs, self._streams, strict=True):
@@ -110,8 +113,8 @@ class PinnedCopy:
         return Measurement(self._nbytes, *clock(transfer))
 
 
-class NvmeToDevice:
-    """NVMe -> arena -> device: every extent goes on to the device as soon as it has been read."""
+class NvmeToDevice(Contender):
+    """NVMe -> arena -> device: the copy of each extent to the device starts when its read ends."""
 
     name = "infinity nvme to device"
 
@@ -123,6 +126,7 @@ class NvmeToDevice:
         self._host = torch.frombuffer(files.arena.memory(0, nbytes), dtype=torch.uint8)
         self._there = device.allocate(nbytes)
 
+    @override
     def run(self) -> Measurement:
         prepare(self._files, self._moves, STILL_SEED)
         self._there.zero_()
@@ -161,21 +165,21 @@ def copies(lab: Lab, device: DeviceAdapter) -> Iterator[Result]:
         yield lab.measure(group, lab.effort.rounds)
 
 
-def pipeline(site: DriveSite, device: DeviceAdapter, extent_nbytes: int) -> Iterator[Result]:
+def pipeline(drives: DriveSet, device: DeviceAdapter, extent_nbytes: int) -> Iterator[Result]:
     """The complete path beside the drive alone: the device should add no cost."""
-    lab = site.lab
+    lab = drives.lab
     nbytes = lab.effort.nbytes
     with lab.engine() as engine:
-        files = FileSet(engine, site.scratch, lab.arena)
+        files = FileSet(engine, drives.scratch, lab.arena)
         ceiling: Contender = EngineTransfer(
             "drive to host alone", files, "read", nbytes=nbytes, extent_nbytes=extent_nbytes
         )
         group = ContenderGroup(
             "nvme to device",
-            f"{format_nbytes(nbytes)} in {format_nbytes(extent_nbytes)}, {site.name}",
+            f"{format_nbytes(nbytes)} in {format_nbytes(extent_nbytes)}, {drives.name}",
             [NvmeToDevice(device, files, nbytes, extent_nbytes)],
             [ceiling],
-            site.labels("read", extent_nbytes=extent_nbytes),
-            site.note,
+            drives.labels("read", extent_nbytes=extent_nbytes),
+            drives.note,
         )
         yield lab.measure(group, lab.effort.rounds)

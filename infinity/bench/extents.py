@@ -1,9 +1,9 @@
-"""Small extents: what batching makes of them, in the file side by side or apart, in memory either.
+"""Small extents: the effect of batching, adjacent or apart in the file, and in memory.
 
-Side by side in the file they should be worth what large ones are: they are gathered into blocks,
-wherever in memory they lie. Apart in the file each is a command of its own to the drive, and the
-ceiling is what the drive does with such commands from the same list, given to it by fio and by a
-raw ring.
+Extents that are adjacent in the file should reach the bandwidth of large ones: the engine gathers
+them into blocks, wherever they are in memory. Extents that are apart are one command each, and the
+ceiling is the drive's rate for such commands from the same list, submitted by fio and by a raw
+ring.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from infinity.bench import fio
 from infinity.bench.measure import Contender, ContenderGroup, Result
-from infinity.bench.nvme import EXTENT_NBYTES, DriveSite, has_raw_ring
+from infinity.bench.nvme import EXTENT_NBYTES, DriveSet, has_raw_ring
 from infinity.bench.raw_ring import RawRing
 from infinity.bench.scratch import RegionName
 from infinity.bench.transfer import (
@@ -55,14 +55,14 @@ def _shuffled(count: int) -> list[int]:
     return order
 
 
-def extents(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
+def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
     """Three groups: side by side against large extents, apart in one request, apart one by one."""
-    lab = site.lab
+    lab = drives.lab
     nbytes = min(lab.effort.sweep_nbytes, lab.effort.nbytes // 2)
     many = format_nbytes(nbytes)
-    depth = min(_MAX_DEPTH, lab.io.queue_depth * lab.io.block_size // SMALL_NBYTES)
+    depth = min(_MAX_DEPTH, lab.start_depth * lab.io.block_size // SMALL_NBYTES)
     with lab.engine() as engine, contextlib.ExitStack() as stack:
-        files = FileSet(engine, site.scratch, lab.arena)
+        files = FileSet(engine, drives.scratch, lab.arena)
 
         def ring(name: str, moves: Sequence[TransferMove]) -> list[Contender]:
             """With as much in flight as the engine has."""
@@ -74,14 +74,14 @@ def extents(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
         def fio_of(access: fio.Access) -> list[Contender]:
             if not lab.with_fio:
                 return []
-            return [site.fio(kind, fio.FioSettings(SMALL_NBYTES, depth, access), 2 * nbytes)]
+            return [drives.fio(kind, fio.FioSettings(SMALL_NBYTES, depth, access), 2 * nbytes)]
 
         def group(
             case: str, subjects: Sequence[Contender], ceilings: Sequence[Contender]
         ) -> ContenderGroup:
-            labels = site.labels(kind, extent_nbytes=SMALL_NBYTES, depth=lab.io.queue_depth)
+            labels = drives.labels(kind, extent_nbytes=SMALL_NBYTES, depth=lab.io.queue_depth)
             case = f"{many} in 64 KiB, {case}"
-            return ContenderGroup(f"extents {kind}", case, subjects, ceilings, labels, site.note)
+            return ContenderGroup(f"extents {kind}", case, subjects, ceilings, labels, drives.note)
 
         near, far = side_by_side(kind, nbytes), apart(kind, nbytes)
         in_order = sorted(far, key=lambda move: move.offset_nbytes)

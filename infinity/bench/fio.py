@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from infinity.bench.measure import Measurement
+from infinity.bench.measure import Contender, Measurement
 from infinity.bench.scratch import SpaceShare
 from infinity.bench.transfer import QUANTILES, TransferKind
 from infinity.errors import UnsupportedError
@@ -133,7 +133,7 @@ def parse(answer: Mapping[str, Any]) -> Measurement:
     return Measurement(nbytes, seconds, cpu_s, latency_s=latency_s)
 
 
-class Fio:
+class Fio(Contender):
     """fio over the shares of one region."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Fio:
         self._environment = environment(huge_pages=huge_pages)
 
     def run(self) -> Measurement:
-        """Raises UnsupportedError with what fio said when it fails."""
+        """Runs fio. Raises UnsupportedError with fio's message if it fails."""
         done = subprocess.run(
             self.command, capture_output=True, text=True, check=False, env=self._environment
         )

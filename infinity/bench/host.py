@@ -1,6 +1,6 @@
 """Host memory: copies inside the arena, and the optimizer's pass over its state.
 
-Both count every byte the memory bus carries: what is read and what is written.
+Both count every byte on the memory bus: read bytes and written bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 
 import torch
+from typing_extensions import override
 
 from infinity.bench.lab import Lab
 from infinity.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
@@ -19,13 +20,13 @@ from infinity.storage.arena import Arena
 
 _SETTINGS = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 _TILE_NBYTES = 64 * PAGE_NBYTES
-# Streams a large power of two apart meet in the same sets of the caches and the same banks of the
+# Streams a large power of two apart use the same sets of the caches and the same banks of the
 # memory: four streams exactly 256 MiB apart were seen to run at a sixth. So the distance is never
 # the half or the quarter of the arena, but this much less.
 _GAP_NBYTES = 2 * MIB
 
 
-class StreamingCopy:
+class StreamingCopy(Contender):
     """The ceiling: one memmove per thread, from the lower part of the arena to the upper.
 
     Slices are far larger than the caches, so that glibc writes past them (non-temporal stores). The
@@ -43,6 +44,7 @@ class StreamingCopy:
         self._moved_nbytes = 2 * slice_nbytes * num_threads
         self._threads = concurrent.futures.ThreadPoolExecutor(num_threads)
 
+    @override
     def run(self) -> Measurement:
         def transfer() -> None:
             for _ in self._threads.map(lambda each: ctypes.memmove(*each), self._slices):
@@ -51,7 +53,7 @@ class StreamingCopy:
         return Measurement(self._moved_nbytes, *clock(transfer))
 
 
-class StreamingScale:
+class StreamingScale(Contender):
     """The ceiling of an update in place: every line is read, changed and written back, once."""
 
     name = "scaling in place"
@@ -59,12 +61,15 @@ class StreamingScale:
     def __init__(self, arena: Arena) -> None:
         self._values = _tensor(arena, 0, arena.capacity_nbytes).view(torch.float32)
 
+    @override
     def run(self) -> Measurement:
-        self._values.fill_(1.0)  # What the arena held before may be denormal: slow to multiply.
+        self._values.fill_(
+            1.0
+        )  # Old bytes of the arena may be denormal numbers, which multiply slowly.
         return Measurement(2 * self._values.nbytes, *clock(lambda: self._values.mul_(0.5)))
 
 
-class ArenaCopy:
+class ArenaCopy(Contender):
     """Copies one tensor into another, as the tiers do when bytes move inside the host."""
 
     name = "tensor copy"
@@ -73,6 +78,7 @@ class ArenaCopy:
         self._source = _tensor(arena, 0, nbytes)
         self._target = _tensor(arena, nbytes + _GAP_NBYTES, nbytes)
 
+    @override
     def run(self) -> Measurement:
         self._target.zero_()
         seconds, cpu_s = clock(lambda: self._target.copy_(self._source))
@@ -80,7 +86,7 @@ class ArenaCopy:
         return Measurement(2 * self._source.nbytes, seconds, cpu_s, ok=ok)
 
 
-class OptimizerPass:
+class OptimizerPass(Contender):
     """AdamW over flat fp32 state: reads weight, gradient and moments, writes all but the gradient.
 
     28 bytes per parameter. The first tile of the state is compared with `torch.optim.AdamW`.
@@ -96,6 +102,7 @@ class OptimizerPass:
             for index in range(4)
         ]
 
+    @override
     def run(self) -> Measurement:
         weight, gradient, exp_avg, exp_avg_sq = self._state
         start = torch.linspace(-1, 1, _TILE_NBYTES // 4)

@@ -12,6 +12,7 @@ from infinity.bench.runner import run_group
 from infinity.config.schema import Io
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
+from infinity.storage.depth import depth_range
 from infinity.storage.native import RingFlags
 from infinity.storage.open import open_configured
 from infinity.storage.protocol import StorageEngine
@@ -19,8 +20,11 @@ from infinity.storage.protocol import StorageEngine
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is moved and how often. `nbytes` per timed transfer of the headline figures,
-    `sweep_nbytes` per cell of a sweep."""
+    """The amount of work.
+
+    nbytes: of a timed transfer of the headline figures
+    sweep_nbytes: of a cell of a sweep
+    """
 
     nbytes: int = GIB
     sweep_nbytes: int = 128 * MIB
@@ -52,7 +56,7 @@ QUICK = Effort(
 class Lab:
     """The bench's tools. `arena` holds `effort.nbytes` at least; `io` is the configured engine.
 
-    `on_step` hears what is being done, for a progress line.
+    `on_step` receives the name of each step, for a progress line.
     """
 
     arena: Arena
@@ -63,6 +67,11 @@ class Lab:
     weights: tuple[float, ...] = ()
     huge_pages: bool = True
     on_step: Callable[[str], object] = field(default=lambda _: None)
+
+    @property
+    def start_depth(self) -> int:
+        """Blocks that the configured engine has in flight on a drive at first."""
+        return depth_range(self.io.queue_depth, self.io.block_size).start
 
     def engine(
         self,
@@ -83,6 +92,7 @@ class Lab:
         )
 
     def measure(self, group: ContenderGroup, rounds: int, *, warm_ups: int = 1) -> Result:
+        """Runs the group in interleaved rounds after `warm_ups` that do not count."""
         what = f"{group.section}: {group.case}"
         return run_group(
             group,

@@ -1,4 +1,4 @@
-"""The environment of a run: what a reader needs to compare two results, or to doubt one."""
+"""The environment of a run, for readers who compare two results, or doubt one."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ GB = 10**9
 class Measurement:
     """One timed transfer.
 
-    `nbytes` is what moved, `cpu_s` the processor time of the whole process that moved it (None: not
-    known). `ok` says whether the bytes were compared and equal; None: nothing was compared.
-    `latency_s` maps a quantile, 0 to 1, to the time that single requests took, where it was taken.
+    `nbytes` moved; `cpu_s` is the processor time of the whole process (None: unknown). `ok`: the
+    bytes were compared and equal; None: nothing was compared. `latency_s` maps a quantile, 0 to 1,
+    to the time of single requests, if it was measured.
     """
 
     nbytes: int
@@ -27,7 +27,7 @@ class Measurement:
     latency_s: Mapping[float, float] = field(default_factory=dict)
 
     @property
-    def gbps(self) -> float:
+    def gb_per_s(self) -> float:
         """Decimal GB/s."""
         return self.nbytes / self.seconds / GB
 
@@ -37,14 +37,15 @@ class Contender(Protocol):
 
     name: str
 
-    def run(self) -> Measurement: ...
+    def run(self) -> Measurement:
+        """Prepares, moves the bytes under the clock, and compares them where it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContenderGroup:
-    """Contenders that do the same work: `subjects` are ours, `ceilings` what they are held against.
+    """Contenders that do the same work: `subjects` of this package, and the `ceilings` beside them.
 
-    `section` is the test it belongs to, `case` the one line that a reader of the table needs,
+    `section` is the test that the group belongs to, `case` one line for the reader of the table,
     `labels` the same for programs: operation, extent_nbytes, depth, num_paths.
     """
 

@@ -31,19 +31,23 @@ EXTENT_NBYTES = 16 * MIB
 KINDS: tuple[TransferKind, ...] = ("read", "write", "mixed")
 _LATENCY_EXTENTS_NBYTES = (64 << 10, 1 * MIB, 8 * MIB)
 _NUM_BEHIND = 4  # write-backs of 16 MiB
+# Settings of fio that take part in every round of the headline: a search of a few rounds does not
+# tell the best from the second best, and the fastest of them is the ceiling.
+_NUM_FIO = 3
 
 
-class DriveSite:
-    """One set of directories under test: its scratch files, and fio's best settings for them."""
+class DriveSet:
+    """A set of directories under test: its scratch files, and fio's best settings for them."""
 
     def __init__(self, lab: Lab, scratch: BenchDirectory) -> None:
         self.lab = lab
         self.scratch = scratch
-        self._best_fio: dict[TransferKind, fio.FioSettings] = {}
+        self._best_fio: dict[TransferKind, list[fio.FioSettings]] = {}
         self._fio_note = ""
 
     @property
     def name(self) -> str:
+        """The paths, as reports name the drives."""
         return " + ".join(str(directory) for directory in self.scratch.directories)
 
     @property
@@ -54,6 +58,7 @@ class DriveSite:
         return self._fio_note
 
     def labels(self, kind: str, **more: int | float | str) -> dict[str, str | int | float]:
+        """Returns the labels of a group over these drives, for programs."""
         labels: dict[str, str | int | float] = {
             "operation": kind,
             "paths": self.name,
@@ -64,6 +69,7 @@ class DriveSite:
     def fio(
         self, kind: TransferKind, settings: fio.FioSettings, nbytes: int | None = None
     ) -> fio.Fio:
+        """Returns fio as a contender, over the scratch files' region of this kind."""
         region: RegionName = "still" if kind == "read" else "busy"
         return fio.Fio(
             self.scratch.shares(region),
@@ -75,7 +81,8 @@ class DriveSite:
         )
 
     def best_fio(self, kind: TransferKind) -> Iterator[Result]:
-        """Runs the search once per kind and yields what it saw; `ceilings` uses its answer."""
+        """Runs the search once per kind and yields its results; `ceilings` uses the best
+        settings."""
         if not self.lab.with_fio or kind in self._best_fio:
             return
         contenders = [self.fio(kind, settings) for settings in self.lab.effort.fio_candidates]
@@ -83,10 +90,11 @@ class DriveSite:
             "fio search", f"{kind}, {self.name}", contenders, labels=self.labels(kind)
         )
         result = self.lab.measure(group, self.lab.effort.search_rounds, warm_ups=0)
-        best = max(contenders, key=lambda each: _gb_per_s(result, each))
+        contenders.sort(key=lambda each: -_gb_per_s(result, each))
+        best = contenders[0]
         if self.lab.arena.huge_page_nbytes and not self._best_fio and not best.huge_page_nbytes():
             self._fio_note = "fio had 4 KiB pages, the arena huge ones: its ceiling is too low"
-        self._best_fio[kind] = best.settings
+        self._best_fio[kind] = [each.settings for each in contenders[:_NUM_FIO]]
         yield result
 
     def ceilings(
@@ -96,15 +104,19 @@ class DriveSite:
         stack: contextlib.ExitStack,
         *,
         nbytes: int,
-        with_ring: bool = True,
+        is_headline: bool = True,
     ) -> list[Contender]:
-        """fio at its best, and the raw ring with the same blocks; those that are there."""
+        """Returns fio at its best, and the raw ring with the same blocks, if both exist.
+
+        `is_headline`: with the ring, and with fio's next best settings.
+        """
         found: list[Contender] = []
         if self.lab.with_fio:
             share_nbytes = nbytes // len(self.scratch.directories)
-            found.append(self.fio(kind, self._best_fio[kind], share_nbytes))
-        if with_ring and has_raw_ring():
-            block_nbytes, depth = self.lab.io.block_size, self.lab.io.queue_depth
+            best = self._best_fio[kind][: _NUM_FIO if is_headline else 1]
+            found += [self.fio(kind, settings, share_nbytes) for settings in best]
+        if is_headline and has_raw_ring():
+            block_nbytes, depth = self.lab.io.block_size, self.lab.start_depth
             moves = plan_moves(kind, nbytes=nbytes, extent_nbytes=block_nbytes)
             name = f"ring {fio.FioSettings(block_nbytes, depth)}"
             ring = RawRing(name, files, moves, depth=depth)
@@ -118,7 +130,7 @@ def has_raw_ring() -> bool:
 
 
 @contextlib.contextmanager
-def open_site(lab: Lab, directories: Sequence[Path]) -> Iterator[DriveSite]:
+def open_drives(lab: Lab, directories: Sequence[Path]) -> Iterator[DriveSet]:
     """Makes scratch files on the directories for the time of a `with` block."""
     lab.on_step(f"writing files in {', '.join(map(str, directories))}")
     weights = [
@@ -129,37 +141,40 @@ def open_site(lab: Lab, directories: Sequence[Path]) -> Iterator[DriveSite]:
         if directory in directories
     ]
     with BenchDirectory(lab.arena, directories, lab.effort.nbytes, weights=weights) as scratch:
-        yield DriveSite(lab, scratch)
+        yield DriveSet(lab, scratch)
 
 
-def bandwidth(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
+def bandwidth(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
     """The headline: `nbytes` in extents of 16 MiB through the engine as configured."""
-    lab, nbytes = site.lab, site.lab.effort.nbytes
-    yield from site.best_fio(kind)
+    lab, nbytes = drives.lab, drives.lab.effort.nbytes
+    yield from drives.best_fio(kind)
     with lab.engine() as engine, contextlib.ExitStack() as stack:
-        files = FileSet(engine, site.scratch, lab.arena)
+        files = FileSet(engine, drives.scratch, lab.arena)
         subject = EngineTransfer(
             engine_label(lab, engine), files, kind,
             nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
         )  # fmt: skip
         group = ContenderGroup(
             f"nvme {kind}",
-            f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {site.name}",
+            f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {drives.name}",
             [subject],
-            site.ceilings(kind, files, stack, nbytes=nbytes),
-            site.labels(kind, extent_nbytes=EXTENT_NBYTES, depth=lab.io.queue_depth),
-            site.note,
+            drives.ceilings(kind, files, stack, nbytes=nbytes),
+            drives.labels(kind, extent_nbytes=EXTENT_NBYTES, depth=lab.io.queue_depth),
+            drives.note,
         )
         yield lab.measure(group, lab.effort.rounds)
 
 
-def sweep(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
-    """Every extent size at every depth. One group per size: the depths take turns with fio."""
-    lab = site.lab
-    yield from site.best_fio(kind)
+def sweep(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
+    """Measures every extent size at every depth. One group per size: the depths alternate with
+    fio."""
+    lab = drives.lab
+    yield from drives.best_fio(kind)
     with contextlib.ExitStack() as engines:
         by_depth = {
-            depth: FileSet(engines.enter_context(lab.engine(depth=depth)), site.scratch, lab.arena)
+            depth: FileSet(
+                engines.enter_context(lab.engine(depth=depth)), drives.scratch, lab.arena
+            )
             for depth in lab.effort.depths
         }
         for extent_nbytes in lab.effort.extents_nbytes:
@@ -177,11 +192,11 @@ def sweep(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
                 files = next(iter(by_depth.values()))
                 group = ContenderGroup(
                     f"sweep {kind}",
-                    f"extents of {format_nbytes(extent_nbytes)}, {site.name}",
+                    f"extents of {format_nbytes(extent_nbytes)}, {drives.name}",
                     subjects,
-                    site.ceilings(kind, files, stack, nbytes=nbytes, with_ring=False),
-                    site.labels(kind, extent_nbytes=extent_nbytes),
-                    site.note,
+                    drives.ceilings(kind, files, stack, nbytes=nbytes, is_headline=False),
+                    drives.labels(kind, extent_nbytes=extent_nbytes),
+                    drives.note,
                 )
                 yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
@@ -191,9 +206,9 @@ def stripes(lab: Lab) -> Iterator[Result]:
     devices = {directory.stat().st_dev for directory in lab.directories}
     shared = "" if len(devices) == len(lab.directories) else "paths share a drive"
     for count in range(1, len(lab.directories) + 1):
-        with open_site(lab, lab.directories[:count]) as site:
+        with open_drives(lab, lab.directories[:count]) as drives:
             for kind in KINDS:
-                for result in bandwidth(site, kind):
+                for result in bandwidth(drives, kind):
                     if result.group.section == "fio search":
                         yield result
                         continue
@@ -205,11 +220,11 @@ def stripes(lab: Lab) -> Iterator[Result]:
                     yield Result(renamed, result.samples)
 
 
-def latency(site: DriveSite) -> Iterator[Result]:
+def latency(drives: DriveSet) -> Iterator[Result]:
     """One demand read at a time: on an idle drive, and behind write-backs that never run dry."""
-    lab = site.lab
+    lab = drives.lab
     with lab.engine() as engine:
-        files = FileSet(engine, site.scratch, lab.arena)
+        files = FileSet(engine, drives.scratch, lab.arena)
         for extent_nbytes in _LATENCY_EXTENTS_NBYTES:
             count = min(lab.effort.num_latencies, lab.effort.nbytes // 2 // extent_nbytes)
             subjects = [
@@ -219,18 +234,19 @@ def latency(site: DriveSite) -> Iterator[Result]:
             ceilings = []
             if lab.with_fio:
                 settings = fio.FioSettings(extent_nbytes, 1)
-                ceilings.append(site.fio("read", settings, extent_nbytes * count))
+                ceilings.append(drives.fio("read", settings, extent_nbytes * count))
             group = ContenderGroup(
-                "latency", f"reads of {format_nbytes(extent_nbytes)}, {site.name}",
-                subjects, ceilings, site.labels("read", extent_nbytes=extent_nbytes), site.note,
+                "latency", f"reads of {format_nbytes(extent_nbytes)}, {drives.name}",
+                subjects, ceilings, drives.labels("read", extent_nbytes=extent_nbytes), drives.note,
             )  # fmt: skip
             yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
 
 def _gb_per_s(result: Result, contender: Contender) -> float:
-    return summarize([sample.gbps for sample in result.samples[contender.name]]).median
+    return summarize([sample.gb_per_s for sample in result.samples[contender.name]]).median
 
 
 def engine_label(lab: Lab, engine: StorageEngine) -> str:
-    """The engine's name and what was set: "io_uring 4 MiB x 2"."""
-    return f"{engine.name} {fio.FioSettings(lab.io.block_size, lab.io.queue_depth)}"
+    """Returns the name of the engine and its settings: "io_uring 4 MiB x auto"."""
+    block = format_nbytes(lab.io.block_size).replace(".0 ", " ")
+    return f"{engine.name} {block} x {lab.io.queue_depth}"

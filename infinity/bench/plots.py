@@ -46,30 +46,30 @@ def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
         1, len(kinds), figsize=(4.6 * len(kinds), 3.8), sharey=True, squeeze=False
     )
     for kind, axis in zip(kinds, axes[0], strict=True):
-        mine = [row for row in rows if row.section == f"sweep {kind}"]
-        for depth in dict.fromkeys(row.subject for row in mine):
-            line = [row for row in mine if row.subject == depth]
+        own = [row for row in rows if row.section == f"sweep {kind}"]
+        for depth in dict.fromkeys(row.subject for row in own):
+            line = [row for row in own if row.subject == depth]
             sizes = [float(row.labels["extent_nbytes"]) for row in line]
-            axis.plot(sizes, [row.gbps.median for row in line], marker="o", ms=4, label=depth)
+            axis.plot(sizes, [row.gb_per_s.median for row in line], marker="o", ms=4, label=depth)
             axis.fill_between(
                 sizes,
-                [row.gbps.low for row in line],
-                [row.gbps.high for row in line],
+                [row.gb_per_s.low for row in line],
+                [row.gb_per_s.high for row in line],
                 alpha=_BAND_ALPHA,
             )
-        first = [row for row in mine if row.subject == mine[0].subject and row.ceilings]
+        first = [row for row in own if row.subject == own[0].subject and row.ceilings]
         if first:
             axis.plot(
                 [float(row.labels["extent_nbytes"]) for row in first],
-                [row.ceilings[0].gbps.median for row in first],
+                [row.ceilings[0].gb_per_s.median for row in first],
                 label=f"compared with {first[0].ceilings[0].name}",
                 **_CEILING,
             )
-        sizes = sorted({float(row.labels["extent_nbytes"]) for row in mine})
+        sizes = sorted({float(row.labels["extent_nbytes"]) for row in own})
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [_short(size) for size in sizes], rotation=45)
         axis.minorticks_off()
-        axis.set_title(_best_of(kind, mine), fontsize="medium")
+        axis.set_title(_best_of(kind, own), fontsize="medium")
         axis.set_xlabel("extent")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small", loc="lower right")
@@ -81,20 +81,20 @@ def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
 
 def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
     """Bandwidth over the number of paths; ideal is the first path times their number."""
-    mine = [row for row in rows if row.section.startswith("stripes ")]
-    if len({row.labels["num_paths"] for row in mine}) < 2:
+    own = [row for row in rows if row.section.startswith("stripes ")]
+    if len({row.labels["num_paths"] for row in own}) < 2:
         return None
     figure, axis = pyplot.subplots(figsize=(5, 3.8))
     for kind in _OPERATIONS:
-        line = [row for row in mine if row.section == f"stripes {kind}"]
+        line = [row for row in own if row.section == f"stripes {kind}"]
         if not line:
             continue
         counts = [int(row.labels["num_paths"]) for row in line]
-        low = [row.gbps.median - row.gbps.low for row in line]
-        high = [row.gbps.high - row.gbps.median for row in line]
+        low = [row.gb_per_s.median - row.gb_per_s.low for row in line]
+        high = [row.gb_per_s.high - row.gb_per_s.median for row in line]
         drawn = axis.errorbar(
             counts,
-            [row.gbps.median for row in line],
+            [row.gb_per_s.median for row in line],
             [low, high],
             marker="o",
             capsize=3,
@@ -102,11 +102,11 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
         )
         color = drawn.lines[0].get_color()
         if all(row.ceilings for row in line):
-            fio = [row.ceilings[0].gbps.median for row in line]
+            fio = [row.ceilings[0].gb_per_s.median for row in line]
             name = line[0].ceilings[0].name
             axis.plot(counts, fio, linestyle="--", color=color, label=f"{kind}, {name}")
-    axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in mine}))
-    axis.set_title(_gain_of(mine), fontsize="medium")
+    axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in own}))
+    axis.set_title(_gain_of(own), fontsize="medium")
     axis.set_xlabel("paths")
     axis.set_ylabel("GB/s, median and spread")
     axis.set_ylim(bottom=0)
@@ -119,15 +119,15 @@ def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
     """Share of requests answered within a time; one panel per extent size."""
     from matplotlib import ticker
 
-    mine = [row for row in rows if row.section == "latency" and row.latency_s]
-    cases = list(dict.fromkeys(float(row.labels["extent_nbytes"]) for row in mine))
+    own = [row for row in rows if row.section == "latency" and row.latency_s]
+    cases = list(dict.fromkeys(float(row.labels["extent_nbytes"]) for row in own))
     if not cases:
         return None
     figure, axes = pyplot.subplots(
         1, len(cases), figsize=(4.2 * len(cases), 3.6), sharey=True, squeeze=False
     )
     for size, axis in zip(cases, axes[0], strict=True):
-        group = [row for row in mine if float(row.labels["extent_nbytes"]) == size]
+        group = [row for row in own if float(row.labels["extent_nbytes"]) == size]
         for row in group:
             points = sorted(row.latency_s)
             times_ms = [1e3 * row.latency_s[point] for point in points]
@@ -153,12 +153,12 @@ def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
 
 def _best_of(kind: str, rows: Sequence[Row]) -> str:
     """Returns the highest median bandwidth, and its share of what it was compared with."""
-    best = max(rows, key=lambda row: row.gbps.median)
-    text = f"{kind}: at most {best.gbps.median:.2f} GB/s"
+    best = max(rows, key=lambda row: row.gb_per_s.median)
+    text = f"{kind}: at most {best.gb_per_s.median:.2f} GB/s"
     if not best.ceilings:
         return text
     ceiling = best.ceilings[0]
-    return f"{text},\n{best.gbps.median / ceiling.gbps.median:.0%} of {ceiling.name}"
+    return f"{text},\n{best.gb_per_s.median / ceiling.gb_per_s.median:.0%} of {ceiling.name}"
 
 
 def _gain_of(rows: Sequence[Row]) -> str:
@@ -167,7 +167,7 @@ def _gain_of(rows: Sequence[Row]) -> str:
     for kind in _OPERATIONS:
         line = [row for row in rows if row.section == f"stripes {kind}"]
         if len(line) > 1:
-            gains.append(f"{kind} {line[-1].gbps.median / line[0].gbps.median:.2f}")
+            gains.append(f"{kind} {line[-1].gb_per_s.median / line[0].gb_per_s.median:.2f}")
     counts = sorted({int(row.labels["num_paths"]) for row in rows})
     return f"{counts[-1]} paths for {counts[0]}, times the bandwidth:\n{', '.join(gains)}"
 

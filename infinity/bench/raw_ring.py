@@ -12,7 +12,9 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from infinity.bench.measure import Measurement, clock
+from typing_extensions import override
+
+from infinity.bench.measure import Contender, Measurement, clock
 from infinity.bench.transfer import FileSet, TransferMove, compare, next_seed, prepare
 from infinity.errors import StorageError
 from infinity.sizes import GIB
@@ -21,7 +23,7 @@ from infinity.storage.volume_layout import slice_extents
 from infinity.uring import Raw, RegisteredBuffer, Ring, RingError, SetupFlag
 
 
-class RawRing:
+class RawRing(Contender):
     """The moves in their order, each a request to the kernel, `depth` of them in flight. A context
     manager."""
 
@@ -47,8 +49,10 @@ class RawRing:
         self.close()
 
     def close(self) -> None:
+        """Closes the ring and the files."""
         self._stack.close()
 
+    @override
     def run(self) -> Measurement:
         seed = next_seed()
         prepare(self._files, self._moves, seed)
@@ -117,7 +121,7 @@ class RawRing:
 
 
 def _open_ring(depth: int) -> Ring:
-    """With the flags that the engine asks for, or without where the kernel refuses them."""
+    """Opens a ring with the flags of the engine, or without them if the kernel refuses them."""
     try:
         return Ring(depth, SetupFlag.SINGLE_ISSUER | SetupFlag.DEFER_TASKRUN)
     except RingError:

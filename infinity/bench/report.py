@@ -17,7 +17,7 @@ class Against:
     """A subject beside one ceiling: `share` is the bandwidth ratio, round by round."""
 
     name: str
-    gbps: SampleSummary
+    gb_per_s: SampleSummary
     share: SampleSummary
     cpu_s_per_gb: float | None
     latency_s: Mapping[float, float]
@@ -31,7 +31,7 @@ class Row:
     case: str
     subject: str
     nbytes: int
-    gbps: SampleSummary
+    gb_per_s: SampleSummary
     cpu_s_per_gb: float | None
     ok: bool | None
     latency_s: Mapping[float, float]
@@ -57,11 +57,11 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                     case=group.case,
                     subject=subject.name,
                     nbytes=samples[0].nbytes,
-                    gbps=summarize([sample.gbps for sample in samples]),
+                    gb_per_s=summarize([sample.gb_per_s for sample in samples]),
                     cpu_s_per_gb=cpu_s_per_gb(samples),
                     ok=verdict(samples),
                     latency_s=_median_latency(samples),
-                    ceilings=tuple(sorted(ceilings, key=lambda each: -each.gbps.median)),
+                    ceilings=tuple(sorted(ceilings, key=lambda each: -each.gb_per_s.median)),
                     labels=group.labels,
                     note=group.note,
                 )
@@ -102,7 +102,7 @@ def _row(fields: Mapping[str, Any]) -> Row:
         Against(
             **{
                 **each,
-                "gbps": SampleSummary(**each["gbps"]),
+                "gb_per_s": SampleSummary(**each["gb_per_s"]),
                 "share": SampleSummary(**each["share"]),
                 "latency_s": _numbered(each["latency_s"]),
             }
@@ -110,7 +110,7 @@ def _row(fields: Mapping[str, Any]) -> Row:
         for each in fields["ceilings"]
     )
     changed = {
-        "gbps": SampleSummary(**fields["gbps"]),
+        "gb_per_s": SampleSummary(**fields["gb_per_s"]),
         "latency_s": _numbered(fields["latency_s"]),
         "ceilings": ceilings,
     }
@@ -125,7 +125,7 @@ def _numbered(latency_s: Mapping[str, float] | Mapping[float, float]) -> dict[fl
 def _against(subject: Sequence[Measurement], name: str, ceiling: Sequence[Measurement]) -> Against:
     return Against(
         name,
-        summarize([sample.gbps for sample in ceiling]),
+        summarize([sample.gb_per_s for sample in ceiling]),
         paired_ratios(subject, ceiling),
         cpu_s_per_gb(ceiling),
         _median_latency(ceiling),

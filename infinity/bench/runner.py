@@ -1,4 +1,4 @@
-"""Runs a group: contenders take turns, and who begins moves on by one each round."""
+"""Runs a group: contenders alternate, and another one begins in each round."""
 
 from __future__ import annotations
 

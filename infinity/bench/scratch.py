@@ -1,7 +1,7 @@
-"""Files to measure on: within a stated size, written once before anything is timed, removed after.
+"""Files to measure on: of bounded size, written once before anything is timed, removed after.
 
 Each path has one swap file with two regions of equal size. The *still* region holds seed 0 and is
-only read; the *busy* region is overwritten by everybody.
+only read; every contender overwrites the *busy* region.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BenchDirectory:
         self.is_direct = tuple(_takes_direct(path) for path in self.file_paths)
         memory = arena.memory(0, self.nbytes)
         pattern.fill(memory, offset_nbytes=0, seed=STILL_SEED)
-        # Reading what was never written returns zeros without touching the drive, and the first
+        # Reads of unwritten bytes return zeros without touching the drive, and the first
         # write to it is slower: both regions are written before anything is timed.
         for extents in (still, busy):
             volume.write(
@@ -111,10 +111,10 @@ def shares_of(extents: Sequence[Extent], file_paths: Sequence[str]) -> list[Spac
     """The range that `extents` cover in each file, in the order of the files."""
     shares = []
     for index, path in enumerate(file_paths):
-        mine = [extent for extent in extents if extent.path_index == index]
-        if mine:
-            start_nbytes = min(extent.offset_nbytes for extent in mine)
-            shares.append(SpaceShare(path, start_nbytes, sum(extent.nbytes for extent in mine)))
+        own = [extent for extent in extents if extent.path_index == index]
+        if own:
+            start_nbytes = min(extent.offset_nbytes for extent in own)
+            shares.append(SpaceShare(path, start_nbytes, sum(extent.nbytes for extent in own)))
     return shares
 
 

@@ -30,7 +30,10 @@ def paired_ratios(subject: Sequence[Measurement], ceiling: Sequence[Measurement]
     The median of ratios, not the ratio of medians: a spell that slows whole rounds cancels.
     """
     return summarize(
-        [ours.gbps / theirs.gbps for ours, theirs in zip(subject, ceiling, strict=True)]
+        [
+            subject_sample.gb_per_s / ceiling_sample.gb_per_s
+            for subject_sample, ceiling_sample in zip(subject, ceiling, strict=True)
+        ]
     )
 
 

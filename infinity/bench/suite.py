@@ -20,7 +20,7 @@ QUICK_SECTIONS = ("read", "write", "mixed", "latency", "host", "optimizer")
 
 
 def check_sections(names: Sequence[str], *, quick: bool) -> tuple[str, ...]:
-    """The sections asked for, in running order; for none all, or all quick ones.
+    """Returns the requested sections in running order; without a request all, or all quick ones.
 
     Raises ConfigError for a name that is no section.
     """
@@ -39,8 +39,8 @@ def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
     """Yields results as they arrive. Scratch files exist only while a drive's sections run."""
     if any(name in _ON_DRIVES for name in sections):
         for directory in lab.directories:
-            with nvme.open_site(lab, [directory]) as site:
-                yield from _drive(site, sections)
+            with nvme.open_drives(lab, [directory]) as drives:
+                yield from _drive(drives, sections)
     if "verify" in sections:
         for directory in lab.directories:
             yield from checked.verify(lab, directory)
@@ -55,22 +55,22 @@ def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
         yield from _device(lab, sections)
 
 
-def _drive(site: nvme.DriveSite, sections: Sequence[str]) -> Iterator[Result]:
+def _drive(drives: nvme.DriveSet, sections: Sequence[str]) -> Iterator[Result]:
     for kind in nvme.KINDS:
         if kind in sections:
-            yield from nvme.bandwidth(site, kind)
+            yield from nvme.bandwidth(drives, kind)
     if "extents" in sections:
         for kind in ("read", "write"):
-            yield from extents.extents(site, kind)
+            yield from extents.extents(drives, kind)
     if "sweep" in sections:
         for kind in nvme.KINDS:
-            yield from nvme.sweep(site, kind)
+            yield from nvme.sweep(drives, kind)
     if "latency" in sections:
-        yield from nvme.latency(site)
+        yield from nvme.latency(drives)
 
 
 def _device(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
-    """Nothing where there is no device with memory of its own."""
+    """Yields nothing on a machine without a device that has memory of its own."""
     import torch
 
     if not torch.cuda.is_available():
@@ -86,7 +86,7 @@ def _device(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
         if "device" in sections:
             yield from device.copies(lab, cuda)
         if "pipeline" in sections and lab.directories:
-            with nvme.open_site(lab, lab.directories) as site:
-                yield from device.pipeline(site, cuda, nvme.EXTENT_NBYTES)
+            with nvme.open_drives(lab, lab.directories) as drives:
+                yield from device.pipeline(drives, cuda, nvme.EXTENT_NBYTES)
     finally:
         cuda.close()

@@ -64,7 +64,7 @@ def _add_subject(table: Table, row: Row) -> None:
     share = [row.ceilings[0].share] if row.ceilings else []
     table.add_row(
         f"  {row.subject}",
-        f"{row.gbps.median:.2f}",
+        f"{row.gb_per_s.median:.2f}",
         _spread(row),
         "".join(f"{each.median:.2f}" for each in share),
         "".join(f"{each.low:.2f} - {each.high:.2f}" for each in share),
@@ -74,11 +74,11 @@ def _add_subject(table: Table, row: Row) -> None:
 
 
 def _add_ceiling(table: Table, ceiling: Against, *, is_best: bool, is_shared: bool) -> None:
-    """The best one's share is in the subject's own line; with several subjects nobody's is here."""
+    """Adds the line of a ceiling. The subject's line has the share of the best ceiling."""
     has_share = not is_best and not is_shared
     table.add_row(
         Text(f"    {'ceiling' if is_best else 'beside'}: {ceiling.name}", style="dim"),
-        f"{ceiling.gbps.median:.2f}",
+        f"{ceiling.gb_per_s.median:.2f}",
         _spread(ceiling),
         f"{ceiling.share.median:.2f}" if has_share else "",
         f"{ceiling.share.low:.2f} - {ceiling.share.high:.2f}" if has_share else "",
@@ -100,8 +100,8 @@ def sweep_table(section: str, rows: Sequence[Row]) -> Table:
         ceilings = line[0].ceilings
         table.add_row(
             _size(line[0].labels["extent_nbytes"]),
-            *[f"{row.gbps.median:.2f}{_bracket(row)}" for row in line],
-            f"{ceilings[0].gbps.median:.2f} {ceilings[0].name}" if ceilings else "-",
+            *[f"{row.gb_per_s.median:.2f}{_bracket(row)}" for row in line],
+            f"{ceilings[0].gb_per_s.median:.2f} {ceilings[0].name}" if ceilings else "-",
             _range([row.cpu_s_per_gb for row in line if row.cpu_s_per_gb is not None]),
             _verdict(all(row.ok for row in line)),
         )
@@ -137,7 +137,7 @@ def _latencies(latency_s: Mapping[float, float]) -> list[str]:
 
 
 def _spread(of: Row | Against) -> str:
-    return f"{of.gbps.low:.2f} - {of.gbps.high:.2f}"
+    return f"{of.gb_per_s.low:.2f} - {of.gb_per_s.high:.2f}"
 
 
 def _bracket(row: Row) -> str:

@@ -1,8 +1,10 @@
-"""The storage engine as a contender: extents of one size, all handed over, all waited for.
+"""The storage engine as a contender: extents of one size, all submitted, then all awaited.
 
 Note [What is timed]
-  From the first submit to the last completion. Outside the clock: before a read the memory is
-  poisoned and after it every byte is compared; before a write the memory gets a seed of its own and
+  The time from the first submit to the last completion. Outside the clock: before a read the memory
+      is
+  poisoned, and after it every byte is compared; before a write the memory gets a seed of its own,
+      and
   after it the region is read back and compared. Nothing is synced: with direct I/O the drive
   has the bytes when a write completes, and fio does not sync either.
 """
@@ -16,8 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from typing_extensions import override
+
 from infinity.bench import pattern
-from infinity.bench.measure import Measurement, clock
+from infinity.bench.measure import Contender, Measurement, clock
 from infinity.bench.scratch import STILL_SEED, BenchDirectory, RegionName
 from infinity.bench.statistics import quantiles
 from infinity.sizes import MIB, align_down
@@ -50,14 +54,15 @@ class TransferMove:
 
     @property
     def place(self) -> int:
+        """The offset in the arena; that of the file, unless `place_nbytes` differs."""
         return self.offset_nbytes if self.place_nbytes is None else self.place_nbytes
 
 
 def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[TransferMove]:
-    """The extents of one transfer, in order of offset.
+    """Returns the extents of one transfer, in order of offset.
 
     "mixed" is half reads of the still region's first half and half writes of the busy region's
-    second half, in turns: read, write, read, write. The last extent may be smaller.
+    second half, alternately. The last extent may be smaller.
     """
     if kind != "mixed":
         region: RegionName = "still" if kind == "read" else "busy"
@@ -75,7 +80,7 @@ def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[T
 
 
 class FileSet:
-    """The files of a scratch, opened in one engine; turns moves into segments."""
+    """The scratch files, opened in one engine; converts moves to segments."""
 
     def __init__(self, engine: StorageEngine, scratch: BenchDirectory, arena: Arena) -> None:
         self.engine = engine
@@ -87,9 +92,11 @@ class FileSet:
         ]
 
     def submit(self, move: TransferMove, priority: Priority = Priority.STATE) -> Ticket:
+        """Queues the move on the engine under test."""
         return self.engine.submit(move.operation, self.segments(move), priority)
 
     def segments(self, move: TransferMove) -> list[Segment]:
+        """Returns the segments of a move, which may span several paths."""
         address = self.arena.address + move.place
         return [
             Segment(
@@ -103,7 +110,7 @@ class FileSet:
         ]
 
 
-class MovesTransfer:
+class MovesTransfer(Contender):
     """`moves` through the engine: a request each, or one request for all of them."""
 
     def __init__(
@@ -118,12 +125,13 @@ class MovesTransfer:
         self._files = files
         self._nbytes = sum(move.nbytes for move in moves)
         self._moves = moves
-        # Cut before the clock starts: laying out is the business of whoever owns the extents.
+        # Split before the clock starts: the owner of the extents lays them out.
         self._requests = [(move.operation, files.segments(move)) for move in moves]
         if in_one_request:
             segments = [segment for _, segments in self._requests for segment in segments]
             self._requests = [(moves[0].operation, segments)]
 
+    @override
     def run(self) -> Measurement:
         seed = next_seed()
         prepare(self._files, self._moves, seed)
@@ -149,11 +157,11 @@ class EngineTransfer(MovesTransfer):
         super().__init__(name, files, plan_moves(kind, nbytes=nbytes, extent_nbytes=extent_nbytes))
 
 
-class EngineLatency:
+class EngineLatency(Contender):
     """Single demand reads, one at a time; with `behind`, while that many write-backs are queued.
 
-    The first says what a request costs, the second what priorities are worth. The writes take turns
-    over the upper half of region and arena, the reads stay in the lower.
+    The first shows the cost of a request, the second the effect of priorities. The writes alternate
+    over the upper half of region and arena, the reads stay in the lower half.
     """
 
     def __init__(
@@ -172,6 +180,7 @@ class EngineLatency:
         ]
         self._behind = behind
 
+    @override
     def run(self) -> Measurement:
         prepare(self._files, self._moves, STILL_SEED)
         self._queued: deque[Ticket] = deque()
@@ -207,7 +216,7 @@ def prepare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> None:
 def compare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> bool:
     """Returns True if memory and files hold the right bytes after the moves.
 
-    Reads what was written back into poisoned memory.
+    Reads written regions back into poisoned memory.
     """
     spans = _spans(moves)
     written = [span for span in spans if span.operation == "write"]
@@ -227,7 +236,9 @@ def compare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> bool:
 
 
 def _spans(moves: Sequence[TransferMove]) -> list[TransferMove]:
-    """The moves in the order of the region, those made one that go on in it and in memory."""
+    """Yields the moves in the order of the region; moves that are adjacent in it and in memory
+    become one.
+    """
     spans: list[TransferMove] = []
     for move in sorted(moves, key=lambda each: (each.operation, each.offset_nbytes)):
         last = spans[-1] if spans else None

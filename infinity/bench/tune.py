@@ -1,14 +1,15 @@
-"""The search for [io] settings: all candidates take turns, losers leave, the gentlest winner stays.
+"""The search for [io] settings: candidates alternate, losers leave, the gentlest winner stays.
 
 Note [What is chosen]
   A candidate's score is the mean, over read, write and mixed, of its share of the best bandwidth.
   Of all candidates within 5 % of the best score, the one with the fewest bytes in flight is taken:
-  bytes in flight are latency, and a small window is what makes priorities work. That rule, not the
-  highest number, is what makes two searches agree on a noisy machine.
-  With that block size and depth, ring setups take turns in the same way against the one that the
-  engine has by default. Another has to earn its place: to be more than 5 % faster in the median
-  of all pairs, and faster in 85 % of them. Of those that are about equal, the one with the fewest
-  rings is taken.
+  bytes in flight are latency, and a small window makes priorities work. This rule, not the highest
+  number, makes two searches agree on a noisy machine.
+  With that block size and depth, ring setups alternate in the same way with the default of the
+      engine.
+  Another setup must be more than 5 % faster in the median of all pairs, and faster in 85 % of them.
+      Of
+  those that are about equal, the one with the fewest rings is taken.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 from infinity.bench.lab import Lab
 from infinity.bench.measure import ContenderGroup, Measurement, Result
-from infinity.bench.nvme import EXTENT_NBYTES, KINDS, DriveSite, open_site
+from infinity.bench.nvme import EXTENT_NBYTES, KINDS, DriveSet, open_drives
 from infinity.bench.statistics import SampleSummary, cpu_s_per_gb, summarize, verdict
 from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
 from infinity.errors import StorageError
@@ -53,6 +54,7 @@ class Candidate:
 
     @property
     def in_flight_nbytes(self) -> int:
+        """The bytes that a drive has in flight at once."""
         return self.block_nbytes * self.depth
 
     def __str__(self) -> str:
@@ -69,7 +71,7 @@ CANDIDATES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class RingSetup:
-    """How the io_uring engine works on one drive: `num_rings` rings with these flags."""
+    """The rings of the io_uring engine on one drive: `num_rings` rings with these flags."""
 
     num_rings: int
     flags: RingFlags
@@ -121,7 +123,7 @@ class TunedSetting:
     paths: tuple[PathBandwidth, ...]
 
     def weights(self) -> list[float]:
-        """Per path, the slowest 1.0: what `[[tiers.nvme]] weight` wants."""
+        """Bandwidth of each path, the slowest 1.0: the values of `[[tiers.nvme]] weight`."""
         slowest = min(path.combined_gb_per_s for path in self.paths)
         return [round(path.combined_gb_per_s / slowest, 2) for path in self.paths]
 
@@ -163,7 +165,9 @@ def choose(found: Mapping[Candidate, float]) -> Candidate:
 
 
 def choose_rings(rates: Rates[RingSetup], default: RingSetup) -> RingSetup:
-    """The gentlest of those that beat the default, or the default, which was in all rounds."""
+    """Returns the gentlest setup that beats the default, or the default, which took part in all
+    rounds.
+    """
     gains = {}
     for who in {who for of_kind in rates.values() for who in of_kind} - {default}:
         ratios = [
@@ -207,14 +211,14 @@ def search(lab: Lab, *, limit_s: float) -> TunedSetting:
     def set_up(who: RingSetup) -> dict[str, Any]:
         return {**settle(best), "num_rings": who.num_rings, "ring_flags": who.flags}
 
-    with open_site(lab, lab.directories) as site:
-        _, found, running, rounds = _search(site, CANDIDATES, settle, start_s + limit_s * share)
+    with open_drives(lab, lab.directories) as drives:
+        _, found, running, rounds = _search(drives, CANDIDATES, settle, start_s + limit_s * share)
         best = choose({who: found[who] for who in running})
         if has_rings:
             setups = ring_setups(grants_ring_flags)
             default = setups[0]
             ring_rates, ring_scores, left, _ = _search(
-                site, setups, set_up, start_s + limit_s, stays=default
+                drives, setups, set_up, start_s + limit_s, stays=default
             )
             still = {
                 kind: {who: values for who, values in of_kind.items() if who in left}
@@ -224,31 +228,31 @@ def search(lab: Lab, *, limit_s: float) -> TunedSetting:
     settings = settle(best) if rings is None else set_up(rings)
     paths, cpu = [], None
     for directory in lab.directories:
-        with open_site(lab, [directory]) as site:
-            bandwidth, cpu = _bandwidth(site, settings)
+        with open_drives(lab, [directory]) as drives:
+            bandwidth, cpu = _bandwidth(drives, settings)
             paths.append(bandwidth)
     return TunedSetting(best, found, rings, ring_scores, rounds, cpu, tuple(paths))
 
 
 def _search(
-    site: DriveSite,
+    drives: DriveSet,
     candidates: Sequence[Who],
     settings_of: Callable[[Who], dict[str, Any]],
     deadline_s: float,
     *,
     stays: Who | None = None,
 ) -> tuple[Rates[Who], dict[Who, float], list[Who], int]:
-    """Rates and scores of all, those that are still in the running, the rounds that were run.
+    """Returns rates and scores of all candidates, the remaining ones, and the number of rounds.
 
-    `stays` is in the running to the end.
+    `stays` remains to the end.
     """
     rates: dict[TransferKind, dict[Who, list[float]]] = {kind: {} for kind in KINDS}
     running = list(candidates)
     found: dict[Who, float] = {}
     for rounds in range(1, _MAXIMUM_ROUNDS + 1):
         for kind in KINDS:
-            for who, sample in _turns(site, kind, running, settings_of, rounds):
-                rates[kind].setdefault(who, []).append(sample.gbps)
+            for who, sample in _turns(drives, kind, running, settings_of, rounds):
+                rates[kind].setdefault(who, []).append(sample.gb_per_s)
         found |= scores(rates)
         if rounds >= _MINIMUM_ROUNDS:
             good = survivors({who: found[who] for who in running}, rounds)
@@ -260,44 +264,46 @@ def _search(
 
 
 def _turns(
-    site: DriveSite,
+    drives: DriveSet,
     kind: TransferKind,
     running: Sequence[Who],
     settings_of: Callable[[Who], dict[str, Any]],
     rounds: int,
 ) -> Iterator[tuple[Who, Measurement]]:
     """One transfer of every candidate. Who begins moves on with the rounds."""
-    lab = site.lab
+    lab = drives.lab
     turn = rounds % len(running)
     for who in [*running[turn:], *running[:turn]]:
         lab.on_step(f"round {rounds}: {kind}, {len(running)} candidates left, now {who}")
         with lab.engine(**settings_of(who)) as engine:
-            sample = _transfer(site, FileSet(engine, site.scratch, lab.arena), kind, str(who)).run()
+            sample = _transfer(
+                drives, FileSet(engine, drives.scratch, lab.arena), kind, str(who)
+            ).run()
         _check([sample], f"{kind} with {who}")
         yield who, sample
 
 
-def _bandwidth(site: DriveSite, settings: Mapping[str, Any]) -> tuple[PathBandwidth, float | None]:
+def _bandwidth(drives: DriveSet, settings: Mapping[str, Any]) -> tuple[PathBandwidth, float | None]:
     """The chosen settings on one path, and the CPU seconds per GB over all kinds."""
-    lab = site.lab
+    lab = drives.lab
     samples: list[Measurement] = []
     summaries = {}
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(lab.engine(**settings))
-        files = FileSet(engine, site.scratch, lab.arena)
-        subjects = [_transfer(site, files, kind, kind) for kind in KINDS]
-        group = ContenderGroup("bandwidth", site.name, subjects)
+        files = FileSet(engine, drives.scratch, lab.arena)
+        subjects = [_transfer(drives, files, kind, kind) for kind in KINDS]
+        group = ContenderGroup("bandwidth", drives.name, subjects)
         result: Result = lab.measure(group, _BANDWIDTH_ROUNDS)
     for kind in KINDS:
         _check(result.samples[kind], f"{kind} with {settings}")
-        summaries[kind] = summarize([sample.gbps for sample in result.samples[kind]])
+        summaries[kind] = summarize([sample.gb_per_s for sample in result.samples[kind]])
         samples += result.samples[kind]
-    path = str(site.scratch.directories[0])
+    path = str(drives.scratch.directories[0])
     return PathBandwidth(path, **summaries), cpu_s_per_gb(samples)
 
 
-def _transfer(site: DriveSite, files: FileSet, kind: TransferKind, name: str) -> EngineTransfer:
-    nbytes = site.lab.effort.nbytes
+def _transfer(drives: DriveSet, files: FileSet, kind: TransferKind, name: str) -> EngineTransfer:
+    nbytes = drives.lab.effort.nbytes
     return EngineTransfer(name, files, kind, nbytes=nbytes, extent_nbytes=EXTENT_NBYTES)
 
 

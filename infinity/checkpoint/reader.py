@@ -53,6 +53,7 @@ class StateInfo:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -69,10 +70,12 @@ class StateSource(Protocol):
     """State to export. `optimizer` is None or the result of `OffloadedOptimizer.named_state`."""
 
     @property
-    def infos(self) -> list[StateInfo]: ...
+    def infos(self) -> list[StateInfo]:
+        """Every tensor of the state."""
 
     @property
-    def optimizer(self) -> dict[str, Any] | None: ...
+    def optimizer(self) -> dict[str, Any] | None:
+        """The settings and step counts of the optimizer; None if none was saved."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns every buffer, on the host."""
@@ -242,6 +245,7 @@ class CheckpointSource:
         self._reader.close()
 
     def buffers(self) -> dict[str, torch.Tensor]:
+        """Reads the model's buffers, by name."""
         return {name: self._reader.read_whole(tensor) for name, tensor in self._buffers.items()}
 
     def raw_tensors(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
@@ -257,6 +261,7 @@ class CheckpointSource:
         return values.view(info.shape)
 
     def parts(self) -> Iterator[StatePart]:
+        """Yields the parts of all tensors of `infos`, in that order."""
         for info in self.infos:
             yield from self._parts_of(info)
 

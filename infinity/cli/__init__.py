@@ -15,6 +15,11 @@ from infinity.errors import InfinityError, storage_error
 # name -> (module, attribute, one line of help). A Typer is a group, a function one command.
 _COMMANDS = {
     "bench": ("infinity.cli.bench", "bench", "Measure drives, memory and device."),
+    "clean": (
+        "infinity.cli.clean",
+        "clean",
+        "Remove what ended jobs have left in swap directories.",
+    ),
     "config": (
         "infinity.cli.config",
         "app",
@@ -36,6 +41,11 @@ _COMMANDS = {
         "Describe a checkpoint and check its integrity.",
     ),
     "merge": ("infinity.cli.convert", "merge", "Merge an adapter into its base, as a checkpoint."),
+    "new": (
+        "infinity.cli.new",
+        "new",
+        "Write a file for `infinity train` that suits this machine.",
+    ),
     "plan": ("infinity.cli.plan", "plan", "Predict a step: placement, bytes, seconds, bottleneck."),
     "quantize": (
         "infinity.cli.convert",
@@ -71,6 +81,13 @@ class _LazyGroup(TyperGroup):
         super().__init__(**options)
         self.commands = {name: _stub(name) for name in _COMMANDS}
 
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)
+        for param in params:
+            if getattr(param, "is_bool_flag", False):
+                param.metavar = ""
+        return params
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and _import_command(args[0]), rest
@@ -102,17 +119,26 @@ def print_error(text: str) -> None:
 def _import_command(name: str) -> Any:
     module, attribute, line = _COMMANDS[name]
     target = getattr(importlib.import_module(module), attribute)
-    if isinstance(target, typer.Typer):
-        return typer.main.get_command(target)
-    alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    alone.command(name, help=target.__doc__ or line)(target)
-    return typer.main.get_command(alone)
+    if not isinstance(target, typer.Typer):
+        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        alone.command(name, help=target.__doc__ or line)(target)
+        target = alone
+    return _without_types_of_flags(typer.main.get_command(target))
+
+
+def _without_types_of_flags(command: Any) -> Any:
+    """Returns the command whose help says no type of a flag, because a flag takes no value."""
+    for each in getattr(command, "commands", {}).values():
+        _without_types_of_flags(each)
+    for param in command.get_params(typer.Context(command)):
+        if getattr(param, "is_bool_flag", False):
+            param.metavar = ""
+    return command
 
 
 app = typer.Typer(
     cls=_LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

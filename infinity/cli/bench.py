@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.bench.lab import QUICK, Effort, Lab
-from infinity.bench.measure import Result
-from infinity.bench.report import Row
-from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.sizes import MIB, align_down, format_nbytes, parse_nbytes
+
+if TYPE_CHECKING:
+    from infinity.bench.lab import Effort, Lab
+    from infinity.bench.measure import Result
+    from infinity.bench.report import Row
 
 _MINIMUM_NBYTES = 64 * MIB
 _PIPE_WIDTH = 100
@@ -78,6 +79,7 @@ def bench(
     that wrong bytes were read. Under torchrun, collectives are measured instead.
     """
     from infinity.bench import machine, suite
+    from infinity.bench.lab import QUICK, Effort
     from infinity.bench.report import rows_of, to_json
 
     effort = replace(QUICK if quick else Effort(), **_changes(size, rounds))
@@ -120,6 +122,8 @@ def open_lab(
     from rich.console import Console
 
     from infinity.bench import fio
+    from infinity.bench.lab import Lab
+    from infinity.config import SwapConfig
     from infinity.storage.arena import Arena
 
     if config is not None and paths:

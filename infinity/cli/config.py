@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from infinity.cli import print_error
-from infinity.config import InvalidConfigError, SwapConfig
+from infinity.cli.progress import Quiet
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 
 if TYPE_CHECKING:
+    from infinity.config import SwapConfig
     from infinity.config.deepspeed import Translation
 
 app = typer.Typer(
@@ -29,8 +30,17 @@ _File = Annotated[str, typer.Argument(metavar="FILE", help="A .toml, .yaml, .yml
 
 
 @app.command()
-def check(file: _File) -> None:
+def check(
+    file: _File,
+    as_json: Annotated[
+        bool, typer.Option("--json", help='Print {"file": ..., "faults": [...]}.')
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
     """Print "ok", or every fault with its position and exit code 1."""
+    from infinity.config import InvalidConfigError, SwapConfig
+
+    faults: list[str] = []
     try:
         SwapConfig.load(file)
     except ConfigError as error:
@@ -39,10 +49,15 @@ def check(file: _File) -> None:
             if isinstance(error, InvalidConfigError)
             else [str(error)]
         )
+    if as_json:
+        typer.echo(json.dumps({"file": file, "faults": faults}, indent=2))
+    else:
         for line in faults:
             print_error(line)
-        raise typer.Exit(1) from None
-    typer.echo(f"{file}: ok")
+    if faults:
+        raise typer.Exit(1)
+    if not as_json and not quiet:
+        typer.echo(f"{file}: ok")
 
 
 @app.command()
@@ -53,7 +68,7 @@ def show(
     ] = False,
 ) -> None:
     """Print every value and its origin, as a usable TOML file."""
-    from infinity.config import render
+    from infinity.config import SwapConfig, render
 
     config = SwapConfig.load(file)
     if as_json:

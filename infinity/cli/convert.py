@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from infinity.cli.progress import bytes_bar
-from infinity.config.extras import require_transformers
+from infinity.cli.progress import Quiet, bytes_bar
 from infinity.sizes import format_nbytes
 
 if TYPE_CHECKING:
@@ -40,15 +39,18 @@ def merge(
         ),
     ] = "bf16",
     as_json: _Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Merge a LoRA or DoRA adapter into its base, as a checkpoint.
 
     One tensor is in memory at a time. Dense layers get the bits of PEFT's merge_and_unload.
     """
+    from infinity.config.extras import require_transformers
+
     require_transformers("infinity merge")
     from infinity.training.merge import plan_merge
 
-    _write(plan_merge(base, adapter, to=to), out, is_quiet=as_json)
+    _write(plan_merge(base, adapter, to=to), out, as_json=as_json, is_quiet=quiet)
 
 
 def quantize(
@@ -65,6 +67,7 @@ def quantize(
         ),
     ],
     as_json: _Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Quantise the linear layers of a checkpoint, for a smaller base under an adapter.
 
@@ -72,17 +75,17 @@ def quantize(
     """
     from infinity.checkpoint.convert.quantize import plan_quantize
 
-    _write(plan_quantize(directory, to), out, is_quiet=as_json)
+    _write(plan_quantize(directory, to), out, as_json=as_json, is_quiet=quiet)
 
 
-def _write(plan: DirectoryPlan, out: Path, *, is_quiet: bool) -> None:
+def _write(plan: DirectoryPlan, out: Path, *, as_json: bool, is_quiet: bool) -> None:
     from infinity.checkpoint.convert.directory import check_target, write_directory
 
     check_target(out, plan.nbytes)
     before_nbytes = plan.source.nbytes
-    with bytes_bar(plan.source.path.name, plan.nbytes, is_quiet=is_quiet) as progress:
+    with bytes_bar(plan.source.path.name, plan.nbytes, is_quiet=is_quiet or as_json) as progress:
         write_directory(plan, out, progress)
-    if is_quiet:
+    if as_json:
         summary = {
             "directory": str(out),
             "shards": list(plan.shards),
@@ -90,6 +93,6 @@ def _write(plan: DirectoryPlan, out: Path, *, is_quiet: bool) -> None:
             "source_nbytes": before_nbytes,
         }
         typer.echo(json.dumps(summary, indent=2))
-    else:
+    elif not is_quiet:
         sizes = f"{format_nbytes(plan.nbytes)} from {format_nbytes(before_nbytes)}"
         typer.echo(f"wrote {out}: {sizes}, {len(plan.shards)} shards")

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.config import SwapConfig
-
 if TYPE_CHECKING:
     from infinity.doctor import Finding
 
@@ -40,6 +38,7 @@ def doctor(
 
     The exit code is 1 if a need of CONFIG is missing. The command needs no privileges.
     """
+    from infinity.config import SwapConfig
     from infinity.doctor import examine, worst
 
     if config is not None and paths:

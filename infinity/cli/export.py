@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
-from infinity.config import SwapConfig
+from infinity.cli.progress import Quiet
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
 
 if TYPE_CHECKING:
+    from infinity.config import SwapConfig
     from infinity.config.source import ConfigSource
 
 
@@ -43,6 +45,8 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard", metavar="SIZE", help="Largest safetensors file.")
     ] = "2GiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Convert a checkpoint of a run to a format of other programs.
 
@@ -51,6 +55,7 @@ def export(
     """
     from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
     from infinity.checkpoint.run.directory import find_checkpoint
+    from infinity.config import SwapConfig
     from infinity.training.settle import settle
 
     max_shard_nbytes = _nbytes(max_shard_size)
@@ -75,7 +80,12 @@ def export(
             tokenizer=_tokenizer(loaded),
         )
     nbytes = sum(file.stat().st_size for file in files)
-    typer.echo(f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
+    if as_json:
+        names = sorted(file.name for file in files)
+        said = {"checkpoint": str(found), "directory": str(out), "files": names, "nbytes": nbytes}
+        typer.echo(json.dumps(said, indent=2))
+    elif not quiet:
+        typer.echo(f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
 
 
 def _nbytes(text: str) -> int:
@@ -88,6 +98,7 @@ def _nbytes(text: str) -> int:
 def _config_of_run(checkpoint: Path) -> SwapConfig | None:
     """Returns the configuration that `infinity train` left in the output directory above a
     checkpoint."""
+    from infinity.config import SwapConfig
     from infinity.training.output import MARKER_NAME
 
     for directory in checkpoint.resolve().parents[:2]:

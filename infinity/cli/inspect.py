@@ -43,21 +43,16 @@ def inspect(
     """
     from infinity.checkpoint.run.directory import list_checkpoints
     from infinity.checkpoint.run.inspection import inspect as examine
-    from infinity.checkpoint.run.manifest import MANIFEST_NAME
     from infinity.errors import ConfigError
-    from infinity.storage.swap_inspect import examine as examine_swap
 
-    swaps: list[SwapContents] = []
-    if directory.is_dir() and not (directory / MANIFEST_NAME).exists():
-        places = [directory, *sorted(directory.glob("rank-*"))]  # Every rank has its own directory.
-        examined = [examine_swap(str(place)) for place in places if place.is_dir()]
-        swaps = [each for each in examined if each is not None]
-    commits = [each for each in _commit_places(directory) if list_checkpoints(each)]
+    swaps = swap_contents(directory)
+    commits = [each for each in commit_places(directory) if list_checkpoints(each)]
     has_commits = bool(commits)
     if remove:
         if not swaps and not has_commits:
             raise ConfigError(f"{directory} is no swap directory, so nothing in it is removed")
-        _remove(directory, swaps)
+        removed = remove_contents(directory, swaps)
+        typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
         return
     if not swaps and not has_commits and directory.is_dir() and not any(directory.iterdir()):
         _print_empty(directory, as_json=as_json)
@@ -101,14 +96,31 @@ def _tables(
     return {"swap": own[0] if own else None, "ranks": ranks, "commits": commits}
 
 
-def _commit_places(directory: Path) -> list[Path]:
+def swap_contents(directory: Path) -> list[SwapContents]:
+    """Returns the contents of a swap directory and of those of ranks in it; none of a checkpoint,
+    and of a directory without a lock and swap files."""
+    from infinity.checkpoint.run.manifest import MANIFEST_NAME
+    from infinity.storage.swap_inspect import examine
+
+    if not directory.is_dir() or (directory / MANIFEST_NAME).exists():
+        return []
+    places = [directory, *sorted(directory.glob("rank-*"))]  # Every rank has its own directory.
+    examined = [examine(str(place)) for place in places if place.is_dir()]
+    return [each for each in examined if each is not None]
+
+
+def commit_places(directory: Path) -> list[Path]:
     """Returns the places where a swap directory may have committed steps."""
     from infinity.config.swap import COMMITS_NAME, COPYING_NAME
 
     return [directory / COMMITS_NAME, directory / COPYING_NAME]
 
 
-def _remove(directory: Path, swaps: list[SwapContents]) -> None:
+def remove_contents(directory: Path, swaps: list[SwapContents]) -> list[str]:
+    """Removes the swap files and committed steps of jobs that are gone. Returns what was removed.
+
+    Raises SwapLockedError before anything is removed if a living job holds the directory.
+    """
     from infinity.checkpoint.run.removal import remove_own
     from infinity.storage.swap_inspect import remove_stale
 
@@ -122,12 +134,12 @@ def _remove(directory: Path, swaps: list[SwapContents]) -> None:
         if path != directory and not any(path.iterdir()):
             path.rmdir()
     stays: list[Path] = []
-    for commits in filter(Path.is_dir, _commit_places(directory)):
+    for commits in filter(Path.is_dir, commit_places(directory)):
         stays += remove_own(commits)
         removed.append(f"what is ours in {commits.name}" if commits.exists() else commits.name)
     for path in stays:
         print_error(f"{path} stays: it is not of this package")
-    typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
+    return removed
 
 
 def _print_swap(swap: SwapContents) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.config import SwapConfig
-from infinity.config.extras import require_transformers
 from infinity.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    from infinity.config import SwapConfig
 
 _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 # The tiers of a model by name without a file: state that fits stays in host memory.
@@ -103,6 +104,22 @@ _Html = Annotated[
 _Show = Annotated[
     bool, typer.Option("--list", help="List the machines and models that are shipped.")
 ]
+_Table = Annotated[
+    bool,
+    typer.Option(
+        "--table", help="Which model on which machine: all shipped ones, or --model, --hardware."
+    ),
+]
+_Full = Annotated[bool, typer.Option("--full", help="With --table: all weights, no adapter.")]
+_Write = Annotated[
+    Path | None,
+    typer.Option(
+        "--write",
+        metavar="FILE",
+        help="Write the file that `infinity new` writes for --model DIR, .toml; with --table, the "
+        "table, .md or .json.",
+    ),
+]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
@@ -124,6 +141,9 @@ def plan(
     plot: _Plot = None,
     html: _Html = None,
     show: _Show = False,
+    table: _Table = False,
+    full: _Full = False,
+    write: _Write = None,
     as_json: _AsJson = False,
 ) -> None:
     """Predict a training step without running it: what fits, how long, and what would help.
@@ -132,13 +152,21 @@ def plan(
     machine is this one, measured in a few seconds, or one described in a file. Nothing is trained
     and nothing stays on the drives.
     """
-    from infinity.plan.files import shipped_in
-
     if show:
-        for folder in ("hardware", "models"):
-            typer.echo(f"{folder}: {', '.join(shipped_in(folder))}")
+        _list(as_json=as_json)
         return
+    if table:
+        _refuse_beside_table(config, params, data_tokens, examples, tokens, plot)
+        from infinity.cli.plan_table import print_table
+
+        print_table(model, hardware, None if full else lora or 16, write, as_json=as_json)
+        return
+    if full:
+        raise ConfigError("--full is for --table; a plan without --lora is one of all weights")
     _refuse(config, model, params, data_tokens, examples)
+    if write is not None:
+        _write(write, config, model, lora, hardware, sequence, experts=experts, as_json=as_json)
+        return
     by_name = model is not None or params is not None
     frozen_by = _adapter_settings(lora, experts)
     subject = Subject.of(config, model, params)
@@ -152,6 +180,50 @@ def plan(
         data *= batch.sequence_length
     request = Request(loaded, shape, machine, batch, ranks, shard_drives, data)
     _show(request, Pictures(plot, html), as_json=as_json)
+
+
+def _list(*, as_json: bool) -> None:
+    from infinity.plan.shipped import shipped_in
+
+    found = {folder: shipped_in(folder) for folder in ("hardware", "models")}
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for folder, names in found.items():
+        typer.echo(f"{folder}: {', '.join(names)}")
+
+
+def _refuse_beside_table(*others: object) -> None:
+    if any(other is not None for other in others):
+        raise ConfigError(
+            "--table takes --model, --hardware, --lora or --full, --write and --json; leave the "
+            "others out"
+        )
+
+
+def _write(
+    file: Path,
+    config: Path | None,
+    model: str | None,
+    lora: int | None,
+    hardware: str | None,
+    sequence: int | None,
+    *,
+    experts: bool,
+    as_json: bool,
+) -> None:
+    """Writes the file of `infinity new` for a directory."""
+    from infinity.cli.new import Asked, write_new
+
+    if config is not None or model is None or not Path(model).is_dir():
+        raise ConfigError(
+            f"--write {file}: expected --model and the directory of a model, because the file "
+            "names it; config.json alone is enough"
+        )
+    asked = Asked(
+        Path(model), rank=lora, experts=experts, sequence=sequence, hardware=hardware, out=file
+    )
+    write_new(asked, as_json=as_json, is_quiet=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +301,10 @@ def _refuse(
     if model is not None and params is not None:
         raise ConfigError("expected --model or --params, got both; leave one out")
     if config is None and model is None and params is None:
-        raise ConfigError("expected CONFIG, --model or --params; `infinity plan --list` has names")
+        raise ConfigError(
+            "expected CONFIG, --model or --params; `infinity plan --list` has names, and --table "
+            "says which model trains on which machine"
+        )
     if data_tokens is not None and examples is not None:
         raise ConfigError("expected --data-tokens or --examples, got both; leave one out")
 
@@ -277,6 +352,8 @@ class Subject:
         if self.params is not None:
             shape = scaled_gpt(parse_count(self.params))
             return model_of_shape(shape, dtype, moments), None
+        from infinity.config.extras import require_transformers
+
         config.require("model", "data", "train")
         require_transformers("infinity plan of a file's [model]")
         return model_of_config(config), None
@@ -299,7 +376,7 @@ class Subject:
         directory = self.directory_of(config)
         if directory is not None:
             shape, stored = directory.shape, directory.stored
-            drives = drives or directory.num_drives
+            drives = drives or directory.num_drives or None  # None before it is downloaded.
         else:
             shape = (
                 load_shape(self.name)
@@ -330,11 +407,23 @@ def _machine(name: str | None, config: SwapConfig, model: Any, batch: Any, subje
     from infinity.plan.measure import measure
     from infinity.plan.measure_files import with_checkpoint_drives
 
-    machine = measure(config, model, batch)
     directory = subject.directory_of(config)
-    if config.adapter is None or directory is None:
+    if directory is not None and not directory.files:
+        config = _with_drive_of(config, directory.path)
+    machine = measure(config, model, batch)
+    if config.adapter is None or directory is None or not directory.files:
         return machine
     return with_checkpoint_drives(machine, directory.files)
+
+
+def _with_drive_of(config: SwapConfig, directory: Path) -> SwapConfig:
+    """Returns the configuration with a tier on the drive that a checkpoint will be on."""
+    from infinity.config import NvmeTier
+
+    if config.tiers.nvme:
+        return config
+    tier = NvmeTier.model_validate({"path": directory})
+    return config.model_copy(update={"tiers": config.tiers.model_copy(update={"nvme": (tier,)})})
 
 
 def _has_nvme(hardware: str | None) -> bool:
@@ -345,6 +434,7 @@ def _has_nvme(hardware: str | None) -> bool:
 
 def _load(subject: Subject, overrides: list[str], hardware: str | None) -> SwapConfig:
     from infinity.cli.train import override
+    from infinity.config import SwapConfig
     from infinity.config.source import ConfigSource, read_file
     from infinity.training.settle import settle
 

@@ -1,10 +1,14 @@
-"""A bar of bytes on stderr."""
+"""A bar of bytes on stderr, and the option that silences a command."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
+import typer
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 Advance = Callable[[str, int], None]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.cli.progress import bytes_bar
+from infinity.cli.progress import Quiet, bytes_bar
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 
@@ -41,6 +41,7 @@ def spread(
         bool, typer.Option("--dry-run", help="Tell what would be done, and do nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Lay the shards of a checkpoint over several drives, so that all of them are read at once.
 
@@ -64,11 +65,11 @@ def spread(
         if not over:
             raise ConfigError("expected --over and the directories of the drives, or --gather")
         plan = plan_spread(directory, places, "copy" if copy else "move")
-    if not as_json:
+    if not as_json and not quiet:
         _tell(plan, is_dry=dry_run)
     if not dry_run:
         name, nbytes = plan.directory.name, plan.moved_nbytes
-        with bytes_bar(name, nbytes, is_quiet=as_json) as progress:
+        with bytes_bar(name, nbytes, is_quiet=as_json or quiet) as progress:
             (run_gather if gather else run_spread)(plan, progress)
     if as_json:
         typer.echo(json.dumps(plan.to_dict() | {"is_done": not dry_run}, indent=2))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from infinity.bounded import MalformedError, parse_toml
-from infinity.config import SwapConfig
-from infinity.config.extras import require_transformers
+from infinity.cli.progress import Quiet
 from infinity.errors import ConfigError
-from infinity.training.tracing import TracePlan
+
+if TYPE_CHECKING:
+    from infinity.config import SwapConfig
+    from infinity.training.tracing import TracePlan
 
 
 def train(
@@ -54,6 +56,7 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Fine-tune a causal language model as a configuration file describes.
 
@@ -62,8 +65,11 @@ def train(
     SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU always end in order. The exit code is 128 plus the number
     of the signal.
     """
+    from infinity.config import SwapConfig
+    from infinity.config.extras import require_transformers
     from infinity.config.source import read_file
     from infinity.training.streams import outliving_streams
+    from infinity.training.tracing import TracePlan
 
     table, source = read_file(config)
     for text in overrides or []:
@@ -79,7 +85,7 @@ def train(
 
     require_transformers("infinity train")
     with outliving_streams():
-        exit_code = _run(loaded, plan, resume, resume_from, as_json=as_json)
+        exit_code = _run(loaded, plan, resume, resume_from, as_json=as_json, is_quiet=quiet)
     raise typer.Exit(exit_code)
 
 
@@ -90,6 +96,7 @@ def _run(
     resume_from: Path | None,
     *,
     as_json: bool,
+    is_quiet: bool,
 ) -> int:
     from rich.console import Console
 
@@ -98,7 +105,7 @@ def _run(
     try:
         summary, exit_code = program.train(
             config,
-            console=Console(stderr=as_json),
+            console=Console(stderr=as_json, quiet=is_quiet),
             trace=trace,
             resume=resume,
             resume_from=resume_from,

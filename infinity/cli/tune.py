@@ -13,9 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infinity.bench.lab import QUICK
 from infinity.cli.bench import open_lab, parse_size, stopping_at_sigterm
-from infinity.config import SwapConfig
 from infinity.sizes import MIB
 
 
@@ -51,16 +49,17 @@ def tune(
     from rich.console import Console
 
     from infinity.bench import tune as tuning
+    from infinity.bench.lab import QUICK
+    from infinity.config import SwapConfig
 
     effort = replace(QUICK, nbytes=128 * MIB if size is None else parse_size(size))
     with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=False) as (lab, say):
         choice = tuning.search(replace(lab, on_step=say), limit_s=limit_s)
         directories = lab.directories
     names = [str(tier.path) for tier in SwapConfig.load(config).tiers.nvme]
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     remark = (
-        f"infinity tune, {today}, kernel {platform.release()}: {choice.rounds} rounds, extents of "
-        "16 MiB; GB/s are decimal"
+        f"infinity tune, {datetime.datetime.now(datetime.UTC).date()}, kernel "
+        f"{platform.release()}: {choice.rounds} rounds, extents of 16 MiB; GB/s are decimal"
     )
     fragment = tuning.to_toml(choice, names or [str(each) for each in directories], remark)
     if write is not None:

@@ -61,6 +61,7 @@ class CompressedScheme:
         ]
 
     def find(self, found: FoundTensors, read: Callable[[str], bytes]) -> None:
+        """See `Scheme.find`."""
         for suffix in (".weight_zero_point", ".weight_g_idx", ".weight_global_scale"):
             for name in found.unused(suffix):
                 raise found.error(

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from infinity.codecs import native
 from infinity.codecs.part import (
+    Codec,
     Encoding,
     Shape,
     StoredPart,
@@ -30,7 +32,7 @@ _LARGEST = 448.0  # Of E4M3.
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Blocks:
+class Fp8Blocks(Codec):
     """Codes F8_E4M3 of the weight's shape, and one scale per block of rows and columns.
 
     block: rows and columns that share a scale; 0 is the full length, so (1, 0) has a scale per row
@@ -45,13 +47,16 @@ class Fp8Blocks:
     scale: str = "F32"
 
     @property
+    @override
     def format(self) -> str:
         return f"FP8 E4M3 in blocks of {self.block[0]}x{self.block[1]}"
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
         return torch.bfloat16
 
+    @override
     def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
         matrix_of(self.format, shape)
         grid = (*shape[:-2], *self.grid(shape))
@@ -65,6 +70,7 @@ class Fp8Blocks:
     def _block(self, shape: Shape) -> tuple[int, int]:
         return self.block[0] or max(shape[-2], 1), self.block[1] or max(shape[-1], 1)
 
+    @override
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
@@ -72,6 +78,7 @@ class Fp8Blocks:
         else:
             decode_by_values(self, parts, shape, out)
 
+    @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         codes = typed(parts[0], torch.float8_e4m3fn).view(shape).float()
         scales = scales_to_fp32(parts[1], self.scale)
@@ -113,6 +120,7 @@ class Fp8Blocks:
         codes = fp32_to_e8m0(exponents)
         return scales_to_fp32(codes.reshape(-1), self.scale).view(codes.shape), codes
 
+    @override
     def rows(self, shape: Shape, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
         codes, scales = self.parts(shape)
         if len(shape) > 2:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from infinity.codecs import native
 from infinity.codecs.part import (
+    Codec,
     Encoding,
     Shape,
     StoredPart,
@@ -28,7 +30,7 @@ _SCALE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.floa
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Groups:
+class Int4Groups(Codec):
     """Eight codes per I32, lowest bits first, and scales of rows x (columns / group).
 
     group: columns that share a scale
@@ -41,13 +43,16 @@ class Int4Groups:
     scale: str = "BF16"
 
     @property
+    @override
     def format(self) -> str:
         return f"INT4 in groups of {self.group}"
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
         return torch.bfloat16
 
+    @override
     def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
         _, _, columns = matrix_of(self.format, shape)
         if columns % self.group or columns % _CODES_PER_WORD:
@@ -57,6 +62,7 @@ class Int4Groups:
             StoredPart("_scale", self.scale, (*shape[:-1], columns // self.group)),
         )
 
+    @override
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
@@ -64,6 +70,7 @@ class Int4Groups:
         else:
             decode_by_values(self, parts, shape, out)
 
+    @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         packed = parts[0]  # Words are little-endian, so bytes hold codes lowest first too.
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).view(*shape[:-1], -1, self.group)
@@ -87,5 +94,6 @@ class Int4Groups:
         aside = {"_shape": torch.tensor(shape, dtype=torch.int32)}
         return Encoding(self, (packed, flat_bytes(scales)), aside)
 
+    @override
     def rows(self, shape: Shape, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
         return even_rows(self.parts(shape), shape[0], start, stop)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from infinity.codecs import native
 from infinity.codecs.part import (
+    Codec,
     Encoding,
     Shape,
     StoredPart,
@@ -32,7 +34,7 @@ _TIES_DOWN = (0.25, 1.25, 2.5, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Blocks:
+class Mxfp4Blocks(Codec):
     """Two codes per byte, lowest bits first, and one E8M0 scale per 32 codes of a row.
 
     is_transposed: the stored matrix is the transpose of the weight, in blocks of 16 bytes:
@@ -45,13 +47,16 @@ class Mxfp4Blocks:
     is_transposed: bool = False
 
     @property
+    @override
     def format(self) -> str:
         return "MXFP4"
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
         return torch.bfloat16
 
+    @override
     def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
         matrix_of(self.format, shape)
         stored = self._stored(shape)
@@ -71,6 +76,7 @@ class Mxfp4Blocks:
     def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.transpose(-1, -2) if self.is_transposed else tensor
 
+    @override
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
@@ -79,6 +85,7 @@ class Mxfp4Blocks:
         else:
             decode_by_values(self, parts, shape, out)
 
+    @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         codes = torch.stack([parts[0] & 15, parts[0] >> 4], dim=-1)
         table = torch.tensor(E2M1_VALUES, device=codes.device)
@@ -101,6 +108,7 @@ class Mxfp4Blocks:
         packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
         return Encoding(self, (flat_bytes(packed), flat_bytes(scales)), {})
 
+    @override
     def rows(self, shape: Shape, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
         if self.is_transposed and len(shape) == 2:
             return None  # A row of the weight is a column of the stored matrix.

@@ -14,6 +14,7 @@ import torch
 
 from infinity import _core
 from infinity.codecs.part import OUT_DTYPES, Shape, typed
+from infinity.config.cores import threads_here
 from infinity.errors import UnsupportedError
 
 SIMD_VARIABLE = "INFINITY_SIMD"
@@ -62,7 +63,7 @@ def decode_fp8(
         _matrices(shape),
         _output(out),
         block=block,
-        num_threads=torch.get_num_threads(),
+        num_threads=threads_here(torch.get_num_threads()),
         simd=_simd(),
     )
 
@@ -127,7 +128,7 @@ def _decode_four_bits(
         values=values,
         is_high_first=is_high_first,
         product_format=product_format,
-        num_threads=torch.get_num_threads(),
+        num_threads=threads_here(torch.get_num_threads()),
         simd=_simd(),
     )
 

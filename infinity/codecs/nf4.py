@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from infinity.codecs import native
 from infinity.codecs.part import (
+    Codec,
     Encoding,
     Shape,
     StoredPart,
@@ -36,7 +38,7 @@ NF4_VALUES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Nf4:
+class Nf4(Codec):
     """Two codes per byte, highest bits first, in blocks of the flattened weight.
 
     block: codes that share a scale; the last block may be short
@@ -55,13 +57,16 @@ class Nf4:
     stored: str = "BF16"
 
     @property
+    @override
     def format(self) -> str:
         return "NF4 of bitsandbytes"
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
         return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[self.stored]
 
+    @override
     def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
         numel = math.prod(shape)
         blocks = -(-numel // self.block)
@@ -77,6 +82,7 @@ class Nf4:
             StoredPart(".nested_quant_map", "F32", (NUM_NESTED_CODES,)),
         )
 
+    @override
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
@@ -85,6 +91,7 @@ class Nf4:
         else:
             decode_by_values(self, parts, shape, out)
 
+    @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         numel = math.prod(shape)
         codes = torch.stack([parts[0] >> 4, parts[0] & 15], dim=-1).view(-1)[:numel]
@@ -142,6 +149,7 @@ class Nf4:
             state["nested_offset"] = self.offset
         return json.dumps(state).encode()
 
+    @override
     def rows(self, shape: Shape, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
         numel = math.prod(shape[1:])
         first, last, end = start * numel, stop * numel, shape[0] * numel

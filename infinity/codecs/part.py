@@ -42,6 +42,7 @@ class StoredPart:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the tensor, without padding."""
         return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
 
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from infinity.codecs.part import (
+    Codec,
     Encoding,
     Shape,
     StoredPart,
@@ -29,7 +31,7 @@ STORED_DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(Codec):
     """Elements of the dtype that safetensors calls `stored`, in row-major order.
 
     An output of the same dtype gets the same bits; another one gets torch's cast. The output may
@@ -39,6 +41,7 @@ class Plain:
     stored: str = "BF16"
 
     @property
+    @override
     def format(self) -> str:
         return f"plain {self.stored}"
 
@@ -50,9 +53,11 @@ class Plain:
             raise UnsupportedError(f"torch has no dtype for {self.stored}; readable are {known}")
         return STORED_DTYPES[self.stored]
 
+    @override
     def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
         return (StoredPart("", self.stored, shape),)
 
+    @override
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
         if out.dtype is not self.dtype or not shape or out.stride(-1) != 1:
@@ -61,6 +66,7 @@ class Plain:
             row = (*shape[:-1], shape[-1] * self.dtype.itemsize)
             out.view(torch.uint8).copy_(parts[0].view(row))
 
+    @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         return typed(parts[0], self.dtype).view(shape)
 
@@ -68,5 +74,6 @@ class Plain:
         """As `Codec.encode`; values that are not finite are stored too."""
         return Encoding(self, (flat_bytes(weight.detach().to(self.dtype)),), {})
 
+    @override
     def rows(self, shape: Shape, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
         return even_rows(self.parts(shape), shape[0], start, stop)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from infinity.bounded import (
     MalformedError,
     field,
@@ -65,7 +67,7 @@ def scheme_of(quantization: Mapping[str, Any], where: str) -> Scheme:
     )
 
 
-class Fp8Scheme:
+class Fp8Scheme(Scheme):
     """DeepSeek's: `weight` F8_E4M3 and `weight_scale_inv`, or `.scale`; experts may be MXFP4."""
 
     def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
@@ -74,6 +76,7 @@ class Fp8Scheme:
         block = quantization.get("weight_block_size")
         self._block = (0, 0) if block is None else _two_sizes(block, where)
 
+    @override
     def find(self, found: FoundTensors, read: Callable[[str], bytes]) -> None:
         for name, (dtype, _) in found.headers.items():
             if dtype not in ("F8_E4M3", "I8"):
@@ -128,9 +131,10 @@ def _add_packed_fp4(found: FoundTensors, name: str, scale: str) -> None:
     found.add(name, codec, logical, (name, scale), parts=parts)
 
 
-class Mxfp4Scheme:
+class Mxfp4Scheme(Scheme):
     """gpt-oss: `..._blocks` and `..._scales` U8 of the transposed weight."""
 
+    @override
     def find(self, found: FoundTensors, read: Callable[[str], bytes]) -> None:
         for blocks in found.unused("_blocks"):
             name, shape = blocks.removesuffix("_blocks"), found.headers[blocks][1]
@@ -143,7 +147,7 @@ class Mxfp4Scheme:
         found.refuse_leftovers(("_scales",), "MXFP4")
 
 
-class BitsandbytesScheme:
+class BitsandbytesScheme(Scheme):
     """`weight` U8 with `weight.absmax` and so on; a JSON in a tensor says the rest."""
 
     def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
@@ -156,6 +160,7 @@ class BitsandbytesScheme:
                 "for 'nf4'. Use such a checkpoint, or the bfloat16 one of the model"
             )
 
+    @override
     def find(self, found: FoundTensors, read: Callable[[str], bytes]) -> None:
         for state in found.unused(STATE_SUFFIX):
             name = state.removesuffix(STATE_SUFFIX)

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from infinity.config.deepspeed_keys import RULES, Rule
 from infinity.config.deepspeed_values import AUTO, Facts, Outcome
 from infinity.config.problems import InvalidConfigError, Problem
+from infinity.config.reading import nearest
 from infinity.config.source import ConfigSource, read_file
 from infinity.config.swap import SwapConfig
-from infinity.config.values import nearest
 from infinity.errors import ConfigError
 
 _BY_KEY = {rule.key: rule for rule in RULES}
@@ -27,7 +27,7 @@ _BY_KEY = {rule.key: rule for rule in RULES}
 _SECTIONS = {
     place.rpartition(".")[0] for place in _BY_KEY if "." in place
 } | {"zero_optimization", "optimizer", "scheduler", "checkpoint"}  # fmt: skip
-# Written first, so that what a file says elsewhere has the last word.
+# Written first: keys elsewhere in the file override it.
 _FIRST = ("zero_optimization.stage", "optimizer.type", "scheduler.type")
 _LAST = ("scheduler.params.warmup_max_lr", "zero_optimization.offload_optimizer.ratio")
 
@@ -36,7 +36,9 @@ EntryVerdict = Literal["same", "mapped", "ignored", "refused", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key of the DeepSpeed file. `settings`: dotted keys of ours and the values they got."""
+    """One key of the DeepSpeed file. `settings`: the keys here that it sets, dotted, and their
+    values.
+    """
 
     key: str
     value: Any
@@ -50,6 +52,7 @@ class Entry:
         return self.verdict in ("refused", "unknown")
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the entry for JSON."""
         return {
             "key": self.key,
             "value": self.value,
@@ -63,8 +66,8 @@ class Entry:
 class Translation:
     """Entries in the file's order, and the table of a swap-tier file.
 
-    `settings` has `[train]` only where the file says the number of steps, without which the section
-    is not complete; else its keys are in `train`.
+    `settings` has `[train]` only if the file has the number of steps, without which the section is
+    not complete; otherwise its keys are in `train`.
     """
 
     entries: tuple[Entry, ...]
@@ -73,6 +76,7 @@ class Translation:
 
     @property
     def lost(self) -> tuple[Entry, ...]:
+        """The entries without an equal here."""
         return tuple(entry for entry in self.entries if entry.is_lost)
 
 
@@ -81,9 +85,9 @@ def from_deepspeed(
 ) -> SwapConfig:
     """Reads a DeepSpeed JSON file, or a dict of one, as a swap-tier configuration.
 
-    `translate` and docs/DEEPSPEED.md say what becomes of every key. The configuration has `[train]`
-    only if the file says the number of steps. Raises ConfigError that names every key which is
-    refused or which DeepSpeed does not know; with `skip_refused` these keys are left out.
+    docs/DEEPSPEED.md describes the translation of every key. The configuration has `[train]` only
+    if the file has the number of steps. Raises ConfigError that names every key which is refused or
+    unknown to DeepSpeed; with `skip_refused` these keys are left out.
     """
     if isinstance(source, Mapping):
         table, origin = dict(source), ConfigSource()

@@ -43,7 +43,7 @@ def _ignored(key: str, reason: str, *, whole: bool = False) -> Rule:
 
 
 def _refused(key: str, reason: str, *, whole: bool = False, neutral: tuple[Any, ...] = ()) -> Rule:
-    """Refused where it asks for something; `neutral` values do not either."""
+    """Returns a rule that refuses every value but the `neutral` ones."""
 
     def convert(value: Any, _: Facts) -> Outcome:
         if says_nothing(value) or value in neutral:
@@ -242,7 +242,7 @@ RULES: tuple[Rule, ...] = (
     )),
     _ignored("pipeline", "it counts for a PipelineModule only", whole=True),
     _refused("elasticity", "the batch of a run does not change with its ranks", whole=True),
-    # What changes the arithmetic
+    # Keys that change the arithmetic
     *(_refused(key, "it changes the arithmetic of training", whole=True) for key in (
         "sparse_attention", "compression_training", "quantize_training", "progressive_layer_drop",
         "curriculum_learning", "data_efficiency", "eigenvalue", "weight_quantization",

@@ -1,7 +1,7 @@
 """Converts the values of a DeepSpeed configuration: one pure function for each kind of key.
 
-Each takes the value and the facts around it and gives an `Outcome`. Which key has which is the
-table of `infinity.config.deepspeed_keys`.
+Each function takes the value and the facts around it, and returns an `Outcome`. The table of
+`infinity.config.deepspeed_keys` assigns the functions to keys.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from infinity.config.values import show_value
+from infinity.config.reading import show_value
 from infinity.sizes import GIB, KIB, PAGE_NBYTES
 
 Decision = Literal["same", "mapped", "ignored", "refused"]
 
 AUTO = "auto"
-# DeepSpeed's own defaults of keys that count only together with another one.
+# DeepSpeed's own defaults of keys that depend on another one.
 _BUFFER_COUNT, _BUFFER_NUMEL = 5, 100_000_000
 _LR, _WARMUP_STEPS, _COS_MIN_RATIO = 1e-3, 1000, 1e-4
 _MIN_BLOCK_NBYTES, _MAX_BLOCK_NBYTES = 64 * KIB, GIB
@@ -40,12 +40,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The whole configuration, for keys whose meaning hangs on another one."""
+    """The whole configuration, for keys whose meaning depends on another one."""
 
     table: Mapping[str, Any]
 
     def get(self, place: str, default: Any = None) -> Any:
-        """The value at a dotted place. "auto" counts as not said."""
+        """Returns the value at a dotted place. "auto" counts as absent."""
         node: Any = self.table
         for key in place.split("."):
             if not isinstance(node, Mapping) or key not in node:
@@ -66,6 +66,7 @@ class Facts:
 
     @property
     def stage(self) -> int:
+        """The ZeRO stage of the file; 0 if it names none."""
         stage = self.get("zero_optimization.stage", 0)
         return stage if isinstance(stage, int) else 0
 
@@ -78,7 +79,7 @@ def is_on(value: Any) -> bool:
 
 
 def says_nothing(value: Any) -> bool:
-    """Whether a value, or the `enabled` of a section, asks for nothing."""
+    """Whether a value, or the `enabled` of a section, is neutral."""
     if isinstance(value, Mapping):
         return not value or not is_on(value.get("enabled", True))
     return value in (None, False, 0, -1, "", "none") or value == []

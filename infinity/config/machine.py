@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 
 from infinity.sizes import format_nbytes
 
-# Of what is available, the most that one arena may take. The rest is for activations, the
-# interpreter, and whoever else uses the machine.
+# The part of available memory that one arena may take. The rest is for activations, the
+# interpreter, and other programs.
 _MOST_OF_AVAILABLE = 0.95
 
 
@@ -102,7 +102,7 @@ def _room(controller: _Controller, directory: Path) -> HostMemory | None:
 
 
 def _cache_nbytes(controller: _Controller, directory: Path) -> int:
-    """Page cache that is charged to a cgroup: it makes room when memory is asked for."""
+    """Returns the page cache that is charged to a cgroup. The kernel frees it for other memory."""
     try:
         stat = (directory / "memory.stat").read_text()
     except OSError:

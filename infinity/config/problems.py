@@ -1,4 +1,4 @@
-"""Every fault of a configuration in one error: the place, what was expected, what came."""
+"""Every fault of a configuration in one error: the place, the expected value, the actual one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, ValidationError
 
-from infinity.config.values import ValueType, nearest, show_value
+from infinity.config.reading import nearest, show_value
+from infinity.config.values import ValueType
 from infinity.errors import ConfigError
 
 Place = tuple[str | int, ...]
-KnownKeys = dict[str, dict[str, str]]  # table -> key -> what a file may hold there
+KnownKeys = dict[str, dict[str, str]]  # table -> key -> the values that a file may have there
 
-# What other tools and habits call a key -> the place of ours.
+# A key's name in other tools -> its place here.
 _OTHER_NAMES = {
     "gpu": "tiers.device", "cpu": "tiers.host", "ram": "tiers.host", "disk": "tiers.nvme",
     "nvme_path": "tiers.nvme[].path", "learning_rate": "optimizer.lr", "dtype": "precision.compute",
@@ -74,7 +75,7 @@ def dotted(place: Iterable[str | int]) -> str:
 def from_validation(
     error: ValidationError, root: type[BaseModel], *, name: str
 ) -> InvalidConfigError:
-    """pydantic's list of faults in our words, with the nearest known key for unknown ones."""
+    """Pydantic's list of faults in our words, with the nearest known key for unknown ones."""
     keys = known_keys(root)
     return InvalidConfigError(
         (
@@ -149,8 +150,9 @@ def sections_in(
 def suggest(table: str, key: str, keys: KnownKeys) -> str:
     """Returns the key that `key`, unknown in `table`, most likely means.
 
-    A close key of the same table comes first, then the tables that have a key of exactly this
-    name, then other tools' names, then a close key anywhere, and at last what the table knows.
+    Tried in this order: a close key of the same table, a table that has a key of exactly this name,
+        other
+    tools' names, a close key of any table, the keys of the table.
     """
     here = sorted(keys.get(table, {}))
     lower = key.lower().replace("-", "_")

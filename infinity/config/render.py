@@ -44,11 +44,12 @@ This page describes schema {SCHEMA}.
 def to_toml(
     config: SwapConfig, notes: Mapping[str, str] | None = None, *, only_set: bool = False
 ) -> str:
-    """The whole configuration as TOML, each line with its origin; reading it gives an equal one.
+    """Returns the whole configuration as TOML, each line with its origin. Reading it gives an equal
+    one.
 
     `notes` adds a remark to the line of a dotted key. A null inside `[model.config]`, which TOML
-    cannot say, is left as a comment. With `only_set`, only the keys that the source holds are
-    written, each with its note alone.
+    does not have, becomes a comment. With `only_set`, only the keys of the source are written, each
+    with its note alone.
     """
     notes = notes or {}
     lines: list[str] = []
@@ -95,7 +96,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # TOML says inf, -inf and nan as Python does.
+        return str(value)  # TOML writes inf, -inf and nan as Python does.
     if isinstance(value, Mapping):
         pairs = (f"{_toml_key(key)} = {_toml_value(inner)}" for key, inner in value.items())
         return f"{{ {', '.join(pairs)} }}" if value else "{}"
@@ -177,7 +178,7 @@ def _row(key: str, node: dict[str, Any], *, is_required: bool) -> str:
 
 
 def _phrase(node: dict[str, Any]) -> str:
-    """What a file may hold, as a phrase: the one that error messages use."""
+    """Returns the values that a file may have, in the phrase of error messages."""
     if "x-expected" in node:
         return str(node["x-expected"])
     if "prefixItems" in node:

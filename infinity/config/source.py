@@ -1,7 +1,8 @@
-"""Reading a swap-tier file: TOML, YAML or JSON text to one plain table.
+"""Reads a swap-tier file: TOML, YAML or JSON text to one plain table.
 
-The three readers agree with one another: a key given twice is an error, and YAML is read by the
-1.2 core schema, so that `1e9` is a number, and on, off, yes and no are words.
+The three readers agree: a key that occurs twice is an error, and YAML is read by the 1.2 core
+    schema, so
+that `1e9` is a number, and on, off, yes and no are words.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FORMATS = (".toml", ".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """Where a configuration came from. Two configurations are equal wherever they came from.
+    """The origin of a configuration. It does not take part in comparisons of configurations.
 
     `name` is the file as the caller named it; `directory` is absolute, and relative paths start
     there; `environment` holds the keys that an environment variable decided.
@@ -42,7 +43,7 @@ class ConfigSource:
 
     @property
     def origin(self) -> str:
-        """How `SwapConfig.resolved` calls a value that was set here."""
+        """The word of `SwapConfig.resolved` for a value that was set here."""
         return f"file {self.name}" if self.kind == "file" else "dict"
 
 
@@ -113,11 +114,10 @@ def _read_yaml(text: str) -> Any:
 
 
 def _bound_expansion(root: Any) -> None:
-    """Raises MalformedError where aliases make a small text a large table, an endless one, or one
-    that nests too deeply.
+    """Raises MalformedError for aliases that expand to a large, endless or deeply nested table.
 
-    An alias is the node that it stands for, and whoever walks the table meets it at every place. So
-    the nodes are counted as they are met there, without walking them: each once, children first.
+    An alias is the node that it stands for, and a walk of the table visits it at every place. The
+    function counts these visits without a walk: each node once, children first.
     """
     counts: dict[int, tuple[int, int]] = {}  # By node: nodes at and under it, and levels.
     waiting, open_nodes = [root], set()

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from infinity.config import problems
+from infinity.config.reading import Loading, fault, refuse_all, show_value
 from infinity.config.schema import (
     SCHEMA,
     AdapterConfig,
@@ -42,16 +43,9 @@ from infinity.config.schema import (
     null_as_empty,
 )
 from infinity.config.source import ConfigSource, read_file
-from infinity.config.values import (
-    Choice,
-    Integer,
-    Loading,
-    fault,
-    refuse_all,
-    show_value,
-    write_nbytes,
-)
+from infinity.config.values import Choice, Integer
 from infinity.errors import ConfigError
+from infinity.sizes import write_size
 
 IO_ENGINE_VARIABLE = "INFINITY_IO_ENGINE"
 COMMITS_NAME, COPYING_NAME = "commits", "copying"  # In the first swap directory.
@@ -106,7 +100,7 @@ class SwapConfig(Section):
     @classmethod
     def _on_tiers_that_exist(cls, placement: Placement, info: ValidationInfo) -> Placement:
         tiers: Tiers | None = info.data.get("tiers")
-        if tiers is None:  # Its own faults are reported; nothing can be said about placement.
+        if tiers is None:  # Its own faults are reported; placement cannot be checked.
             return placement
         if tiers.nvme:
             derived = {
@@ -149,16 +143,16 @@ class SwapConfig(Section):
         if budget is None:
             return schedule
         faults = []
-        window, host = schedule.window, write_nbytes(budget)
+        window, host = schedule.window, write_size(budget)
         if window != "auto" and window > budget:
-            text = f"expected at most tiers.host.capacity, {host}; got {write_nbytes(window)}"
+            text = f"expected at most tiers.host.capacity, {host}; got {write_size(window)}"
             faults.append(fault(text, "window"))
         refuse_all(faults)
         return schedule
 
     @model_validator(mode="after")
     def _chunks_within_host(self) -> SwapConfig:
-        """A default chunk is the engine's to shrink; one that was asked for has to fit."""
+        """Refuses a chosen chunk that does not fit. The engine shrinks a default one."""
         budget, chunk = self.tiers.host.capacity.nbytes, self.schedule.update_chunk
         if budget is None or "update_chunk" not in self.schedule.model_fields_set:
             return self
@@ -166,8 +160,8 @@ class SwapConfig(Section):
         num_chunks = sum(n for kind, n in counts.items() if "nvme" in getattr(self.placement, kind))
         if num_chunks * chunk > budget:
             text = (
-                f"{num_chunks} chunks of {write_nbytes(chunk)}, one for each kind of state on "
-                f"nvme, do not fit tiers.host.capacity, {write_nbytes(budget)}"
+                f"{num_chunks} chunks of {write_size(chunk)}, one for each kind of state on "
+                f"nvme, do not fit tiers.host.capacity, {write_size(budget)}"
             )
             refuse_all([fault(text, "schedule", "update_chunk")])
         return self
@@ -192,7 +186,7 @@ class SwapConfig(Section):
         return train
 
     def __init__(self, **sections: Any) -> None:
-        """Reads sections given as tables, like `load` of a dict. Raises ConfigError."""
+        """Reads sections given as tables, as `load` reads a dict. Raises ConfigError."""
         self._read(sections, ConfigSource())
 
     @classmethod
@@ -219,7 +213,7 @@ class SwapConfig(Section):
 
     @classmethod
     def from_table(cls, table: dict[str, Any], source: ConfigSource) -> SwapConfig:
-        """The configuration of a table that `read_file` gave, changed by the caller or not.
+        """Returns the configuration of a table from `read_file`, which the caller may have changed.
 
         Paths and messages are those of `source`. Raises ConfigError as `load` does.
         """
@@ -249,13 +243,17 @@ class SwapConfig(Section):
 
     @property
     def commit_directory(self) -> Path | None:
-        """Where steps are committed, by `checkpoint.durability = "step"`: in the first swap
-        directory. None without one."""
+        """The directory of commits, for `checkpoint.durability = "step"`: in the first swap
+        directory.
+
+        None without a swap directory.
+        """
         return self.tiers.nvme[0].path / COMMITS_NAME if self.tiers.nvme else None
 
     @property
     def copying_directory(self) -> Path | None:
-        """Where a checkpoint is that is being copied to another file system: beside the commits."""
+        """The directory of a checkpoint during its copy to another file system: beside the
+        commits."""
         return self.tiers.nvme[0].path / COPYING_NAME if self.tiers.nvme else None
 
     @property
@@ -278,7 +276,7 @@ class SwapConfig(Section):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole configuration as a file would hold it; `load` of it gives an equal one."""
+        """Returns the whole configuration as a file holds it; `load` of it gives an equal one."""
         return self.model_dump(mode="json", by_alias=True)
 
     def resolved(self) -> list[Resolved]:

@@ -1,20 +1,16 @@
 """The value types of the swap-tier file: sizes, budgets, numbers, words and places.
 
-A `ValueType` is put into an annotation, `Annotated[int, Size(multiple=4096)]`. It reads what a
-file may
-hold, names what it expects when it refuses, and writes the value back as a file would hold it, so
-that reading a written value gives the same value.
+A `ValueType` stands in an annotation, `Annotated[int, Size(multiple=4096)]`. It reads a value of a
+file, names the values that it expects when it refuses one, and writes the value as a file holds it.
+Reading a written value gives the same value.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -23,75 +19,28 @@ from typing import Any, get_args
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import (
     CoreSchema,
-    InitErrorDetails,
-    PydanticCustomError,
-    ValidationError,
     core_schema,
 )
+from typing_extensions import override
 
-from infinity.sizes import GIB, KIB, MIB, TIB, parse_nbytes
+from infinity.config.reading import Loading, nearest, refuse
+from infinity.sizes import MIB, parse_nbytes, write_size
 
 # Sizes travel to the kernel as signed 64-bit offsets.
 MAX_NBYTES = 2**63 - 1
 
-_WRITTEN_UNITS = (
-    ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB),
-    ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3),
-)  # fmt: skip
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 _WORDS_OF_BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _OFF = (None, "none", "null", "off")
 
-# What other tools call the same thing: word -> our words, the first that is allowed is suggested.
-_SYNONYMS = {
-    "gpu": ("cuda", "device"), "cpu": ("host",), "ram": ("host",), "memory": ("host",),
-    "disk": ("nvme",), "ssd": ("nvme",), "none": ("never",), "off": ("never",), "no": ("never",),
-    "on": ("always",), "yes": ("always",), "true": ("always",), "false": ("never",),
-    "fp32": ("float32",), "f32": ("float32",), "bf16": ("bfloat16",),
-    "uring": ("io_uring",), "thread": ("threads",), "threadpool": ("threads",),
-}  # fmt: skip
-
-
-def write_nbytes(nbytes: int) -> str:
-    """The shortest exact form: 4194304 -> "4MiB", 10**9 -> "1GB", 4097 -> "4097B"."""
-    for unit, unit_nbytes in _WRITTEN_UNITS:
-        if nbytes and nbytes % unit_nbytes == 0:
-            return f"{nbytes // unit_nbytes}{unit}"
-    return f"{nbytes}B"
-
-
-def show_value(value: object) -> str:
-    """A value as an error message quotes it: the way a file writes it, cut to one line."""
-    if isinstance(value, Mapping):
-        return "a table"
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(show_value(item) for item in value)
-        return f"[{inner}]" if len(inner) <= 60 else f"a list of {len(value)}"
-    if value is None or isinstance(value, (bool, str)):
-        text = json.dumps(value)
-    else:
-        text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
-    """The known word that `word` most likely stands for, or None."""
-    plain = {name.lower(): name for name in known}
-    lower = word.lower().replace("-", "_")
-    for synonym in (lower, *_SYNONYMS.get(lower, ())):
-        if synonym in plain:
-            return plain[synonym]
-    found = difflib.get_close_matches(lower, list(plain), n=1, cutoff=cutoff)
-    return plain[found[0]] if found else None
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The budget of a tier as it was asked for: bytes, a share of what there is, or "auto".
+    """The budget of a tier as the file requests it: bytes, a percentage of the total, or "auto".
 
-    Exactly one of `nbytes` and `percent` is set, or neither: that is "auto". The share stays a
-    share here, because what there is belongs to the machine that runs, not to the file.
+    At most one of `nbytes` and `percent` is set; neither means "auto". A percentage stays one here,
+    because the total belongs to the machine that runs, not to the file.
     """
 
     nbytes: int | None = None
@@ -99,13 +48,14 @@ class Capacity:
 
     @property
     def is_auto(self) -> bool:
+        """Whether the budget is "auto"."""
         return self.nbytes is None and self.percent is None
 
     def resolve(self, total_nbytes: int, *, auto_percent: float = 100.0) -> int:
-        """Bytes of this budget where `total_nbytes` are there to be had.
+        """Returns the bytes of this budget, for a total of `total_nbytes`.
 
-        "auto" takes `auto_percent` of the total, a share is rounded down to whole bytes, and a
-        size is returned as asked even when it exceeds the total: refusing is the tier's part.
+        "auto" takes `auto_percent` of the total; a percentage is rounded down to whole bytes; a
+        size is returned as it is, even beyond the total: the tier refuses it.
         """
         if self.nbytes is not None:
             return self.nbytes
@@ -114,61 +64,33 @@ class Capacity:
 
     def __str__(self) -> str:
         if self.nbytes is not None:
-            return write_nbytes(self.nbytes)
+            return write_size(self.nbytes)
         if self.percent is None:
             return "auto"
         digits = format(Decimal(repr(self.percent)), "f")
         return f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits}%"
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """The context of one reading, and its record.
-
-    Relative paths start at `directory`; `environment` collects the keys that an environment
-    variable decided.
-    """
-
-    directory: Path
-    environment: list[str] = field(default_factory=list)
-
-
-def refuse(expected: str, value: object, detail: str = "") -> PydanticCustomError:
-    """The error of a value that is not what its key holds."""
-    text = f"expected {expected}; got {show_value(value)}" + (f" ({detail})" if detail else "")
-    return PydanticCustomError("value", "{text}", {"text": text})
-
-
-def conflict(text: str) -> PydanticCustomError:
-    """The error of a value that is right in itself and does not fit the rest."""
-    return PydanticCustomError("conflict", "{text}", {"text": text})
-
-
-def fault(text: str, *place: str | int) -> InitErrorDetails:
-    """A conflict at `place`, relative to the value that is being validated."""
-    return InitErrorDetails(type=conflict(text), loc=place, input=None)
-
-
-def refuse_all(faults: list[InitErrorDetails]) -> None:
-    """Raises every fault at its own place; nothing when there is none."""
-    if faults:
-        raise ValidationError.from_exception_data("config", faults)
-
-
 class ValueType(ABC):
-    """One kind of value. `read` raises ValueError with a detail, or with nothing to add."""
+    """One kind of value."""
 
     @abstractmethod
-    def read(self, value: Any, loading: Loading) -> Any: ...
+    def read(self, value: Any, loading: Loading) -> Any:
+        """Returns the value that a value of a file stands for.
+
+        Raises ValueError or OverflowError with the reason, which may be empty.
+        """
 
     @abstractmethod
     def expected(self) -> str:
         """Returns the values that a file may have here, as a phrase that follows "expected"."""
 
     @abstractmethod
-    def json_schema(self) -> dict[str, Any]: ...
+    def json_schema(self) -> dict[str, Any]:
+        """Returns the JSON schema of the values that a file may have here."""
 
     def write(self, value: Any) -> Any:
+        """Returns a read value as a file holds it."""
         return value
 
     def __get_pydantic_core_schema__(
@@ -203,6 +125,7 @@ class Size(ValueType):
     maximum: int = MAX_NBYTES
     multiple: int = 1
 
+    @override
     def read(self, value: Any, loading: Loading) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -211,31 +134,34 @@ class Size(ValueType):
         try:
             nbytes = parse_nbytes(value)
         except (ValueError, OverflowError) as error:
-            # "expected ..., got ..." is said by the caller, only the reason is news.
+            # The caller adds "expected ..., got ..."; only the reason is kept.
             detail = str(error)
             raise ValueError("" if detail.startswith("expected") else detail) from None
         if nbytes < self.minimum:
-            raise ValueError(f"at least {write_nbytes(self.minimum)}")
+            raise ValueError(f"at least {write_size(self.minimum)}")
         if nbytes > self.maximum:
-            raise ValueError(f"at most {write_nbytes(self.maximum)}")
+            raise ValueError(f"at most {write_size(self.maximum)}")
         if nbytes % self.multiple:
-            raise ValueError(f"{nbytes} is not a multiple of {write_nbytes(self.multiple)}")
+            raise ValueError(f"{nbytes} is not a multiple of {write_size(self.multiple)}")
         return nbytes
 
+    @override
     def write(self, value: Any) -> Any:
-        return write_nbytes(value)
+        return write_size(value)
 
+    @override
     def expected(self) -> str:
         limits = []
         if self.multiple > 1:
-            limits.append(f"a multiple of {write_nbytes(self.multiple)}")
+            limits.append(f"a multiple of {write_size(self.multiple)}")
         if self.minimum > 1:
-            limits.append(f"at least {write_nbytes(self.minimum)}")
+            limits.append(f"at least {write_size(self.minimum)}")
         if self.maximum < MAX_NBYTES:
-            limits.append(f"at most {write_nbytes(self.maximum)}")
-        example = write_nbytes(max(self.minimum, 8 * MIB))
+            limits.append(f"at most {write_size(self.maximum)}")
+        example = write_size(max(self.minimum, 8 * MIB))
         return ", ".join([f'a size such as "{example}"', *limits])
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         number = {"type": "integer", "minimum": self.minimum}
         text = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B\s*$"}
@@ -246,6 +172,7 @@ class Size(ValueType):
 class Budget(ValueType):
     """A tier's capacity: "auto", a size, or a share such as "80%". Reads to `Capacity`."""
 
+    @override
     def read(self, value: Any, loading: Loading) -> Capacity:
         if isinstance(value, Capacity):
             return value
@@ -260,12 +187,15 @@ class Budget(ValueType):
                 return Capacity(percent=percent)
         return Capacity(nbytes=Size().read(value, loading))
 
+    @override
     def write(self, value: Any) -> Any:
         return str(value)
 
+    @override
     def expected(self) -> str:
         return '"auto", a size such as "8GiB" or a share such as "80%"'
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         share = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
         return {"anyOf": [{"const": "auto"}, *Size().json_schema()["anyOf"], share]}
@@ -273,7 +203,7 @@ class Budget(ValueType):
 
 def _range(minimum: float | None, maximum: float | None, above: float | None) -> str:
     if maximum is not None and maximum >= MAX_NBYTES:
-        maximum = None  # The limit of a machine word is no news.
+        maximum = None  # The limit of a machine word is not worth a mention.
     if minimum is not None and maximum is not None:
         return f" from {minimum} to {maximum}"
     lower = f" >= {minimum}" if minimum is not None else f" > {above}" if above is not None else ""
@@ -298,6 +228,7 @@ class Integer(ValueType):
     minimum: int = 0
     maximum: int | None = None
 
+    @override
     def read(self, value: Any, loading: Loading) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # 1e3 is a float to TOML and YAML.
@@ -307,11 +238,13 @@ class Integer(ValueType):
             raise ValueError("")
         return value
 
+    @override
     def expected(self) -> str:
         if self.minimum == self.maximum:
             return f"the integer {self.minimum}"
         return "an integer" + _range(self.minimum, self.maximum, None)
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         bounds = {"minimum": self.minimum, "maximum": self.maximum}
         return {"type": "integer"} | {k: v for k, v in bounds.items() if v is not None}
@@ -326,6 +259,7 @@ class Number(ValueType):
     above: float | None = None
     below: float | None = None
 
+    @override
     def read(self, value: Any, loading: Loading) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(_number_detail(value))
@@ -341,10 +275,12 @@ class Number(ValueType):
             raise ValueError("")
         return number
 
+    @override
     def expected(self) -> str:
         below = f" and < {self.below:g}" if self.below is not None else ""
         return "a number" + _range(self.minimum, self.maximum, self.above) + below
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         bounds = {
             "minimum": self.minimum,
@@ -359,6 +295,7 @@ class Number(ValueType):
 class Flag(ValueType):
     """true or false. The words of YAML 1.1 (on, off, yes, no) are read as it means them."""
 
+    @override
     def read(self, value: Any, loading: Loading) -> bool:
         if isinstance(value, bool):
             return value
@@ -366,9 +303,11 @@ class Flag(ValueType):
             return _WORDS_OF_BOOL[value.lower()]
         raise ValueError("")
 
+    @override
     def expected(self) -> str:
         return "true or false"
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "boolean"}
 
@@ -379,6 +318,7 @@ class Choice(ValueType):
     def __init__(self, literal: Any) -> None:
         self.words: tuple[str, ...] = get_args(literal)
 
+    @override
     def read(self, value: Any, loading: Loading) -> str:
         if isinstance(value, bool):
             raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
@@ -389,10 +329,12 @@ class Choice(ValueType):
             raise ValueError(f'did you mean "{near}"?' if near else "")
         return value
 
+    @override
     def expected(self) -> str:
         quoted = [f'"{word}"' for word in self.words]
         return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "enum": list(self.words)}
 
@@ -403,6 +345,7 @@ class Text(ValueType):
 
     what: str = "text"
 
+    @override
     def read(self, value: Any, loading: Loading) -> str:
         if isinstance(value, bool):
             raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
@@ -410,9 +353,11 @@ class Text(ValueType):
             raise ValueError("")
         return value
 
+    @override
     def expected(self) -> str:
         return self.what
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "minLength": 1}
 
@@ -421,6 +366,7 @@ class Text(ValueType):
 class FileName(ValueType):
     """The name of a file inside a directory that another key names."""
 
+    @override
     def read(self, value: Any, loading: Loading) -> str:
         if not isinstance(value, str) or not value.strip():
             raise ValueError("")
@@ -429,9 +375,11 @@ class FileName(ValueType):
             raise ValueError("it stays inside that directory")
         return value
 
+    @override
     def expected(self) -> str:
         return "a file name inside the directory"
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "minLength": 1}
 
@@ -446,6 +394,7 @@ class Location(ValueType):
     words: tuple[str, ...] = ()
     what: str = "a path"
 
+    @override
     def read(self, value: Any, loading: Loading) -> Path | str:
         if isinstance(value, str) and value in self.words:
             return value
@@ -465,12 +414,15 @@ class Location(ValueType):
         # ".." is followed as the kernel does, through links; other paths stay as written.
         return Path(os.path.realpath(path)) if ".." in path.parts else path
 
+    @override
     def write(self, value: Any) -> Any:
         return str(value)
 
+    @override
     def expected(self) -> str:
         return " or ".join([*(f'"{word}"' for word in self.words), self.what])
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "minLength": 1}
 
@@ -491,17 +443,21 @@ class AutoOr(ValueType):
 
     kind: ValueType = field(default_factory=Size)
 
+    @override
     def read(self, value: Any, loading: Loading) -> Any:
         if isinstance(value, str) and value.strip().lower() == "auto":
             return "auto"
         return self.kind.read(value, loading)
 
+    @override
     def write(self, value: Any) -> Any:
         return value if value == "auto" else self.kind.write(value)
 
+    @override
     def expected(self) -> str:
         return f'"auto" or {self.kind.expected()}'
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"anyOf": [{"const": "auto"}, self.kind.json_schema()]}
 
@@ -512,17 +468,21 @@ class OrOff(ValueType):
 
     kind: ValueType = field(default_factory=Size)
 
+    @override
     def read(self, value: Any, loading: Loading) -> Any:
         is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
         if is_zero or value is None or (isinstance(value, str) and value.lower() in _OFF):
             return None
         return self.kind.read(value, loading)
 
+    @override
     def write(self, value: Any) -> Any:
         return 0 if value is None else self.kind.write(value)
 
+    @override
     def expected(self) -> str:
         return f"{self.kind.expected()}, or 0 for off"
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"anyOf": [self.kind.json_schema(), {"const": 0}, {"type": "null"}]}

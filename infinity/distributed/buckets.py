@@ -1,9 +1,9 @@
-"""Gradients of a unit that ranks exchange between their devices, all of them at once.
+"""Buckets: gradients of one unit that the devices of all ranks reduce in one operation.
 
-What the backward gives of one unit is a bundle. It is offered when it is complete or the unit's
-backward is over, and given to its owners on all ranks at once when every rank has offered the same:
-the same tensors, for the same time since the last step. Else it is called off, and its gradients
-are given one by one.
+A bucket has the gradients of one unit that a backward delivers. It is proposed when it is complete,
+or when the backward of the unit ends. The operation begins when every rank has proposed the same
+bucket: the same tensors, and the same contribution since the last step. Otherwise the bucket is
+cancelled, and each gradient is sent to its owner.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from infinity.state.units import TensorSpec, Unit
 from infinity.tiers.device import Copy
 from infinity.tiers.streams import Stream
 
-SUMMING = 1  # The kind of these offers; see matching.Key.
+SUMMING = 1  # The kind of these proposals; see coordinator.Key.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contribution:
-    """What one backward of this rank gives to a tensor: `flat`, on the device, of any dtype.
+    """The gradient that one backward of this rank delivers: `flat`, on the device, of any dtype.
 
     `index` is the tensor's, `number` and `generation` are those of distributed/ordered_sum.py.
     """
@@ -41,6 +41,7 @@ class Contribution:
 
     @property
     def nbytes(self) -> int:
+        """The bytes that are reduced."""
         return self.flat.numel() * self.flat.element_size()
 
 
@@ -51,29 +52,33 @@ class GradientBucket:
     unit: Unit
     stream: Stream
     contributions: list[Contribution] = field(default_factory=list)
-    propose: Proposal | None = None
+    proposal: Proposal | None = None
     summed: Copy | None = None  # Once issued.
     mean: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all contributions."""
         return sum(each.nbytes for each in self.contributions)
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A bundle that is over. `means`, on the device: of the part that this rank owns of each
-    contribution's tensor, the mean of what all ranks gave; None where it was called off."""
+    """A bucket that was reduced or cancelled.
+
+    `means`, on the device: per contribution the mean over all ranks, of the part that this rank
+    owns. None for a cancelled bucket.
+    """
 
     bucket: GradientBucket
     means: list[torch.Tensor] | None
 
 
 class GradientBuckets:
-    """The bundles of this rank. By the training thread, or autograd's while that waits.
+    """The buckets of this rank. For the training thread, or autograd's while the training thread
+    waits.
 
-    Of gradients that are offered at most the bytes of the largest unit are kept, beside those of
-    the last bundle.
+    Proposed gradients take at most the bytes of the largest unit, beside those of the last bucket.
     """
 
     def __init__(
@@ -91,13 +96,15 @@ class GradientBuckets:
         self._count = partition.count
         self._most_nbytes = max(unit.weight_nbytes for unit in partition.full_units)
         self._open: dict[Unit, GradientBucket] = {}
-        self._offered: deque[GradientBucket] = deque()
+        self._proposed: deque[GradientBucket] = deque()
 
     @property
     def is_on(self) -> bool:
+        """Whether devices exchange gradients at all."""
         return self._collectives.is_on
 
     def add(self, unit: Unit, contribution: Contribution) -> None:
+        """Adds a contribution to the unit's open bucket. Closes a bucket that it does not fit."""
         bucket, stream = self._open.get(unit), self._exchange.current()
         if bucket is not None and not (bucket.stream == stream and _fits(bucket, contribution)):
             self.close(unit)
@@ -109,7 +116,7 @@ class GradientBuckets:
             self.close(unit)
 
     def close(self, unit: Unit) -> None:
-        """No more comes to the unit's bundle."""
+        """Closes the unit's bucket: no more gradients come to it."""
         bucket = self._open.pop(unit, None)
         if bucket is None:
             return
@@ -124,31 +131,32 @@ class GradientBuckets:
             for rank in range(self._count)
         ]
         first = bucket.contributions[0].flat
-        mine_numel = sum(tensor.numel() for tensor in given[self._rank])
-        mean = torch.empty(mine_numel, dtype=torch.float32, device=first.device)
+        local_numel = sum(tensor.numel() for tensor in given[self._rank])
+        mean = torch.empty(local_numel, dtype=torch.float32, device=first.device)
         ready = self._exchange.ready(bucket.stream)
-        others_nbytes = bucket.nbytes - mine_numel * first.element_size()
+        others_nbytes = bucket.nbytes - local_numel * first.element_size()
 
         def issue() -> None:
             bucket.summed = self._exchange.sum(given, mean, ready=ready, owner=bucket.stream)
             self._counters.add("ranks_reduced_nbytes", others_nbytes)
 
         bucket.mean = mean
-        bucket.propose = self._collectives.propose((SUMMING, unit.index, _what(bucket)), issue)
-        self._offered.append(bucket)
+        bucket.proposal = self._collectives.propose((SUMMING, unit.index, _what(bucket)), issue)
+        self._proposed.append(bucket)
 
     def close_all(self) -> None:
+        """Closes every open bucket: each one is proposed to the other ranks."""
         for unit in list(self._open):
             self.close(unit)
 
     def take(self, *, all_of_them: bool = False) -> Iterator[Answered]:
-        """What is over, in the order in which it was offered. `all_of_them`: waits."""
-        while self._offered and (
-            all_of_them or self._is_over(self._offered[0]) or self._has_too_much()
+        """Yields answered buckets in the order of proposal. `all_of_them` waits for the rest."""
+        while self._proposed and (
+            all_of_them or self._is_over(self._proposed[0]) or self._has_too_much()
         ):
-            bucket = self._offered.popleft()
-            assert bucket.propose is not None and bucket.mean is not None
-            if not self._collectives.settle(bucket.propose):
+            bucket = self._proposed.popleft()
+            assert bucket.proposal is not None and bucket.mean is not None
+            if not self._collectives.settle(bucket.proposal):
                 yield Answered(bucket, None)
                 continue
             assert bucket.summed is not None
@@ -160,12 +168,12 @@ class GradientBuckets:
             yield Answered(bucket, list(bucket.mean.split(numels)))
 
     def _is_over(self, bucket: GradientBucket) -> bool:
-        assert bucket.propose is not None
-        is_there = bucket.propose.is_issued and bucket.summed is not None and bucket.summed.done()
-        return is_there or bucket.propose.is_called_off
+        assert bucket.proposal is not None
+        is_there = bucket.proposal.is_issued and bucket.summed is not None and bucket.summed.done()
+        return is_there or bucket.proposal.is_cancelled
 
     def _has_too_much(self) -> bool:
-        return sum(each.nbytes for each in list(self._offered)[:-1]) > self._most_nbytes
+        return sum(each.nbytes for each in list(self._proposed)[:-1]) > self._most_nbytes
 
 
 def _fits(bucket: GradientBucket, contribution: Contribution) -> bool:
@@ -175,7 +183,7 @@ def _fits(bucket: GradientBucket, contribution: Contribution) -> bool:
 
 
 def _what(bucket: GradientBucket) -> int:
-    """The same on all ranks whose bundles have the same layout and numbers."""
+    """Returns a number that ranks have in common whose buckets have the same layout and numbers."""
     text = [str(bucket.contributions[0].flat.dtype)]
     text += [f"{each.index} {each.generation} {each.number}" for each in bucket.contributions]
     digest = hashlib.blake2b("\n".join(text).encode(), digest_size=8).digest()

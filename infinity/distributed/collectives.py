@@ -1,9 +1,10 @@
-"""Operations of all ranks at once, between their devices: offered, matched, and begun in one order.
+"""Collective operations between the devices of all ranks, begun in one order.
 
-What a rank offers is begun on every rank when all have offered it (`matching.py`), by a thread of
-this object, in the order in which rank 0 says so. The thread only issues; what it issues is ordered
-on the device. So no rank ever enters a collective operation that another does not, whatever way
-each takes through the model, and a rank whose offer is called off asks the owners one by one.
+A rank proposes an operation. When every rank has proposed it (`coordinator.py`), a thread of this
+object begins it, in the order that rank 0 decides. The thread only issues operations; the device
+orders them. No rank enters a collective operation that another rank does not enter, so ranks may
+take different paths through the model. A rank whose proposal is cancelled requests the data from
+each owner.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from infinity.distributed.transport import SILENCE_S, PeerTransport
 from infinity.errors import ConfigError, InfinityError, RankError
 from infinity.observe import Counters
 
-# A rank that waits for others takes its offer back after this: one of them may be in a barrier of
-# the program's own, which this rank does not come to while it waits. Once, until that one is back.
+# A rank withdraws its proposal after this: another rank may be in a barrier of the program, which
+# this rank does not reach while it waits. It waits once for that rank, until that rank is back.
 PATIENCE_S = 10.0
 # Of an operation that every rank has begun. A device may be far behind its host; the links find out
 # much sooner who is gone.
 TIMEOUT_S = 600.0
 _LOOK_S = 0.02
-_WATCH_S = 0.5  # How soon a thread that waits in an operation is let go when a rank is gone.
-# After a step in which a larger part of the offers than one in RARE was called off nothing is
-# offered for some steps, twice as many every time.
+_WATCH_S = 0.5  # A thread that waits in an operation notices within this time that a rank is gone.
+# If more than one proposal in RARE was cancelled in a step, ranks propose nothing for some steps,
+# twice as many every time.
 _RARE = 8
 _MOST_PAUSED = 64
 _WORD = struct.Struct("<BxxxIIIQ")  # verb, step, key
@@ -52,14 +53,15 @@ class Proposal:
         self.is_issued = False
 
     @property
-    def is_called_off(self) -> bool:
+    def is_cancelled(self) -> bool:
+        """Whether the operation was cancelled: some rank takes the host path."""
         return self.answer is Verb.CANCEL
 
 
 class Collectives:
-    """This rank's side of what all ranks do at once. Offers come from the training thread.
+    """Proposes collective operations and begins them. The training thread proposes.
 
-    `group` has the backend of `device`. A collective call: all ranks make one, and `open` it.
+    `group` has the backend of `device`. The constructor is a collective call; `open` follows it.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Collectives:
         self._group = group
         self._device = device
         self._counters = counters
-        self._matchmaker = Coordinator(transport.count) if transport.rank == 0 else None
+        self._coordinator = Coordinator(transport.count) if transport.rank == 0 else None
         self._changed = threading.Condition()  # Guards all that follows, and the coordinator.
         self._pending: dict[Key, Proposal] = {}
         self._begun: queue.SimpleQueue[Proposal | None] = queue.SimpleQueue()
@@ -78,15 +80,15 @@ class Collectives:
         self._paused_steps = 0
         self._pause = 1
         self._error: BaseException | None = None  # Of the thread that carries out what is begun.
-        self._answered = self._called_off = 0  # Of rank 0's coordinator, before this step.
+        self._answered = self._num_cancelled = 0  # Of rank 0's coordinator, before this step.
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def open(self) -> None:
-        """After the links: sees that the backend works, and begins to carry out what is begun.
+        """Checks that the backend works, and starts the thread. Called after the transport is open.
 
-        Backends connect in their first operations, and wait for all ranks there: now, when all have
-        come, and not in the middle of a step. Raises InfinityError.
+        Backends connect in their first operation, which waits for all ranks. It runs here, where
+        all ranks come, and not in the middle of a step. Raises InfinityError.
         """
         trial = Proposal(_NO_KEY, self._try)
         self._num_begun += 1
@@ -102,8 +104,11 @@ class Collectives:
         self.all_to_all(torch.empty_like(rows), rows)
 
     def close(self) -> None:
-        """Takes back what is offered, and waits for no rank to come; or ends at once what waits for
-        a rank that is gone. Before the links are closed. Idempotent."""
+        """Withdraws all proposals, without waiting for other ranks, and ends the thread.
+
+        Aborts operations that wait for a rank that is gone. Called before the transport closes.
+        Idempotent.
+        """
         if self._thread is None or self._is_closed:
             return
         is_own = self._thread is threading.current_thread()  # Of a garbage collector's choice.
@@ -122,40 +127,47 @@ class Collectives:
         if self._transport.is_broken:
             self._abort()
 
-    # -- Offers ------------------------------------------------------------------------------------
+    # -- Proposals ---------------------------------------------------------------------------------
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is offered in this step. The same on all ranks."""
+        """Whether operations are proposed in this step. The same on all ranks."""
         return self._paused_steps == 0
 
     def propose(self, key: Key, act: Callable[[], None]) -> Proposal:
-        """Makes an offer. `act` is called by another thread, soon after every rank has made the
-        same; all that it needs stays as it is until the offer is answered."""
+        """Proposes an operation. Another thread calls `act` soon after every rank has proposed it.
+
+        Everything that `act` needs stays unchanged until the proposal is answered.
+        """
         assert self.is_on and key not in self._pending
         self._transport.check()
-        propose = Proposal(key, act)
+        proposal = Proposal(key, act)
         with self._changed:
-            self._pending[key] = propose
-            self._send_message(Verb.OFFER, key)
-        return propose
+            self._pending[key] = proposal
+            self._send_message(Verb.PROPOSE, key)
+        return proposal
 
-    def settle(self, propose: Proposal, *, is_patient: bool = True) -> bool:
-        """Waits for the others, a while or not at all, and returns whether the operation was
-        issued; else it was called off. Raises RankError."""
+    def settle(self, proposal: Proposal, *, is_patient: bool = True) -> bool:
+        """Returns whether the operation was issued; otherwise it was cancelled.
+
+        Waits up to PATIENCE_S for the other ranks; without `is_patient` it does not. Raises
+        RankError.
+        """
         with self._changed:
-            if propose.answer is None:
+            if proposal.answer is None:
                 if is_patient:
-                    self._send_message(Verb.AWAIT, propose.key)
-                    self._wait(lambda: propose.answer is not None, PATIENCE_S)
-                if propose.answer is None:
-                    self._send_message(Verb.WITHDRAW, propose.key)
-            self._wait(lambda: propose.is_issued or propose.is_called_off)
-        return propose.is_issued
+                    self._send_message(Verb.AWAIT, proposal.key)
+                    self._wait(lambda: proposal.answer is not None, PATIENCE_S)
+                if proposal.answer is None:
+                    self._send_message(Verb.WITHDRAW, proposal.key)
+            self._wait(lambda: proposal.is_issued or proposal.is_cancelled)
+        return proposal.is_issued
 
     def end_step(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """This rank offers no more in this step: returns when all that it has offered is issued or
-        called off. `meanwhile` is called now and then."""
+        """Waits until everything that this rank has proposed is issued or cancelled.
+
+        This rank proposes nothing more in this step. `meanwhile` is called during the wait.
+        """
         if self.is_on:
             with self._changed:
                 self._send_message(Verb.DONE, _NO_KEY)
@@ -169,7 +181,9 @@ class Collectives:
             return self._wait(lambda: not self._pending and not self._num_begun, timeout_s)
 
     def _wait(self, is_reached: Callable[[], bool], timeout_s: float = float("inf")) -> bool:
-        """With the lock. Raises RankError when a rank is gone, and what failed here."""
+        """Waits with the lock held. Raises RankError if a rank is gone, and the error of the
+        thread.
+        """
         deadline_s = time.monotonic() + timeout_s
         while not is_reached():
             left_s = deadline_s - time.monotonic()
@@ -184,19 +198,23 @@ class Collectives:
     # -- When to try -------------------------------------------------------------------------------
 
     def decision(self) -> bytes:
-        """Of rank 0, which all ranks give to `sync_weights`: whether ranks went the same way in
-        the step that ends."""
-        if self._matchmaker is None:
+        """Returns rank 0's decision for `sync_weights`, which all ranks receive.
+
+        The decision: whether ranks took the same path in the step that ends.
+        """
+        if self._coordinator is None:
             return b""
         with self._changed:
-            begun, cancelled = self._matchmaker.begun, self._matchmaker.cancelled
+            begun, cancelled = self._coordinator.begun, self._coordinator.cancelled
             answered = begun + cancelled - self._answered
-            called_off = cancelled - self._called_off
-            self._answered, self._called_off = begun + cancelled, cancelled
-        return bytes([called_off * _RARE <= answered])
+            num_cancelled = cancelled - self._num_cancelled
+            self._answered, self._num_cancelled = begun + cancelled, cancelled
+        return bytes([num_cancelled * _RARE <= answered])
 
     def sync_weights(self, decision: bytes) -> None:
-        """Where ranks go ways of their own, offers only cost time: none for some steps."""
+        """Pauses proposals for some steps if ranks took different paths, since proposals only cost
+        time then.
+        """
         if self._paused_steps:
             self._paused_steps -= 1
         elif decision[0]:
@@ -207,25 +225,27 @@ class Collectives:
     # -- Words -------------------------------------------------------------------------------------
 
     def _send_message(self, verb: Verb, key: Key) -> None:
-        """To the coordinator. With the lock, so that words leave in their order."""
-        if self._matchmaker is None:
+        """Sends a control message to the coordinator. With the lock, so that messages keep their
+        order.
+        """
+        if self._coordinator is None:
             self._transport.tell(0, _WORD.pack(verb, self._step, *key))
         else:
-            self._pass_on(self._matchmaker.on_message(0, verb, self._step, key))
+            self._pass_on(self._coordinator.on_message(0, verb, self._step, key))
 
     def on_message(self, rank: int, content: bytes) -> None:
-        """A word from another rank. By the thread that serves it."""
+        """Takes a control message of another rank, in the thread that serves that rank."""
         code, step, *numbers = _WORD.unpack(content)
         verb, key = Verb(code), (numbers[0], numbers[1], numbers[2])
         with self._changed:
             if verb in (Verb.BEGIN, Verb.CANCEL):
                 self._take(verb, key)
             else:
-                assert self._matchmaker is not None
-                self._pass_on(self._matchmaker.on_message(rank, verb, step, key))
+                assert self._coordinator is not None
+                self._pass_on(self._coordinator.on_message(rank, verb, step, key))
 
     def _pass_on(self, verdicts: list[Decision]) -> None:
-        """With the lock: every rank hears verdicts in one order."""
+        """Sends decisions, with the lock: every rank receives them in one order."""
         for each in verdicts:
             for rank in each.ranks:
                 if rank == self._transport.rank:
@@ -234,15 +254,15 @@ class Collectives:
                     self._transport.tell(rank, _WORD.pack(each.verb, each.step, *each.key))
 
     def _take(self, verb: Verb, key: Key) -> None:
-        propose = self._pending.pop(key)
-        propose.answer = verb
+        proposal = self._pending.pop(key)
+        proposal.answer = verb
         if verb is Verb.BEGIN:
             self._num_begun += 1
-            self._begun.put(propose)
+            self._begun.put(proposal)
             self._counters.add("ranks_collectives", 1)
         else:
-            propose.act = None
-            self._counters.add("ranks_called_off", 1)
+            proposal.act = None
+            self._counters.add("ranks_cancelled", 1)
         self._changed.notify_all()
 
     # -- Operations --------------------------------------------------------------------------------
@@ -253,17 +273,17 @@ class Collectives:
             torch.get_device_module(self._device).set_device(self._device)  # A thread's own matter.
         while True:
             try:
-                propose = self._begun.get(timeout=_WATCH_S)
+                proposal = self._begun.get(timeout=_WATCH_S)
             except queue.Empty:
                 if self._transport.is_broken:
                     self._abort()
                     return
                 continue
-            if propose is None:
+            if proposal is None:
                 return
             try:
-                assert propose.act is not None
-                propose.act()
+                assert proposal.act is not None
+                proposal.act()
             except BaseException as error:
                 if not isinstance(error, RankError):  # Else the links know of it.
                     self._transport.abort(f"{type(error).__name__}: {error}")
@@ -271,10 +291,10 @@ class Collectives:
                 self._abort()
                 return
             with self._changed:
-                propose.act, propose.is_issued = None, True
+                proposal.act, proposal.is_issued = None, True
                 self._num_begun -= 1
                 self._changed.notify_all()
-            del propose
+            del proposal
 
     def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Every rank's `source`, uint8 (n,), into `target`, uint8 (count * n,), in rank order. On
@@ -291,7 +311,8 @@ class Collectives:
 
     @contextlib.contextmanager
     def _told(self) -> Any:
-        """What a backend says of a rank that is gone is less than what the links will know."""
+        """Returns the error of the transport, which names the rank that is gone, for one of a
+        backend."""
         try:
             yield
         except RuntimeError as error:
@@ -302,7 +323,7 @@ class Collectives:
             raise InfinityError(f"between devices of ranks: {error}") from error
 
     def _abort(self) -> None:
-        """Lets go of whatever waits in an operation."""
+        """Ends every wait in an operation."""
         with contextlib.suppress(Exception):
             self._group.abort()
 
@@ -311,8 +332,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def device_group(group: RankTopology, device: torch.device) -> Any:
-    """A process group of its own for the ranks' devices: what others do with theirs is in another
-    order. A collective call. Raises ConfigError."""
+    """Returns a process group of its own for the ranks' devices.
+
+    Operations of other groups are issued in another order. A collective call. Raises ConfigError.
+    """
     backend = dist.get_default_backend_for_device(device)
     if not dist.is_backend_available(backend):
         raise ConfigError(
@@ -325,4 +348,5 @@ def device_group(group: RankTopology, device: torch.device) -> Any:
         timeout=timedelta(seconds=TIMEOUT_S),
         backend=backend,
         use_local_synchronization=True,
+        sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
     )

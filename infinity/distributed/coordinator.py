@@ -1,17 +1,19 @@
-"""When all ranks do something together: once each of them has offered to, in one order for all.
+"""The coordinator of collective operations: begins one when every rank has proposed it.
 
-A collective operation needs every rank, and a rank that has gone another way through the model
-never comes. So nobody begins one alone. A rank *offers* it and goes on; the coordinator, on rank 0,
-lets it begin when the last offer is there, and says so to all in one order. An offer that cannot be
-met is called off, and whoever made it goes another way. It cannot be met when
+A collective operation needs every rank, and a rank that takes another path through the model never
+enters it. So no rank begins an operation alone. A rank *proposes* it and continues. The
+coordinator, on rank 0, begins it when the last proposal has come, and sends this decision to all
+ranks in one order. A proposal that cannot be matched is cancelled, and its ranks take the host
+path. A proposal cannot be matched if
 
-* a rank has said that it is done with the step and did not offer it;
-* every rank is done or waits for an offer of its own: none of these would ever be met;
-* somebody has waited long enough and takes it back. Who has not come until then is *absent*, and
-  nobody is waited for long again on its account, until it says something.
+* a rank is done with the step and has not proposed it;
+* every rank is done or waits for a proposal of its own: none of these would ever be matched;
+* a rank withdraws it after a wait. A rank that has not proposed it by then is *absent*: no rank
+  waits
+  long for it again until it sends a message.
 
-As in Horovod (Sergeev and Del Balso, 2018) a rank of its own decides the order; that offers can be
-called off is new. Pure: it hears and answers, and knows no clock and no thread.
+As in Horovod (Sergeev and Del Balso, 2018) one rank decides the order; cancelling is new. Pure: no
+clock and no thread.
 """
 
 from __future__ import annotations
@@ -19,24 +21,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-# What is offered: its kind, and two numbers that say of what. The same on all ranks.
+# The kind of an operation, and two numbers that identify its object. The same on all ranks.
 Key = tuple[int, int, int]
 
 
 class Verb(IntEnum):
-    """What ranks and the coordinator say to each other."""
+    """The control messages between ranks and the coordinator."""
 
-    OFFER = 1
-    AWAIT = 2  # The rank does nothing else until its offer is answered.
+    PROPOSE = 1
+    AWAIT = 2  # The rank waits for the answer to its proposal.
     WITHDRAW = 3
-    DONE = 4  # The rank offers nothing more in this step.
-    BEGIN = 5  # To all ranks, each of which has offered it.
+    DONE = 4  # The rank proposes nothing more in this step.
+    BEGIN = 5  # To all ranks, each of which has proposed it.
     CANCEL = 6  # To those that have.
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the coordinator says to `ranks`: BEGIN or CANCEL."""
+    """A decision for `ranks`: BEGIN or CANCEL."""
 
     verb: Verb
     step: int
@@ -46,7 +48,7 @@ class Decision:
 
 @dataclass(slots=True)
 class _Step:
-    """Offers of one step that are not answered."""
+    """The proposals of one step that are not answered."""
 
     proposals: dict[Key, set[int]] = field(default_factory=dict)
     awaited: dict[int, Key] = field(default_factory=dict)  # By rank.
@@ -55,32 +57,34 @@ class _Step:
 
 
 class Coordinator:
-    """Answers the offers of `count` ranks. Not thread-safe.
+    """Answers the proposals of `count` ranks. Not thread-safe.
 
-    A rank makes an offer again only when the last one of that key was answered.
+    A rank repeats a proposal only after the last one of that key was answered.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count  # Of ranks.
-        # A rank may be in the next step before the coordinator has heard that all are done.
+        # A rank may be in the next step before the coordinator knows that all ranks are done.
         self._steps: dict[int, _Step] = {}
         self.begun = 0
         self.cancelled = 0
 
     def on_message(self, rank: int, verb: Verb, step: int, key: Key) -> list[Decision]:
-        """Takes one word of one rank; words of a rank come in their order."""
+        """Takes a control message. The messages of one rank come in the order in which it sent
+        them.
+        """
         # INV-22: an operation begins only when every rank has proposed it.
         now = self._steps.setdefault(step, _Step())
         answers: list[Decision] = []
         if verb is not Verb.WITHDRAW:
             now.absent.discard(rank)
-        if verb is Verb.OFFER:
-            offered_by = now.proposals.setdefault(key, set())
-            assert rank not in offered_by and rank not in now.done
-            offered_by.add(rank)
-            if len(offered_by) == self._count:
+        if verb is Verb.PROPOSE:
+            proposed_by = now.proposals.setdefault(key, set())
+            assert rank not in proposed_by and rank not in now.done
+            proposed_by.add(rank)
+            if len(proposed_by) == self._count:
                 answers.append(self._answer(step, key, Verb.BEGIN))
-            elif not now.done <= offered_by:
+            elif not now.done <= proposed_by:
                 answers.append(self._answer(step, key, Verb.CANCEL))
         elif verb is Verb.DONE:
             now.done.add(rank)

@@ -1,14 +1,14 @@
-"""What the devices of several ranks do together: put weights together, and sum gradients.
+"""Operations between the devices of several ranks: all-gather of weights, reduction of gradients.
 
-Each rank brings its own part to its device, and the devices exchange the rest among themselves, so
-that every rank's link to the host carries 1/N of what all of them need ("bandwidth-centric
-partitioning": Rajbhandari et al., "ZeRO-Infinity", 2021, section 6.1).
+Each rank copies its own part to its device, and the devices exchange the rest, so that every rank's
+link to the host carries 1/N of the bytes ("bandwidth-centric partitioning": Rajbhandari et al.,
+"ZeRO-Infinity", 2021, section 6.1).
 
 Note [Rounds]
-  A unit goes through buffers of a constant size, in as many rounds as it takes: what is reserved on
-  the device depends on neither model nor number of ranks. Rounds of weights follow each other on
-  two streams: the next part comes from the host (`in`) while the last one goes to the others
-  (`link`).
+  A unit passes buffers of a constant size in several rounds: the reserved device memory depends on
+  neither the model nor the number of ranks. Rounds of weights use two streams: the next part is
+      copied
+  from the host (`in`) while the last one is sent to the other ranks (`link`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ class Operations(Protocol):
     """Collective operations on tensors of the device, issued in the stream that is current."""
 
     def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Every rank's `source`, uint8 (n,), into `target`, uint8 (count * n,), in rank order."""
+        """Gathers every rank's `source`, uint8 (n,), in `target`, uint8 (count * n,), in rank
+        order.
+        """
 
     def all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Row r of `source` to row `rank` of rank r's `target`: both (count, n), of one dtype."""
+        """Sends row r of `source` to row `rank` of rank r's `target`: both (count, n), of one
+        dtype.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedRange:
-    """`nbytes` from `start` on of a rank's part, and where in the whole they belong."""
+    """`nbytes` from `start` on of a rank's part, and their place in the full unit."""
 
     rank: int
     start: int
@@ -49,25 +53,27 @@ class PlacedRange:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Sizes of what an exchange keeps on the device, for units of `largest_nbytes` at most."""
+    """The sizes of the device buffers of an exchange, for units of at most `largest_nbytes`."""
 
     count: int
     largest_nbytes: int
 
     @property
     def part_nbytes(self) -> int:
-        """Of one rank, in a round."""
+        """The bytes of one rank in a round."""
         of_all = min(_ROUND_NBYTES, self.largest_nbytes)
         return align_up(-(-of_all // self.count), _ALIGNED_NBYTES)
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return (2 * self.count + 2) * self.part_nbytes
 
 
 class DeviceExchange:
-    """One device's side. Issued by one thread, in an order that is the same on all ranks."""
+    """One device's side. One thread issues the operations, in an order that is the same on all
+    ranks.
+    """
 
     def __init__(self, device: StreamDevice, operations: Operations, buffers: Buffers) -> None:
         self._device = device
@@ -79,7 +85,7 @@ class DeviceExchange:
         self._sending = [self._buffer(buffers.part_nbytes) for _ in range(2)]
         self._giving = self._buffer(whole_nbytes)
         self._coming = self._buffer(whole_nbytes)
-        self._sent: list[Event | None] = [None, None]  # By buffer: nobody sends from it any more.
+        self._sent: list[Event | None] = [None, None]  # By buffer: no rank sends from it any more.
 
     def _buffer(self, nbytes: int) -> StreamRegion:
         region = self._device.reserve(nbytes)
@@ -88,56 +94,60 @@ class DeviceExchange:
         return region
 
     def take(self, region: Region) -> None:
-        """Memory for a region that will be put together. By the thread that attaches."""
+        """Takes the memory of a region that an all-gather will fill. For the thread that
+        attaches."""
         self._device.take(region)
 
     # -- Weights -----------------------------------------------------------------------------------
 
     def gather(
-        self, region: Region, mine: torch.Tensor, stretches: Sequence[PlacedRange]
+        self, region: Region, local: torch.Tensor, ranges: Sequence[PlacedRange]
     ) -> tuple[StreamCopy, StreamCopy]:
-        """Issues putting a unit's weights together in `region`, which has its memory.
+        """Issues the all-gather of a unit's weights into `region`, which has its memory.
 
-        `mine`: this rank's part, uint8, on the host or on the device. Gives the arrival of all of
-        it, as of `attach`, and when `mine` is not read any more.
+        local: this rank's part, uint8, on the host or on the device
+        Returns two copies: the arrival of all parts, as of `attach`, and the end of reads of
+        `local`.
         """
         assert isinstance(region, StreamRegion)
         whole = all_of(region.memory)
-        copies = self._gather(whole, mine, stretches, made=region.memory)
+        copies = self._gather(whole, local, ranges, made=region.memory)
         self._device.note_use(region, self._link)
         return copies
 
     def gather_in_place(
         self,
         whole: torch.Tensor,
-        mine: torch.Tensor,
-        stretches: Sequence[PlacedRange],
+        local: torch.Tensor,
+        ranges: Sequence[PlacedRange],
         ready: Sequence[Event],
     ) -> StreamCopy:
-        """As `gather`, in device memory of one's own, uint8, of which `mine` may be a part.
-        `ready`: what uses or makes that memory until now."""
+        """Issues an all-gather in device memory, uint8, of which `local` may be a part.
+
+        ready: the end of the present uses of that memory
+        """
         for event in ready:
             self._link.wait_event(event)
-        arrival, _ = self._gather(whole, mine, stretches)
+        arrival, _ = self._gather(whole, local, ranges)
         return arrival
 
     def _gather(
         self,
         whole: torch.Tensor,
-        mine: torch.Tensor,
-        stretches: Sequence[PlacedRange],
+        local: torch.Tensor,
+        ranges: Sequence[PlacedRange],
         made: ResizedRegion | None = None,
     ) -> tuple[StreamCopy, StreamCopy]:
-        is_on_host = self._device.is_on_host(mine)
-        total_nbytes = max(each.start + each.nbytes for each in stretches)
+        is_on_host = self._device.is_on_host(local)
+        total_nbytes = max(each.start + each.nbytes for each in ranges)
         self._link.wait_event(self._device.inward_event())  # The region's memory is taken there.
         departure: StreamCopy | None = None
         for number, start in enumerate(range(0, total_nbytes, self._part_nbytes)):
             nbytes = min(self._part_nbytes, total_nbytes - start)
-            own, turn = mine[start : start + nbytes], number % 2
+            own, turn = local[start : start + nbytes], number % 2
             if is_on_host and own.numel():
                 departure = self._bring(own, turn)
-            work = self._round(whole, None if is_on_host else own, turn, start, nbytes, stretches)
+            work = self._round(whole, None if is_on_host else own, turn, start, nbytes, ranges)
             used = (self._sending[turn].memory, self._coming.memory)
             self._device.streams.run(self._link, work, used, made)
             event = self._device.streams.new_event()
@@ -147,7 +157,7 @@ class DeviceExchange:
         return arrival, departure or arrival
 
     def _bring(self, own: torch.Tensor, turn: int) -> StreamCopy:
-        """A part from the host to the buffer whose turn it is."""
+        """Copies a part from the host to the next buffer."""
         sent = self._sent[turn]
         if sent is not None:
             self._device.inward_waits(sent)
@@ -163,9 +173,10 @@ class DeviceExchange:
         turn: int,
         start: int,
         nbytes: int,
-        stretches: Sequence[PlacedRange],
+        ranges: Sequence[PlacedRange],
     ) -> Callable[[], None]:
-        """Bytes [start, start + nbytes) of every rank's part go to their places in `whole`."""
+        """Sends the bytes [start, start + nbytes) of every rank's part to their places in
+        `whole`."""
         sending = all_of(self._sending[turn].memory)[:nbytes]
         coming = all_of(self._coming.memory)[: self._count * nbytes]
 
@@ -173,7 +184,7 @@ class DeviceExchange:
             if own is not None:
                 sending[: own.numel()].copy_(own)
             self._operations.all_gather(coming, sending)
-            for each in stretches:
+            for each in ranges:
                 low = max(start, each.start)
                 high = min(start + nbytes, each.start + each.nbytes)
                 if low < high:
@@ -186,11 +197,13 @@ class DeviceExchange:
     # -- Gradients ---------------------------------------------------------------------------------
 
     def current(self) -> Stream:
+        """Returns the stream that is current in this thread."""
         return self._device.streams.current()
 
     def ready(self, stream: Stream | None = None) -> list[Event]:
-        """What a stream has to do until now, which makes the tensors that are given; and the
-        current one, which has just allocated what takes the result."""
+        """Returns an event behind the present work of a stream, which makes the tensors, and of the
+        current one, which has just allocated the result.
+        """
         events = []
         for each in {stream or self.current(), self.current()}:
             events.append(self._device.streams.new_event())
@@ -205,13 +218,15 @@ class DeviceExchange:
         ready: Sequence[Event],
         owner: Stream,
     ) -> StreamCopy:
-        """Issues giving every rank its parts of this rank's gradients, and summing what comes.
+        """Issues the exchange of gradients and the sums of the parts that this rank owns.
 
-        `given`: by rank, flat tensors of one dtype, of the same sizes on all ranks. `mean`, fp32:
-        takes the sum, divided by the number of ranks, of what all give to this one, one tensor
-        after the other. `ready`: what makes them. All are memory of the stream `owner`, and kept
-        until somebody waits for the result. Sums are made by the tree of
-        distributed/ordered_sum.py: their bits are those of gradients that come one by one.
+        given: by rank, flat tensors of one dtype, of the same sizes on all ranks
+        mean: fp32; gets the sum over ranks divided by their number, one tensor after the other
+        ready: the event behind the work that makes the tensors
+        owner: the stream whose memory the tensors are; they are kept until the result is waited for
+
+        Sums follow the tree of distributed/ordered_sum.py: they have the bits of gradients that are
+        sent one by one.
         """
         for event in ready:
             self._link.wait_event(event)
@@ -242,16 +257,16 @@ class DeviceExchange:
             for row, tensors in zip(giving, given, strict=True):
                 _pack(row, tensors, start)
             self._operations.all_to_all(coming, giving)
-            mine = mean[start : start + numel]
-            if mine.numel():
-                mine.copy_(mean_of([row[: mine.numel()] for row in coming]))
+            local = mean[start : start + numel]
+            if local.numel():
+                local.copy_(mean_of([row[: local.numel()] for row in coming]))
 
         used = (self._giving.memory, self._coming.memory)
         self._device.streams.run(self._link, work, used)
 
 
 def _pack(row: torch.Tensor, tensors: Sequence[torch.Tensor], start: int) -> None:
-    """Elements [start, start + len(row)) of tensors that follow each other; there may be fewer."""
+    """Copies the elements [start, start + len(row)) of adjacent tensors, or fewer at their end."""
     first = 0
     for tensor in tensors:
         low, high = max(start, first), min(start + row.numel(), first + tensor.numel())
@@ -261,7 +276,7 @@ def _pack(row: torch.Tensor, tensors: Sequence[torch.Tensor], start: int) -> Non
 
 
 def mean_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of what ranks gave, fp32, summed by the tree of distributed/ordered_sum.py."""
+    """Returns the mean over ranks, fp32, summed by the tree of distributed/ordered_sum.py."""
     level = [row.float().mul_(1.0 / len(rows)) for row in rows]
     while len(level) > 1:
         pairs = [level[index : index + 2] for index in range(0, len(level), 2)]

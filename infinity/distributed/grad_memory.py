@@ -1,10 +1,10 @@
-"""Host memory for sums of gradients that must be there whole until they are given away.
+"""Host memory for sums of gradients that must be complete before they are sent.
 
-In stages 2 and 3 `infinity.forward_backward` sums a rank's micro-batches before their owners get
-them:
-those of a block until the block's micro-batches are through, those of what is outside of blocks
-until the end. The place of every sum is known beforehand, and all of it is taken before anything is
-computed: a step cannot run out of it in the middle, nor find it in pieces.
+In stages 2 and 3 `infinity.forward_backward` sums the micro-batches of a rank before it sends them
+to their owners: the sums of a block wait until the micro-batches have passed the block, those
+outside of blocks until the end. The place of every sum is known beforehand, and all of the memory
+is taken before anything is computed: a step can neither run out of it in the middle nor find it
+fragmented.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ def _sum_nbytes(unit: Unit) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SumsPlan:
-    """Units outside of blocks have memory of their own, in bytes; blocks share `shared_nbytes`, one
-    block at a time."""
+    """Bytes of units outside of blocks, each with its own memory; blocks share `shared_nbytes`, one
+    at a time.
+    """
 
     shared_nbytes: int
     own_nbytes: Mapping[int, int]
 
     @property
     def nbytes(self) -> int:
+        """The bytes that are reserved at offload."""
         return self.shared_nbytes + sum(self.own_nbytes.values())
 
 
 def plan_sums(
     units: Sequence[Unit], outside: Sequence[int], blocks: Sequence[set[int]]
 ) -> SumsPlan:
-    """`outside`: units that are used outside of blocks; `blocks`: those of each block alone."""
+    """`outside`: units that are used outside of blocks; `blocks`: the units of each block alone."""
     of_blocks = [sum(_sum_nbytes(units[unit]) for unit in block) for block in blocks]
     shared_nbytes = max(of_blocks, default=0)
     own_nbytes = {unit: _sum_nbytes(units[unit]) for unit in outside if units[unit].state_numel}
@@ -49,7 +51,7 @@ def plan_sums(
 
 
 class SumsMemory:
-    """Lends what a plan says, between `open` and `close`. Called under the engine's lock."""
+    """Lends the memory of a plan, between `open` and `close`. Called under the engine lock."""
 
     def __init__(self, pool: HostPool, plan: SumsPlan, budgets: Budgets) -> None:
         self._pool = pool
@@ -63,8 +65,7 @@ class SumsMemory:
         self._lent: dict[Block, int | Range] = {}  # What it is given back to.
 
     def open(self) -> None:
-        """Takes all of it. Raises CapacityError, before anything was done, where it does not fit
-        beside what training works in."""
+        """Takes all memory. Raises CapacityError, before anything changes, if it does not fit."""
         if self._working_nbytes < self._needed_nbytes:
             least = f"{align_up(self._least_nbytes, MIB) // MIB}MiB"
             raise CapacityError(
@@ -89,7 +90,7 @@ class SumsMemory:
             raise
 
     def close(self) -> None:
-        """Gives it back. What is still lent, after a failure that ends the job, stays so."""
+        """Frees the memory. Blocks that a failure has left lent stay lent."""
         for unit in list(self._own):
             self._pool.free(self._own.pop(unit))
         if self._shared is not None and not self._lent:
@@ -97,8 +98,11 @@ class SumsMemory:
             self._shared = None
 
     def take(self, unit: Unit) -> Block:
-        """Room for the unit's gradients in fp32. A gradient that comes while another block has its
-        turn (a penalty on weights, say) may find none here, and takes working memory."""
+        """Returns memory for the unit's gradients in fp32.
+
+        A gradient that comes while another block uses the shared memory (a penalty on weights, say)
+        gets working memory.
+        """
         nbytes = unit.state_numel * STATE_ITEM_NBYTES
         block = self._own.pop(unit.index, None)
         if block is not None:
@@ -109,6 +113,7 @@ class SumsMemory:
         return block or self._pool.require(nbytes, f"gradients of {unit.name}")
 
     def give_back(self, block: Block) -> None:
+        """Returns a block to the reserve, or to the pool that it came from."""
         match self._lent.pop(block, None):
             case None:
                 self._pool.free(block)

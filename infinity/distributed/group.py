@@ -1,4 +1,4 @@
-"""From a process group of torch.distributed to links between its ranks."""
+"""From a process group of torch.distributed to connections between its ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def path_of_job(path_of_rank: Path) -> Path:
 
 
 def find_group(group: Any = None) -> RankTopology | None:
-    """The ranks that state is divided over, or None where there is only one.
+    """Returns the ranks that state is sharded over, or None for a single one.
 
     `group` is a process group, a 1-D `DeviceMesh`, or None for all ranks of torch.distributed. A
     collective call over the group: it learns which ranks share a node.
@@ -78,8 +78,10 @@ def find_group(group: Any = None) -> RankTopology | None:
 
 
 def process_group(group: Any) -> Any:
-    """The process group behind a 1-D `DeviceMesh`, or itself. Raises ConfigError where this process
-    is not in it."""
+    """Returns the process group behind a 1-D `DeviceMesh`, or the group itself.
+
+    Raises ConfigError if this process is not in it.
+    """
     if hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ConfigError(
@@ -93,9 +95,9 @@ def process_group(group: Any) -> Any:
 
 
 def connect(group: RankTopology, counters: Counters) -> PeerTransport:
-    """Links between the ranks, not open yet. A collective call."""
+    """Returns the transport between the ranks, not open yet. A collective call."""
     address = "127.0.0.1" if len(set(group.hosts)) == 1 else _address_for_others()
-    # Strangers may connect, too, before anybody is let in.
+    # Strangers may connect before any rank is admitted.
     backlog = len(Purpose) * group.count + _STRANGERS
     listener = socket.create_server((address, 0), backlog=backlog)
     me = Peer(
@@ -125,7 +127,7 @@ def _address_for_others() -> str:
 
 
 def _tell_of_uncaught_exceptions(transport: PeerTransport) -> None:
-    """The others shall name what ended this rank, not only that its connections closed."""
+    """Sends an uncaught exception to the other ranks, which then name the cause."""
     before, known = sys.excepthook, weakref.ref(transport)
 
     def tell(

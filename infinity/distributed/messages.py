@@ -20,7 +20,7 @@ _BLOCK_NBYTES = 1 << 20  # Memory for content is allocated as the content comes,
 
 
 class Purpose(IntEnum):
-    """The use of a socket: gradients and notes (GIVING), or requests and control messages."""
+    """The use of a socket: gradients and contents (GIVING), or requests and control messages."""
 
     GIVING = 0
     ASKING = 1
@@ -33,15 +33,19 @@ class MessageType(IntEnum):
     GET = 2  # (unit, state kind)
     DATA = 3  # the answer to GET
     PUT = 4  # (tensor, code, generation): a part of a gradient
-    NOTE = 5  # (length of the tag): tag and content
-    BEAT = 6
-    BYE = 7  # (rank + 1 that failed, or 0): why
+    ALL_GATHER = 5  # (length of the tag): tag and content
+    HEARTBEAT = 6
+    CLOSE = 7  # (rank + 1 that failed, or 0): why
     OVER = 8  # (step, count): how many backward passes since that step are over
-    WORD = 9  # the content for `Service.on_message`
+    CONTROL = 9  # the content for `Service.on_message`
 
 
 _TYPES = frozenset(map(int, MessageType))
-MOST_NBYTES = {MessageType.NOTE: 1 << 30, MessageType.WORD: 1 << 12, MessageType.BYE: 1 << 16}
+MOST_NBYTES = {
+    MessageType.ALL_GATHER: 1 << 30,
+    MessageType.CONTROL: 1 << 12,
+    MessageType.CLOSE: 1 << 16,
+}
 
 
 def send(

@@ -58,7 +58,7 @@ def num_blocks(numel: int, first: int) -> int:
 
 
 def block_sums(values: torch.Tensor, first: int) -> torch.Tensor:
-    """Sums of squares, fp64, of `values[:first]` and then of each STATE_GRANULE elements.
+    """Returns sums of squares, fp64, of `values[:first]` and then of each STATE_GRANULE elements.
 
     Each sum is a tree of its own, so that its bits do not depend on what else is summed.
     """

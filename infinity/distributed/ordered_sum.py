@@ -1,18 +1,17 @@
-"""Gradients that ranks gave to this one, summed in an order that no timing can change.
+"""Partial gradients of all ranks, summed in an order that does not depend on timing.
 
-A rank gives a tensor's gradient once per backward; its n-th contribution since the last step has
-number n, and says so. Contributions of one number are summed by a fixed tree over the ranks,
-((0 + 1) + (2 + 3)) and so on, where a rank that gives nothing is passed over; then numbers are
-added up in their order. An addition does not depend on which side comes first, so two neighbours
-are summed as soon as both are there, and the first that comes needs no room but the sum's own. What
-waits for ranks that are behind is then at most log2(N) parts of 1/N for every backward they are
-behind, not N - 1.
+A rank sends one gradient of a tensor per backward. Its n-th contribution since the last step has
+the number n, which the message carries. Contributions of one number are summed by a fixed tree over
+the ranks, ((0 + 1) + (2 + 3)) and so on, which leaves out ranks without a contribution; the sums of
+the numbers are then added in order. Addition is commutative, so two neighbours are summed as soon
+as both have come, and the first one that comes needs no memory but that of the sum. Contributions
+that wait for ranks that are behind are then at most log2(N) parts of 1/N per backward, not N - 1.
 
-That some rank will not give its n-th contribution is only known when all ranks have entered the
+Whether a rank has an n-th contribution is known for certain only when all ranks have entered the
 step.
 
-`forget` is what `zero_grad` does: it begins a *generation*. Contributions carry the generation of
-their giver, so those of a rank that is ahead wait for this one, and late ones are dropped.
+`forget` implements `zero_grad`: it begins a new *generation*. Contributions carry the generation of
+their sender, so those of a rank that is ahead wait for this rank, and late ones are dropped.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ _Node = tuple[int, int]  # Level and index: the sum over ranks [index << level, 
 
 @dataclass(slots=True)
 class _Tensor(Generic[Content]):
-    """Contributions to one tensor, and how far its sum has come."""
+    """The contributions to one tensor, and the progress of its sum."""
 
-    count: int = 0  # Numbers up to the highest that came since the last step.
+    count: int = 0  # The numbers up to the highest since the last step.
     generation: int = 0
     nodes: dict[int, dict[_Node, Content]] = field(default_factory=dict)  # By number.
     # Rank, generation and number.
     ahead: list[tuple[int, int, int, Content]] = field(default_factory=list)
-    is_fresh: bool = True  # Nothing was summed in this generation before the last step.
-    number: int = 0  # The next that goes into the sum.
-    slot: _Node | None = None  # Of number 0: what the sum's own place holds.
+    is_fresh: bool = True  # This generation had no sum before the last step.
+    number: int = 0  # The next number to be added to the sum.
+    slot: _Node | None = None  # Of number 0: the part of the tree that the sum's own memory has.
 
     def restart(self) -> None:
         self.count = 0
@@ -47,9 +46,9 @@ class _Tensor(Generic[Content]):
 
 
 class OrderedReduction(Generic[Content]):
-    """Contributions by tensor, from `count` ranks. Delivered by any thread, taken by one.
+    """Contributions by tensor, from `count` ranks. Any thread delivers, one thread takes.
 
-    `combine(a, b)` is the sum of two, which end with it; `drop` ends what nobody wants any more.
+    `combine(a, b)` returns the sum of two contributions and ends both; `drop` ends an outdated one.
     """
 
     def __init__(
@@ -84,12 +83,15 @@ class OrderedReduction(Generic[Content]):
                 self._touched.add(tensor)
 
     def is_outdated(self, tensor: int, generation: int) -> bool:
-        """Whether what is of this generation is not wanted any more."""
+        """Whether the generation is over."""
         return generation < self.generation(tensor)
 
     def pass_over(self, tensor: int, number: int) -> bool:
-        """The sum over all ranks of this number was made elsewhere: if it is the next to be added,
-        the caller adds it. False where others come before it, and `deliver_sum` takes it."""
+        """Skips a number whose sum over all ranks was computed elsewhere. Returns whether it is the
+        next.
+
+        If it is the next, the caller adds the sum; otherwise the caller passes it to `deliver_sum`.
+        """
         with self._lock:
             entry = self._entry(tensor)
             if entry.number != number or entry.nodes.get(number) or entry.slot is not None:
@@ -108,7 +110,7 @@ class OrderedReduction(Generic[Content]):
             self._touched.add(tensor)
 
     def _place(self, entry: _Tensor[Content], rank: int, number: int, content: Content) -> None:
-        """Puts a contribution into its tree, summed with every neighbour that is there."""
+        """Puts a contribution into its tree, and sums it with every neighbour that has come."""
         nodes = entry.nodes.setdefault(number, {})
         entry.count = max(entry.count, number + 1)
         level, index = 0, rank
@@ -122,7 +124,7 @@ class OrderedReduction(Generic[Content]):
         nodes[level, index] = content
 
     def forget(self, tensor: int) -> None:
-        """Begins the next generation of a tensor: what was given in the last ones is dropped."""
+        """Begins the next generation of a tensor, and drops the contributions of former ones."""
         with self._lock:
             entry = self._entry(tensor)
             entry.generation += 1
@@ -140,6 +142,7 @@ class OrderedReduction(Generic[Content]):
             self._touched.add(tensor)
 
     def generation(self, tensor: int) -> int:
+        """Returns the number of the tensor's present gradient; 0 before the first one."""
         with self._lock:
             entry = self._tensors.get(tensor)
             return 0 if entry is None else entry.generation
@@ -147,10 +150,11 @@ class OrderedReduction(Generic[Content]):
     # -- Out ---------------------------------------------------------------------------------------
 
     def take(self, *, all_are_there: bool) -> Iterator[tuple[int, Content]]:
-        """(tensor, content) of what may be added to the tensor's sum now, each once, in order.
+        """Yields (tensor, content) for everything that can be added to the tensor's sum now, in
+        order.
 
-        The first of a generation is the sum itself. With `all_are_there` (every rank has entered
-        the step) nobody is waited for, and numbers start anew.
+        The first content of a generation is the sum itself. With `all_are_there` (every rank has
+        entered the step) the reduction waits for no rank, and numbers start anew.
         """
         with self._lock:
             tensors = sorted(self._tensors if all_are_there else self._touched)
@@ -186,8 +190,10 @@ class OrderedReduction(Generic[Content]):
     def _next_into_slot(
         self, entry: _Tensor[Content], nodes: dict[_Node, Content], all_are_there: bool
     ) -> Content | None:
-        """Number 0 of a fresh sum: the largest part that is there begins it, then its neighbours
-        are added, up to the root."""
+        """Returns the next part of number 0 of a new sum.
+
+        The largest part that has come is the first; its neighbours follow, up to the root.
+        """
         if entry.slot is None:
             if not nodes:
                 return None
@@ -212,7 +218,7 @@ class OrderedReduction(Generic[Content]):
     def _subtree(
         self, nodes: dict[_Node, Content], node: _Node, all_are_there: bool
     ) -> Content | None:
-        """The sum of a part of the tree: whole, or when `all_are_there` what there is of it."""
+        """Returns the sum of a subtree, with `all_are_there` without the ranks that are absent."""
         if node in nodes or not all_are_there:
             return nodes.pop(node, None)
         level, index = node

@@ -45,14 +45,14 @@ class Outgoing:
         """Ends the queue behind the messages that are in it."""
         self._waiting.put(None)
 
-    def messages(self, beat_s: float) -> Iterator[Message]:
-        """Yields the messages up to the end of the queue; a BEAT after each `beat_s` without a
-        message."""
+    def messages(self, heartbeat_s: float) -> Iterator[Message]:
+        """Yields the messages up to the end of the queue, and a HEARTBEAT in every `heartbeat_s`
+        without one."""
         while True:
             try:
-                message = self._waiting.get(timeout=beat_s)
+                message = self._waiting.get(timeout=heartbeat_s)
             except queue.Empty:
-                message = Message(RemoteRequest(), MessageType.BEAT)
+                message = Message(RemoteRequest(), MessageType.HEARTBEAT)
             if message is None:
                 return
             yield message

@@ -1,10 +1,10 @@
-"""Parts of gradients that wait to be summed: in memory up to a budget, beyond it on the drives.
+"""Partial gradients that wait to be summed: in memory up to a budget, beyond it on the drives.
 
-A rank cannot say when the others give it something, nor how far one of them is behind, so what
-waits has no bound of its own. Here it gets one. What has no room in memory goes, while it is
-received, through one block to scratch space on the drives, and comes back when it is summed; its
-bytes are the same. Without a drive whoever gives has to wait until there is room, which the owner
-makes by summing.
+A rank knows neither when other ranks send gradients nor how far one of them is behind, so the
+waiting bytes have no bound of their own. This file bounds them. A partial gradient that does not
+fit the budget is written to scratch space on the drives while it is received, through one block,
+and read back when it is summed; its bytes are the same. Without a drive the sender waits until the
+owner has freed memory by summing.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
 from infinity.tiers.host import Block, HostBlocks
 
-# A rank that is alive adds up what came, or gives what is waited for, in less.
+# A live rank sums, or sends, within this time.
 PATIENCE_S = 60.0
 
-# Fills all of the memory it is given with the next bytes.
+# Fills all of its argument with the next bytes.
 Fill = Callable[[memoryview], None]
 
 
 @dataclass(eq=False, slots=True)
 class PartialGradient:
-    """A flat part of a gradient. Made and ended by `PartialGradients`."""
+    """A flat part of a gradient. Created and ended by `PartialGradients`."""
 
     dtype: torch.dtype
     numel: int
@@ -42,18 +42,19 @@ class PartialGradient:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the part."""
         return self.numel * self.dtype.itemsize
 
     @property
     def kept_nbytes(self) -> int:
-        """What it takes of the budget."""
+        """The bytes of the budget that it takes."""
         return 0 if self.values is None else self.nbytes
 
 
 class PartialGradients:
     """Memory and scratch space for partial gradients. Thread-safe.
 
-    `window` is a block of the host tier that belongs to this object; None where `volume` is.
+    `window` is a block of the host tier that this object owns; None without `volume`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class PartialGradients:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes in memory."""
+        """The bytes in memory."""
         return self._kept_nbytes
 
     # -- In ----------------------------------------------------------------------------------------
@@ -86,11 +87,10 @@ class PartialGradients:
     def receive(
         self, dtype: torch.dtype, nbytes: int, fill: Fill, *, window: Block
     ) -> PartialGradient:
-        """A partial gradient of the bytes that `fill` gives, however many it is asked for at a
-        time.
+        """Returns a partial gradient of the bytes that `fill` receives, in pieces of any size.
 
-        `window` is the caller's. Waits for room where there is no drive. Raises CapacityError when
-        none comes, and what `fill` raises.
+        `window` belongs to the caller. Waits for space if there is no drive. Raises CapacityError
+        if none becomes free, and the errors of `fill`.
         """
         partial = PartialGradient(dtype, nbytes // dtype.itemsize, is_mean=False)
         if self._take_room(nbytes, patience_s=PATIENCE_S):
@@ -106,8 +106,8 @@ class PartialGradients:
         return partial
 
     def put(self, values: torch.Tensor, *, is_mean: bool = False) -> PartialGradient | None:
-        """A partial gradient of a flat host tensor, which becomes its own. None when there is no
-        room."""
+        """Returns a partial gradient that takes over a flat host tensor; None without space for
+        it."""
         partial = PartialGradient(values.dtype, values.numel(), is_mean=is_mean)
         if self._take_room(partial.nbytes, patience_s=0.0):
             partial.values = values
@@ -118,12 +118,12 @@ class PartialGradients:
         return partial
 
     def merge(self, parts: Sequence[PartialGradient], total: torch.Tensor) -> PartialGradient:
-        """Ends partial gradients that were read, and takes their sum, a mean, in their place."""
+        """Ends partial gradients that were read, and returns one with their sum, a mean."""
         partial = PartialGradient(total.dtype, total.numel(), is_mean=True)
         released_nbytes = sum(part.kept_nbytes for part in parts)
         for part in parts:
             self._end(part)
-        # Without a drive it is kept in any case: it takes no more room than its parts did.
+        # Without a drive it stays in memory: it takes no more than its parts did.
         must = self._volume is None
         if self._take_room(partial.nbytes, released_nbytes=released_nbytes, must=must):
             partial.values = total
@@ -134,7 +134,8 @@ class PartialGradients:
     # -- Out ---------------------------------------------------------------------------------------
 
     def read(self, partial: PartialGradient) -> torch.Tensor:
-        """The values: flat, on the host; the partial gradient's own memory where it has any."""
+        """Returns the values: flat, on the host; the own memory of the partial gradient if it has
+        any."""
         if partial.values is not None:
             return partial.values
         values = torch.empty(partial.numel, dtype=partial.dtype)
@@ -163,7 +164,7 @@ class PartialGradients:
         self._give_room(kept_nbytes)
 
     def await_room(self, timeout_s: float) -> None:
-        """Returns when a partial gradient may have ended."""
+        """Waits until a partial gradient may have ended."""
         with self._changed:
             self._changed.wait(timeout_s)
 
@@ -172,8 +173,9 @@ class PartialGradients:
     def _take_room(
         self, nbytes: int, *, patience_s: float = 0.0, released_nbytes: int = 0, must: bool = False
     ) -> bool:
-        """Whether the budget has `nbytes`, which are then taken, after `released_nbytes` are
-        back."""
+        """Takes `nbytes` of the budget after `released_nbytes` are back. Returns whether it had
+        them.
+        """
         with self._changed:
             self._kept_nbytes -= released_nbytes
 
@@ -189,13 +191,13 @@ class PartialGradients:
             if is_there:
                 self._kept_nbytes += nbytes
                 self._high_water_nbytes = max(self._high_water_nbytes, self._kept_nbytes)
-                self._counters.set("ranks_inbox_high_water_nbytes", self._high_water_nbytes)
+                self._counters.set("ranks_reduce_buffer_high_water_nbytes", self._high_water_nbytes)
             if released_nbytes:
                 self._changed.notify_all()
             return is_there
 
     def no_room(self, nbytes: int) -> CapacityError:
-        """What is raised when a partial gradient has waited for room in vain."""
+        """Returns the error of a partial gradient that waited for space in vain."""
         return CapacityError(
             "host",
             needed_nbytes=nbytes,
@@ -213,8 +215,9 @@ class PartialGradients:
             self._changed.notify_all()
 
     def _end(self, partial: PartialGradient) -> None:
-        """Lets go of what a partial gradient has; its room in the budget is the caller's to give
-        back."""
+        """Frees the memory and scratch space of a partial gradient. The caller returns its bytes to
+        the budget.
+        """
         partial.values = None
         if partial.scratch is not None:
             assert self._scratch is not None
@@ -236,7 +239,7 @@ class PartialGradients:
             partial.scratch = self._spill(partial.nbytes, fill, self._window)
 
     def _spill(self, nbytes: int, fill: Fill, window: Block) -> Scratch:
-        """Writes what `fill` gives, a window at a time."""
+        """Writes the bytes of `fill` to scratch space, one window at a time."""
         assert self._volume is not None and self._scratch is not None
         scratch = self._scratch.take(nbytes)
         memory = self._host.tensor(window).numpy().data
@@ -249,12 +252,12 @@ class PartialGradients:
                 address=window.address,
                 priority=Priority.WRITE_BACK,
             ).wait()
-        self._counters.add("ranks_inbox_spilled_nbytes", nbytes)
+        self._counters.add("ranks_reduce_buffer_spilled_nbytes", nbytes)
         return scratch
 
 
 def _parts(nbytes: int, window: Block) -> list[tuple[int, int]]:
-    """(start, length) of what goes through the window at a time."""
+    """Yields (start, length) of the parts that pass through the window."""
     return [
         (start, min(window.nbytes, nbytes - start)) for start in range(0, nbytes, window.nbytes)
     ]

@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from typing_extensions import override
+
+from infinity.state.store import Transfer
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -49,21 +53,24 @@ class Service(Protocol):
         rank sent them."""
 
 
-class RemoteRequest:
+class RemoteRequest(Transfer):
     """A message on its way. Thread-safe. `wait` raises the error of the message, every time."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
         self._error: BaseException | None = None
 
+    @override
     def done(self) -> bool:
         return self._over.is_set()
 
+    @override
     def wait(self) -> None:
         self._over.wait()
         if self._error is not None:
             raise self._error
 
     def finish(self, error: BaseException | None = None) -> None:
+        """Ends the request, with an error that every `wait` raises."""
         self._error = error
         self._over.set()

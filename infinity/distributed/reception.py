@@ -1,8 +1,8 @@
-"""Letting the ranks of a job in, among whoever else connects.
+"""Admits the ranks of a job, among all processes that connect.
 
-Nobody is believed before the whole hello is there and its secret is right. All that have connected
-are listened to at once, under one deadline, and of each no more is kept than a hello has. So one
-that is silent, slow or many costs the others nothing.
+A connection is believed only when its whole hello has come and the secret is right. All connections
+are read at once, under one deadline, and none keeps more bytes than a hello has. A connection that
+is silent, slow or one of many therefore costs the ranks nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from typing import Generic, TypeVar
 
-_MOST_WAITING = 256  # Strangers beyond it push out the one that has waited longest.
+_MOST_WAITING = 256  # Further connections close the one that has waited longest.
 
 Name = TypeVar("Name")
 
 
 class Reception(Generic[Name]):
-    """A listening socket, until every expected connection was let in or the time is up.
+    """A listening socket, until every expected connection was admitted or the time is up.
 
-    A hello is what `name_of` makes a name of, then `secret`: `hello_nbytes` together.
-    `name_of` answers None for a hello that is of nobody who is missing.
+    A hello is `hello_nbytes` long: the bytes that `name_of` turns into a name, then `secret`.
+    `name_of` returns None for a name that is not expected.
     """
 
     def __init__(
@@ -44,8 +44,12 @@ class Reception(Generic[Name]):
         self._waiting: dict[socket.socket, bytearray] = {}  # Oldest first.
 
     def arrivals(self, deadline_s: float) -> Generator[tuple[Name, socket.socket]]:
-        """Those who said who they are, each as soon as it did; the caller stops when it has all.
-        Ends at the deadline, a `time.monotonic`. Who has not been let in by then is closed."""
+        """Yields admitted connections, each as soon as its hello is complete; the caller stops at
+        the last.
+
+        Ends at the deadline, a `time.monotonic`. Connections that were not admitted by then are
+        closed.
+        """
         with ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
             stack.callback(self._close_waiting)
@@ -64,11 +68,11 @@ class Reception(Generic[Name]):
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
-            return  # It has hung up meanwhile.
+            return  # It has closed meanwhile.
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._waiting:
                 raise
-            self._drop(next(iter(self._waiting)), selector)  # Strangers have taken all there are.
+            self._drop(next(iter(self._waiting)), selector)  # Strangers have taken all descriptors.
             return
         connection.setblocking(False)
         if len(self._waiting) >= _MOST_WAITING:
@@ -79,7 +83,9 @@ class Reception(Generic[Name]):
     def _listen_to(
         self, connection: socket.socket, selector: selectors.BaseSelector
     ) -> Name | None:
-        """The name, once the hello is whole and right; who says something else is closed."""
+        """Returns the name once the hello is complete and right. Closes a connection with another
+        hello.
+        """
         said = self._waiting[connection]
         try:
             more = connection.recv(self._hello_nbytes - len(said))

@@ -1,5 +1,6 @@
-"""Gradients whose state is divided over ranks: they go to their owners, which sum them in a fixed
-order and take the mean. Presence and norms are those of all ranks."""
+"""Gradients whose state is sharded: each rank sends them to their owners, which sum them in a fixed
+order and take the mean. Presence and norms are those of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy
 import torch
+from typing_extensions import override
 
 from infinity.distributed.buckets import Contribution, GradientBuckets
 from infinity.distributed.grad_memory import SumsMemory
@@ -23,19 +25,20 @@ from infinity.observe import Counters
 from infinity.state.partition import Partition, ShardSlice
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, in_memory_order
+from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.passes import Passes
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
-_LEAD_S = 10.0  # How long a rank that is ahead waits for others, once in a step.
+_LEAD_S = 10.0  # A rank that is ahead waits so long for the others, once in a step.
 _ALL = 2**32 - 1  # More backward passes than a step has.
-_LOOK_S = 0.02  # Between looks at what has come, while waiting for room.
+_LOOK_S = 0.02  # Between two looks at the partial gradients, during a wait for space.
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def wire_code(dtype: torch.dtype, number: int) -> int:
-    """What says on the wire what a part of a gradient is of, and which contribution it is."""
+    """Returns dtype and number of a contribution as one number for a message."""
     return number * len(_WIRE_DTYPES) + _WIRE_DTYPES.index(dtype)
 
 
@@ -45,21 +48,20 @@ def from_wire_code(code: int) -> tuple[torch.dtype, int]:
     return _WIRE_DTYPES[index], number
 
 
-class DistributedGradients:
-    """The gradients of whole units, on their way to the ranks that own a part of them.
+class DistributedGradients(GradientSink):
+    """The gradients of full units, on their way to the ranks that own a part of them.
 
-    In stage 1 they are summed here over the backward passes of a step, as on one rank, and given to
-    their owners when the step begins. In stages 2 and 3 each is given away when it is complete, or
-    where micro-batches go through block by block, when those of all of them are. The owner's sum
-    over ranks is that of `OrderedReduction`; each contribution is divided by the number of ranks
-    first,
-    as DistributedDataParallel does, so two ranks give its bits.
+    In stage 1 a rank sums the backward passes of a step, as one rank does, and sends the sums to
+    their owners when the step begins. In stages 2 and 3 a rank sends each gradient when it is
+    complete, or, in layer-major order, when the sum over micro-batches is. The owner sums over
+    ranks by `OrderedReduction`. Each contribution is divided by the number of ranks first, as in
+    DistributedDataParallel, so two ranks give the same bits as there.
 
     A `GradientSink` that has two stores: `local` has this rank's sums, by the model's units;
     `owned` has the sums over ranks, by this rank's shard units.
 
-    With `buckets` ranks exchange what they give between their devices, where all of them give the
-    same; the order of the sums is the same either way.
+    With `buckets` the devices of the ranks reduce a bucket that all ranks have proposed; the order
+    of the sums is the same on both paths.
 
     Presence and norms are those of the whole group, from `begin_step` on.
     """
@@ -88,27 +90,30 @@ class DistributedGradients:
         self._shares = store.partition.shares()
         self._specs = list(self._shares)
         self._index = {spec: index for index, spec in enumerate(self._specs)}
-        self._mine: dict[int, tuple[Unit, ShardSlice]] = {}
-        for shard in store.partition.mine:
+        self._local_shares: dict[int, tuple[Unit, ShardSlice]] = {}
+        for shard in store.partition.local:
             for share in shard.shares:
-                self._mine[self._index[share.whole]] = shard.unit, share
+                self._local_shares[self._index[share.whole]] = shard.unit, share
         self._partials: PartialGradients = store.partials
         self._reduce_buffer: OrderedReduction[PartialGradient] = OrderedReduction(
             self._partition.count, combine=self._combine, drop=self._partials.drop
         )
-        # By tensor: contributions of this rank since the last step, or since it was cleared.
+        # By tensor: this rank's contributions since the last step or `forget`.
         self._numbers: defaultdict[int, int] = defaultdict(int)
-        # How far this rank is: steps it has entered, backward passes since that are over.
+        # Steps that this rank has entered, and backward passes that it has ended since.
         self._num_steps = self._num_backwards = 0
         self._may_give = self._waits_for_others = True
-        # Of sums made here that are one gradient alone so far: the dtype that holds them exactly.
+        # For local sums of a single gradient: the dtype that holds them exactly.
         self._sent_as: dict[TensorSpec, torch.dtype | None] = {}
-        self._given: set[TensorSpec] = set()  # By this rank, since the last step.
-        self._known: set[TensorSpec] = set()  # Of which some rank has given a gradient.
+        self._given: set[TensorSpec] = (
+            set()
+        )  # Tensors whose gradient this rank has sent since the last step.
+        self._known: set[TensorSpec] = set()  # Tensors of which some rank has sent a gradient.
         self._all_norms: dict[TensorSpec, torch.Tensor] | None = None
 
     # -- In ----------------------------------------------------------------------------------------
 
+    @override
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
         if not self._partition.shards_gradients or self._passes.is_layer_major:
             if spec.numel:
@@ -125,7 +130,7 @@ class DistributedGradients:
         self._given.add(spec)
 
     def _contribution(self, spec: TensorSpec, flat: torch.Tensor) -> Contribution:
-        """The next of this rank to a tensor, as it is sent."""
+        """Returns this rank's next contribution to a tensor, in the dtype in which it is sent."""
         flat = flat if self._reduce_dtype is None else flat.to(self._reduce_dtype)
         index = self._index[spec]
         number = self._numbers[index]
@@ -133,7 +138,9 @@ class DistributedGradients:
         return Contribution(spec, index, self._reduce_buffer.generation(index), number, flat)
 
     def _take_buckets(self, *, all_of_them: bool = False) -> None:
-        """Adds what ranks have summed up, and gives away one by one what was called off."""
+        """Adds the sums of reduced buckets, and sends the gradients of cancelled ones to their
+        owners.
+        """
         if self._buckets is None:
             return
         for answered in self._buckets.take(all_of_them=all_of_them):
@@ -144,17 +151,19 @@ class DistributedGradients:
             else:
                 for each, mean in zip(contributions, answered.means, strict=True):
                     self._add_sum(each, mean)
-                self.owned.write_out(self._partition.mine[answered.bucket.unit.index].unit)
+                self.owned.write_out(self._partition.local[answered.bucket.unit.index].unit)
 
     def _add_sum(self, contribution: Contribution, mean: torch.Tensor) -> None:
-        """The mean over all ranks of one contribution of each, of the part that is this rank's."""
+        """Adds the means over all ranks of a bucket's contributions, of the part that this rank
+        owns.
+        """
         index, number = contribution.index, contribution.number
-        if index not in self._mine or self._reduce_buffer.is_outdated(
+        if index not in self._local_shares or self._reduce_buffer.is_outdated(
             index, contribution.generation
         ):
             return
         if self._reduce_buffer.pass_over(index, number):
-            unit, share = self._mine[index]
+            unit, share = self._local_shares[index]
             self.owned.add(unit, share.part, mean)
         else:
             partial = self._keep(self._on_host(mean), is_mean=True)
@@ -186,10 +195,10 @@ class DistributedGradients:
         self._sum_up(all_are_there=False)
 
     def _await_turn(self) -> None:
-        """A backward gives nothing away before the last one is over on all ranks, so that what
-        waits for a rank that is behind is of two backward passes, not of a whole step.
+        """Waits, before a backward sends gradients, until the last backward is over on all ranks.
 
-        Not for long: a rank that has no more batches may wait elsewhere for this one.
+        Gradients that wait for a rank that is behind then belong to two backward passes at most.
+        The wait is short, because a rank without further batches may wait elsewhere for this one.
         """
         if not self._may_give and self._waits_for_others:
             self._waits_for_others = self._transport.await_backwards(
@@ -198,8 +207,7 @@ class DistributedGradients:
         self._may_give = True
 
     def _keep(self, values: torch.Tensor, *, is_mean: bool = False) -> PartialGradient:
-        """A partial gradient of this rank's own. Where there is no room, what can be summed makes
-        some."""
+        """Returns a partial gradient of this rank. Sums others if it needs their space."""
         deadline_s = time.monotonic() + PATIENCE_S
         while (partial := self._partials.put(values, is_mean=is_mean)) is None:
             self.take_in()
@@ -212,11 +220,12 @@ class DistributedGradients:
     def deliver(
         self, rank: int, tensor: int, generation: int, number: int, partial: PartialGradient
     ) -> None:
-        """A part of a gradient that this rank owns, from `rank`. Any thread."""
+        """Takes a part of a gradient that this rank owns, from `rank`. Any thread."""
         self._reduce_buffer.deliver(tensor, rank, generation, number, partial)
 
     def _part_of_mean(self, partial: PartialGradient) -> torch.Tensor:
-        """A contribution, divided by the number of ranks: fp32, memory that may be changed."""
+        """Returns a contribution divided by the number of ranks: fp32, memory that may be
+        changed."""
         values = self._partials.read(partial)
         return values if partial.is_mean else values.float().mul_(1.0 / self._partition.count)
 
@@ -225,28 +234,32 @@ class DistributedGradients:
         return self._partials.merge((one, other), total)
 
     def take_in(self) -> None:
-        """Adds up what has come from other ranks one by one."""
+        """Adds the partial gradients that other ranks have sent."""
         self._sum_up(all_are_there=False)
 
     def _sum_up(self, *, all_are_there: bool) -> None:
         for tensor, partial in self._reduce_buffer.take(all_are_there=all_are_there):
-            unit, share = self._mine[tensor]
+            unit, share = self._local_shares[tensor]
             self.owned.add(unit, share.part, self._part_of_mean(partial), is_on_host=True)
             self._partials.drop(partial)
 
     # -- Memory of sums that are given away --------------------------------------------------------
 
+    @override
     def begin_accumulating(self) -> None:
         self._sums_memory.open()
 
+    @override
     def end_accumulating(self) -> None:
         self._sums_memory.close()
 
     # -- The step ----------------------------------------------------------------------------------
 
     def propose_rest(self) -> None:
-        """This rank's backward passes are over. It waits for others before they meet, so nobody
-        waits for another backward of it."""
+        """Ends this rank's backward passes of the step: proposes every open bucket.
+
+        No other rank waits for a further backward of this rank.
+        """
         assert self._buckets is not None
         self._transport.note_backward(self._num_steps, _ALL)
         if not self._partition.shards_gradients and self._buckets.is_on:
@@ -255,7 +268,7 @@ class DistributedGradients:
         self._buckets.close_all()
 
     def _bucket_resting(self, unit: Unit, buckets: GradientBuckets) -> None:
-        """Of a rank that sums its backward passes: what rests on the device."""
+        """Puts the sums that rest on the device into buckets, in stage 1."""
         resting = self.local.resting_on_device(unit)
         if resting is None:
             return
@@ -269,9 +282,10 @@ class DistributedGradients:
         self._take_buckets()
 
     def begin_step(self, decision: bytes) -> bytes:
-        """All ranks enter the step: sums are complete, and everybody knows which there are.
+        """Completes the sums and learns which tensors have a gradient. All ranks enter the step
+        here.
 
-        `decision` is for all ranks; returns that of rank 0.
+        `decision` is this rank's; returns that of rank 0.
         """
         self._take_buckets(all_of_them=True)
         if not self._partition.shards_gradients:
@@ -279,17 +293,17 @@ class DistributedGradients:
                 self._give_sums(unit)
         given = numpy.array([spec in self._given for spec in self._specs], dtype=numpy.bool_)
         generations = [self._reduce_buffer.generation(index) for index in range(len(self._specs))]
-        mine = numpy.array(generations, dtype=numpy.int64)
-        theirs = self._transport.all_gather(
+        local = numpy.array(generations, dtype=numpy.int64)
+        remote = self._transport.all_gather(
             "optimizer.step()",
-            given.tobytes() + mine.tobytes() + decision,
+            given.tobytes() + local.tobytes() + decision,
             meanwhile=self.take_in,
         )
-        for rank, content in enumerate(theirs):
+        for rank, content in enumerate(remote):
             flags = numpy.frombuffer(content, numpy.bool_, len(self._specs))
             given = given | flags
-            counts = numpy.frombuffer(content, numpy.int64, len(mine), offset=given.nbytes)
-            self._refuse_other_generation(rank, mine, counts)
+            counts = numpy.frombuffer(content, numpy.int64, len(local), offset=given.nbytes)
+            self._refuse_other_generation(rank, local, counts)
         self._sum_up(all_are_there=True)
         self._num_steps, self._num_backwards = self._num_steps + 1, 0
         self._may_give = self._waits_for_others = True
@@ -298,16 +312,16 @@ class DistributedGradients:
         self._numbers.clear()
         self._all_norms = None
         self._fill_in_zeros()
-        return theirs[0][given.nbytes + mine.nbytes :]
+        return remote[0][given.nbytes + local.nbytes :]
 
     def _fill_in_zeros(self) -> None:
-        """A gradient that its giver has made zero since never came, and is there all the same."""
-        for index, (unit, share) in self._mine.items():
+        """Counts gradients that their sender has set to zero, and never sent, as present."""
+        for index, (unit, share) in self._local_shares.items():
             if self._specs[index] in self._known and not self.owned.has(share.part):
                 self.owned.add(unit, share.part, torch.zeros(share.part.numel), is_on_host=True)
 
     def _give_sums(self, unit: Unit) -> None:
-        """Gives away what was summed here."""
+        """Sends the sums of this rank to their owners."""
         for spec in unit.trainable():
             if self.local.has(spec):
                 dtype = self._sent_as.pop(spec) or torch.float32
@@ -316,7 +330,7 @@ class DistributedGradients:
                 self.local.forget(spec)
 
     def _bucket_sums(self, unit: Unit) -> None:
-        """Offers to the other devices what was summed on this one, where that is possible."""
+        """Puts the sums of this rank into buckets, as far as devices can reduce them."""
         if self._buckets is None or not self._buckets.is_on:
             return
         for spec, flat in self.local.take_device_sums(unit).items():
@@ -326,15 +340,19 @@ class DistributedGradients:
         self._take_buckets()
 
     def _give_away(self, unit: Unit) -> None:
-        """In stages 2 and 3 sums rest nowhere: they are in the unit's buffer until given."""
+        """Sends the sums of a unit to their owners.
+
+        In stages 2 and 3 such sums rest nowhere: they are in the block of the unit until they are
+        sent.
+        """
         if unit in self.local.in_blocks():
             self._give_sums(unit)
             self.local.drop_block(unit)
 
     def _refuse_other_generation(
-        self, rank: int, mine: numpy.ndarray[Any, Any], theirs: numpy.ndarray[Any, Any]
+        self, rank: int, local: numpy.ndarray[Any, Any], remote: numpy.ndarray[Any, Any]
     ) -> None:
-        differing = numpy.flatnonzero(mine != theirs)
+        differing = numpy.flatnonzero(local != remote)
         if differing.size:
             name = self._specs[differing[0]].name
             raise RankError(
@@ -345,14 +363,19 @@ class DistributedGradients:
 
     # -- Looking -----------------------------------------------------------------------------------
 
+    @override
     def stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
         return self.local.stamp(spec)
 
+    @override
     def has(self, spec: TensorSpec) -> bool:
         return spec in self._known or spec in self._given
 
+    @override
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """The 2-norm of one gradient over all ranks: fp32 scalar on the host; see `norms.py`."""
+        """Returns the 2-norm of one gradient over all ranks: fp32 scalar on the host; see
+        `norms.py`.
+        """
         if self._all_norms is None:
             self._all_norms = self._exchange_norms()
         return self._all_norms[spec]
@@ -361,19 +384,21 @@ class DistributedGradients:
         wanted = [spec for spec in self._specs if spec in self._known]
         sums = []
         for spec in wanted:
-            mine = self._mine.get(self._index[spec])
-            if mine is not None:
-                unit, share = mine
+            local = self._local_shares.get(self._index[spec])
+            if local is not None:
+                unit, share = local
                 sums.append(block_sums(self.owned.view(unit, share.part), first_block(share)))
         content = torch.cat(sums).numpy().tobytes() if sums else b""
         return norms_of(wanted, self._shares, self._transport.all_gather("gradient norms", content))
 
+    @override
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         raise UnsupportedError(
             f"the gradient of {spec.name!r} is divided over {self._partition.count} ranks and is "
             "not read as a whole; optimizer.grad_norm has the norm of all of them"
         )
 
+    @override
     def put(
         self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
     ) -> None:
@@ -385,6 +410,7 @@ class DistributedGradients:
 
     # -- After a step ------------------------------------------------------------------------------
 
+    @override
     def forget(self, spec: TensorSpec) -> None:
         index = self._index.get(spec)
         if index is None:
@@ -395,14 +421,15 @@ class DistributedGradients:
         self._numbers.pop(index, None)
         self._given.discard(spec)
         self._known.discard(spec)
-        if index in self._mine:
-            self.owned.forget(self._mine[index][1].part)
+        if index in self._local_shares:
+            self.owned.forget(self._local_shares[index][1].part)
 
+    @override
     def zero(self, unit: Unit, spec: TensorSpec) -> None:
         if spec not in self._index:
             return
         was_given, was_known = spec in self._given, spec in self._known
-        self.forget(spec)  # On every rank, so that all are of one generation.
+        self.forget(spec)  # On every rank, so that all have one generation.
         if was_given:
             self._given.add(spec)
         if was_known:
@@ -410,9 +437,11 @@ class DistributedGradients:
 
     # -- What is done with the sums ----------------------------------------------------------------
 
+    @override
     def sum_on_device(self, units: Iterable[Unit]) -> None:
         self.local.sum_on_device(units)
 
+    @override
     def write_out(self, unit: Unit) -> None:
         if not self._partition.shards_gradients:
             self.local.write_out(unit)
@@ -423,8 +452,9 @@ class DistributedGradients:
             self._bucket_sums(unit)
             self.local.end_device_sums([unit])
             self._give_away(unit)
-        self.owned.write_out(self._partition.mine[unit.index].unit)
+        self.owned.write_out(self._partition.local[unit.index].unit)
 
+    @override
     def write_out_all(self) -> None:
         if not self._partition.shards_gradients:
             self.local.write_out_all()
@@ -442,11 +472,13 @@ class DistributedGradients:
         self._sum_up(all_are_there=False)
         self.owned.write_out_all()
 
+    @override
     def reclaim(self) -> bool:
-        # Sums that are to be given away wait for all their parts, whatever room there is.
+        # Sums that will be sent wait for all their parts, also when memory is short.
         has_idle_sums = not self._partition.shards_gradients
         return (has_idle_sums and self.local.reclaim()) or self.owned.reclaim()
 
+    @override
     def settle(self) -> None:
         if self._partition.shards_gradients:
             self.local.finish_copies()
@@ -454,8 +486,9 @@ class DistributedGradients:
             self.local.settle()
         self.owned.settle()
 
+    @override
     def apply_scales(self, unit: Unit) -> None:
-        self.owned.apply_scales(self._partition.mine[unit.index].unit)
+        self.owned.apply_scales(self._partition.local[unit.index].unit)
 
 
 def _refuse_sparse(spec: TensorSpec, gradient: torch.Tensor) -> None:

@@ -1,13 +1,14 @@
-"""What a rank makes of a configuration and a model: its budgets, its directories, its shards."""
+"""The part of a configuration and a model that one rank has: its budgets, directories and
+shards."""
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,10 @@ from infinity.distributed.exchange import Buffers, DeviceExchange
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
 from infinity.distributed.store import DistributedStore, serving_nbytes
+from infinity.distributed.sync import Ranks
 from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
 from infinity.errors import ConfigError, StorageError
+from infinity.modules.param import OffloadedParam
 from infinity.observe import Counters
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.partition import Partition, partition
@@ -33,50 +36,53 @@ from infinity.tiers.host import HostBlocks
 from infinity.tiers.ranges import rounded_nbytes
 from infinity.tiers.streams import StreamDevice
 
-if TYPE_CHECKING:
-    from infinity.engine.engine import Engine
-
-# Of each parameter, what is compared between ranks before training begins.
+# The bytes of each parameter that ranks compare before training begins.
 _COMPARED_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """State divided over ranks, and what that costs this rank's host memory."""
+    """Sharded state, and the host memory that it costs this rank."""
 
     partition: Partition
     group: RankTopology
     sharing: int  # Ranks that share this machine's memory by their configuration.
-    is_collective: bool  # Their devices exchange with each other.
-    sums: SumsPlan  # Of micro-batches, before they are given away.
+    is_collective: bool  # Devices exchange with each other.
+    sums: SumsPlan  # Sums over micro-batches, before they are sent.
 
     @property
     def gathered_nbytes(self) -> int:
-        """The largest unit's weights, where they are put together when they are needed."""
+        """The bytes of the largest unit's weights, if they are gathered for use; else 0."""
         if not self.partition.shards_parameters:
             return 0
         return max(rounded_nbytes(unit.weight_nbytes) for unit in self.partition.full_units)
 
     @property
     def serving_nbytes(self) -> int:
+        """The host bytes that a rank keeps to serve its shards."""
         return serving_nbytes(self.partition)
 
     @property
     def given_nbytes(self) -> int:
-        """The most that waits to be summed where ranks run alike: what all ranks give to this one
-        in a backward, in the dtype of the weights, of the last backward and of this one."""
+        """The most bytes of partial gradients that wait if ranks run alike.
+
+        That is what all ranks send to this one in a backward, in the dtype of the weights, of two
+        backward passes.
+        """
         return 2 * sum(unit.trainable_nbytes for unit in self.partition.full_units)
 
     @property
     def buffers(self) -> Buffers | None:
-        """What the device keeps for the exchange with others."""
+        """The buffers that the device keeps for the exchange between devices."""
         if not self.is_collective:
             return None
         largest_nbytes = max(unit.weight_nbytes for unit in self.partition.full_units)
         return Buffers(self.partition.count, largest_nbytes)
 
     def budgets(self, config: SwapConfig, *, device_nbytes: int | None, **sizes: Any) -> Budgets:
-        """This rank's; `sizes` are those of `compute_budgets` that ranks do not change."""
+        """Returns this rank's budgets; `sizes` are those of `compute_budgets` that ranks do not
+        change.
+        """
         if device_nbytes is not None and self.buffers is not None:
             device_nbytes -= self.buffers.nbytes
         return compute_budgets(
@@ -98,8 +104,10 @@ class ShardingPlan:
         counters: Counters,
         resources: ExitStack,
     ) -> tuple[Collectives | None, GradientBuckets | None, DeviceUnshard | None]:
-        """What the devices of ranks do together, if they do: of weights and of gradients. Closed
-        with `resources`. A collective call."""
+        """Returns the exchange of weights and of gradients between devices, or None for each.
+
+        Closed with `resources`. A collective call.
+        """
         if self.buffers is None:
             return None, None, None
         assert isinstance(device, StreamDevice)
@@ -114,8 +122,8 @@ class ShardingPlan:
         return collectives, buckets, gathering
 
     def weight_provider(self, unshard: DeviceUnshard | None) -> WeightProvider:
-        """Where this rank's full units come from. Those put together from shards are outdated by
-        every step."""
+        """Returns the source of this rank's full units. Gathered units are outdated by every
+        step."""
         is_outdated_by_step = self.partition.shards_parameters
         if unshard is None:
             return TierWeights(is_outdated_by_step=is_outdated_by_step)
@@ -154,7 +162,9 @@ def plan_sharding(
     *,
     is_collective: bool,
 ) -> ShardingPlan:
-    """This rank's part of the units, as `[distributed]` says. `by_block`: as of `ModelLayout`."""
+    """Returns this rank's part of the units, as `[distributed]` says. `by_block`: as of
+    `ModelLayout`.
+    """
     stage = config.distributed.zero_stage
     return ShardingPlan(
         partition(units, rank=group.rank, count=group.count, stage=stage),
@@ -168,35 +178,37 @@ def plan_sharding(
 def is_collective(
     config: SwapConfig, group: RankTopology, *, has_own_memory: bool, is_cuda: bool
 ) -> bool:
-    """Whether the devices of the ranks exchange with each other. A collective call: raises
-    ConfigError where ranks differ."""
+    """Whether the devices of the ranks exchange with each other.
+
+    A collective call. Raises ConfigError if ranks differ.
+    """
     wanted = config.distributed.exchange
     is_possible = wanted != "collective" or has_own_memory
-    mine = wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
+    local = wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
     of_all: list[Any] = [None] * group.count
-    # A rank that refuses tells the others: they would wait for it.
-    dist.all_gather_object(of_all, mine if is_possible else None, group=group.process_group)
+    # A rank that refuses sends this to the others: they would wait for it.
+    dist.all_gather_object(of_all, local if is_possible else None, group=group.process_group)
     if not is_possible:
         raise ConfigError(
             'distributed.exchange: "collective" is between devices with memory of their own, and '
             "this "
             'one computes on host memory; set it to "auto" or "one_sided"'
         )
-    for rank, theirs in enumerate(of_all):
-        if theirs != of_all[0]:
+    for rank, remote in enumerate(of_all):
+        if remote != of_all[0]:
             raise ConfigError(
                 f"distributed.exchange: rank {rank} would exchange otherwise than rank 0; give "
                 f"all ranks "
                 "one configuration and devices of one kind"
             )
-    return mine
+    return local
 
 
 def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
-    """The configuration as it holds for this rank, whose swap directories are made.
+    """Returns the configuration of this rank, and makes its swap directories.
 
-    Swap directories get a directory of their own per rank. Capacities for a node are divided by its
-    ranks; a share of memory stays a share, of a part of the memory. Updates are made in the step,
+    Every rank gets a directory of its own in each swap directory. Capacities of a node are divided
+    by its ranks; a percentage stays one, of the rank's part of the memory. Updates run in the step,
     which all ranks enter together.
     """
     commits_steps = config.checkpoint is not None and config.checkpoint.durability == "step"
@@ -224,7 +236,7 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
 
 
 def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
-    """What each of so many ranks of a node may take, and when it updates. Pure."""
+    """Returns the configuration of each of so many ranks of a node. Pure."""
     count = node_count if config.distributed.budgets == "node" else 1
     host = config.tiers.host
     capacity = host.capacity if host.capacity.nbytes is None else _part(host.capacity, count)
@@ -252,12 +264,12 @@ def _part(capacity: Capacity, count: int) -> Capacity:
     return Capacity(percent=(capacity.percent or 100.0) / count) if count > 1 else capacity
 
 
-def refuse_different_weights(engine: Engine) -> None:
-    """Every rank must start from the same model: each keeps a part of what it was given."""
-    if engine.ranks.partition is None:
+def refuse_different_weights(ranks: Ranks, params: Iterable[OffloadedParam]) -> None:
+    """Raises ConfigError if ranks start from different weights: each keeps a part of its own."""
+    if ranks.partition is None:
         return
-    sums = [str(engine.ranks.partition.stage)]
-    for param in engine.params:
+    sums = [str(ranks.partition.stage)]
+    for param in params:
         original = param.original
         facts = param.spec.facts
         text = f"{param.name} {facts.shape} {facts.dtype} {facts.is_trainable}"
@@ -266,7 +278,7 @@ def refuse_different_weights(engine: Engine) -> None:
             content = head.contiguous().cpu().view(torch.uint8).numpy().data
             text += f" {zlib.crc32(content)}"
         sums.append(text)
-    engine.ranks.refuse_different(
+    ranks.refuse_different(
         "infinity.offload",
         "\n".join(sums).encode(),
         remedy="Build the same model on every rank (the same seed before it is built, or "

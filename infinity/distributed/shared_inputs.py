@@ -1,9 +1,9 @@
-"""Layer inputs that all ranks of a model-parallel group have alike: each rank parks a part.
+"""Layer inputs that all ranks of a model-parallel group have in common: each rank saves a part.
 
-Where a layer is computed by several ranks together (tensor parallelism) each of them has the whole
-input of it. Here each keeps 1/M of the elements, on whatever tier, and the parts are put together
-when the backward needs them: M times less memory for one all-gather within the group (Rajbhandari
-et al., "ZeRO", 2020, section 6.1, P_a).
+If several ranks compute a layer together (tensor parallelism), each of them has its whole input.
+Here each rank saves 1/M of the elements, on any tier, and the group gathers the parts when the
+backward needs them: M times less memory for one all-gather within the group (Rajbhandari et al.,
+"ZeRO", 2020, section 6.1, P_a).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infinity.streaming.activations import ActivationStore, SavedInput
 
 @dataclass(eq=False, slots=True)
 class SharedSavedInput:
-    """One tensor that waits in parts. Written by `SharedActivationStore` alone."""
+    """One tensor that is saved in parts. Written by `SharedActivationStore` alone."""
 
     part: SavedInput
     shape: torch.Size
@@ -32,21 +32,22 @@ class SharedSavedInput:
 
 
 class SharedActivationStore:
-    """`ActivationStore` over a process group. Its ranks park the same tensors in the same order,
-    and take them in the same order: they run one model on one batch."""
+    """`ActivationStore` over a process group. Its ranks save and restore the same tensors in one
+    order: they run one model on one batch.
+    """
 
     def __init__(self, parts: ActivationStore, group: Any) -> None:
         self._parts = parts
         self._group = group
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
         self._known = WeakTensorKeyDictionary()
-        # Of the first accumulation each tensor is compared; later ones go the same ways.
+        # The tensors of the first accumulation are compared; later ones take the same path.
         self._is_compared = False
 
     def save(self, tensor: torch.Tensor) -> SharedSavedInput:
-        """Keeps this rank's part of the tensor. See `ActivationStore.save`.
+        """Saves this rank's part of the tensor. See `ActivationStore.save`.
 
-        Raises InfinityError where the ranks do not have the same tensor.
+        Raises InfinityError if the tensors of the ranks differ.
         """
         saved: SharedSavedInput | None = self._known.get(tensor)
         if saved is not None and saved.uses:
@@ -59,9 +60,9 @@ class SharedActivationStore:
         if not self._is_compared:
             self._compare(flat)
         part_nbytes = -(-flat.numel() // self._count)
-        mine = flat[part_nbytes * self._rank : part_nbytes * (self._rank + 1)]
-        part = flat.new_zeros(part_nbytes)  # A view would keep the whole in memory.
-        part[: mine.numel()] = mine
+        local = flat[part_nbytes * self._rank : part_nbytes * (self._rank + 1)]
+        part = flat.new_zeros(part_nbytes)  # A view would keep the whole tensor in memory.
+        part[: local.numel()] = local
         saved = SharedSavedInput(
             self._parts.save(part), tensor.shape, values.stride(), tensor.dtype
         )
@@ -69,11 +70,11 @@ class SharedActivationStore:
         return saved
 
     def _compare(self, flat: torch.Tensor) -> None:
-        mine = torch.stack([torch.tensor(flat.numel(), device=flat.device), flat.sum()])
-        theirs = [torch.empty_like(mine) for _ in range(self._count)]
-        dist.all_gather(theirs, mine, group=self._group)
-        for rank, other in enumerate(theirs):
-            if not torch.equal(other, theirs[0]):
+        local = torch.stack([torch.tensor(flat.numel(), device=flat.device), flat.sum()])
+        remote = [torch.empty_like(local) for _ in range(self._count)]
+        dist.all_gather(remote, local, group=self._group)
+        for rank, other in enumerate(remote):
+            if not torch.equal(other, remote[0]):
                 raise InfinityError(
                     f"rank {rank} of model_parallel_group has another layer input than rank 0; "
                     "expected ranks that run one model on one batch, each with the whole input. "
@@ -81,11 +82,11 @@ class SharedActivationStore:
                 )
 
     def fetch(self, saved: SharedSavedInput) -> None:
-        """Starts bringing this rank's part back."""
+        """Starts to fetch this rank's part."""
         self._parts.fetch(saved.part)
 
     def restore(self, saved: SharedSavedInput) -> torch.Tensor:
-        """The whole tensor. See `ActivationStore.take`."""
+        """Returns the whole tensor. See `ActivationStore.restore`."""
         if saved.whole is None:
             part = self._parts.restore(saved.part)
             whole = part.new_empty(part.numel() * self._count)
@@ -100,7 +101,7 @@ class SharedActivationStore:
         return tensor
 
     def clear(self) -> None:
-        """Forgets everything; an accumulation is over."""
+        """Drops all saved parts: an accumulation is over."""
         self._parts.clear()
         self._known = WeakTensorKeyDictionary()
         self._is_compared = True

@@ -1,8 +1,8 @@
-"""The step where state is divided over ranks: each updates its shards, all begin and end together.
+"""The optimizer step over sharded state: each rank updates its shards; all begin and end together.
 
-ShardWeights         the weights of a shard, as the updater asks for them
-DistributedUpdater   updates this rank's shards, between two points that all ranks pass together
-DistributedMasters   masters of which this rank has a part
+ShardWeights         the weights of a shard, for the updater DistributedUpdater   updates this
+rank's shards, between two barriers of all ranks DistributedMasters   masters of which this rank has
+a part
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.store import DistributedStore
@@ -21,38 +22,42 @@ from infinity.observe import Counters
 from infinity.ops.split_master import join, split
 from infinity.state.partition import Shard, ShardSlice
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.streaming.masters import Masters
+from infinity.streaming.masters import Masters, MasterWeights
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.parameters import WeightCache
-from infinity.streaming.step_record import StepRecord, UpdateSettings
+from infinity.streaming.step_record import StepRecord, StepRunner, UpdatedWeights, UpdateSettings
 from infinity.tiers.pool import HostPool
 
 
-class ShardWeights:
-    """Weights of shards, for the updater: the executor's, or a part of what every rank keeps."""
+class ShardWeights(UpdatedWeights):
+    """Weights of shards, for the updater: those of the weight cache, or a part of the full
+    weights."""
 
     def __init__(self, weight_cache: WeightCache, store: DistributedStore) -> None:
         self._weight_cache = weight_cache
         self._store = store
         self._partition = store.partition
-        self._num_wholes = len(store.partition.full_units)
+        self._num_full = len(store.partition.full_units)
 
+    @override
     def expected(self) -> Iterator[int]:
-        return (self._num_wholes + unit for unit in self._weight_cache.expected())
+        return (self._num_full + unit for unit in self._weight_cache.expected())
 
     def await_update(self, unit: int, is_awaited: bool) -> None:
-        """Nothing is attached inside the step."""
+        """Does nothing: no shard is attached during the step."""
 
+    @override
     def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
-        index = unit - self._num_wholes
+        index = unit - self._num_full
         if self._partition.shards_parameters:
             if self._store.take_rewritten(index):
                 self._weight_cache.discard(unit)
             return self._weight_cache.check_out(unit, read=read)
         weights = self._weight_cache.check_out(index, read=True)
-        place = self._partition.mine[index].segments[0]
+        place = self._partition.local[index].segments[0]
         return weights[place.whole_offset_nbytes : place.whole_offset_nbytes + place.nbytes]
 
+    @override
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
     ) -> None:
@@ -61,15 +66,15 @@ class ShardWeights:
                 unit, dirty_nbytes=dirty_nbytes, write_now=write_now, is_valid=is_valid
             )
             return
-        whole = self._partition.full_units[unit - self._num_wholes]
+        whole = self._partition.full_units[unit - self._num_full]
         dirty_nbytes = whole.trainable_nbytes if dirty_nbytes else 0
         self._weight_cache.check_in(whole.index, dirty_nbytes=dirty_nbytes)
 
 
-class DistributedUpdater:
-    """The optimizer's step over this rank's shards. All ranks enter it and leave it together.
+class DistributedUpdater(StepRunner):
+    """The optimizer step over this rank's shards. All ranks enter it and leave it together.
 
-    A `StepRunner` that has an `Updater` of the shards, `local`. Every step is over when `apply`
+    A `StepRunner` that has an `Updater` of the shards, `local`. Every step is complete when `apply`
     returns, so no unit of the model is ever pending.
     """
 
@@ -85,22 +90,26 @@ class DistributedUpdater:
     ) -> None:
         shards = ShardWeights(weight_cache, store)
         self.local = Updater(store, pool, shards, gradients.owned, counters, settings)
-        self.chunk_nbytes = self.local.chunk_nbytes
         self._store = store
         self._full_units = weight_cache
         self._gathering = None if store.partition.shards_parameters else gathering
-        self._parts = {share.whole: share.part for s in store.partition.mine for share in s.shares}
+        self._parts = {share.whole: share.part for s in store.partition.local for share in s.shares}
+
+    @property
+    @override
+    def chunk_nbytes(self) -> int:
+        return self.local.chunk_nbytes
 
     def apply(self, record: StepRecord) -> None:
-        """Updates what this rank owns and lets every rank see the new weights.
+        """Updates this rank's shards, and makes the new weights visible to every rank.
 
-        A failure ends all ranks: others have made a step that this one has not.
+        A failure ends all ranks: the other ranks have made a step that this one has not.
         """
         transport = self._store.transport
         try:
-            self._full_units.finish_writes()  # Weights that were set from outside since.
-            # INV-18: shards change between the two points that all ranks pass together.
-            self.local.apply(self._mine_of(record))
+            self._full_units.finish_writes()  # Weights that the program has set since.
+            # INV-18: shards change between two barriers of all ranks.
+            self.local.apply(self._local_of(record))
             changed = self._changed_by(record)
             flush_owned(self._store, self._full_units, changed)
             transport.all_gather("shards are updated", b"")
@@ -114,30 +123,38 @@ class DistributedUpdater:
             transport.abort(f"in optimizer.step(): {type(error).__name__}: {error}")
             raise
 
+    @override
     def defer(self, record: StepRecord) -> None:
-        self.local.defer(self._mine_of(record))
+        self.local.defer(self._local_of(record))
 
+    @override
     def is_pending(self, unit: int) -> bool:
         return False
 
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
-        """No update is pending."""
+        """Does nothing: no update is pending."""
 
+    @override
     def read_ahead(self) -> None:
         self.local.read_ahead()
 
+    @override
     def settle(self) -> None:
         self.local.settle()
 
+    @override
     def finish_writes(self) -> None:
         self.local.finish_writes()
 
+    @override
     def abandon(self) -> None:
         self.local.abandon()
 
+    @override
     def reclaim_idle(self) -> bool:
         return self.local.reclaim_idle()
 
+    @override
     def reclaim(self) -> bool:
         return self.local.reclaim()
 
@@ -145,7 +162,7 @@ class DistributedUpdater:
         full_units = self._store.partition.full_units
         return [unit for unit in full_units if any(s in record.settings for s in unit.trainable())]
 
-    def _mine_of(self, record: StepRecord) -> StepRecord:
+    def _local_of(self, record: StepRecord) -> StepRecord:
         settings: Mapping[TensorSpec, Any] = {
             self._parts[spec]: setting
             for spec, setting in record.settings.items()
@@ -154,8 +171,8 @@ class DistributedUpdater:
         return StepRecord(settings, record.clip_factor)
 
 
-class DistributedMasters:
-    """Masters of whole tensors: this rank keeps its part, and reads the others' from them.
+class DistributedMasters(MasterWeights):
+    """Masters of full tensors: this rank has its part, and reads the other parts from their owners.
 
     `MasterWeights` that have the `Masters` of this rank's shards, `local`.
     """
@@ -165,19 +182,22 @@ class DistributedMasters:
         self._store = store
         self._shares = store.partition.shares()
 
+    @override
     def has(self, unit: Unit, spec: TensorSpec) -> bool:
         return self.local.has(unit, spec)
 
     def _split(self, unit: Unit, spec: TensorSpec) -> Iterator[tuple[ShardSlice, Shard | None]]:
-        mine = self._store.partition.mine[unit.index]
+        local = self._store.partition.local[unit.index]
         for share in self._shares[spec]:
-            yield share, mine if share.rank == mine.rank else None
+            yield share, local if share.rank == local.rank else None
 
+    @override
     def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
         whole = self._store.gather_state(unit.index, StateKind.MASTER)
         flat = whole[spec.state_offset : spec.state_offset + spec.numel]
         return join(narrow, flat) if unit.has_residual else flat.clone()
 
+    @override
     def write(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
     ) -> None:
@@ -189,6 +209,7 @@ class DistributedMasters:
                 wide = value[place].to(torch.float32)
                 narrow[place] = split(wide)[0] if unit.has_residual else wide
 
+    @override
     def follow(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, before: torch.Tensor | None
     ) -> None:

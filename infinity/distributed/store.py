@@ -1,9 +1,9 @@
 """The state of a rank that owns shards: its own state, and full weights from all ranks.
 
-For the weight cache, a full unit with sharded weights rests far away: a read fetches it, a write
-takes this rank's shard home. Shards are requested one-sidedly. That is safe without a lock: a shard
-changes only inside the optimizer's step, between two points that all ranks pass together
-(design/0005).
+For the weight cache, a full unit with sharded weights is on a remote tier: a read fetches its
+shards from all ranks, and a write stores this rank's shard. Shards are requested one-sidedly. That
+is safe without a lock: a shard changes only inside the optimizer's step, between two barriers of
+all ranks (design/0005).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from infinity.distributed.partials import Fill, PartialGradient, PartialGradients
 from infinity.distributed.peer import RemoteRequest
@@ -27,27 +28,29 @@ from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Volume
 from infinity.tiers.host import Block, HostBlocks
 
-# What is served from a drive goes through a block of this size, one for each rank that asks;
+# Shards that rest on a drive are served through a block of this size, one for each rank;
 SERVING_NBYTES = MIB
-# and what has no room in the reduce buffer through a smaller one, one for each rank that gives.
+# gradients that the reduce buffer has no space for pass a smaller one, one for each rank.
 TAKING_NBYTES = 256 * KIB
 _CODES = tuple(StateKind)
 
 
 def serving_nbytes(partition: Partition) -> int:
-    """Host memory that serving needs for good: two blocks for each rank."""
+    """Returns the host bytes that serving keeps: two blocks for each rank."""
     return (SERVING_NBYTES + TAKING_NBYTES) * partition.count
 
 
-class MultiTransfer:
-    """Whole weights on their way from all ranks. `wait` returns when nobody writes any more."""
+class MultiTransfer(Transfer):
+    """The transfers of full weights from all ranks. `wait` returns when none writes any more."""
 
     def __init__(self, jobs: Sequence[RemoteRequest]) -> None:
         self._jobs = jobs
 
+    @override
     def done(self) -> bool:
         return all(job.done() for job in self._jobs)
 
+    @override
     def wait(self) -> None:
         first: BaseException | None = None
         for job in self._jobs:
@@ -131,7 +134,7 @@ class DistributedStore:
         return self.local.placed()
 
     def put_first(self, unit: Unit, fill: FirstValues) -> bool:
-        """Takes none: a rank writes the values of its shards as they come."""
+        """Returns False: a rank writes the first values of its shards as they come."""
         return False
 
     def unwritten(self) -> list[Unit]:
@@ -145,7 +148,7 @@ class DistributedStore:
     # -- Full units --------------------------------------------------------------------------------
 
     def is_sharded(self, unit: Unit, kind: StateKind) -> bool:
-        """Whether the state of a full unit is put together from the shards of all ranks."""
+        """Whether the state kind of a full unit is divided over ranks."""
         return (
             kind is StateKind.PARAMETERS
             and unit.index < len(self.partition.full_units)
@@ -162,14 +165,14 @@ class DistributedStore:
         offset_nbytes: int = 0,
         nbytes: int | None = None,
     ) -> Transfer:
-        """As `StateStore.read`; a sharded unit only as a whole."""
+        """See `StateStore.read`. A sharded unit is read as a whole."""
         if not self.is_sharded(unit, kind):
             return self.local.read(
                 unit, kind, block, priority=priority, offset_nbytes=offset_nbytes, nbytes=nbytes
             )
         assert offset_nbytes == 0 and nbytes is None
         whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
-        return self.gather_weights(unit.index, whole, is_mine_there=False)
+        return self.gather_weights(unit.index, whole, is_local_present=False)
 
     def write(
         self,
@@ -180,17 +183,22 @@ class DistributedStore:
         offset_nbytes: int = 0,
         nbytes: int | None = None,
     ) -> Transfer:
-        """As `StateStore.write`; of a sharded unit, this rank writes its shard."""
+        """See `StateStore.write`. Of a sharded unit this rank writes its shard."""
         if not self.is_sharded(unit, kind):
             return self.local.write(unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes)
         assert offset_nbytes == 0
         self.rewritten.add(unit.index)
         whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
-        return self._in_own_thread(self._keep_mine, unit.index, whole)
+        return self._in_own_thread(self._keep_local, unit.index, whole)
 
-    def gather_weights(self, index: int, whole: torch.Tensor, *, is_mine_there: bool) -> Transfer:
-        """Starts bringing what is divided of a unit's weights to their places in `whole` (uint8,
-        host, shape (weight_nbytes,)): the shards of the others and, unless it is there, mine."""
+    def gather_weights(
+        self, index: int, whole: torch.Tensor, *, is_local_present: bool
+    ) -> Transfer:
+        """Starts to fetch the sharded weights of a unit to their places in `whole`.
+
+        whole: uint8, host, shape (weight_nbytes,)
+        is_local_present: this rank's shard is in `whole` already
+        """
         jobs: list[RemoteRequest] = []
         for shard in self.partition.shards[index]:
             segments = self._served(shard, StateKind.PARAMETERS)
@@ -201,16 +209,16 @@ class DistributedStore:
             if not segments:
                 continue
             if shard.rank != self.partition.rank:
-                views = [sink.numpy().data for sink in sinks]
+                views = [_memory_of(sink) for sink in sinks]
                 jobs.append(
                     self.transport.get(shard.rank, index, _CODES.index(StateKind.PARAMETERS), views)
                 )
-            elif not is_mine_there:
-                jobs.append(self._in_own_thread(self._bring_mine, index, segments, sinks))
+            elif not is_local_present:
+                jobs.append(self._in_own_thread(self._bring_local, index, segments, sinks))
         return MultiTransfer(jobs)
 
     def gather_state(self, index: int, state_kind: StateKind) -> torch.Tensor:
-        """A copy of a piece of state of a whole unit, from all ranks: shape (state_numel,)."""
+        """Returns a copy of one state kind of a full unit, from all ranks: shape (state_numel,)."""
         unit = self.partition.full_units[index]
         dtype = unit.dtype(state_kind)
         assert dtype is not None and state_kind is not StateKind.PARAMETERS
@@ -225,21 +233,25 @@ class DistributedStore:
         return whole
 
     def get_state(self, shard: Shard, state_kind: StateKind, sink: torch.Tensor) -> RemoteRequest:
-        """Starts bringing a piece of state of any rank's shard, as it rests there, into `sink`
-        (uint8, host, shape (shard.unit.nbytes(piece),), more than nothing)."""
+        """Starts to fetch one state kind of any rank's shard, as it rests there, into `sink`.
+
+        sink: uint8, host, shape (shard.unit.nbytes(piece),), not empty
+        """
         if shard.rank == self.partition.rank:
             segments = [ShardSegment(0, 0, sink.numel())]
             return self._in_own_thread(self._copy_state, shard, state_kind, segments, [sink])
         index = shard.unit.index - len(self.partition.full_units)
-        return self.transport.get(shard.rank, index, _CODES.index(state_kind), [sink.numpy().data])
+        return self.transport.get(shard.rank, index, _CODES.index(state_kind), [_memory_of(sink)])
 
     # -- Gradients ---------------------------------------------------------------------------------
 
     def receive(
         self, dtype: torch.dtype, nbytes: int, receive: Fill, *, giver: int
     ) -> PartialGradient:
-        """What another rank gives, as it arrives. By the thread that serves that rank, whose block
-        nobody else uses."""
+        """Receives a partial gradient from another rank.
+
+        Runs in the thread that serves that rank, which has a block of its own.
+        """
         return self.partials.receive(dtype, nbytes, receive, window=self._taking[giver])
 
     # -- This rank's shard -------------------------------------------------------------------------
@@ -259,7 +271,7 @@ class DistributedStore:
     def _parts(
         self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int
     ) -> Iterator[memoryview]:
-        """The bytes of `segments` in parts; a part is valid until the next is asked for."""
+        """Yields the bytes of `segments` in parts. A part is valid until the next one."""
         unit, is_whole = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
             unit, is_whole = (
@@ -272,7 +284,7 @@ class DistributedStore:
             start = segment.whole_offset_nbytes if is_whole else segment.shard_offset_nbytes
             stop = start + segment.nbytes
             if host_view is not None:
-                yield host_view[start:stop].numpy().data
+                yield _memory_of(host_view[start:stop])
                 continue
             while start < stop:
                 low = align_down(start, PAGE_NBYTES)
@@ -287,10 +299,10 @@ class DistributedStore:
                 ).wait()
                 until = min(stop, high)
                 part = self._host.tensor(block)[start - low : until - low]
-                yield part.numpy().data
+                yield _memory_of(part)
                 start = until
 
-    def _bring_mine(
+    def _bring_local(
         self, index: int, segments: Sequence[ShardSegment], sinks: Sequence[torch.Tensor]
     ) -> None:
         self._copy_state(
@@ -310,8 +322,8 @@ class DistributedStore:
                 sink[done : done + part.nbytes].copy_(torch.frombuffer(part, dtype=torch.uint8))
                 done += part.nbytes
 
-    def _keep_mine(self, index: int, whole: torch.Tensor) -> None:
-        """Writes this rank's part of whole weights to where it rests."""
+    def _keep_local(self, index: int, whole: torch.Tensor) -> None:
+        """Writes this rank's part of full weights to where the part rests."""
         shard = self.partition.shards[index][self.partition.rank]
         host_view = self.host_view(shard.unit, StateKind.PARAMETERS)
         block = self._reading[self.partition.rank]
@@ -334,8 +346,11 @@ class DistributedStore:
                 ).wait()
 
     def take_rewritten(self, index: int) -> bool:
-        """Whether this rank's shard of a unit was written past the executor since this was asked
-        last: the copy that it has, if any, is out of date."""
+        """Whether this rank's shard of a unit was written past the weight cache since the last
+        call.
+
+        If so, a copy in the cache is out of date.
+        """
         is_outdated = index in self.rewritten
         self.rewritten.discard(index)
         return is_outdated
@@ -353,3 +368,10 @@ class DistributedStore:
 
         self._own.submit(run)
         return job
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a host tensor. `tensor.numpy()` may be observed (`modules/raw_access.py`), and
+    a thread that serves other ranks must not wait for the engine's lock there."""
+    memory: memoryview = torch._C.TensorBase.numpy(tensor).data  # type: ignore[attr-defined]
+    return memory

@@ -1,15 +1,16 @@
 """Connections between ranks: every rank serves requests at once, also while it computes.
 
-Every rank has two sockets to every other rank. One carries gradients and notes (put, note), one
-carries requests and control messages (get, tell). A thread per socket sends the messages of its
-queue in order; a thread per socket that another rank opened serves. Requests for weights and
-control messages therefore do not queue behind gradients, nor behind the memory that an owner needs
-for gradients. No thread takes a lock of the engine: a rank that waits for another rank still serves
-a third one. Ranks may thus take different ways through a model.
+Every rank has two sockets to every other rank. One carries gradients and the contents of
+all-gathers (`put`, `all_gather`), one carries requests and control messages (`get`, `tell`). A
+thread per socket sends the messages of its queue in order; a thread per socket that another rank
+opened serves. Requests for weights and control messages therefore do not queue behind gradients,
+nor behind the memory that an owner needs for gradients. No thread takes a lock of the engine: a
+rank that waits for another rank still serves a third one. Ranks may thus take different paths
+through a model.
 
 A closed socket shows that a rank has ended; silence shows that a rank is stuck, because a socket
-without other messages sends a BEAT every BEAT_S. The first failure ends every wait on this rank and
-is sent to the other ranks, so that all ranks name the same one.
+without other messages sends a HEARTBEAT every HEARTBEAT_S. The first failure ends every wait on
+this rank and is sent to the other ranks, so that all ranks name the same one.
 
 The format of the messages is in `messages.py`. A rank that connects must know the secret that the
 process group has exchanged.
@@ -42,19 +43,19 @@ from infinity.distributed.peer import Peer, RemoteRequest, Service
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 
-BEAT_S = 2.0
-SILENCE_S = 20.0  # A process that says nothing for so long does not compute, it is stuck.
-LINGER_S = 600.0  # A rank that is done waits so long for the others, who may need its shards.
-_CAUSE_S = 1.0  # A closed socket may be seen before the word that explains it.
+HEARTBEAT_S = 2.0
+SILENCE_S = 20.0  # A process that sends nothing for so long does not compute, it is stuck.
+LINGER_S = 600.0  # A rank that is done waits so long for the others, which may need its shards.
+_CAUSE_S = 1.0  # A closed socket may be seen before the message that explains it.
 _MEANWHILE_S = 0.02
-_QUEUED_NBYTES = 64 << 20  # Gradients on their way out, beyond which the giver waits.
+_QUEUED_NBYTES = 64 << 20  # Bytes of queued gradients, beyond which the sender waits.
 
 
 class PeerTransport:
-    """One rank's connections to all others. Thread-safe.
+    """The connections of one rank to all others. Thread-safe.
 
-    `peers` has every rank, this one included; `listener` accepts at this one's address. Nothing is
-    served before `open`.
+    `peers` has every rank, this one included; `listener` accepts at the address of this one.
+    Nothing is served before `open`.
     """
 
     def __init__(
@@ -66,25 +67,27 @@ class PeerTransport:
         self._counters = counters
         self._changed = threading.Condition()
         self._failure: RankError | None = None
-        self._notes: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
-        self._left: set[int] = set()  # Ranks that said goodbye: done, and not in need of anything.
+        self._contents: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
+        self._left: set[int] = set()  # Ranks that have closed.
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
         self._outgoing: dict[tuple[int, Purpose], Outgoing] = {}
         self._incoming: list[socket.socket] = []
-        # What others have not connected yet.
+        # Sockets that other ranks have not opened yet.
         self._missing = {(peer.rank, purpose) for peer in self.others for purpose in Purpose}
         self._serving: list[threading.Thread] = []
-        self._queued_nbytes = 0  # Of what is given.
-        self._num_asked = 0  # Answers that are not there yet.
+        self._queued_nbytes = 0  # Bytes of queued gradients.
+        self._num_asked = 0  # Requests without an answer yet.
         self._is_closing = False
         self._service: Service | None = None
 
     @property
     def count(self) -> int:
+        """The number of ranks."""
         return len(self.peers)
 
     @property
     def others(self) -> list[Peer]:
+        """Every rank but this one, in order."""
         return [peer for peer in self.peers if peer.rank != self.rank]
 
     # -- Opening and closing -----------------------------------------------------------------------
@@ -131,9 +134,9 @@ class PeerTransport:
             serving.start()
 
     def close(self) -> None:
-        """Says goodbye and waits until every other rank has, or is gone: it may need shards.
+        """Sends CLOSE, and waits until every other rank has closed or is gone: it may need shards.
 
-        While an exception is on its way, the others are told of it instead.
+        During an exception, the other ranks receive the exception instead.
         """
         error = sys.exc_info()[1]
         if isinstance(error, RankError):
@@ -148,7 +151,7 @@ class PeerTransport:
             failure = self._failure
         if failure is None:
             for peer in self.others if self._outgoing else ():
-                self._submit(peer.rank, MessageType.BYE, (0, 0, 0))
+                self._submit(peer.rank, MessageType.CLOSE, (0, 0, 0))
             deadline_s = time.monotonic() + LINGER_S
             with self._changed:
                 while self._failure is None and len(self._left) < self.count - 1:
@@ -164,10 +167,10 @@ class PeerTransport:
         self._listener.close()
         for thread in self._serving:
             if thread is not threading.current_thread():
-                thread.join(_CAUSE_S)  # What it reads from is about to go.
+                thread.join(_CAUSE_S)  # The memory that it reads from is about to be freed.
 
     def abort(self, cause: str) -> None:
-        """Tells the others that this rank ends, and why. For an exception nobody has caught."""
+        """Sends the reason why this rank ends to the other ranks. For an uncaught exception."""
         if not self._is_closing:
             self._fail(RankError(self.rank, f"{self.peers[self.rank]} failed: {cause}"))
 
@@ -184,8 +187,11 @@ class PeerTransport:
             raise self._failure.again()
 
     def _fail(self, error: RankError, *, is_alive: bool = False) -> None:
-        """The first failure counts. All that waits on this rank ends, and the others are told; the
-        rank that the error is about as well where it `is_alive` to hear it."""
+        """Keeps the first failure, ends every wait on this rank, and sends the failure to the other
+        ranks.
+
+        The failed rank receives it too if it `is_alive`.
+        """
         with self._changed:
             if self._failure is not None or self._is_done():
                 return
@@ -204,16 +210,16 @@ class PeerTransport:
     def _tell(self, link: Outgoing, error: RankError) -> None:
         # Not through the queue, which may be long.
         with contextlib.suppress(OSError), link.sending:
-            content = memoryview(str(error).encode()[: MOST_NBYTES[MessageType.BYE]])
-            send(link.connection, MessageType.BYE, (error.rank + 1, 0, 0), content)
+            content = memoryview(str(error).encode()[: MOST_NBYTES[MessageType.CLOSE]])
+            send(link.connection, MessageType.CLOSE, (error.rank + 1, 0, 0), content)
 
     def _is_done(self) -> bool:
-        """All the others have said goodbye; what closes now is nobody's death."""
+        """Whether all other ranks have closed. A socket that closes then is no failure."""
         return len(self._left) == self.count - 1
 
     # INV-20: a rank that ends, ends every wait for it.
     def _lost(self, peer: Peer, why: str) -> None:
-        """A link broke. If a word about the cause is on its way, it is waited for."""
+        """Handles a broken socket. Waits for a message about the cause, which may be in flight."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or self._is_closing or peer.rank in self._left,
@@ -229,7 +235,7 @@ class PeerTransport:
     # -- Asking ------------------------------------------------------------------------------------
 
     def get(self, rank: int, unit: int, kind: int, sinks: Sequence[memoryview]) -> RemoteRequest:
-        """Asks for the bytes of another rank's shard, into `sinks`, which together are as long."""
+        """Requests the bytes of another rank's shard. The sinks together have its length."""
         with self._changed:
             self._num_asked += 1
         return self._submit(rank, MessageType.GET, (unit, kind, 0), sinks=sinks)
@@ -244,11 +250,11 @@ class PeerTransport:
         *,
         meanwhile: Callable[[], None],
     ) -> None:
-        """Gives a part of a gradient to its owner, who is told `code`. `content` stays unchanged
-        until it is sent.
+        """Sends a part of a gradient to its owner, with `code`. `content` stays unchanged until it
+        is sent.
 
-        Waits while much is on its way, and calls `meanwhile` now and then: where no rank has room
-        for what it is given, each has to make some.
+        Waits while too much is queued, and calls `meanwhile` again and again: if no rank has
+        space for what it receives, each rank has to free some.
         """
         self._wait_for(lambda: self._queued_nbytes <= _QUEUED_NBYTES, meanwhile)
         with self._changed:
@@ -257,27 +263,28 @@ class PeerTransport:
         self._submit(rank, MessageType.PUT, (tensor, code, generation), content)
 
     def tell(self, rank: int, content: bytes) -> None:
-        """Says something to another rank; see `Service.on_message`. Does not wait."""
-        self._submit(rank, MessageType.WORD, (0, 0, 0), memoryview(content))
+        """Sends a control message to another rank; see `Service.on_message`. Does not wait."""
+        self._submit(rank, MessageType.CONTROL, (0, 0, 0), memoryview(content))
 
     def note_backward(self, step: int, count: int) -> None:
-        """Tells the others that `count` backward passes since a step are over on this rank."""
+        """Announces that this rank has ended `count` backward passes since a step."""
         for peer in self.others:
             self._submit(peer.rank, MessageType.OVER, (step, count, 0))
 
     def await_backwards(
         self, step: int, count: int, *, timeout_s: float, meanwhile: Callable[[], None]
     ) -> bool:
-        """Whether `count` backward passes since a step are over on every other rank, in this time.
+        """Whether every other rank has ended `count` backward passes since a step, within this
+        time.
 
-        A rank that waits for this one somewhere is not waited for. So of all ranks the one that is
-        furthest behind never waits. What ranks wait for that is not of these links is not seen.
+        Does not wait for a rank that waits for this one. The rank that is furthest behind therefore
+        never waits. Waits outside this transport are not seen.
         """
 
         def is_over() -> bool:
             return all(
                 self._over[peer.rank] >= (step, count)
-                or self._notes[peer.rank]
+                or self._contents[peer.rank]
                 or peer.rank in self._left
                 for peer in self.others
             )
@@ -308,30 +315,31 @@ class PeerTransport:
     def all_gather(
         self, tag: str, content: bytes, *, meanwhile: Callable[[], None] | None = None
     ) -> list[bytes]:
-        """Every rank's `content`, in rank order. All ranks call it with one tag, in one order.
+        """Returns every rank's `content`, in rank order. All ranks call it with one tag, in one
+        order.
 
-        All that this rank asked for or gave before has been served when another rank returns. What
-        others gave before comes first, so where that may have no room `meanwhile` has to make some;
-        it is called now and then.
+        When another rank returns, everything that this rank requested or sent before has been
+        served. Gradients sent before come first; if their owner has no space for them, `meanwhile`
+        has to free some.
         """
         self._await_answers()
         label = tag.encode()
-        if len(label) + len(content) > MOST_NBYTES[MessageType.NOTE]:
+        if len(label) + len(content) > MOST_NBYTES[MessageType.ALL_GATHER]:
             raise InfinityError(
                 f"{tag!r} is {len(content)} bytes, expected at most "
-                f"{MOST_NBYTES[MessageType.NOTE]}: "
+                f"{MOST_NBYTES[MessageType.ALL_GATHER]}: "
                 "divide the model into fewer tensors, or over fewer ranks"
             )
         for peer in self.others:
             self._submit(
-                peer.rank, MessageType.NOTE, (len(label), 0, 0), memoryview(label + content)
+                peer.rank, MessageType.ALL_GATHER, (len(label), 0, 0), memoryview(label + content)
             )
         gathered = []
         for peer in self.peers:
             if peer.rank == self.rank:
                 gathered.append(content)
                 continue
-            found, theirs = self._next_note(peer, tag, meanwhile)
+            found, remote = self._next_content(peer, tag, meanwhile)
             if found != tag:
                 self._fail(
                     RankError(
@@ -339,30 +347,32 @@ class PeerTransport:
                         f"{peer} is at {found!r} while {self.peers[self.rank]} is at {tag!r}; all "
                         "ranks must make the same calls in the same order",
                     ),
-                    is_alive=True,  # This rank's own note may not have left before the failure.
+                    is_alive=True,  # This rank's own content may still be queued.
                 )
                 self.check()
-            gathered.append(theirs)
+            gathered.append(remote)
         return gathered
 
     def _await_answers(self, timeout_s: float | None = None) -> None:
-        """Returns when all that was asked for is there. A shard may change, or its owner be gone,
-        once all ranks have met."""
+        """Waits for the answers to all requests.
+
+        After a barrier of all ranks a shard may change, or its owner may be gone.
+        """
         self._wait_until(lambda: not self._num_asked or self._failure is not None, timeout_s)
 
-    def _next_note(
+    def _next_content(
         self, peer: Peer, tag: str, meanwhile: Callable[[], None] | None
     ) -> tuple[str, bytes]:
-        notes = self._notes[peer.rank]
+        contents = self._contents[peer.rank]
 
         def is_over() -> bool:
-            return bool(notes) or self._failure is not None or peer.rank in self._left
+            return bool(contents) or self._failure is not None or peer.rank in self._left
 
         while not self._wait_until(is_over, None if meanwhile is None else _MEANWHILE_S):
             assert meanwhile is not None
             meanwhile()
-        if notes:
-            return notes.popleft()
+        if contents:
+            return contents.popleft()
         self.check()
         raise InfinityError(
             f"{peer} has closed its engine while {self.peers[self.rank]} waits for it in {tag!r}; "
@@ -380,8 +390,10 @@ class PeerTransport:
     ) -> RemoteRequest:
         self.check()
         job = RemoteRequest()
-        # A word that is waited for must not come behind gradients that have no room.
-        purpose = Purpose.ASKING if kind in (MessageType.GET, MessageType.WORD) else Purpose.GIVING
+        # A control message must not queue behind gradients that the owner has no space for.
+        purpose = (
+            Purpose.ASKING if kind in (MessageType.GET, MessageType.CONTROL) else Purpose.GIVING
+        )
         message = Message(job, kind, numbers, content or memoryview(b""), sinks)
         self._outgoing[rank, purpose].add(message)
         return job
@@ -391,7 +403,7 @@ class PeerTransport:
     def _send_all(self, link: Outgoing) -> None:
         """Sends the messages to one other rank, in order."""
         error: BaseException | None = None
-        for message in link.messages(BEAT_S):
+        for message in link.messages(HEARTBEAT_S):
             if error is None and self._failure is None:
                 try:
                     self._carry_out(link, message)
@@ -414,10 +426,10 @@ class PeerTransport:
             self._changed.notify_all()
 
     def _carry_out(self, link: Outgoing, message: Message) -> None:
-        # Wakes to see whether the rank that serves is still there, which its beats tell. It may
-        # take its time: it has no room for what it is given, or its drive is slow.
+        # Wakes to see whether the serving rank is alive, which its heartbeats show. It may
+        # be slow: it has no space for gradients, or its drive is slow.
         connection = link.connection
-        connection.settimeout(BEAT_S)
+        connection.settimeout(HEARTBEAT_S)
         with link.sending:
             send(connection, message.kind, message.numbers, message.content, self.check)
         if message.kind is not MessageType.GET:
@@ -431,18 +443,18 @@ class PeerTransport:
         self._counters.add("ranks_gathered_nbytes", nbytes)
 
     def _serve_all(self, peer: Peer, connection: socket.socket) -> None:
-        """Serves one other rank until it says goodbye or is gone."""
+        """Serves one other rank until it closes or is gone."""
         assert self._service is not None
         try:
             while self._serve_one(peer, connection, self._service):
                 pass
-        except InfinityError as error:  # Of this rank: a drive that failed, no room.
+        except InfinityError as error:  # An error of this rank: a drive that failed, no space.
             self.abort(f"{type(error).__name__}: {error}")
         except TimeoutError:
             self._lost(peer, f"it said nothing for {SILENCE_S:.0f} s")
         except OSError as broken:
             self._lost(peer, _describe(broken))
-        except Exception as error:  # A broken invariant, here or of who said it.
+        except Exception as error:  # A broken invariant, here or on the sending rank.
             self.abort(f"{type(error).__name__} while it served {peer}: {error}")
 
     def _serve_one(self, peer: Peer, connection: socket.socket, service: Service) -> bool:
@@ -463,14 +475,14 @@ class PeerTransport:
             with self._changed:
                 self._over[peer.rank] = (first, second)
                 self._changed.notify_all()
-        elif kind is MessageType.NOTE:
+        elif kind is MessageType.ALL_GATHER:
             note = content[:first].decode(errors="replace"), bytes(content[first:])
             with self._changed:
-                self._notes[peer.rank].append(note)
+                self._contents[peer.rank].append(note)
                 self._changed.notify_all()
-        elif kind is MessageType.WORD:
+        elif kind is MessageType.CONTROL:
             service.on_message(peer.rank, bytes(content))
-        elif kind is MessageType.BYE:
+        elif kind is MessageType.CLOSE:
             if first > self.count:
                 raise ConnectionError(f"it says that rank {first - 1} failed, and there is none")
             if first:

@@ -1,8 +1,8 @@
 """Weights that the devices of all ranks put together: ahead of their use, or after a step.
 
-In stage 3 a unit is put together as the executor fetches ahead. In stages 1 and 2 every rank keeps
-the whole of it, of which it has updated its own part; where that rests on the device, the devices
-bring each other up to date.
+In stage 3 the devices put a unit together when the weight cache prefetches it. In stages 1 and 2
+every rank keeps all weights and updates its own part. If these weights rest on the device, the
+devices exchange the updated parts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from typing_extensions import override
 
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.coordinator import Key
@@ -18,10 +19,10 @@ from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
 from infinity.state.units import StateKind
-from infinity.streaming.weight_provider import Arrival
+from infinity.streaming.weight_provider import Arrival, WeightProvider
 from infinity.tiers.device import FINISHED, Copy, Region
 
-# Kinds of these offers; see matching.Key.
+# Kinds of these proposals; see coordinator.Key.
 _GATHERING, _REFRESHING = 0, 2
 
 
@@ -38,10 +39,11 @@ class AllGather:
             self.arrival, self.departure = issue()
 
         self._collectives = collectives
-        self._offer = collectives.propose(key, act)
+        self._proposal = collectives.propose(key, act)
 
     def settle(self, *, is_patient: bool = True) -> bool:
-        return self._collectives.settle(self._offer, is_patient=is_patient)
+        """See `Arrival.settle`."""
+        return self._collectives.settle(self._proposal, is_patient=is_patient)
 
 
 class DeviceUnshard:
@@ -63,107 +65,120 @@ class DeviceUnshard:
 
     @property
     def is_on(self) -> bool:
+        """Whether devices exchange weights at all."""
         return self._collectives.is_on
 
     def covers(self, unit: int) -> bool:
+        """Whether the unit is divided over ranks, so that devices may exchange it."""
         return self._partition.shards_parameters and unit < len(self._partition.full_units)
 
     def shard_of(self, unit: int) -> int:
+        """Returns the index of the unit's shard of this rank."""
         return len(self._partition.full_units) + unit
 
     def take_outdated(self, unit: int) -> bool:
+        """See `WeightProvider.take_outdated`."""
         return self._store.take_rewritten(unit)
 
     def begin(
-        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
     ) -> AllGather:
-        stretches = self._stretches(unit)
+        """See `WeightProvider.begin`."""
+        ranges = self._ranges(unit)
         self._exchange.take(region)
 
         def issue() -> tuple[Copy, Copy]:
             if reading is not None:
                 reading.wait()
-            self._count(stretches)
-            return self._exchange.gather(region, mine, stretches)
+            self._count(ranges)
+            return self._exchange.gather(region, local, ranges)
 
         return AllGather(self._collectives, (_GATHERING, unit, 0), issue)
 
     def pull_updated(self, unit: int) -> AllGather | None:
-        """Begins to bring weights that this rank keeps whole, and of which it has changed its own
-        part, to those that their owners have. None where they do not rest on the device."""
+        """Starts the exchange of updated weights that every rank keeps whole.
+
+        Returns None for weights that do not rest on the device.
+        """
         location = self._store.location(self._partition.full_units[unit], StateKind.PARAMETERS)
-        stretches = self._stretches(unit)
-        if not self.is_on or not isinstance(location, DeviceLocation) or not stretches:
+        ranges = self._ranges(unit)
+        if not self.is_on or not isinstance(location, DeviceLocation) or not ranges:
             return None
         whole, ready = location.memory, self._exchange.ready()
-        mine = whole[:0]
-        for each in stretches:
-            if each.rank == self._partition.rank:  # There is one: what is trained lies together.
-                mine = whole[each.place : each.place + each.nbytes]
+        local = whole[:0]
+        for each in ranges:
+            if each.rank == self._partition.rank:  # One range: trained tensors are adjacent.
+                local = whole[each.place : each.place + each.nbytes]
 
         def issue() -> tuple[Copy, Copy]:
-            self._count(stretches)
-            arrival = self._exchange.gather_in_place(whole, mine, stretches, ready)
+            self._count(ranges)
+            arrival = self._exchange.gather_in_place(whole, local, ranges, ready)
             return arrival, arrival
 
         return AllGather(self._collectives, (_REFRESHING, unit, 0), issue)
 
-    def _stretches(self, unit: int) -> list[PlacedRange]:
-        """Where what is served of the ranks' parts belongs in the whole."""
+    def _ranges(self, unit: int) -> list[PlacedRange]:
+        """Returns the places in the full unit of the parts that ranks serve."""
         return [
             PlacedRange(shard.rank, each.shard_offset_nbytes, each.whole_offset_nbytes, each.nbytes)
             for shard in self._partition.shards[unit]
             for each in self._partition.served(shard)
         ]
 
-    def _count(self, stretches: list[PlacedRange]) -> None:
-        of_others = (each.nbytes for each in stretches if each.rank != self._partition.rank)
+    def _count(self, ranges: list[PlacedRange]) -> None:
+        of_others = (each.nbytes for each in ranges if each.rank != self._partition.rank)
         self._counters.add("ranks_gathered_nbytes", sum(of_others))
 
 
-class UnshardedWeights:
-    """A `WeightProvider` over ranks: a unit's feeder is this rank's shard of it, and the rest comes
-    from the devices of the others.
+class UnshardedWeights(WeightProvider):
+    """A `WeightProvider` over ranks. A unit's feeder is this rank's shard of it; the rest comes
+    from the devices of the other ranks.
 
-    Only in training passes, in which all ranks are: other passes are a rank's own business.
+    For training passes only, which all ranks enter together. Other passes belong to one rank.
     """
 
     def __init__(
         self, unshard: DeviceUnshard, num_units: int, *, is_outdated_by_step: bool
     ) -> None:
-        """`num_units`: those of the model, which come before shards."""
+        """`num_units`: the number of the model's units, whose indices precede those of shards."""
         self._unshard = unshard
         self._num_units = num_units
         self.is_outdated_by_step = is_outdated_by_step
         self._is_training = False
 
+    @override
     def feeders(self) -> Mapping[int, int]:
         covered = (unit for unit in range(self._num_units) if self._unshard.covers(unit))
         return {self._unshard.shard_of(unit): unit for unit in covered}
 
+    @override
     def note_pass(self, *, is_training: bool) -> None:
         self._is_training = is_training
 
+    @override
     def feeder_of(self, unit: int) -> int | None:
         if not (self._is_training and self._unshard.is_on and self._unshard.covers(unit)):
             return None
         return self._unshard.shard_of(unit)
 
+    @override
     def take_outdated(self, unit: int) -> bool:
         return self._unshard.take_outdated(unit)
 
+    @override
     def begin(
-        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
     ) -> Arrival:
-        return _InTraining(self._unshard.begin(unit, region, mine, reading), self)
+        return _InTraining(self._unshard.begin(unit, region, local, reading), self)
 
     @property
     def is_training(self) -> bool:
+        """Whether a training pass runs."""
         return self._is_training
 
 
 class _InTraining:
-    """An all-gather that other ranks are waited for only in a training pass."""
+    """An all-gather that waits for other ranks only in a training pass."""
 
     def __init__(self, gather: Arrival, source: UnshardedWeights) -> None:
         self._gather = gather

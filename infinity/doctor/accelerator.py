@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from infinity.config import SwapConfig
 from infinity.doctor.files import read_int, read_text
 from infinity.doctor.finding import Finding, degraded, missing, ok
+from infinity.engine.devices import pci_address
 from infinity.sizes import format_nbytes
 
 
@@ -136,12 +136,8 @@ def _gpus(torch: object) -> list[Gpu]:
 
 
 def _describe(properties: object) -> Gpu:
-    numbers: list[Any] = [
-        getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    ]
-    address = ""
-    if all(isinstance(number, int) for number in numbers):
-        address = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
     return Gpu(
-        getattr(properties, "name", "unnamed"), getattr(properties, "total_memory", 0), address
+        getattr(properties, "name", "unnamed"),
+        getattr(properties, "total_memory", 0),
+        pci_address(properties),
     )

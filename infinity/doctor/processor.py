@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from infinity.config.cores import cpu_quota
 from infinity.doctor.files import read_field, read_ranges, read_text
 from infinity.doctor.finding import Finding, degraded, ok
 
@@ -25,19 +26,6 @@ def examine(root: Path) -> Iterator[Finding]:
         memory_nodes=read_ranges(read_field(status, "Mems_allowed_list")),
         cpu_nodes=cpu_nodes(root, nodes, read_ranges(read_field(status, "Cpus_allowed_list"))),
     )
-
-
-def cpu_quota(root: Path) -> float | None:
-    """Returns the CPU time that the cgroup grants, in cores; None without a limit."""
-    version_2 = (read_text(root / "sys/fs/cgroup/cpu.max") or "").split()
-    version_1 = [
-        read_text(root / "sys/fs/cgroup/cpu" / name) or ""
-        for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    ]
-    for fields in (version_2, version_1):
-        if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit() and int(fields[1]):
-            return int(fields[0]) / int(fields[1])
-    return None
 
 
 def check_cores(num_cores: int, quota: float | None) -> Finding:

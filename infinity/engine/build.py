@@ -64,6 +64,7 @@ from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
 from infinity.streaming.step_record import StepRunner, UpdateSettings
+from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
@@ -117,7 +118,7 @@ def build(
         raise
     try:
         engine.ranks.open()
-        refuse_different_weights(engine)
+        refuse_different_weights(engine.ranks, engine.params)
         handles = {id(param.original): param.handle for param in engine.params}
         tiling.hand_over(lambda parameter: handles[id(parameter)])
         fill(engine, weights, seed)
@@ -154,8 +155,8 @@ def _engine(
     return Engine(
         model,
         config,
-        _params(parts.weight_cache, laid_out.anatomy, laid_out.units),
-        _hooked_modules(laid_out.anatomy),
+        _params(parts.weight_cache, laid_out.layout, laid_out.units),
+        _hooked_modules(laid_out.layout),
         tiled_params,
         store=parts.store,
         pool=parts.pool,
@@ -165,6 +166,7 @@ def _engine(
         updater=parts.step.updater,
         masters=parts.step.masters,
         activations=parts.activations,
+        waiting=parts.waiting,
         passes=parts.passes,
         counters=parts.counters,
         ranks=parts.step.ranks,
@@ -193,6 +195,7 @@ class _Assembly:
     weight_cache: WeightCache
     step: _StepParts
     activations: ActivationStore
+    waiting: WaitingMemory
     passes: Passes
     counters: Counters
     update_device: UpdateDevice
@@ -247,7 +250,8 @@ def _assemble(
     pool = HostPool(tiers.host, is_tight=budgets.is_tight)
     weight_cache = WeightCache(
         store, pool=pool, device=device, counters=counters, window_nbytes=budgets.window_nbytes,
-        device_window_nbytes=budgets.device_window_nbytes, source=source,
+        device_window_nbytes=budgets.device_window_nbytes,
+        decoded_nbytes=budgets.decoded_nbytes, source=source,
     )  # fmt: skip
     passes = Passes(counters.tracer)
     updates = UpdateSettings(
@@ -257,14 +261,15 @@ def _assemble(
         on_device=device if update_device.is_on_device else None,
     )
     step = _step_parts(config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes)
-    activations = ActivationStore(
-        config.placement.activations, pool=pool, device=device, volume=tiers.volume,
-        counters=counters,
-    )  # fmt: skip
-    _add_reclaimers(config, pool, weight_cache, step, activations)
-    return _Assembly(
-        store, pool, device, weight_cache, step, activations, passes, counters, update_device
+    activations, waiting = (
+        ActivationStore(order, pool=pool, device=device, volume=tiers.volume, counters=counters)
+        for order in (config.placement.activations, config.placement.experts)
     )
+    _add_reclaimers(config, pool, weight_cache, step, (activations, waiting))
+    return _Assembly(
+        store, pool, device, weight_cache, step, activations, WaitingMemory(waiting), passes,
+        counters, update_device,
+    )  # fmt: skip
 
 
 def _share(
@@ -318,7 +323,7 @@ def _add_reclaimers(
     pool: HostPool,
     weight_cache: WeightCache,
     step: _StepParts,
-    activations: ActivationStore,
+    stores: Sequence[ActivationStore],
 ) -> None:
     """Tells the pool which parts give up blocks, in the order in which it asks them."""
     updater, gradients = step.updater, step.gradients
@@ -328,17 +333,17 @@ def _add_reclaimers(
     # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would
     # cost more weights than it holds, because they are not adjacent.
     pool.add_reclaimer(lambda _: gradients.reclaim())
-    pool.add_reclaimer(lambda _: activations.reclaim())
+    pool.add_reclaimer(lambda _: any(each.reclaim() for each in stores))
     pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())
 
 
 def _params(
-    weight_cache: WeightCache, anatomy: ModelLayout, units: Sequence[Unit]
+    weight_cache: WeightCache, layout: ModelLayout, units: Sequence[Unit]
 ) -> list[OffloadedParam]:
     """Returns the parameters in the order of `model.named_parameters()`."""
     by_parameter: dict[int, OffloadedParam] = {}
-    for unit, (_, members) in zip(units, anatomy.units, strict=True):
+    for unit, (_, members) in zip(units, layout.units, strict=True):
         region = weight_cache.weights[unit.index].region
         by_name = {spec.name: spec for spec in unit.tensors}
         for found in members:
@@ -358,12 +363,12 @@ def _params(
             by_parameter[id(found.parameter)] = OffloadedParam(
                 found.name, unit, spec, handle, compute, found.registrations, found.parameter
             )
-    return [by_parameter[id(parameter)] for parameter in anatomy.root.parameters()]
+    return [by_parameter[id(parameter)] for parameter in layout.root.parameters()]
 
 
-def _hooked_modules(anatomy: ModelLayout) -> list[HookedModule]:
-    needed = anatomy.module_units()
+def _hooked_modules(layout: ModelLayout) -> list[HookedModule]:
+    needed = layout.module_units()
     return [
         HookedModule(found.name, found.module, units, found.is_block)
-        for found, units in zip(anatomy.hooked_modules, needed, strict=True)
+        for found, units in zip(layout.hooked_modules, needed, strict=True)
     ]

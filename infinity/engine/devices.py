@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from infinity.config import SwapConfig
+from infinity.config.cores import node_of_device
 from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.tiers.cpu import CpuDevice
@@ -17,7 +18,8 @@ from infinity.tiers.host import HostBlocks
 class OwnDevice(DeviceAdapter, Protocol):
     """A device adapter of the caller, which is given the host tier when it exists."""
 
-    def open(self, host: HostBlocks, counters: Counters) -> None: ...
+    def open(self, host: HostBlocks, counters: Counters) -> None:
+        """Receives the arena and the counters, before any other call."""
 
 
 def shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
@@ -45,6 +47,24 @@ def device_kind(config: SwapConfig) -> str:
             "a CUDA build of torch and a driver, or set it to 'cpu' or 'auto'"
         )
     return kind
+
+
+def pci_address(properties: object) -> str:
+    """Returns the address of a device as in /sys/bus/pci/devices, from its properties in torch;
+    empty if torch does not report it."""
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    numbers: list[Any] = [getattr(properties, name, None) for name in names]
+    if not all(isinstance(number, int) for number in numbers):
+        return ""
+    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+
+
+def device_node(config: SwapConfig, own: OwnDevice | None) -> int | None:
+    """Returns the NUMA node that the device hangs on: half of all copies would cross to the other
+    one. None: nothing to prefer."""
+    if own is not None or device_kind(config) != "cuda":
+        return None
+    return node_of_device(pci_address(torch.cuda.get_device_properties(None)))
 
 
 def open_device(

@@ -35,7 +35,6 @@ from infinity.engine.param_access import ParamAccess
 from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules import autograd_functions as functions
-from infinity.modules.data_writes import units_written_by_data
 from infinity.modules.edits import WeightEdits
 from infinity.modules.grads import ParamGrads
 from infinity.modules.handle import Handle
@@ -49,6 +48,7 @@ from infinity.modules.hooks import (
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.process import OwnProcess
+from infinity.modules.raw_access import RawAccess
 from infinity.modules.tiling.split import tiles_of
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.modules.unmanaged_params import UnmanagedParams
@@ -63,6 +63,7 @@ from infinity.streaming.masters import MasterWeights
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
 from infinity.streaming.step_record import StepRecord, StepRunner
+from infinity.streaming.waiting import WaitingMemory
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -97,6 +98,7 @@ class Engine:
     updater: StepRunner
     masters: MasterWeights
     activations: ActivationStore
+    waiting: WaitingMemory
     passes: Passes
     counters: Counters
     ranks: Ranks
@@ -131,7 +133,9 @@ class Engine:
             self.store.units, self.weight_cache, self.gradients, self.updater, self.passes,
             self._tracer, self._param_table, self._changes, self._lock,
         )  # fmt: skip
-        self._uses.watched_units = units_written_by_data(self.hooked_modules)
+        self._raw_access = RawAccess(
+            self._param_table, self._changes, self._lock, is_in_use=self.weight_cache.is_in_use
+        )
         self._backwards = BackwardCalls(self._uses)
         self._grads = ParamGrads(
             self.gradients, self.updater, self.weight_cache, self._tracer, self._param_table,
@@ -148,7 +152,8 @@ class Engine:
         self._model_passes = ModelPasses(
             self.model, list(zip(self.hooked_modules, self._module_hooks, strict=True)),
             self.params, self.passes, self._uses, self._backwards, self._grads, self.gradients,
-            self.weight_cache, self.activations, self._lock, device=self.device.torch_device,
+            self.weight_cache, self.activations, self.waiting, self._lock,
+            device=self.device.torch_device,
             tile_micro_batches=self.config.schedule.tile_micro_batches,
         )  # fmt: skip
         self._access = ParamAccess(
@@ -167,6 +172,7 @@ class Engine:
     def install(self) -> None:
         """Replaces parameters with handles and registers hooks on the hooked modules."""
         functions.install()
+        self._raw_access.install()
         self._param_table.install()
         self._grads.install(self.params)
         for hooks in self._module_hooks:
@@ -183,6 +189,7 @@ class Engine:
     def uninstall(self) -> None:
         """Restores the original parameters after a failed set-up."""
         self._remove_hooks()
+        self._raw_access.uninstall()
         self._param_table.restore()
         registry.forget(self)
 
@@ -344,6 +351,7 @@ class Engine:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks that share the model; 1 without torch.distributed."""
         return self.ranks.num_ranks
 
     def collective_section(self, what: str) -> AbstractContextManager[CollectiveSection]:
@@ -394,7 +402,7 @@ class Engine:
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             changed = [param for param in self.params if param.spec in record.settings]
-            for unit in dict.fromkeys(param.unit for param in changed):
+            for unit in dict.fromkeys([param.unit for param in changed]):
                 self.gradients.apply_scales(unit)
             self.gradients.settle()
             self.passes.beginnings.end_backward()
@@ -403,8 +411,8 @@ class Engine:
             else:
                 self.updater.defer(record)
                 self.updater.read_ahead()
-            # As in plain PyTorch, a graph that saved the old weights must raise.
-            torch.autograd.graph.increment_version([param.compute for param in changed])
+            for param in changed:
+                param.increment_version()
 
     def gradient_norms(self, params: Iterable[OffloadedParam]) -> dict[str, torch.Tensor]:
         """Returns the 2-norm of every existing gradient, as fp32 scalars on the host, in the given
@@ -420,13 +428,15 @@ class Engine:
             }
 
     def has_gradient(self, param: OffloadedParam) -> bool:
+        """Whether the parameter has a gradient, of any rank."""
         return self.gradients.has(param.spec)
 
     def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
+        """Drops the gradients of `params`, or fills them with zeros if not `set_to_none`."""
         with uninterrupted(), self._lock:
             for param in params:
                 if set_to_none:
-                    self._grads.forget(param)
+                    self.gradients.forget(param.spec)
                 else:
                     self._grads.zero(param)
 
@@ -434,6 +444,7 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close` was called. A closed engine refuses every further use."""
         return self._uses.is_closed
 
     def close(self) -> None:
@@ -456,6 +467,7 @@ class Engine:
                 return
             self._uses.close()
             self._remove_hooks()
+            self._raw_access.uninstall()
             try:
                 self.gradients.settle()
                 self.updater.abandon()

@@ -35,12 +35,12 @@ from infinity.tiers.ranges import rounded_nbytes
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """A model as units, and what they cost. `anatomy` refers to the parameters of the model.
+    """A model as units, and what they cost. `layout` refers to the parameters of the model.
 
     With ranks, `units` are the full ones; `sharding` has this rank's.
     """
 
-    anatomy: ModelLayout
+    layout: ModelLayout
     units: Sequence[Unit]
     sharding: ShardingPlan | None
     budgets: Budgets
@@ -71,26 +71,26 @@ def lay_out(
     def attempt(limit_nbytes: int | None) -> LaidOut:
         tiling.cut(limit_nbytes)
         in_files = stored.by_parameter(tiling.tiled_params)
-        anatomy = discover_units(model, rule, stored=in_files)
-        if not anatomy.units:
+        layout = discover_units(model, rule, stored=in_files)
+        if not layout.units:
             raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
         moments = moments_of(config)
         laid_out = [
             layout_unit(index, name, [facts_of(each, dtypes) for each in members], moments)
-            for index, (name, members) in enumerate(anatomy.units)
+            for index, (name, members) in enumerate(layout.units)
         ]
-        for index, (_, members) in enumerate(anatomy.units):
+        for index, (_, members) in enumerate(layout.units):
             if id(members[0].parameter) in in_files:
                 tensors = {each.name: in_files[id(each.parameter)] for each in members}
                 laid_out[index] = replace(laid_out[index], stored=lay_out_stored(tensors))
         sharding = None
         if ranks is not None:
             sharding = plan_sharding(
-                laid_out, anatomy.units_by_block(), ranks, config, is_collective=on_devices
+                laid_out, layout.units_by_block(), ranks, config, is_collective=on_devices
             )
             laid_out = list(sharding.partition.full_units)
-        budgets = _budgets(config, laid_out, anatomy, device, sharding)
-        return LaidOut(anatomy, laid_out, sharding, budgets)
+        budgets = _budgets(config, laid_out, layout, device, sharding)
+        return LaidOut(layout, laid_out, sharding, budgets)
 
     def has_room_ahead(found: LaidOut) -> bool:
         return found.budgets.has_room_ahead(max(unit.weight_nbytes for unit in found.units))
@@ -119,18 +119,18 @@ def facts_of(found: FoundParam, dtypes: Dtypes) -> TensorFacts:
 def _budgets(
     config: SwapConfig,
     units: Sequence[Unit],
-    anatomy: ModelLayout,
+    layout: ModelLayout,
     device: OwnDevice | None,
     sharding: ShardingPlan | None,
 ) -> Budgets:
     """Computes the budgets from the sizes of this machine."""
     is_cpu = shares_host_memory(config, device)
-    held_nbytes = anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units])
+    held_nbytes = layout.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units])
     stored = [resting_nbytes(u, StateKind.PARAMETERS) for u in units if u.stored is not None]
     host_held_nbytes = held_nbytes + max(stored, default=0)  # Decoded, and what it is made of.
     if not is_cpu and stored:
         resting = [resting_nbytes(unit, StateKind.PARAMETERS) for unit in units]
-        host_held_nbytes = anatomy.held_nbytes(resting)
+        host_held_nbytes = layout.held_nbytes(resting)
     sizes: dict[str, Any] = {
         "held_nbytes": held_nbytes,
         "host_held_nbytes": host_held_nbytes,
@@ -139,6 +139,10 @@ def _budgets(
         "available_host_nbytes": available_host_nbytes(),
     }
     if sharding is None:
+        if is_cpu and stored:
+            sizes["decoded_nbytes"] = layout.held_nbytes(
+                [rounded_nbytes(unit.weight_nbytes) if unit.stored else 0 for unit in units]
+            )
         return compute_budgets(config, units, **sizes)
     del sizes["host_held_nbytes"]  # Ranks keep frozen weights as they keep others.
     sizes["available_host_nbytes"] //= sharding.sharing

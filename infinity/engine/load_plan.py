@@ -15,7 +15,7 @@ from torch import nn
 from infinity.engine.adapters import copied_parameters, derived_parameters
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.sizes import format_nbytes
-from infinity.state.stored import StoredTensor, stored_rows
+from infinity.state.stored import StoredTensor, stored_tiles
 from infinity.storage.shards import ShardIdentity
 
 _log = logging.getLogger("infinity")
@@ -24,24 +24,26 @@ TileRows = Callable[[str], list[tuple[str, int, int]]]
 
 
 class LoadPlan(Protocol):
-    """Checked weights that can be streamed: `load(write)` calls write(name, tensor).
-
-    `tile_rows(name)` gives row ranges; a plan that can writes a tensor in these ranges. Parameters
-    `in_place` are not read. `stored()` returns the parameters that can be read in place, and
-    `identities` the files that they are in.
-    """
+    """Checked weights that can be streamed."""
 
     @property
-    def identities(self) -> Sequence[ShardIdentity]: ...
+    def identities(self) -> Sequence[ShardIdentity]:
+        """The files in which the tensors of `stored` are."""
 
-    def stored(self) -> Mapping[str, StoredTensor]: ...
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Returns the tensors that can be read in place, by the name of their parameter."""
 
     def load(
         self,
         write: Callable[[str, Any], None],
         tile_rows: TileRows | None = None,
         in_place: Set[str] = frozenset(),
-    ) -> Any: ...
+    ) -> Any:
+        """Reads the tensors and calls write(name, tensor) for each.
+
+        tile_rows: row ranges by name; a plan that can writes a tensor in these ranges
+        in_place: names of parameters that are not read
+        """
 
 
 class StoredParams:
@@ -84,10 +86,7 @@ class StoredParams:
             stored = found.pop(id(tiled.tensor), None)
             if stored is None:
                 continue
-            rows = list(zip(tiled.starts, tiled.starts[1:], strict=False))
-            parts = [stored_rows(stored, start, stop) for start, stop in rows]
-            if all(part is not None for part in parts):
-                for tile, part in zip(tiled.tiles, parts, strict=True):
-                    assert part is not None
-                    found[id(tile)] = part
+            parts = stored_tiles(stored, tiled.starts)
+            if parts is not None:
+                found.update(zip(map(id, tiled.tiles), parts, strict=True))
         return found

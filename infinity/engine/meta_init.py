@@ -12,7 +12,7 @@ from torch import nn
 from infinity.config import SwapConfig
 from infinity.engine.adapters import adapter_modules
 from infinity.engine.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, listed
 from infinity.modules.awaited import Awaited, Provisional, building
 
 # Parameters up to this size keep the values of their module's constructor: for a scale made by
@@ -95,8 +95,9 @@ def _reset(name: str, module: nn.Module, *, kept: set[str], needs: set[str]) -> 
         reset()
     elif needs and kept:
         raise ConfigError(
-            f"{_listed(needs)} have no value, and reset_parameters() of {type(module).__name__} "
-            f"would also change {_listed(kept)}; give offload(weights=...) all of them or none"
+            f"{listed(sorted(needs))} have no value, and reset_parameters() of "
+            f"{type(module).__name__} would also change {listed(sorted(kept))}; give "
+            "offload(weights=...) all of them or none"
         )
     elif needs:
         raise ConfigError(
@@ -104,10 +105,6 @@ def _reset(name: str, module: nn.Module, *, kept: set[str], needs: set[str]) -> 
             "reset_parameters() to initialise it; give offload(weights=...), add the method, or "
             "build it outside infinity.init_empty_weights()"
         )
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(repr(name) for name in sorted(names))
 
 
 def _transformers_models(root: nn.Module) -> list[Any]:

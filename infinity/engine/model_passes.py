@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.errors import InfinityError
+from infinity.modules.accumulate.experts import ExpertStores
 from infinity.modules.accumulate.layer_major import LayerMajorSchedule
 from infinity.modules.grads import ParamGrads
 from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, outside_graphs
@@ -25,6 +26,7 @@ from infinity.streaming.activations import ActivationStore, InputStore
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+from infinity.streaming.waiting import WaitingMemory
 
 T = TypeVar("T")
 
@@ -44,6 +46,7 @@ class ModelPasses:
         gradients: GradientSink,
         weight_cache: WeightCache,
         activations: ActivationStore,
+        waiting: WaitingMemory,
         lock: threading.RLock,
         *,
         device: torch.device,
@@ -59,6 +62,7 @@ class ModelPasses:
         self._gradients = gradients
         self._weight_cache = weight_cache
         self._activations = activations
+        self._expert_stores = ExpertStores(activations, waiting)
         self._layer_inputs: InputStore = activations
         self._lock = lock
         self._device = device
@@ -114,7 +118,7 @@ class ModelPasses:
         self._refuse_accumulating()
         blocks = [(hooked, hooks) for hooked, hooks in self._hooks if hooked.is_block]
         schedule = LayerMajorSchedule(
-            self._model, self._uses, blocks, self._layer_inputs, self._activations,
+            self._model, self._uses, blocks, self._layer_inputs, self._expert_stores,
             self._device, tile_micro_batches=self._tile_micro_batches,
         )  # fmt: skip
         with uninterrupted(), self._lock:

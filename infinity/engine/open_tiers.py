@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
-from infinity.engine.devices import OwnDevice, open_device
+from infinity.engine.devices import OwnDevice, device_node, open_device
 from infinity.observe import Counters
 from infinity.state.budgets import Budgets
 from infinity.state.units import Unit
@@ -58,7 +58,11 @@ def open_tiers(
     generations of the volume beside the current one. Raises StorageError, CapacityError.
     """
     counters = Counters()
-    arena = Arena(budgets.host_nbytes, huge_pages=config.tiers.host.huge_pages)
+    arena = Arena(
+        budgets.host_nbytes,
+        huge_pages=config.tiers.host.huge_pages,
+        numa_node=device_node(config, own_device),
+    )
     resources.callback(arena.close)
     read = {run.path for unit in units if unit.stored is not None for run in unit.stored.runs}
     storage = _open_storage(config, arena, budgets, wrap_storage, resources, is_needed=bool(read))
@@ -100,7 +104,8 @@ def _open_storage(
 
 
 def _uses_volume(config: SwapConfig, budgets: Budgets) -> bool:
-    placed = {*budgets.placement.tiers.values(), *config.placement.activations}
+    waiting = (*config.placement.activations, *config.placement.experts)
+    placed = {*budgets.placement.tiers.values(), *waiting}
     return "nvme" in placed or budgets.reduce_buffer_spills
 
 

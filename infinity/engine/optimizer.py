@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
 
 from infinity.engine.engine import Engine
 from infinity.engine.optimizer_state import OptimizerState
@@ -99,6 +100,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # -- Groups ----------------------------------------------------------------------------------
 
+    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
         param_group["params"] = params = (
@@ -167,11 +169,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         factor = self._clip()
         if self.step_was_skipped:
             return loss
+        has_gradient = self.engine.gradients.has
         settings, steps = {}, {}
         for group in self.param_groups:
             for handle in group["params"]:
                 param = self._params[id(handle)]
-                if self.engine.has_gradient(param):
+                if has_gradient(param.spec):
                     self._refuse_successor(param)
                     steps[id(handle)] = self._steps.get(id(handle), 0) + 1
                     settings[param.spec] = self.settings_of(group, param, steps[id(handle)])
@@ -188,6 +191,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def engine(self) -> Engine:
+        """The engine of the model whose parameters this optimizer updates."""
         assert self._engine is not None, "there is no optimizer without a parameter"
         return self._engine
 
@@ -204,9 +208,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         looks = self.always_norm or self.error_if_nonfinite or self.skip_if_nonfinite
         if self.max_grad_norm is None and not looks:
             return None
-        mine = {id(param) for param in self._params.values()}
+        own = {id(param) for param in self._params.values()}
         # In the order of the model, like clip_grad_norm_(model.parameters()), for any groups.
-        ordered = [param for param in self.engine.params if id(param) in mine]
+        ordered = [param for param in self.engine.params if id(param) in own]
         norms = self.engine.gradient_norms(ordered)
         if not norms:
             self.grad_norm = torch.tensor(0.0)
@@ -259,6 +263,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return [param for param in found if id(param.handle) in self._params]
 
     def step_of(self, param: OffloadedParam) -> int:
+        """Returns the number of updates of a parameter so far."""
         return self._steps.get(id(param.handle), 0)
 
     def state_names_of(self, param: OffloadedParam) -> list[str]:
@@ -299,7 +304,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         together.
         """
         handles = [handle for group in self.param_groups for handle in group["params"]]
-        saved, mine = state_dict["param_groups"], self.state_dict()
+        saved, own = state_dict["param_groups"], self.state_dict()
         sizes = [len(group["params"]) for group in saved]
         if sizes != [len(group["params"]) for group in self.param_groups]:
             raise ConfigError(
@@ -307,7 +312,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"parameters, got {sizes}"
             )
         steps = {index: int(entry["step"]) for index, entry in state_dict["state"].items()}
-        if steps != {index: entry["step"] for index, entry in mine["state"].items()}:
+        if steps != {index: entry["step"] for index, entry in own["state"].items()}:
             raise UnsupportedError(
                 "optimizer.load_state_dict cannot bring back moments that rest on tiers, and the "
                 "dict is of another step than they are; use infinity.checkpoint.load, which "
@@ -337,11 +342,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f'optimizer that the run was saved with, optimizer.name = "{name}"'
             )
         saved = [group["params"] for group in state["groups"]]
-        mine = [group["params"] for group in self.named_state()["groups"]]
-        if saved != mine and list(map(_tiled_names, saved)) != list(map(_tiled_names, mine)):
+        own = [group["params"] for group in self.named_state()["groups"]]
+        if saved != own and list(map(_tiled_names, saved)) != list(map(_tiled_names, own)):
             raise ConfigError(
                 f"expected an optimizer with groups of {[len(names) for names in saved]} "
-                f"parameters, got {[len(names) for names in mine]}, or the same numbers of "
+                f"parameters, got {[len(names) for names in own]}, or the same numbers of "
                 "other parameters: build it as it was built for the run that was saved"
             )
 

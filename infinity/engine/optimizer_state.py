@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -20,7 +20,6 @@ from infinity.state.units import StateKind
 
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
-    from infinity.engine.optimizer import OffloadedOptimizer
 
 _READ_ONLY = (
     "{} would change a fetched copy of optimizer.state and be lost; clone it to change it. "
@@ -60,19 +59,39 @@ class FetchedMoment(torch.Tensor):
             return tree_map_only(torch.Tensor, guarded, answer)
 
 
+class StateOwner(Protocol):
+    """The optimizer behind `optimizer.state`."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the model."""
+
+    def params_of(self, parameter: Any) -> list[OffloadedParam]:
+        """Returns the offloaded parameters, or tiles, behind a parameter of the program."""
+
+    def step_of(self, param: OffloadedParam) -> int:
+        """Returns the number of updates of a parameter."""
+
+    def state_names_of(self, param: OffloadedParam) -> list[str]:
+        """Returns the names of the state of a parameter, as torch.optim names it."""
+
+
 class ParameterState:
     """The optimizer's state of one parameter: `step`, and the moments under torch's names."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, params: list[OffloadedParam]) -> None:
+    def __init__(self, optimizer: StateOwner, params: list[OffloadedParam]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._params = params
 
-    def _owner(self) -> OffloadedOptimizer:
+    def _owner(self) -> StateOwner:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
 
     def keys(self) -> list[str]:
+        """Returns the names of the state of a parameter, as torch.optim names it."""
         return self._owner().state_names_of(self._params[0])
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -86,6 +105,7 @@ class ParameterState:
         return whole.as_subclass(FetchedMoment)
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Reads one tensor of the state from its tier; `default` for an unknown name."""
         return self[name] if name in self.keys() else default
 
     def __contains__(self, name: object) -> bool:
@@ -98,9 +118,11 @@ class ParameterState:
         return len(self.keys())
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor), each read from its tier when it is yielded."""
         return ((name, self[name]) for name in self.keys())
 
     def values(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors, each read from its tier when it is yielded."""
         return (value for _, value in self.items())
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -117,10 +139,10 @@ class OptimizerState:
     """`optimizer.state`: a mapping from every parameter with a step to its state. The type is not a
     dict, so that code that walks through dicts does not fetch the moments of a whole model."""
 
-    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+    def __init__(self, optimizer: StateOwner) -> None:
         self._optimizer = weakref.ref(optimizer)
 
-    def _owner(self) -> OffloadedOptimizer:
+    def _owner(self) -> StateOwner:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
@@ -132,6 +154,7 @@ class OptimizerState:
         return ParameterState(self._owner(), params)
 
     def get(self, parameter: Any, default: Any = None) -> Any:
+        """Returns the state of a parameter; `default` if this optimizer has none."""
         params = self._owner().params_of(parameter)
         return ParameterState(self._owner(), params) if params else default
 
@@ -145,12 +168,15 @@ class OptimizerState:
         return (each for group in groups for each in group["params"] if each in self)
 
     def keys(self) -> list[Any]:
+        """Returns the parameters that have state."""
         return list(self)
 
     def values(self) -> Iterator[ParameterState]:
+        """Yields the state of each parameter; no tensor is read."""
         return (self[parameter] for parameter in self)
 
     def items(self) -> Iterator[tuple[Any, ParameterState]]:
+        """Yields (parameter, state); no tensor is read."""
         return ((parameter, self[parameter]) for parameter in self)
 
     def __len__(self) -> int:
@@ -166,6 +192,7 @@ class OptimizerState:
         raise UnsupportedError(_READ_ONLY.format("del optimizer.state[p]"))
 
     def clear(self) -> None:
+        """Raises UnsupportedError: the state changes by steps and by loading alone."""
         raise UnsupportedError(_READ_ONLY.format("optimizer.state.clear()"))
 
     def __repr__(self) -> str:
@@ -173,13 +200,11 @@ class OptimizerState:
 
 
 def read_moment(engine: Engine, param: OffloadedParam, kind: StateKind) -> torch.Tensor:
-    """Returns a copy on the host: fp32, in the shape and strides of the parameter."""
-    if engine.num_ranks > 1:
-        raise UnsupportedError(
-            f"the state of {param.name!r} is divided over ranks; "
-            "infinity.checkpoint.optimizer_state_dict(model, optimizer), called by all of them, "
-            "puts it together"
-        )
+    """Returns a copy on the host: fp32, in the shape and strides of the parameter.
+
+    Over ranks any rank may call it by itself: the shards of the others are read from them. No shard
+    changes meanwhile, because a step of another rank waits for this one (INV-18).
+    """
     facts, numel = param.spec.facts, param.spec.numel
     flat = torch.empty(numel)
     with engine.at_rest("optimizer.state") as state:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
+from typing_extensions import override
 
 from infinity.engine.optimizer import (
     OffloadedOptimizer,
@@ -38,7 +39,9 @@ class AdamW(OffloadedOptimizer):
     name: ClassVar[str] = "adamw"
     moments: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq"})
     _rule: ClassVar[type[AdamWSettings | AdamSettings]] = AdamWSettings
+    _last: tuple[tuple[float, ...], int, Settings] | None = None
 
+    @override
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -67,21 +70,21 @@ class AdamW(OffloadedOptimizer):
         )  # fmt: skip
 
     @classmethod
+    @override
     def check_group(cls, group: dict[str, Any]) -> None:
         for key in ("lr", "eps", "weight_decay"):
             check_number(key, group[key])
         check_betas(group["betas"])
 
+    @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         beta1, beta2 = group["betas"]
-        return self._rule(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-        )
+        lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), group["weight_decay"]
+        numbers = lr, float(beta1), float(beta2), eps, float(weight_decay)
+        if self._last is None or self._last[:2] != (numbers, step):
+            # Almost always the settings of the next parameter, too.
+            self._last = numbers, step, self._rule(*numbers, step)
+        return self._last[2]
 
 
 class Adam(AdamW):
@@ -126,6 +129,7 @@ class SGD(OffloadedOptimizer):
     name: ClassVar[str] = "sgd"
     moments: ClassVar[frozenset[str]] = frozenset({"momentum_buffer"})
 
+    @override
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -157,6 +161,7 @@ class SGD(OffloadedOptimizer):
         )  # fmt: skip
 
     @classmethod
+    @override
     def check_group(cls, group: dict[str, Any]) -> None:
         for key in ("lr", "momentum", "weight_decay"):
             check_number(key, group[key])
@@ -166,6 +171,7 @@ class SGD(OffloadedOptimizer):
                 f"{group['momentum']} and dampening={group['dampening']}"
             )
 
+    @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         momentum = float(group["momentum"])
         # The rule begins the momentum at the first `step`. A momentum of 0 at that step begins
@@ -184,13 +190,16 @@ class SGD(OffloadedOptimizer):
     def _note_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
         self._begun.update(spec for spec, each in settings.items() if each.state_names)
 
+    @override
     def state_names_of(self, param: OffloadedParam) -> list[str]:
         return ["momentum_buffer"] if param.spec in self._begun else []
 
+    @override
     def named_state(self) -> dict[str, Any]:
         begun = [param.name for param in self._params.values() if param.spec in self._begun]
         return super().named_state() | {"begun": begun}
 
+    @override
     def restore_named_state(self, state: dict[str, Any]) -> None:
         super().restore_named_state(state)
         begun = {name_of_whole(name) for name in state["begun"]}
@@ -229,11 +238,13 @@ class Lion(OffloadedOptimizer):
         )  # fmt: skip
 
     @classmethod
+    @override
     def check_group(cls, group: dict[str, Any]) -> None:
         for key in ("lr", "weight_decay"):
             check_number(key, group[key])
         check_betas(group["betas"])
 
+    @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         beta1, beta2 = group["betas"]
         return LionSettings(

@@ -110,8 +110,8 @@ def _shared_path(engine: Engine, config: SwapConfig) -> str | None:
     if engine.store.volume is None or engine.num_ranks > 1:
         return None
     theirs = {os.path.realpath(tier.path) for tier in engine.config.tiers.nvme}
-    mine = (os.path.realpath(tier.path) for tier in config.tiers.nvme)
-    return next((path for path in mine if path in theirs), None)
+    own = (os.path.realpath(tier.path) for tier in config.tiers.nvme)
+    return next((path for path in own if path in theirs), None)
 
 
 def _frames_of_caller() -> Iterator[FrameType]:

@@ -73,6 +73,7 @@ class StateAccess:
         return unit.state_numel > 0 and unit.dtype(kind) is not None
 
     def has_kind(self, unit: Unit, kind: StateKind) -> bool:
+        """Whether the unit has state of this kind on any tier."""
         return self.store.location(unit, kind) is not None
 
     def parts(self, unit: Unit, kind: StateKind, *, keep: bool = False) -> Iterator[Part]:
@@ -175,6 +176,7 @@ class StateAccess:
                     yield replace(each, spec=share.whole, start=share.start + each.start)
 
     def has_gradient(self, spec: TensorSpec) -> bool:
+        """Whether this step has a gradient of the tensor."""
         return self.gradients.has(spec)
 
     def gradient(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
@@ -191,6 +193,7 @@ class StateAccess:
         self.gradients.settle()
 
     def forget_gradients(self) -> None:
+        """Drops the gradients of all units."""
         for unit in self.units:
             for spec in unit.trainable():
                 self.gradients.forget(spec)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from infinity.checkpoint.run.save import save
 from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.optimizers import AdamW
 from infinity.engine.registry import engine_of, owner_of
-from infinity.errors import ConfigError, InfinityError, StorageError, UnsupportedError
+from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
 from infinity.integrations.windows import LayerMajorSteps, choose_order
 from infinity.sizes import GIB, parse_nbytes
 
@@ -186,7 +185,7 @@ def _save_over(
     """Replaces the state of an earlier run, as Trainer does with the rest of a checkpoint. If
     writing fails, the earlier state is restored."""
     before = directory.with_name(f".{directory.name}.replaced")
-    with _reporting(before):
+    with reporting("replace", before):
         if before.exists():
             shutil.rmtree(before)
         has_before = directory.exists()
@@ -210,14 +209,6 @@ def _frozen_in(model: nn.Module, directory: Path) -> set[str]:
     place = os.path.realpath(directory)
     labels = (each.label for each in volume.frozen) if volume is not None else ()
     return {label for label in labels if os.path.dirname(label) == place}
-
-
-@contextmanager
-def _reporting(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(error.errno or 0, operation="replace", path=str(path)) from None
 
 
 class OffloadedTrainer(LayerMajorSteps):

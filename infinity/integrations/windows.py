@@ -145,6 +145,10 @@ class LayerMajorSteps:
         return self.is_layer_major and (is_shared or bool(args.gradient_checkpointing))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Overrides Trainer's: the first micro-batch of a window runs all of them.
+
+        Returns the loss of this micro-batch, detached, as Trainer's does.
+        """
         step = super().training_step  # type: ignore[misc]
         window = self._window
         if window is None or not window.is_at(inputs):
@@ -203,6 +207,7 @@ class LayerMajorSteps:
                 self._is_reference_beside = self.precompute_ref_logps = False
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Overrides Trainer's: TRL's reference runs beside the policy, block by block."""
         if self._is_reference_beside:
             call = partial(self.compute_ref_log_probs, model, inputs)  # type: ignore[attr-defined]
             inputs = _Referenced(inputs, infinity.beside(self.model, call))

@@ -49,10 +49,10 @@ def _apply_to_parameters(
     """Replaces the handles of one owner. Handles of another owner are replaced when the function is
     applied again. Lists stay the same objects, because no gradient flows into their elements."""
     given = [*args, *kwargs.values()]
-    mine = {id(each): each for each in given if isinstance(each, Handle) and each.owner is owner}
+    own = {id(each): each for each in given if isinstance(each, Handle) and each.owner is owner}
 
     def apply(*parameters: Any) -> Any:
-        real = dict(zip(mine, parameters, strict=True))
+        real = dict(zip(own, parameters, strict=True))
         return _apply(
             cls,
             *(real.get(id(each), each) for each in args),
@@ -61,4 +61,4 @@ def _apply_to_parameters(
 
     # INV-23: gradients arrive at the compute parameters and nowhere else.
     apply.__name__ = cls.__name__  # Shown in messages.
-    return owner.compute_with(apply, tuple(mine.values()), {}, changes=())
+    return owner.compute_with(apply, tuple(own.values()), {}, changes=())

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+from typing_extensions import override
 
 from infinity.errors import ConfigError
 from infinity.modules.torch_names import TENSOR
@@ -94,6 +95,7 @@ class Provisional(nn.Parameter):
     # Its version when its model was built. A later version means that a value was assigned.
     built_version: int = 0
 
+    @override
     def copy_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         copied = super().copy_(*args, **kwargs)
         if not _building:
@@ -106,6 +108,14 @@ def is_to_come(parameter: torch.Tensor) -> bool:
     if isinstance(parameter, Provisional):
         return parameter._version == parameter.built_version
     return parameter.is_meta
+
+
+def without_class(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an Awaited as the tensor on meta that it is; any other tensor as it is."""
+    if not isinstance(tensor, Awaited):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
 
 
 def _shapes_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

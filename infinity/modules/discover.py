@@ -117,9 +117,9 @@ def discover_units(
     stored: ids of the parameters that rest in a checkpoint. They share no unit with others
     """
     is_block = _block_test(model, rule)
-    hooked_modules: list[FoundModule] = []
-    found: dict[int, FoundParam] = {}
-    _visit(model, "", None, is_block, hooked_modules, found, set())
+    walk = _Walk([], {}, {}, set())
+    _visit(model, "", None, is_block, walk)
+    hooked_modules, found = walk.hooked_modules, walk.found
     groups: dict[tuple[tuple[int, ...], str], list[FoundParam]] = {}
     for each in found.values():
         kind = "frozen"
@@ -168,14 +168,23 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Everything that `_visit` has found so far. `places` has, by the id of a module, its index
+    among `hooked_modules`; `found` is by the id of a parameter, `seen` has ids of modules."""
+
+    hooked_modules: list[FoundModule]
+    places: dict[int, int]
+    found: dict[int, FoundParam]
+    seen: set[int]
+
+
 def _visit(
     module: nn.Module,
     name: str,
     block: int | None,
     is_block: Callable[[str, nn.Module], bool],
-    hooked_modules: list[FoundModule],
-    found: dict[int, FoundParam],
-    seen: set[int],
+    walk: _Walk,
 ) -> None:
     """Walks depth-first in registration order. `block` is the hooked module of the surrounding
     block."""
@@ -186,11 +195,9 @@ def _visit(
             module._parameters
             and any(parameter is not None for parameter in module._parameters.values())
         ):
-            hooked = next(
-                (i for i, s in enumerate(hooked_modules) if s.module is module), len(hooked_modules)
-            )
-            if hooked == len(hooked_modules):
-                hooked_modules.append(
+            hooked = walk.places.setdefault(id(module), len(walk.hooked_modules))
+            if hooked == len(walk.hooked_modules):
+                walk.hooked_modules.append(
                     FoundModule(name or type(module).__name__, module, starts_block)
                 )
             if starts_block:
@@ -199,20 +206,20 @@ def _visit(
         if parameter is None:
             continue
         full_name = f"{name}.{attribute}" if name else attribute
-        each = found.setdefault(id(parameter), FoundParam(full_name, parameter))
-        if id(module) not in seen:
+        each = walk.found.setdefault(id(parameter), FoundParam(full_name, parameter))
+        if id(module) not in walk.seen:
             each.registrations.append(Registration(module, attribute))
         assert hooked is not None
         if hooked not in each.hooked_modules:
             each.hooked_modules.append(hooked)
-    seen.add(id(module))
+    walk.seen.add(id(module))
     if isinstance(module, Tiled):
         block, is_block = None, _never
     for child_name, child in module.named_children():
         # `named_children` yields a module once per parent that registers it. That is intended: the
         # places may belong to different blocks.
         full_name = f"{name}.{child_name}" if name else child_name
-        _visit(child, full_name, block, is_block, hooked_modules, found, seen)
+        _visit(child, full_name, block, is_block, walk)
 
 
 def _never(name: str, module: nn.Module) -> bool:

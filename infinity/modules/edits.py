@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -48,7 +50,9 @@ class WeightEdits:
         self._is_sharded = is_sharded
         self._param_table = param_table
         self._expected: set[int] = set()
-        self._watched: dict[int, list[bytes]] = {}  # Digests of parameters, by unit.
+        # Of `RawAccess`: digests from before the access, and what was given and may be alive.
+        self._raw: dict[OffloadedParam, bytes] = {}
+        self._given: dict[OffloadedParam, list[weakref.ref[Any]]] = {}
         self._before: dict[OffloadedParam, torch.Tensor] = {}  # Weights at the time of `lend`.
 
     def expect(self, units: Iterable[int]) -> None:
@@ -98,10 +102,9 @@ class WeightEdits:
         """Copies values that `.data =` assigned into the memory of their parameters, before the
         last use of the unit ends. Returns the refusal of a value that cannot be copied, or None."""
         refusal = None
-        for param in self._param_table.of_unit(unit):
+        for param in self._param_table.moved_away(unit):
             value = param.put_back()
-            if value is None:
-                continue
+            assert value is not None
             fault = self._why_not(param, value)
             if fault is None:
                 # Autograd does not see the copy, as it did not see the assignment: graphs that
@@ -138,23 +141,67 @@ class WeightEdits:
             return "the memory of another parameter, which it would share from then on"
         return None
 
-    def watch_data(self, unit: int) -> None:
-        """Remembers the bytes of the unit, whose modules may write them through `.data`."""
-        params = self._param_table.of_unit(unit)
-        self._watched[unit] = [_digest(param.compute) for param in params]
+    # -- Writes past the version counters --------------------------------------------------------
 
-    def note_data_writes(self, unit: int) -> None:
-        """Marks the parameters whose bytes changed since `watch_data`."""
-        params = self._param_table.of_unit(unit)
-        for param, digest in zip(params, self._watched.pop(unit), strict=True):
-            if _digest(param.compute) != digest:
+    def watch_raw(self, param: OffloadedParam) -> None:
+        """Remembers the bytes of a parameter in use, whose memory somebody is about to get."""
+        if param not in self._raw:
+            self._raw[param] = _digest(param.compute)
+
+    def note_raw(self, params: Iterable[OffloadedParam], given: weakref.ref[Any]) -> None:
+        """Remembers who got the memory of these parameters."""
+        for param in params:
+            self._given[param] = [*self._alive(param), given]
+
+    def _alive(self, param: OffloadedParam) -> list[weakref.ref[Any]]:
+        return [given for given in self._given.pop(param, ()) if given() is not None]
+
+    def _kept(self, unit: int) -> list[OffloadedParam]:
+        """Returns the parameters of a unit whose memory is still in somebody's hands."""
+        found = []
+        for param in self._param_table.of_unit(unit) if self._given else ():
+            alive = self._alive(param)
+            if alive:
+                self._given[param] = alive
+                found.append(param)
+        return found
+
+    def refuse_changed_away(self, unit: int) -> None:
+        """Raises UnsupportedError, before a use of the unit begins, if somebody has changed its
+        parameters since the last one, through a reference that was kept there."""
+        self._weight_cache.check_kept(unit)
+        for param in self._param_table.of_unit(unit):
+            if param.compute._version != param.version:
+                param.settle()
+                raise _changed_away(param)
+
+    def begin_use(self, unit: int) -> None:
+        """The first use of a unit has begun."""
+        for param in self._kept(unit):
+            self.watch_raw(param)
+
+    def note_raw_writes(self, unit: int) -> None:
+        """Marks the parameters that were written past their version counters. The last use of the
+        unit is about to end."""
+        for param in self._param_table.of_unit(unit) if self._raw else ():
+            digest = self._raw.pop(param, None)
+            if digest is not None and _digest(param.compute) != digest:
                 param.was_replaced = True
+
+    def end_use(self, unit: int) -> None:
+        """The last use of a unit has ended, and its changes are taken over."""
+        for param in self._param_table.of_unit(unit):
+            param.settle()
+        kept = self._kept(unit)
+        if kept and self._weight_cache.is_evictable(unit):
+            digests = {param: _digest(param.compute) for param in kept}
+            self._weight_cache.keep_check(unit, lambda: _refuse_written(digests))
 
     def take_over(self, unit: int) -> None:
         """Makes the weights of a changed unit its state. Runs after the last use of the unit."""
         params = self._param_table.of_unit(unit)
         # The module's own code may have changed them, too.
-        if unit not in self._expected and not any(param.was_changed for param in params):
+        if unit not in self._expected and not self._param_table.was_changed(unit):
             return
         self._expected.discard(unit)
         self._weight_cache.absorb(unit)
@@ -184,8 +231,8 @@ class WeightEdits:
                 weight_of(weights, spec).copy_(flat)
         self._weight_cache.check_in(unit.index, dirty_nbytes=unit.weight_nbytes, write_now=False)
         written = [param for param in self._param_table.of_unit(unit.index) if param.spec in values]
-        # As in plain PyTorch, a backward that saved the old weights must raise.
-        torch.autograd.graph.increment_version([param.compute for param in written])
+        for param in written:
+            param.increment_version()
 
     def fill(self, unit: Unit) -> None:
         """Gives a unit the values of its original parameters that have any.
@@ -230,6 +277,21 @@ class WeightEdits:
             self._weight_cache.check_in(unit.index, dirty_nbytes=unit.weight_nbytes)
 
 
+def _changed_away(param: OffloadedParam) -> UnsupportedError:
+    return UnsupportedError(
+        f"{param.name!r} was changed between two uses of its module, through a tensor over its "
+        "memory that was kept from a forward; that memory belongs to the tiers then. Take the "
+        "parameter from the module each time, and change it under torch.no_grad() or by .data. "
+        "Its value is uncertain now: load a checkpoint, or write it again"
+    )
+
+
+def _refuse_written(digests: Mapping[OffloadedParam, bytes]) -> None:
+    for param, digest in digests.items():
+        if _digest(param.compute) != digest:
+            raise _changed_away(param)
+
+
 def _overlaps(value: torch.Tensor, place: torch.Tensor) -> bool:
     """Whether `value`, of the same dtype, begins inside `place`."""
     if value.untyped_storage()._cdata != place.untyped_storage()._cdata:
@@ -254,5 +316,5 @@ def _digest(tensor: torch.Tensor) -> bytes:
         block = part.cpu()
         aligned_nbytes = align_down(block.numel(), PAGE_NBYTES)
         parts.append(digest_of_pages(block.data_ptr(), aligned_nbytes))
-        parts.append(block[aligned_nbytes:].numpy().tobytes())
+        parts.append(bytes(block[aligned_nbytes:].tolist()))
     return b"".join(parts)

@@ -11,7 +11,7 @@ import torch
 
 from infinity.errors import UnsupportedError
 from infinity.modules.hooks import BackwardCalls
-from infinity.modules.interrupts import uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
@@ -74,7 +74,7 @@ class ParamGrads:
         param = self._param_table.find(parameter)
         gradient = parameter.grad
         assert param is not None and gradient is not None
-        if param in self._shown:
+        if self._shown and param in self._shown:
             self._add(param, gradient, is_sum=True)  # Autograd has added to the shown sum.
         else:
             # First of all: the code below may raise, and the next backward must not add to it.
@@ -92,17 +92,20 @@ class ParamGrads:
 
     def _add(self, param: OffloadedParam, gradient: torch.Tensor, *, is_sum: bool = False) -> None:
         """`is_sum`: the gradient includes everything that was added before."""
-        with (
-            uninterrupted(),
-            self._lock,
-            self._tracer.during(Track.ENGINE, "take gradient"),
-        ):
-            self._backwards.ensure_armed()
-            if is_sum:
-                self._gradients.forget(param.spec)
-            self._gradients.add(param.unit, param.spec, gradient)
-            if param in self._shown:
-                self._shown[param] = gradient, gradient._version
+        with UNINTERRUPTED, self._lock:
+            if self._tracer.is_on:
+                with self._tracer.during(Track.ENGINE, "take gradient"):
+                    self._add_now(param, gradient, is_sum)
+            else:
+                self._add_now(param, gradient, is_sum)
+
+    def _add_now(self, param: OffloadedParam, gradient: torch.Tensor, is_sum: bool) -> None:
+        self._backwards.ensure_armed()
+        if is_sum:
+            self._gradients.forget(param.spec)
+        self._gradients.add(param.unit, param.spec, gradient)
+        if self._shown and param in self._shown:
+            self._shown[param] = gradient, gradient._version
 
     def drop(self, params: Iterable[OffloadedParam]) -> None:
         """Drops incomplete gradients of a backward that was interrupted."""
@@ -113,6 +116,7 @@ class ParamGrads:
     # -- Looking ---------------------------------------------------------------------------------
 
     def has(self, param: OffloadedParam) -> bool:
+        """Whether the parameter has a gradient."""
         return self._gradients.has(param.spec)
 
     def read(self, param: OffloadedParam) -> torch.Tensor | None:
@@ -125,15 +129,16 @@ class ParamGrads:
             return self._gradients.read(param.unit, param.spec)
 
     def stamp(self, param: OffloadedParam) -> tuple[int, int] | None:
+        """See `GradientSink.stamp`."""
         return self._gradients.stamp(param.spec)
 
     @contextmanager
     def shown(self, params: Iterable[OffloadedParam]) -> Iterator[None]:
         """Shows copies of the gradients on the compute parameters for the time of a `with` block. A
         change of a copy becomes the gradient at the end."""
-        mine = [param for param in params if param.compute.grad is None]
+        own = [param for param in params if param.compute.grad is None]
         try:
-            for param in mine:
+            for param in own:
                 gradient = self.read(param)
                 if gradient is not None:
                     shown = gradient.to(param.compute.device, param.compute.dtype)
@@ -141,7 +146,7 @@ class ParamGrads:
                     self._shown[param] = shown, shown._version
             yield
         finally:
-            for param in mine:
+            for param in own:
                 self._hide(param)
 
     def _hide(self, param: OffloadedParam) -> None:
@@ -156,6 +161,7 @@ class ParamGrads:
     # -- Changing --------------------------------------------------------------------------------
 
     def forget(self, param: OffloadedParam) -> None:
+        """Drops the gradient."""
         with self._lock:
             self._gradients.forget(param.spec)
 

@@ -7,7 +7,7 @@ handle, which runs the function with real tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -55,7 +55,8 @@ def _set_values(handle: Handle, value: torch.Tensor) -> None:
             f"it cannot share its memory with {value.name_in_model!r}; under torch.no_grad() use "
             "copy_",
         )
-    _converted(handle, value.device, value.dtype)
+    if not _is_on(handle, value.device) or value.dtype is not handle.dtype:
+        _refuse_conversion(handle, value.device, value.dtype)
     if value.shape != handle.shape:
         raise ParameterNotResident(
             handle.name_in_model,
@@ -65,7 +66,7 @@ def _set_values(handle: Handle, value: torch.Tensor) -> None:
     handle.lose_aliases(is_gradient=False)
     handle.make_data().copy_(value)
     # A graph that saved the old value, which is overwritten, must find out.
-    torch.autograd.graph.increment_version(handle.owner.leaves_of(handle))
+    handle.owner.increment_version(handle)
 
 
 def _set_requires_grad(handle: Handle, value: bool) -> None:
@@ -102,17 +103,26 @@ def _refuse_grad_hook(handle: Handle, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """Returns the handle if `.to()` changes nothing; refuses anything else, because the engine owns
-    dtype and device."""
-    same_device = device is None or (
+def _is_on(handle: Handle, device: torch.device | None) -> bool:
+    return device is None or (
         device.type == handle.device.type
         and (device.index is None or handle.device.index in (None, device.index))
     )
-    if same_device and dtype in (None, handle.dtype):
+
+
+def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """Returns the handle if `.to()` changes nothing. A copy in another dtype, or on the host, is
+    computed like any function. Refuses another device, because the engine owns the device."""
+    if _is_on(handle, device) and dtype in (None, handle.dtype):
         return handle
-    if handle.is_gradient:
+    if handle.is_gradient or _is_on(handle, device) or torch.device("cpu") == device:
         return NotImplemented
+    return _refuse_conversion(handle, device, dtype)
+
+
+def _refuse_conversion(
+    handle: Handle, device: torch.device | None, dtype: torch.dtype | None
+) -> NoReturn:
     raise UnsupportedError(
         f"{handle.name_in_model!r} cannot be converted from {handle.dtype} on {handle.device} to "
         f"{dtype or handle.dtype} on {device or handle.device}: its tier owns it. Choose the dtype "
@@ -199,7 +209,7 @@ Handle.functions = {
     torch.Tensor.half: _convert_to(torch.float16),
     torch.Tensor.bfloat16: _convert_to(torch.bfloat16),
     torch.Tensor.double: _convert_to(torch.float64),
-    torch.Tensor.float: lambda h, *a, **k: h if h.dtype is torch.float32 else NotImplemented,
+    torch.Tensor.float: _convert_to(torch.float32),
     torch.Tensor.cpu: lambda h, *a, **k: h if _rests_as_is(h) else NotImplemented,
     torch.Tensor.cuda: _move_to("cuda"),
     torch.Tensor.data_ptr: _refuse_storage,

@@ -17,16 +17,18 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from typing_extensions import override
 
 from infinity.errors import CapacityError, InfinityError, ParameterNotResident, UnsupportedError
 from infinity.modules.edits import WeightEdits
 from infinity.modules.grads import ParamGrads
 from infinity.modules.handle import Handle, find_handles, replace_handles
+from infinity.modules.handle_tensor import Owner
 from infinity.modules.hooks import BackwardCalls, ModuleCall, nodes_since
-from infinity.modules.mirrors import mirrored
+from infinity.modules.mirrors import Original, mirrored
 from infinity.modules.outputs import detach_from_parameters
 from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.state_values import StateValue
@@ -36,9 +38,6 @@ from infinity.observe import Counters
 from infinity.state.units import Unit
 from infinity.streaming.passes import Passes
 from infinity.tiers.pool import HostPool
-
-if TYPE_CHECKING:
-    from infinity.engine.engine import Engine
 
 _log = logging.getLogger("infinity")
 
@@ -61,12 +60,12 @@ class _Lent:
         return self.is_target or self.tensor._version != self.version
 
 
-class HandleOps:
+class HandleOps(Owner, Original):
     """The owner of every handle of one engine: see `handle.Owner`."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: object,
         units: Sequence[Unit],
         pool: HostPool,
         passes: Passes,
@@ -110,11 +109,13 @@ class HandleOps:
         with torch._C.DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
 
+    @override
     def state_value(self, handle: Handle) -> torch.Tensor:
         return StateValue.make(handle)
 
     # -- Gradients -------------------------------------------------------------------------------
 
+    @override
     def gradient_of(self, handle: Handle) -> torch.Tensor | None:
         param = self._known(handle)
         if not self._grads.has(param):
@@ -130,12 +131,19 @@ class HandleOps:
         self._refuse_closed(handle.name_in_model)
         self._grads.put(self._known(handle), value, is_other=is_other)
 
+    @override
     def forget_gradient(self, handle: Handle) -> None:
         self._grads.forget(self._known(handle))
 
+    @override
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
         return [self._known(handle).compute]
 
+    @override
+    def increment_version(self, handle: Handle) -> None:
+        self._known(handle).increment_version()
+
+    @override
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         self._grads.take(self._known(handle), gradient)
 
@@ -148,6 +156,7 @@ class HandleOps:
         assert param is not None, handle
         return param
 
+    @override
     def module_handle(self, name: str) -> Handle:
         return self._param_table.named(name).handle
 
@@ -173,11 +182,12 @@ class HandleOps:
         for handle in handles:
             if isinstance(handle.owner, TiledParam) and handle.kept is None:
                 return handle.owner.compute_with(function, args, kwargs, changes=changes)
-        mine = {id(h): h for h in handles if h.owner is self and h.kept is None}
-        params = {key: self._param_behind(handle) for key, handle in mine.items()}
-        changed = [h for h in changes if id(h) in mine and not h.is_gradient]
-        read = [params[key] for key, handle in mine.items() if not handle.is_gradient]
+        own = {id(h): h for h in handles if h.owner is self and h.kept is None}
+        params = {key: self._param_behind(handle) for key, handle in own.items()}
+        changed = [h for h in changes if id(h) in own and not h.is_gradient]
+        read = [params[key] for key, handle in own.items() if not handle.is_gradient]
         units = list(dict.fromkeys(param.unit.index for param in read))
+        self._uses.refuse_transforms(units)
         self._note_fault([param.name for param in read], function)
         first = torch.autograd._get_sequence_nr()
         if self._initialising is not None:
@@ -186,7 +196,7 @@ class HandleOps:
         with setting, self._uses.using(units):
             if self._initialising is None:
                 self._edits.lend_params(params[id(h)] for h in changed)
-            lent = {key: self._lend(h, params[key], changes) for key, h in mine.items()}
+            lent = {key: self._lend(h, params[key], changes) for key, h in own.items()}
 
             def real(handle: Handle) -> torch.Tensor:
                 if handle.kept is not None:
@@ -222,7 +232,7 @@ class HandleOps:
         if handle.is_gradient:
             tensor = self._read_gradient(handle)
         else:
-            tensor = param.compute.data if handle.is_data else param.compute
+            tensor = param.place.detach() if handle.is_data else param.compute
         is_target = any(handle is each for each in changes)
         return _Lent(handle, param, tensor, tensor._version, is_target)
 
@@ -284,17 +294,19 @@ class HandleOps:
         """Copies views of memory that will be released, and fetches the units again in the backward
         of the result."""
         answer = detach_from_parameters(answer, self._param_table.is_parameter_memory)
-        self._backwards.watch(ModuleCall(units), *nodes_since(first, answer))
+        self._backwards.watch(ModuleCall(units), nodes_since(first, answer))
         return answer
 
     # -- Mirrors ---------------------------------------------------------------------------------
 
+    @override
     def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
         param = self._param_table.named(name)
         if is_gradient:
             return self._grads.stamp(param)
         return 0, param.compute._version, param.changes
 
+    @override
     def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
         param = self._param_table.named(name)
         stop = start + into.numel()
@@ -307,6 +319,7 @@ class HandleOps:
         with self._uses.using([param.unit.index]):
             into.copy_(_bytes_of(param.compute, param)[start:stop])
 
+    @override
     def write_bytes(
         self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
     ) -> None:
@@ -323,7 +336,7 @@ class HandleOps:
         with self._setting([unit]), self._uses.using([unit]), torch.no_grad():
             self._edits.lend_params([param])
             _bytes_of(param.compute, param)[place] = values
-            torch.autograd.graph.increment_version([param.compute])
+            param.increment_version()
 
     # -- Initialisation --------------------------------------------------------------------------
 

@@ -46,16 +46,29 @@ class Owner(Protocol):
     def module_handle(self, name: str) -> Handle:
         """Returns the handle in the modules, for a handle that `.data` or `.grad` returned."""
 
-    def gradient_of(self, handle: Handle) -> torch.Tensor | None: ...
-    def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None: ...
-    def forget_gradient(self, handle: Handle) -> None: ...
-    def zero_gradient(self, handle: Handle) -> None: ...
-    def set_trainable(self, handle: Handle, is_trainable: bool) -> None: ...
+    def gradient_of(self, handle: Handle) -> torch.Tensor | None:
+        """Returns the gradient as a handle or tensor; None without one."""
+
+    def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
+        """Makes `value` the gradient. `is_other`: a new one, and not a change of the former."""
+
+    def forget_gradient(self, handle: Handle) -> None:
+        """Drops the gradient."""
+
+    def zero_gradient(self, handle: Handle) -> None:
+        """Fills the gradient with zeros."""
+
+    def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
+        """Sets `requires_grad` of the parameter."""
+
     def state_value(self, handle: Handle) -> torch.Tensor:
         """Returns the value of the parameter in a `state_dict()`."""
 
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
         """Returns the parameters that accumulate the handle's gradients, in order of rows."""
+
+    def increment_version(self, handle: Handle) -> None:
+        """Makes a graph that saved the old value raise in its backward."""
 
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         """Adds a gradient that autograd has delivered to the handle itself."""
@@ -135,6 +148,7 @@ class Handle(torch.Tensor):
         self.aliases[id(alias)] = alias
 
     def lose_aliases(self, kind: type | tuple[type, ...] = object, *, is_gradient: bool) -> None:
+        """Makes the aliases keep their content; see `Alias.lose`."""
         aliases: MutableMapping[int, Alias] = self.aliases or {}
         for key, alias in list(aliases.items()):
             if alias.is_gradient == is_gradient and isinstance(alias, kind):
@@ -142,6 +156,7 @@ class Handle(torch.Tensor):
                 del aliases[key]
 
     def lose(self) -> None:
+        """See `Alias.lose`."""
         stamp = cast(Original, self.owner).stamp(self.name_in_model, is_gradient=self.is_gradient)
         if not self.is_gradient or (stamp is not None and stamp[0] == self.number):
             self.kept = self.clone()

@@ -2,7 +2,9 @@
 
   pre-forward      acquires the units of the hooked module
   post-forward     releases the units; finds the autograd nodes that this forward has made
-  pre-backward     the first gradient that reaches one of these nodes acquires the units again
+  pre-backward     the first gradient that reaches one of these nodes acquires the units again;
+                   nodes that read no tensor (`_READS_NOTHING`) need no hook, but for the first
+                   and the last ones of the forward
   post-backward    the last of these nodes has run: releases the units
   end of backward  releases every unit that is still in use (after an exception or a fault)
 
@@ -32,18 +34,20 @@ Note [No cycles]
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol, TypeGuard
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.compiler import is_dynamo_compiling
 
 from infinity.errors import UnsupportedError
-from infinity.modules.interrupts import uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.outputs import detach_from_parameters, tensors_in
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
@@ -65,30 +69,56 @@ class ModuleCall:
     units: list[int]
     backward_id: int = OUTSIDE_BACKWARD
     exits_left: int = 0
+    streams: set[Hashable] = dataclasses.field(default_factory=set)  # Of its backward so far.
 
 
 class Uses(Protocol):
     """The part of `UnitUses` that hooks call."""
 
     @property
-    def yields_at_tiles(self) -> bool: ...
+    def yields_at_tiles(self) -> bool:
+        """Whether a forward may be suspended at a tile."""
 
     def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
         """Lets the other micro-batches reach the same tile. Called if `yields_at_tiles`: before
         `enter`, and (`is_over`) when the backward of the units is complete and about to continue
         behind them."""
 
+    def refuse_transforms(self, units: list[int]) -> None:
+        """Raises UnsupportedError inside a transform of torch.func, unless the units are in use."""
+
     def begin_use(self, hooked: HookedModule) -> None:
         """Announces a forward of the hooked module, before its units are acquired."""
 
-    def enter(self, units: list[int]) -> None: ...
-    def leave(self, units: list[int]) -> None: ...
-    def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
-    def check_saved(self, units: list[int], nodes: Iterable[Node]) -> None:
+    @property
+    def current_stream(self) -> Callable[[], Hashable] | None:
+        """Asks for the stream that is current in this thread. None: the device has no streams."""
+
+    def enter(self, units: list[int]) -> None:
+        """Begins a use of each unit; their modules show parameters."""
+
+    def join(self, units: list[int]) -> None:
+        """Makes units that are in use usable for the stream that is current, too."""
+
+    def leave(self, units: list[int]) -> None:
+        """Ends a use of each unit; the modules of unused units show handles."""
+
+    def is_parameter_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of a unit's weights."""
+
+    def check_saved(self, units: list[int], nodes: ForwardNodes) -> None:
         """Raises UnsupportedError if a node has saved a weight whose memory will be released."""
 
-    def backward_started(self) -> None: ...
-    def backward_ended(self) -> None: ...
+    def backward_started(self) -> None:
+        """Called once at the start of each backward."""
+
+    def backward_ended(self) -> None:
+        """Called once at the end of each backward, also of one that failed."""
+
+
+# As `current_backward`, which would be one more call for every node of every backward.
+_current_backward: Callable[[], int] = torch._C._current_graph_task_id
+_is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 
 class BackwardCalls:
@@ -99,32 +129,54 @@ class BackwardCalls:
         self._calls: dict[ModuleCall, None] = {}
         self._armed: set[int] = set()
 
-    def watch(self, call: ModuleCall, inner: Iterable[Node], exits: list[Node]) -> None:
+    def watch(self, call: ModuleCall, nodes: ForwardNodes) -> None:
         """Registers hooks that keep the units in use while these nodes run in a backward."""
-        for node in inner:
-            node.register_prehook(lambda gradients: self._reached(call, exits))
+        exits = nodes.exits
+        before, before_exit = self._before(call, exits), self._before(call, ())
+        for node in nodes.guarded:
+            node.register_prehook(before)
         for node in exits:
-            node.register_prehook(lambda gradients: self._reached(call, ()))
+            node.register_prehook(before_exit)
             node.register_hook(lambda inputs, outputs: self._passed(call))
         if self._uses.yields_at_tiles:
             units = call.units
-            for node in _behind({*inner, *exits}):
+            for node in _behind({*nodes.inner, *exits}):
                 node.register_prehook(
                     lambda gradients: self._uses.yield_at_tile(units, is_over=True)
                 )
 
-    def _reached(self, call: ModuleCall, exits: Iterable[Node]) -> None:
-        """Runs before a node of the forward. `exits` is empty if the node is an exit itself."""
-        running = current_backward()
+    def _before(self, call: ModuleCall, exits: Iterable[Node]) -> Callable[[Any], None]:
+        """Returns the hook before a node of the forward. `exits` is empty if the node is an exit
+        itself. Most nodes find the units in use, so that case makes no further call."""
+        current_stream = self._uses.current_stream
+
+        def reached(gradients: Any) -> None:
+            running = _current_backward()
+            if call.backward_id != running or _is_grad_enabled():
+                self._reached(call, exits, running)
+            elif current_stream is not None and current_stream() not in call.streams:
+                self._join(call)
+
+        return reached
+
+    def _join(self, call: ModuleCall) -> None:
+        """A node of the call is on a stream that the first one was not on."""
+        assert self._uses.current_stream is not None
+        self._uses.join(call.units)
+        call.streams.add(self._uses.current_stream())
+
+    def _reached(self, call: ModuleCall, exits: Iterable[Node], running: int) -> None:
         if torch.is_grad_enabled():
             self._follow(call)
         if call.backward_id == running:
             return
         if self._uses.yields_at_tiles:
             self._uses.yield_at_tile(call.units)
-        with uninterrupted():
+        with UNINTERRUPTED:
             self._arm(running)
             self._uses.enter(call.units)
+            if self._uses.current_stream is not None:
+                call.streams = {self._uses.current_stream()}
             call.backward_id = running
             self._calls[call] = None
             call.exits_left = sum(map(torch._C._will_engine_execute_node, exits)) or 1
@@ -135,7 +187,7 @@ class BackwardCalls:
         first = torch.autograd._get_sequence_nr()
 
         def made(inputs: tuple[torch.Tensor | None, ...], outputs: Any) -> None:
-            self.watch(ModuleCall(call.units), *nodes_since(first, inputs))
+            self.watch(ModuleCall(call.units), nodes_since(first, inputs))
 
         torch._C._current_autograd_node().register_hook(made)
 
@@ -147,7 +199,7 @@ class BackwardCalls:
             self._release(call)
 
     def _release(self, call: ModuleCall) -> None:
-        with uninterrupted():
+        with UNINTERRUPTED:
             del self._calls[call]
             call.backward_id = OUTSIDE_BACKWARD
             self._uses.leave(call.units)
@@ -161,12 +213,12 @@ class BackwardCalls:
 
     def ensure_armed(self) -> None:
         """Queues the callback for gradients that arrive before any hooked module is entered."""
-        running = current_backward()
-        if running != OUTSIDE_BACKWARD:
+        running = _current_backward()
+        if running not in self._armed and running != OUTSIDE_BACKWARD:
             self._arm(running)
 
     def _ended(self, running: int) -> None:
-        with uninterrupted():
+        with UNINTERRUPTED:
             self._armed.discard(running)
             # INV-6: nothing stays in use after a backward, nor after an exception.
             for call in [call for call in self._calls if call.backward_id == running]:
@@ -185,13 +237,22 @@ class BackwardCalls:
 
 
 def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes torch.compile break its graph before `hook`, with an error under fullgraph=True."""
+    """Makes torch.compile break its graph before `hook`, with an error under fullgraph=True.
+
+    `torch._dynamo.disable` costs several calls each time, so it is entered only where Dynamo
+    traces: there `is_dynamo_compiling` is True.
+    """
     reason = (
         "infinity fetches the weights of a module between graphs; leave out fullgraph=True, or "
         "compile functions that own no parameters and are called inside modules"
     )
     disabled: Callable[..., Any] = torch._dynamo.disable(hook, reason=reason)
-    return disabled
+
+    @functools.wraps(hook)
+    def outside(*args: Any) -> Any:
+        return disabled(*args) if is_dynamo_compiling() else hook(*args)
+
+    return outside
 
 
 def refuse_jit() -> NoReturn:
@@ -211,6 +272,7 @@ class Unscriptable:
         module.__dict__["__prepare_scriptable__"] = refuse_jit
 
     def remove(self) -> None:
+        """Allows torch.jit.script again."""
         self._module.__dict__.pop("__prepare_scriptable__", None)
 
 
@@ -251,7 +313,7 @@ class ModuleHooks:
     def held(self) -> Iterator[list[int]]:
         """Keeps the units in use for the time of a `with` block, and suspends the hooks."""
         self._uses.begin_use(self._hooked)
-        with uninterrupted():
+        with UNINTERRUPTED:
             self._backwards.ensure_armed()
             self._uses.enter(self._hooked.units)
         was_suspended, self.is_suspended = self.is_suspended, True
@@ -263,11 +325,12 @@ class ModuleHooks:
 
     @property
     def is_running(self) -> bool:
+        """Whether a forward of the module runs."""
         return bool(self._running)
 
     def reset(self) -> None:
         """Forgets forwards that ended by an exception, which hooks do not see."""
-        with uninterrupted():
+        with UNINTERRUPTED:
             while self._running:
                 _, numbers = self._running.popitem()
                 for _ in numbers:
@@ -279,10 +342,11 @@ class ModuleHooks:
             refuse_jit()
         if self.is_suspended:
             return
+        self._uses.refuse_transforms(self._hooked.units)
         if self._uses.yields_at_tiles:
             self._uses.yield_at_tile(self._hooked.units)
         self._uses.begin_use(self._hooked)
-        with uninterrupted():
+        with UNINTERRUPTED:
             self._uses.enter(self._hooked.units)
             numbers = self._running.setdefault(threading.get_ident(), [])
             numbers.append(torch.autograd._get_sequence_nr())
@@ -292,7 +356,7 @@ class ModuleHooks:
         numbers = self._running.get(threading.get_ident())
         if not numbers:
             return output  # The pre-forward hook has raised.
-        with uninterrupted():
+        with UNINTERRUPTED:
             first = numbers.pop()
             if not numbers:
                 del self._running[threading.get_ident()]
@@ -305,34 +369,67 @@ class ModuleHooks:
                 self._uses.leave(self._hooked.units)
 
     def _watch(self, first: int, output: Any) -> None:
-        inner, exits = nodes_since(first, output)
-        self._uses.check_saved(self._hooked.units, [*inner, *exits])
-        self._backwards.watch(ModuleCall(self._hooked.units), inner, exits)
+        nodes = nodes_since(first, output)
+        self._uses.check_saved(self._hooked.units, nodes)
+        self._backwards.watch(ModuleCall(self._hooked.units), nodes)
 
 
 # AccumulateGrad nodes have the highest possible number.
 _ACCUMULATES = 2**64 - 1
 
+# Nodes whose backward reads gradients and sizes alone (tools/autograd/derivatives.yaml).
+_READS_NOTHING = frozenset(
+    f"{name}Backward{number}"
+    for name, number in (
+        ("Add", 0), ("Alias", 0), ("AsStrided", 0), ("Cat", 0), ("Clone", 0), ("Expand", 0),
+        ("Neg", 0), ("Permute", 0), ("ReshapeAlias", 0), ("Select", 0), ("Slice", 0),
+        ("Split", 0), ("Squeeze", 0), ("Squeeze", 1), ("Stack", 0), ("Sub", 0), ("T", 0),
+        ("ToCopy", 0), ("Transpose", 0), ("Transpose", 1), ("Unbind", 0), ("UnsafeView", 0),
+        ("Unsqueeze", 0), ("View", 0),
+    )
+)  # fmt: skip
 
-def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
-    """Returns the nodes numbered `first` or higher that the tensors of `output` reach, as (inner
-    nodes, exits)."""
 
-    def is_new(node: Node | None) -> TypeGuard[Node]:
-        return node is not None and first <= node._sequence_nr() < _ACCUMULATES
+@dataclasses.dataclass(eq=False, slots=True)
+class ForwardNodes:
+    """The nodes that one forward has made. `exits` have no next node among them, `inner` have.
+    `guarded`: the inner nodes that find the units in use when they run."""
 
-    inner: list[Node] = []
-    exits: list[Node] = []
-    seen = {t.grad_fn for t in tensors_in(output) if is_new(t.grad_fn)}
-    waiting = list(seen)
+    inner: list[Node]
+    exits: list[Node]
+    guarded: list[Node]
+
+
+def nodes_since(first: int, output: Any) -> ForwardNodes:
+    """Returns the nodes numbered `first` or higher that the tensors of `output` reach."""
+    found = ForwardNodes([], [], [])
+    tops = {tensor.grad_fn for tensor in tensors_in(output)}
+    entries = {
+        node for node in tops if node is not None and first <= node._sequence_nr() < _ACCUMULATES
+    }
+    waiting, seen = list(entries), set(entries)
     while waiting:
         node = waiting.pop()
-        behind = [following for following, _ in node.next_functions if is_new(following)]
-        (inner if behind else exits).append(node)
-        fresh = set(behind) - seen
-        seen |= fresh
-        waiting.extend(fresh)
-    return inner, exits
+        is_exit, has_parameter = True, False
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            number = following._sequence_nr()
+            if number >= _ACCUMULATES:
+                has_parameter = True
+            elif number >= first:
+                is_exit = False
+                if following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        if is_exit:
+            found.exits.append(node)
+            continue
+        found.inner.append(node)
+        # A gradient of a parameter comes after the update that the last step has left pending.
+        if has_parameter or node in entries or node.name() not in _READS_NOTHING:
+            found.guarded.append(node)
+    return found
 
 
 def _behind(nodes: set[Node]) -> set[Node]:

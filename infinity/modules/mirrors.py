@@ -34,13 +34,13 @@ class Original(Protocol):
         """Returns a value that changes with the bytes. Its first number identifies the gradient.
         None if there is no gradient."""
 
-    def read_bytes(
-        self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool
-    ) -> None: ...
+    def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
+        """Copies the bytes from `start` on into `into`: uint8, flat."""
 
     def write_bytes(
         self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
-    ) -> None: ...
+    ) -> None:
+        """Copies `values` to the bytes from `start` on: uint8, flat."""
 
 
 class Origin:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.modules.handle import Handle
@@ -32,12 +33,14 @@ class Follower(nn.Parameter):
 
     @property
     def handle(self) -> Handle:
+        """The handle in the modules. Raises ParameterNotResident if the model is gone."""
         handle = self.stands_for()
         if handle is None:
             raise ParameterNotResident(self.name_in_model, "its offloaded model is gone")
         return handle
 
     @property
+    @override
     def grad(self) -> torch.Tensor | None:
         return self.handle.grad
 

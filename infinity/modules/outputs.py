@@ -47,6 +47,8 @@ def detach_from_parameters(output: Any, is_parameter_memory: Callable[[torch.Ten
     returned as views of parameters. A tensor that appears twice becomes one copy that appears
     twice.
     """
+    if isinstance(output, torch.Tensor):
+        return output.clone() if is_parameter_memory(output) else output
     return _detached(output, is_parameter_memory, {}, [], 0)
 
 

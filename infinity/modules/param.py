@@ -36,23 +36,32 @@ class OffloadedParam:
     compute: nn.Parameter
     registrations: list[Registration]
     original: nn.Parameter | None  # The parameter before offload; restored if offload fails.
-    version: int = 0  # Version of the compute parameter when the module began to show it.
+    version: int = 0  # Version of the compute parameter when its last use began, or ended.
     changes: int = 0  # Counts the changes that `compute._version` does not count.
     optimizer: weakref.ref[Any] | None = None  # The optimizer that owns its moments.
     place: torch.Tensor = field(init=False)
+    is_shown: bool = False
     was_replaced: bool = False  # Its `.data` was assigned since the module began to show it.
 
     def __post_init__(self) -> None:
         self.place = self.compute.data
+        self.version = self.compute._version
 
     def __repr__(self) -> str:
         # Without the compute parameter: printing it would read released memory.
         return f"OffloadedParam({self.name!r})"
 
-    def shown(self) -> None:
-        """Records that the module shows the compute parameter from now on."""
+    def settle(self) -> None:
+        """Records that the engine has taken over every change of the compute parameter."""
         self.version = self.compute._version
-        self.was_replaced = False
+        self.is_shown = False
+
+    def increment_version(self) -> None:
+        """Records a change by the engine: a backward that saved the old value raises, as in plain
+        PyTorch."""
+        torch.autograd.graph.increment_version(self.compute)
+        if not self.is_shown:
+            self.settle()
 
     @property
     def was_changed(self) -> bool:
@@ -98,8 +107,16 @@ class ParamTable:
         self._by_unit: dict[int, list[OffloadedParam]] = {}
         for param in self._params:
             self._by_unit.setdefault(param.unit.index, []).append(param)
+        # What every use of a unit walks through, twice: parameter, module, attribute.
+        self._places: dict[int, list[tuple[OffloadedParam, Any, str]]] = {
+            unit: [(each, at.module, at.attribute) for each in params for at in each.registrations]
+            for unit, params in self._by_unit.items()
+        }
         self._rnns = {unit: _rnns_of(params) for unit, params in self._by_unit.items()}
-        self._storages = {param.compute.untyped_storage()._cdata for param in self._params}
+        self._by_storage: dict[int, list[OffloadedParam]] = {}
+        for param in self._params:
+            storage = param.compute.untyped_storage()._cdata
+            self._by_storage.setdefault(storage, []).append(param)
 
     # -- Showing ---------------------------------------------------------------------------------
 
@@ -119,16 +136,37 @@ class ParamTable:
 
     def show_parameters(self, unit: int) -> None:
         """Replaces the handles of a unit with its compute parameters."""
+        for param, module, attribute in self._places[unit]:
+            if module._parameters.get(attribute) is param.handle:
+                module._parameters[attribute] = param.compute
+            else:
+                param.show(param.compute, param.handle)
         for param in self._by_unit[unit]:
-            param.show(param.compute, param.handle)
-            param.shown()
-        _refresh(self._rnns[unit])
+            param.version, param.was_replaced = param.compute._version, False
+            param.is_shown = True
+        if self._rnns[unit]:
+            _refresh(self._rnns[unit])
 
     def show_handles(self, unit: int) -> None:
         """Replaces the compute parameters of a unit with its handles."""
-        for param in self._by_unit[unit]:
-            param.show(param.handle, param.compute)
-        _refresh(self._rnns[unit])
+        for param, module, attribute in self._places[unit]:
+            if module._parameters.get(attribute) is param.compute:
+                module._parameters[attribute] = param.handle
+            else:
+                param.show(param.handle, param.compute)
+        if self._rnns[unit]:
+            _refresh(self._rnns[unit])
+
+    def moved_away(self, unit: int) -> list[OffloadedParam]:
+        """Returns the parameters of a unit that `.data =` has moved out of the unit's region."""
+        return [p for p in self.of_unit(unit) if not p.compute.is_set_to(p.place)]
+
+    def was_changed(self, unit: int) -> bool:
+        """Whether a parameter of the unit was changed since its module began to show it."""
+        for param in self.of_unit(unit):
+            if param.was_replaced or param.compute._version != param.version:
+                return True
+        return False
 
     # -- Looking up ------------------------------------------------------------------------------
 
@@ -152,9 +190,31 @@ class ParamTable:
         if tensor.layout is not torch.strided or isinstance(tensor, Handle):
             return False
         try:
-            return tensor.untyped_storage()._cdata in self._storages
+            return tensor.untyped_storage()._cdata in self._by_storage
         except (NotImplementedError, RuntimeError):
             return False  # A wrapper subclass has no storage.
+
+    def storages(self) -> Iterable[int]:
+        """Returns the addresses of the storages that hold compute parameters."""
+        return self._by_storage.keys()
+
+    def under(self, tensor: torch.Tensor) -> list[OffloadedParam]:
+        """Returns the parameters whose memory a strided tensor over it spans."""
+        found = self._by_storage.get(tensor.untyped_storage()._cdata, [])
+        first, end = _span(tensor)
+        return [
+            param
+            for param in found
+            if first < _span(param.place)[1] and _span(param.place)[0] < end
+        ]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first byte and the end of a tensor in its storage."""
+    first = tensor.storage_offset()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((n - 1) * step for n, step in steps)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def _replace_below(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ class OwnProcess:
 
     @property
     def is_here(self) -> bool:
+        """Whether this is the process that made the object, and not a fork of it."""
         return os.getpid() == self._pid
 
     def refuse_others(self) -> None:

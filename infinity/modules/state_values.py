@@ -35,6 +35,7 @@ class StateValue(torch.Tensor):
 
     @staticmethod
     def make(handle: Handle) -> StateValue:
+        """Returns the value of a handle. Reads no bytes."""
         with torch._C.DisableTorchFunctionSubclass():
             value = torch.Tensor._make_wrapper_subclass(
                 StateValue,

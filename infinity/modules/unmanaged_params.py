@@ -29,9 +29,12 @@ class UnmanagedParams:
         is in no optimizer of torch, or if it has not changed since the last step although it had a
         gradient then, too."""
         model = self._model()
+        if model is None or not _has_unmanaged_gradient(model):
+            self._seen = {}
+            return
         found: dict[str, tuple[int, int]] = {}
         fresh: dict[int, str] = {}
-        for name, parameter in [] if model is None else model.named_parameters():
+        for name, parameter in model.named_parameters():
             if isinstance(parameter, Handle) or not parameter.requires_grad:
                 continue
             if parameter.grad is not None:
@@ -50,6 +53,27 @@ class UnmanagedParams:
                 "optimizer of torch.optim that exists before the step of infinity's optimizer"
             )
         self._seen = found
+
+
+def _has_unmanaged_gradient(model: nn.Module) -> bool:
+    """Whether a parameter that is no handle has a gradient. Every step asks, so the walk makes no
+    call for a module or a parameter."""
+    waiting: list[nn.Module | None] = [model]
+    seen = {id(model)}
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            continue
+        for parameter in module._parameters.values():
+            if parameter is None or isinstance(parameter, Handle):
+                continue
+            if parameter.requires_grad and parameter.grad is not None:
+                return True
+        for child in module._modules.values():
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return False
 
 
 def _in_optimizers() -> set[int]:

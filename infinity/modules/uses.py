@@ -9,15 +9,15 @@ but when the backward comes to the next unit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torch.autograd.graph import Node
+import torch
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.edits import WeightEdits
-from infinity.modules.hooks import HookedModule
-from infinity.modules.interrupts import uninterrupted
+from infinity.modules.hooks import ForwardNodes, HookedModule
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.param import ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
@@ -61,12 +61,12 @@ class UnitUses:
         self._passes = passes
         self._tracer = tracer
         self._param_table = param_table
+        self.current_stream = weight_cache.current_stream
         self._changes = changes
         self._lock = lock
         self._process = OwnProcess()
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
-        self.watched_units: frozenset[int] = frozenset()  # Modules may write them through `.data`.
         self.on_tile: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = param_table.is_parameter_memory
         self.begin_use: Callable[[HookedModule], None] = (
@@ -77,53 +77,63 @@ class UnitUses:
 
     @property
     def yields_at_tiles(self) -> bool:
+        """See `Uses.yields_at_tiles`."""
         return self.on_tile is not None
 
     def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
+        """See `Uses.yield_at_tile`."""
         if self.on_tile is not None:
             self.on_tile(units, is_over)
 
     def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
-        """Makes units usable. All or none: a failure lets go of those already held. `is_of_pass`:
-        a hooked module is come to, so that others will be; else nothing is fetched ahead."""
+        """Begins a use of each unit, or of none: a failure ends the uses that have begun.
+
+        `is_of_pass`: a hooked module begins its pass; without it nothing is fetched ahead.
+
+        Work of other units rides along: a backward starts to write the gradients of the units that
+        it has left, and reads of optimizer state that comes next start.
+        """
         self._process.refuse_others()
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:
-            with uninterrupted(), self._lock, self._tracer.during(Track.ENGINE, "enter"):
-                is_backward = priority is Priority.BACKWARD
-                with self._pump(entered=units, is_backward=is_backward):
-                    # All updates first: the optimizer's ring needs one range of free memory.
-                    for unit in units:
-                        self._update(unit)
-                    for unit in units:
-                        self._acquire(unit, priority, is_of_pass)
-                        done.append(unit)
+            with UNINTERRUPTED, self._lock, self._tracer.during(Track.ENGINE, "enter"):
+                self._gradients.take_in()  # What other ranks gave is summed.
+                if priority is Priority.BACKWARD and not self._passes.is_layer_major:
+                    self._write_out_left(but=units)
+                # All updates first: the optimizer's ring needs one range of free memory.
+                for unit in units:
+                    self._update(unit)
+                for unit in units:
+                    self._acquire(unit, priority, is_of_pass)
+                    done.append(unit)
+                self._updater.read_ahead()
         except BaseException:
             self.leave(done)
             raise
         if self._tracer.is_on and units:
             names = [self._units[unit].name for unit in units]
-            self._tracer.begin(tuple(units), Track.SITES, ", ".join(names))
+            self._tracer.begin(tuple(units), Track.MODULES, ", ".join(names))
+
+    def join(self, units: list[int]) -> None:
+        """Makes units that are in use usable for the stream that is current, too."""
+        with UNINTERRUPTED, self._lock:
+            for unit in units:
+                self._weight_cache.join(unit)
 
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""
         self._tracer.end(tuple(units))
         refusal = None
-        with (
-            uninterrupted(),
-            self._lock,
-            self._tracer.during(Track.ENGINE, "leave"),
-            self._pump(entered=None),
-        ):
+        with UNINTERRUPTED, self._lock, self._tracer.during(Track.ENGINE, "leave"):
             for unit in units:
                 if self._weight_cache.is_last_hold(unit):
                     refusal = self._changes.put_back(unit) or refusal
-                    if unit in self.watched_units:
-                        self._changes.note_data_writes(unit)
+                    self._changes.note_raw_writes(unit)
                 if self._weight_cache.release(unit):
                     self._release_unit(unit)
                     self._weight_cache.write_behind(unit)
+            self._updater.read_ahead()
         if refusal is not None:
             raise refusal
 
@@ -143,17 +153,18 @@ class UnitUses:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
         if not self._weight_cache.is_in_use(unit):
+            self._changes.refuse_changed_away(unit)
             self._updater.bring_up_to_date(unit, is_needed=True)
 
     def _acquire(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
         if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
             self._param_table.show_parameters(unit)
-            if unit in self.watched_units:
-                self._changes.watch_data(unit)
+            self._changes.begin_use(unit)
 
     def _release_unit(self, unit: int) -> None:
         self._param_table.show_handles(unit)
         self._changes.take_over(unit)
+        self._changes.end_use(unit)
         if current_backward() != OUTSIDE_BACKWARD:
             self._left.add(unit)
 
@@ -166,6 +177,19 @@ class UnitUses:
                 "leave infinity.gather() and finish the backward first"
             )
 
+    def refuse_transforms(self, units: list[int]) -> None:
+        """Raises UnsupportedError inside a transform of torch.func, unless the units are in use:
+        the graphs of a transform have nodes that no hook reaches."""
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return
+        if not all(map(self._weight_cache.is_in_use, units)):
+            names = ", ".join(self._units[unit].name for unit in units[:4])
+            raise UnsupportedError(
+                f"{names} would be used inside a transform of torch.func (vmap, grad, jvp), whose "
+                "backward the engine does not see. Run the transform, and the backward of its "
+                "result, inside `with infinity.gather(model):`"
+            )
+
     def close(self) -> None:
         """Nobody can hold a unit any more; those that are held show handles."""
         self.is_closed = True
@@ -173,27 +197,11 @@ class UnitUses:
             if self._weight_cache.is_in_use(unit.index):
                 self._param_table.show_handles(unit.index)
 
-    def check_saved(self, units: list[int], nodes: Iterable[Node]) -> None:
-        replaced = [s for u in units for s in self._param_table.of_unit(u) if s.stands_elsewhere]
+    def check_saved(self, units: list[int], nodes: ForwardNodes) -> None:
+        """See `Uses.check_saved`."""
+        replaced = [param for u in units for param in self._param_table.moved_away(u)]
         if replaced:
-            self._changes.refuse_saved(replaced, nodes)
-
-    # -- Work that rides along -------------------------------------------------------------------
-
-    @contextmanager
-    def _pump(self, *, entered: list[int] | None, is_backward: bool = False) -> Iterator[None]:
-        """Moves work along that belongs to other units, around a change of who uses which.
-
-        Before units are entered: gradients that other ranks gave are summed; a backward starts to
-        write the gradients of the units that it has left. After any change, unless it failed:
-        reads of optimizer state that comes next start. `entered` is None when units are left.
-        """
-        if entered is not None:
-            self._gradients.take_in()
-            if is_backward and not self._passes.is_layer_major:
-                self._write_out_left(but=entered)
-        yield
-        self._updater.read_ahead()
+            self._changes.refuse_saved(replaced, [*nodes.inner, *nodes.exits])
 
     # -- Backward --------------------------------------------------------------------------------
 
@@ -210,6 +218,7 @@ class UnitUses:
                 self._weight_cache.begin_backward()
 
     def backward_ended(self) -> None:
+        """See `Uses.backward_ended`."""
         if self._passes.is_layer_major:
             return  # One of many small ones.
         with self._lock, self._tracer.during(Track.ENGINE, "end of backward"):
@@ -224,7 +233,7 @@ class UnitUses:
 
     def end_of_block(self, units: list[int]) -> None:
         """The gradients of these units are complete: they go to where they rest."""
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             for unit in {*units, *self._left}:  # Tiles have units of their own.
                 self._gradients.write_out(self._units[unit])
             self._left.clear()

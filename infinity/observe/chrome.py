@@ -30,17 +30,17 @@ from infinity.bounded import (
     whole_number,
 )
 from infinity.errors import ConfigError
-from infinity.observe.timeline import THREAD_LANES, laid_out
+from infinity.observe.timeline import THREAD_TRACKS, laid_out
 from infinity.observe.tracer import Count, Span, Track
 from infinity.sizes import GIB
 
 SCHEMA = "infinity-trace/1"
 _PID = 1
-_ORDER = (Track.STEPS, Track.PHASES, *reversed(THREAD_LANES), Track.COPIES_IN, Track.COPIES_OUT)
+_ORDER = (Track.STEPS, Track.PHASES, *reversed(THREAD_TRACKS), Track.COPIES_IN, Track.COPIES_OUT)
 _TRANSFER_CATEGORY = "transfer"
 _MAX_NBYTES = GIB
 _LAST_US = 1e15  # Thirty years; doubles have whole nanoseconds up to about a tenth of it.
-_KINDS_OF_LANES = frozenset(map(str, Track))
+_KINDS_OF_TRACKS = frozenset(map(str, Track))
 
 
 def to_document(spans: Sequence[Span], counts: Sequence[Count]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _thread(event: dict[str, Any]) -> int:
 def _track(value: Any) -> str:
     """Reads the name of a track: one of `Track`, or one of a drive, such as "reads /mnt/swap"."""
     track = text_of(value, "the name of a track")
-    if track not in _KINDS_OF_LANES and track.partition(" ")[0] not in _KINDS_OF_LANES:
+    if track not in _KINDS_OF_TRACKS and track.partition(" ")[0] not in _KINDS_OF_TRACKS:
         raise MalformedError(f"there is no track {track!r}")
     return track
 

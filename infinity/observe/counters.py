@@ -1,4 +1,4 @@
-"""Counters: what moved, what waited, what is in use. No logic depends on them.
+"""Counters: bytes moved, seconds waited, memory in use. No logic depends on them.
 
 Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only grows:
 
@@ -6,22 +6,22 @@ Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only g
   shard_read_nbytes                          the part of them read from a checkpoint's own files
   device_in_nbytes, device_out_nbytes        bytes copied host -> device and device -> host
   activation_in_nbytes, activation_out_nbytes  saved layer inputs: copied to the device, and from it
-  read_wait_s, write_wait_s, copy_wait_s     time the training thread stood still for a transfer
+  read_wait_s, write_wait_s, copy_wait_s     time the training thread waited for a transfer
   ranks_wait_s                               the same, for other ranks
   decode_s                                   making weights of stored bytes, on the host
   update_s                                   arithmetic of the optimizer, waits not counted
-  weights_s                                  bringing weights in and out for updates
+  weights_s                                  moving weights in and out for updates
   fetches, fetches_late, fetches_unplanned   unit fetches; those waited for; those not predicted
   faults                                     operations on handles outside their module
   host_in_use_nbytes                         arena bytes lent at this moment
   ranks_gathered_nbytes                      bytes of weights exchanged with other ranks
   ranks_reduced_nbytes                       bytes of gradients exchanged with other ranks
-  ranks_collectives, ranks_called_off        operations of all ranks at once; those cancelled
-  ranks_inbox_high_water_nbytes              most memory that partial gradients took
-  ranks_inbox_spilled_nbytes                 partial gradients that went to the drives
+  ranks_collectives, ranks_cancelled         operations of all ranks at once; those cancelled
+  ranks_reduce_buffer_high_water_nbytes      most memory that partial gradients took
+  ranks_reduce_buffer_spilled_nbytes         partial gradients that went to the drives
 
-While `tracer` is on, what is timed becomes a span and a gauge a point as well, by the same readings
-of the clock: a trace and the counters never disagree.
+While `tracer` is on, every timed section also becomes a span, and every gauge a point, by the same
+readings of the clock: a trace and the counters never disagree.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from contextlib import contextmanager
 
 from infinity.observe.tracer import Tracer, Track
 
-# Where in a trace the time behind a counter is shown. Others are sums over what is shown already.
-_LANES = {
+# The track that shows the time behind a counter. Other counters are sums over shown spans.
+_TRACKS = {
     "read_wait_s": Track.STALLS,
     "write_wait_s": Track.STALLS,
     "copy_wait_s": Track.STALLS,
@@ -54,10 +54,12 @@ class Counters:
         self._values: defaultdict[str, float] = defaultdict(float)
 
     def add(self, name: str, value: float) -> None:
+        """Adds to a counter, which begins at 0. Any thread."""
         with self._lock:
             self._values[name] += value
 
     def set(self, name: str, value: float) -> None:
+        """Sets a counter, and records the value in a running trace. Any thread."""
         with self._lock:
             self._values[name] = value
         if self.tracer.is_on:
@@ -82,5 +84,5 @@ class Counters:
         finally:
             end_ns = time.monotonic_ns()
             self.add(name, (end_ns - start_ns) / 1e9)
-            if tracer.is_on and name in _LANES:
-                tracer.span(_LANES[name], what or name, start_ns, end_ns, counter=name, **details)
+            if tracer.is_on and name in _TRACKS:
+                tracer.span(_TRACKS[name], what or name, start_ns, end_ns, counter=name, **details)

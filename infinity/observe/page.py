@@ -116,7 +116,7 @@ def _data_of(view: PageView) -> dict[str, Any]:
         "edges": list(picture.edges),
         "legend": dict(picture.legend),
         "stretches": [
-            [_short(each.start), _short(each.length), each.name] for each in picture.stretches
+            [_short(each.start), _short(each.length), each.name] for each in picture.intervals
         ],
         "tracks": [_track_data(label, groups) for label, groups in picture.tracks],
     }

@@ -14,7 +14,7 @@ from typing import Any
 from infinity.errors import ConfigError, UnsupportedError
 
 _BAR_HEIGHT = 0.8
-_LEAST_NAMED_SHARE = 0.06  # Of the width; the name of a shorter stretch does not fit.
+_LEAST_NAMED_SHARE = 0.06  # Of the width; the name of a shorter interval does not fit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedStretch:
-    """A stretch of the row above the tracks, with its name where the name fits."""
+class NamedInterval:
+    """A interval of the row above the tracks, with its name where the name fits."""
 
     name: str
     start: float
@@ -43,7 +43,7 @@ class NamedStretch:
 class TrackPicture:
     """A picture of tracks over time, from the top down.
 
-    `tracks` are (label, bars). `stretches`, if any, make a row above the tracks. `edges` are
+    `tracks` are (label, bars). `intervals`, if any, make a row above the tracks. `edges` are
     vertical lines. `legend` gives the meaning of colors. The time axis goes from `start` to `end`;
     without `end` it shows every bar. `unit_s` is the length of its unit in seconds.
     """
@@ -51,7 +51,7 @@ class TrackPicture:
     title: str
     time_label: str
     tracks: Sequence[tuple[str, Sequence[Bars]]]
-    stretches: Sequence[NamedStretch] = ()
+    intervals: Sequence[NamedInterval] = ()
     edges: Sequence[float] = ()
     legend: Mapping[str, str] = field(default_factory=dict)
     start: float = 0.0
@@ -95,14 +95,14 @@ def paint(path: Path, *pictures: TrackPicture) -> None:
 
 
 def _num_rows(picture: TrackPicture) -> int:
-    return len(picture.tracks) + (1 if picture.stretches else 0)
+    return len(picture.tracks) + (1 if picture.intervals else 0)
 
 
 def _paint_tracks(axis: Any, picture: TrackPicture) -> None:
-    first = 1 if picture.stretches else 0
+    first = 1 if picture.intervals else 0
     num_rows = _num_rows(picture)
-    for stretch in picture.stretches:
-        _paint_stretch(axis, stretch, _length_of(picture))
+    for interval in picture.intervals:
+        _paint_interval(axis, interval, _length_of(picture))
     for row, (_, groups) in enumerate(picture.tracks, start=first):
         for group in groups:
             place = (row - _BAR_HEIGHT / 2, _BAR_HEIGHT)
@@ -124,15 +124,15 @@ def _paint_tracks(axis: Any, picture: TrackPicture) -> None:
 def _length_of(picture: TrackPicture) -> float:
     if picture.end is not None:
         return picture.end
-    return max((stretch.start + stretch.length for stretch in picture.stretches), default=0.0)
+    return max((interval.start + interval.length for interval in picture.intervals), default=0.0)
 
 
-def _paint_stretch(axis: Any, stretch: NamedStretch, width: float) -> None:
-    bar = (stretch.start, stretch.length)
-    axis.broken_barh([bar], (-_BAR_HEIGHT / 2, _BAR_HEIGHT), color=stretch.color, linewidth=0)
-    if stretch.length > _LEAST_NAMED_SHARE * width:
-        middle = stretch.start + stretch.length / 2
-        axis.text(middle, 0, stretch.name, ha="center", va="center", fontsize=8, clip_on=True)
+def _paint_interval(axis: Any, interval: NamedInterval, width: float) -> None:
+    bar = (interval.start, interval.length)
+    axis.broken_barh([bar], (-_BAR_HEIGHT / 2, _BAR_HEIGHT), color=interval.color, linewidth=0)
+    if interval.length > _LEAST_NAMED_SHARE * width:
+        middle = interval.start + interval.length / 2
+        axis.text(middle, 0, interval.name, ha="center", va="center", fontsize=8, clip_on=True)
 
 
 def _paint_legend(axis: Any, legend: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infinity.observe.intervals import Interval, clipped, total_s, union, without
-from infinity.observe.timeline import THREAD_LANES
+from infinity.observe.timeline import THREAD_TRACKS
 from infinity.observe.tracer import Span, Track
 
 _COPIES = (Track.COPIES_IN, Track.COPIES_OUT)
@@ -33,9 +33,9 @@ class TrackUse:
 class Stall:
     """A wait of the training thread. `waits_for`: the transfers that were not done when it began.
 
-    `asked_before_s` is how long before the stall the last of them to complete had been asked for,
-    `queued_s` how long after the stall began it was still waiting for its turn on the drive. None
-    where the trace does not know the transfer.
+    `asked_before_s`: the time from the request of the last of them to complete to the stall.
+    `queued_s`: the time that it still waited in the drive's queue after the stall began. None if
+    the trace does not know the transfer.
     """
 
     cause: str
@@ -64,7 +64,7 @@ class Bound:
     name: str  # "compute-bound", "read-bound", ...
     resource: str
     track: str
-    share: float  # Of the step in which the resource was busy.
+    share: float  # The share of the step in which the resource was busy.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def _summarize(step: Span, spans: Sequence[Span], num_stalls: int) -> StepSummar
     transfers = {span.transfer: span for span in _by_end(spans) if span.transfer is not None}
     waits = [s for s in inside if s.track == Track.STALLS and s.end_ns > s.start_ns]
     stalls = [_stall(span, window, length_s, transfers) for span in waits]
-    on_thread = [each for track in THREAD_LANES for each in busy.get(track, [])]
+    on_thread = [each for track in THREAD_TRACKS for each in busy.get(track, [])]
     return StepSummary(
         step=step.name,
         start_ns=step.start_ns,
@@ -128,7 +128,7 @@ def _summarize(step: Span, spans: Sequence[Span], num_stalls: int) -> StepSummar
 
 
 def busy_by_track(spans: Iterable[Span], window: Interval) -> dict[str, list[Interval]]:
-    """The busy intervals of each track in the window, without tracks that only name stretches."""
+    """The busy intervals of each track in the window, without tracks that only name intervals."""
     found: dict[str, list[Interval]] = {}
     for span in spans:
         if span.track not in (Track.STEPS, Track.PHASES):
@@ -143,7 +143,7 @@ def busy_from_ns(span: Span) -> int:
 
 
 def _place(track: str) -> tuple[int, str]:
-    order = (*reversed(THREAD_LANES), *_COPIES)
+    order = (*reversed(THREAD_TRACKS), *_COPIES)
     return (order.index(Track(track)) if track in order else len(order), track)
 
 
@@ -212,7 +212,7 @@ def _resource(track: str) -> str | None:
     """The resource that a track keeps busy. A stall keeps no resource busy."""
     if track == Track.STALLS:
         return None
-    if track in THREAD_LANES:
+    if track in THREAD_TRACKS:
         return _THREAD
     if track in _COPIES:
         return "copies"

@@ -16,24 +16,26 @@ from infinity.observe.intervals import Interval, union, without
 from infinity.observe.tracer import Span, Track
 
 # Earlier takes precedence where two cover one moment.
-THREAD_LANES = (Track.STALLS, Track.UPDATES, Track.ENGINE, Track.COMPUTE)
+THREAD_TRACKS = (Track.STALLS, Track.UPDATES, Track.ENGINE, Track.COMPUTE)
 
 
 def laid_out(spans: Sequence[Span]) -> list[Span]:
     """The spans a trace shows, by start, longest first."""
-    raw = (Track.STALLS, Track.UPDATES, Track.ENGINE, Track.SITES)
+    raw = (Track.STALLS, Track.UPDATES, Track.ENGINE, Track.MODULES)
     shown = [span for span in spans if span.track not in raw]
     taken: list[Interval] = []
     for track in raw:
-        mine = [span for span in spans if span.track == track]
-        pieces = list(_latest_first(mine, taken))
+        own = [span for span in spans if span.track == track]
+        pieces = list(_latest_first(own, taken))
         shown += pieces
         taken = union([*taken, *((span.start_ns, span.end_ns) for span in pieces)])
     return sorted(shown, key=lambda span: (span.start_ns, -span.end_ns))
 
 
 def _latest_first(spans: Sequence[Span], taken: Iterable[Interval]) -> Iterator[Span]:
-    """Each moment not in `taken` goes to the span that began last among those that cover it."""
+    """Yields intervals: each moment not in `taken` belongs to the span that began last among those
+    around it.
+    """
     edges = sorted({edge for span in spans for edge in (span.start_ns, span.end_ns)})
     starting = sorted(spans, key=lambda span: (span.start_ns, -span.end_ns), reverse=True)
     active: list[Span] = []
@@ -48,6 +50,6 @@ def _latest_first(spans: Sequence[Span], taken: Iterable[Interval]) -> Iterator[
             owned.setdefault(id(active[-1]), []).append((start_ns, end_ns))
     holes = list(taken)
     for span in spans:
-        track = Track.COMPUTE if span.track == Track.SITES else span.track
+        track = Track.COMPUTE if span.track == Track.MODULES else span.track
         for start_ns, end_ns in without(owned.get(id(span), ()), holes):
             yield replace(span, track=track, start_ns=start_ns, end_ns=end_ns)

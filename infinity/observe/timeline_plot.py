@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infinity.errors import ConfigError
 from infinity.observe.intervals import clipped
-from infinity.observe.painter import Bars, NamedStretch, TrackPicture, paint
+from infinity.observe.painter import Bars, NamedInterval, TrackPicture, paint
 from infinity.observe.step_summary import StepSummary, busy_by_track, busy_from_ns
 from infinity.observe.tracer import Span, Track
 from infinity.sizes import format_nbytes
@@ -56,7 +56,7 @@ def picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
             (f"{track}  {shares[track]:.0%}", [Bars(_color(track), _bars(busy[track], step))])
             for track in busy
         ],
-        stretches=_phases(spans, step),
+        intervals=_phases(spans, step),
         end=step.length_s * 1e3,
         unit_s=1e-3,
     )
@@ -105,7 +105,7 @@ def _bars(intervals: Sequence[tuple[int, int]], step: StepSummary) -> list[tuple
     return [((start - step.start_ns) / 1e6, (end - start) / 1e6) for start, end in intervals]
 
 
-def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedStretch]:
+def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedInterval]:
     phases = [
         span
         for span in spans
@@ -114,7 +114,7 @@ def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedStretch]:
         and span.start_ns < _end_ns(step)
     ]
     return [
-        NamedStretch(
+        NamedInterval(
             span.name,
             (span.start_ns - step.start_ns) / 1e6,
             (span.end_ns - span.start_ns) / 1e6,

@@ -1,14 +1,14 @@
 """The timeline of a run: spans on tracks, recorded while a trace is on.
 
-Facts are recorded as they happen, raw: a use of a hooked module, a stall, a transfer. What can be
-derived from them (the compute track, shares, the bound) is derived by the reader
-(`infinity.observe.timeline`). Off, a tracer costs one look at `is_on` per event.
+Raw facts are recorded as they happen: a use of a hooked module, a stall, a transfer. The reader
+(`infinity.observe.timeline`) derives the rest (the compute track, shares, the bound). A tracer that
+is off costs one look at `is_on` per event.
 
 All times are nanoseconds of CLOCK_MONOTONIC, the clock of the storage engine's own stamps.
 
 Note [Transfers]
-  Nobody looks at a transfer at the moment it completes. What is recorded is the transfer itself,
-  with the time it was asked for; when it was issued and completed is asked of it afterwards
+  No thread observes a transfer at the moment it completes. The tracer keeps the transfer itself and
+  the time of its request; later it reads when the transfer was issued and completed
   (`Ticket.passages`), so the times are the storage thread's, not those of a later look.
 """
 
@@ -32,7 +32,7 @@ class Track(StrEnum):
     PHASES = "phases"  # forward, backward, optimizer
     # the model's own code: at a hooked module, and not in one of the three below
     COMPUTE = "compute"
-    SITES = "sites"  # raw: from a hooked module's units being there to its end
+    MODULES = "modules"  # raw: from a hooked module's units being there to its end
     ENGINE = "engine"  # bringing in, letting go, deciding what to read next
     UPDATES = "updates"
     STALLS = "stalls"
@@ -44,10 +44,9 @@ class Track(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time on a track. With `transfer` it may overlap others of its track.
+    """One interval of time on a track. With `transfer` it may overlap others of its track.
 
-    A transfer's `start_ns` is when it was asked for; `args["issued_ns"]` when its first block was
-    given to the drive.
+    A transfer's `start_ns` is the time of its request; `args["issued_ns"]` that of its first block.
     """
 
     track: str
@@ -70,8 +69,11 @@ class Count:
 class Watched(Protocol):
     """A transfer that knows, once it is done, when it took place."""
 
-    def done(self) -> bool: ...
-    def passages(self) -> Iterable[tuple[int, int, int, int]]: ...
+    def done(self) -> bool:
+        """Whether the transfer is over."""
+
+    def passages(self) -> Iterable[tuple[int, int, int, int]]:
+        """(file, nbytes, begun_ns, over_ns) of each part; empty until done()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A transfer that was asked for, and how it is to be shown."""
+    """A transfer that was requested, and the tracks that will show it."""
 
     number: int
     watched: Watched
@@ -128,10 +130,12 @@ class Tracer:
     # -- Recording -------------------------------------------------------------------------------
 
     def span(self, track: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
+        """Records what `track` did between two times of CLOCK_MONOTONIC, if the tracer is on."""
         if self.is_on:
             self._spans.append(Span(track, name, start_ns, end_ns, args))
 
     def count(self, name: str, value: float) -> None:
+        """Records the present value of a counter, if the tracer is on."""
         if self.is_on:
             self._counts.append(Count(name, time.monotonic_ns(), value))
 
@@ -152,7 +156,7 @@ class Tracer:
         return self.during(Track.STEPS, f"step {number}", step=number)
 
     def begin(self, key: Hashable, track: str, name: str) -> None:
-        """Starts a span that somebody else ends, by `key`; equal keys end last in, first out."""
+        """Starts a span that `end` ends by `key`; equal keys end last in, first out."""
         if self.is_on:
             with self._lock:
                 self._open.setdefault(key, []).append(_Open(track, name, time.monotonic_ns()))
@@ -169,7 +173,9 @@ class Tracer:
     def watch(
         self, watched: Watched, tracks: Callable[[int], str], name: str, start_ns: int
     ) -> None:
-        """A transfer was asked for at `start_ns`; `tracks` gives the track of each of its files."""
+        """Records a transfer that was requested at `start_ns`; `tracks` has the track of each of
+        its files.
+        """
         if self.is_on:
             with self._lock:
                 number = len(self._transfers) + 1
@@ -188,20 +194,23 @@ class Tracer:
     # -- Looking ---------------------------------------------------------------------------------
 
     def spans(self) -> list[Span]:
-        """Everything recorded, by start. A transfer that is over yields a span per file it touched;
-        one that is not is left out."""
+        """Returns everything recorded, by start.
+
+        A completed transfer yields a span per file that it touched; others are left out.
+        """
         with self._lock:
             transfers = list(self._transfers.values())
         shown = [span for each in transfers for span in _spans_of(each)]
         return sorted([*self._spans, *shown], key=lambda span: (span.start_ns, -span.end_ns))
 
     def counts(self) -> list[Count]:
+        """Returns the recorded values of counters, in order of time."""
         return list(self._counts)
 
 
 def _spans_of(transfer: _Transfer) -> Iterator[Span]:
     for file, nbytes, issued_ns, completed_ns in transfer.watched.passages():
-        # A device's clock is known to a microsecond only; nothing begins before it is asked for.
+        # A device's clock is known to a microsecond only; no copy begins before its request.
         issued_ns = max(issued_ns, transfer.start_ns)
         yield Span(
             transfer.tracks(file),

@@ -31,6 +31,7 @@ class AdamSettings:
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def coefficients(self) -> tuple[float, ...]:
+        """See `Settings.coefficients`."""
         unused_decay = 1.0
         return (self.weight_decay, unused_decay, *moment_coefficients(self))
 
@@ -42,6 +43,7 @@ class AdamSettings:
         *,
         is_tail: bool,
     ) -> tuple[torch.Tensor, ...]:
+        """See `Settings.reference`."""
         weight_decay, _, *common = map(to_fp32, self.coefficients())
         if weight_decay != 0:
             gradient = fma(weight, weight_decay, gradient)

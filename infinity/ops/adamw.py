@@ -39,6 +39,7 @@ class AdamWSettings:
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def coefficients(self) -> tuple[float, ...]:
+        """See `Settings.coefficients`."""
         decay = one_minus_product(float(self.lr), self.weight_decay)
         return (decay, *moment_coefficients(self))
 
@@ -50,6 +51,7 @@ class AdamWSettings:
         *,
         is_tail: bool,
     ) -> tuple[torch.Tensor, ...]:
+        """See `Settings.reference`."""
         decay, *common = map(to_fp32, self.coefficients())
         return moment_step(weight * decay, gradient, states, common, is_tail=is_tail)
 
@@ -58,15 +60,24 @@ class MomentSettings(Protocol):
     """Settings that AdamW and Adam have in common."""
 
     @property
-    def lr(self) -> float | torch.Tensor: ...
+    def lr(self) -> float | torch.Tensor:
+        """The learning rate."""
+
     @property
-    def beta1(self) -> float: ...
+    def beta1(self) -> float:
+        """The decay of the first moment."""
+
     @property
-    def beta2(self) -> float: ...
+    def beta2(self) -> float:
+        """The decay of the second moment."""
+
     @property
-    def eps(self) -> float: ...
+    def eps(self) -> float:
+        """The term that is added to the root of the second moment."""
+
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """The number of this step, from 1."""
 
 
 def moment_coefficients(settings: MomentSettings) -> tuple[float, ...]:

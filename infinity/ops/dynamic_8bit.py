@@ -35,6 +35,7 @@ class State8Bit:
     scales: torch.Tensor
 
     def numel(self) -> int:
+        """Returns the number of elements, as `torch.Tensor.numel`."""
         return self.codes.numel()
 
     def zero_(self, name: str) -> None:
@@ -64,6 +65,7 @@ class DynamicMap:
 
     @property
     def zero_code(self) -> int:
+        """The code that stands for 0."""
         return 127 if self.is_signed else 0
 
     def encode(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from fractions import Fraction
 
 import torch
 
 
 def fma(a: torch.Tensor | float, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """a * b + c, rounded once to fp32. fp32 tensors, or numbers that are fp32 values; broadcasts.
+    """A * b + c, rounded once to fp32. fp32 tensors, or numbers that are fp32 values; broadcasts.
 
     The product of two fp32 values is exact in fp64, the sum is not: rounding it to fp64 and then to
     fp32 would round twice. So the fp64 sum is rounded to odd, which leaves the one bit that the
@@ -40,6 +41,7 @@ def sqrt(a: torch.Tensor) -> torch.Tensor:
     return a.to(torch.float64).sqrt().to(torch.float32)
 
 
+@functools.lru_cache(maxsize=64)  # The same settings for every chunk of a step.
 def one_minus_product(a: float, b: float) -> float:
     """1 - a * b, rounded once to fp64, as compilers contract it."""
     return float(1 - Fraction(a) * Fraction(b))

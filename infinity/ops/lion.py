@@ -31,6 +31,7 @@ class LionSettings:
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     def coefficients(self) -> tuple[float, ...]:
+        """See `Settings.coefficients`."""
         lr = float(self.lr)
         decay = one_minus_product(lr, self.weight_decay)
         return (decay, lr, self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
@@ -43,6 +44,7 @@ class LionSettings:
         *,
         is_tail: bool,
     ) -> tuple[torch.Tensor, ...]:
+        """See `Settings.reference`."""
         decay, lr, beta1, gradient_weight1, beta2, gradient_weight2 = map(
             to_fp32, self.coefficients()
         )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity import _core
+from infinity.config.cores import threads_here
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import State8Bit
 from infinity.ops.span import StateSpan
@@ -34,9 +35,9 @@ def apply_rule(
 ) -> int:
     """Runs a native rule over spans of one format, in place.
 
-    `coefficients` are rounded to fp32. Releases the GIL; `threads` None is torch's number. Returns
-    how many scaled gradients were not finite. Raises UnsupportedError when INFINITY_SIMD names what
-    is not here.
+    `coefficients` are rounded to fp32. Releases the GIL; `threads` None is what `threads_here`
+    says. Returns how many scaled gradients were not finite. Raises UnsupportedError when
+    INFINITY_SIMD names what is not here.
     """
     simd = os.environ.get(SIMD_VARIABLE, "")
     if simd and simd not in instruction_sets():
@@ -54,7 +55,7 @@ def apply_rule(
         is_gradient_bf16=spans[0].gradient.dtype is torch.bfloat16,
         is_8bit=spans[0].is_8bit,
         gradient_scale=grad_scale,
-        num_threads=threads or torch.get_num_threads(),
+        num_threads=threads or threads_here(torch.get_num_threads()),
         simd=simd,
     )
 
@@ -63,6 +64,8 @@ def _addresses(span: StateSpan) -> tuple[int, int, int, list[int], int]:
     residual = 0 if span.residual is None else span.residual.data_ptr()
     states: list[int] = []
     for state in span.states:
-        arrays = (state.codes, state.scales) if isinstance(state, State8Bit) else (state,)
-        states += [array.data_ptr() for array in arrays]
+        if isinstance(state, State8Bit):
+            states += (state.codes.data_ptr(), state.scales.data_ptr())
+        else:
+            states.append(state.data_ptr())
     return span.weight.data_ptr(), residual, span.gradient.data_ptr(), states, span.weight.numel()

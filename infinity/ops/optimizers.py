@@ -33,7 +33,8 @@ class Settings(Protocol):
         """Name of the native rule."""
 
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """The number of this step, from 1."""
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -30,13 +30,16 @@ class SGDSettings:
 
     @property
     def rule(self) -> str:
+        """See `Settings.rule`: SGD with momentum is a rule of its own."""
         return "momentum_sgd" if self.momentum else "sgd"
 
     @property
     def state_names(self) -> tuple[str, ...]:
+        """See `Settings.state_names`."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def coefficients(self) -> tuple[float, ...]:
+        """See `Settings.coefficients`."""
         plain = (float(self.lr), self.weight_decay)
         if not self.momentum:
             return plain
@@ -56,6 +59,7 @@ class SGDSettings:
         *,
         is_tail: bool,
     ) -> tuple[torch.Tensor, ...]:
+        """See `Settings.reference`."""
         lr, weight_decay, *rest = map(to_fp32, self.coefficients())
         if weight_decay != 0:
             gradient = fma(weight, weight_decay, gradient)

@@ -37,11 +37,13 @@ class StateSpan:
 
     @property
     def is_split(self) -> bool:
+        """Whether the master is a bf16 weight and its 16-bit residual."""
         return self.residual is not None
 
     @property
     def is_8bit(self) -> bool:
-        return any(isinstance(state, State8Bit) for state in self.states)
+        """Whether a state is stored as 8-bit codes with scales."""
+        return State8Bit in map(type, self.states)
 
     @property
     def format(self) -> tuple[object, ...]:
@@ -52,8 +54,11 @@ class StateSpan:
 def check_spans(spans: Sequence[StateSpan], state_names: Sequence[str]) -> None:
     """Raises ConfigError unless the native update may touch these arrays: dtypes, lengths, layout,
     host memory, and one format for all."""
+    if not spans or _are_plain(spans, len(state_names)):
+        return
+    common = spans[0].format
     for span in spans:
-        if span.format != spans[0].format:
+        if span.format != common:
             raise ConfigError("expected spans of one format in a call, got several")
         if len(span.states) != len(state_names):
             raise ConfigError(
@@ -70,6 +75,31 @@ def check_spans(spans: Sequence[StateSpan], state_names: Sequence[str]) -> None:
                 _check_array(name, state, _FP32, numel)
         if span.residual is not None:
             _check_array("residual", span.residual, _RESIDUAL, numel)
+
+
+def _are_plain(spans: Sequence[StateSpan], num_states: int) -> bool:
+    """Whether the spans pass every check and none has states of 8 bits: the usual ones, without a
+    call for each array."""
+    is_split, gradient_dtype = spans[0].residual is not None, spans[0].gradient.dtype
+    weight_dtype = torch.bfloat16 if is_split else torch.float32
+    dtypes = (weight_dtype, gradient_dtype, *(torch.float32,) * num_states)
+    if is_split:
+        dtypes = (*dtypes, torch.int16)
+    if gradient_dtype not in _GRADIENT:
+        return False
+    for span in spans:
+        arrays: tuple[torch.Tensor | State8Bit, ...] = (span.weight, span.gradient, *span.states)
+        if span.residual is not None:
+            arrays = (*arrays, span.residual)
+        if len(arrays) != len(dtypes):
+            return False
+        numel = span.weight.numel()
+        for array, dtype in zip(arrays, dtypes, strict=True):
+            if isinstance(array, State8Bit) or array.dtype is not dtype or array.numel() != numel:
+                return False
+            if not (array.is_cpu and array.is_contiguous()):
+                return False
+    return True
 
 
 def _check_8bit(name: str, state: torch.Tensor | State8Bit, numel: int) -> None:

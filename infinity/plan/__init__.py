@@ -2,14 +2,34 @@
 
 `model` makes units from shapes, `hardware` describes machines, `predict` combines both on the clock
 of `infinity.simulate.step`, `advice` repeats the prediction with one change, `report` prints it.
+Names are imported on their first use, so that `infinity plan --list` does not wait for torch.
 """
 
-from infinity.plan.advice import Advice, advise
-from infinity.plan.hardware import Hardware, load_hardware
-from infinity.plan.model import load_model
-from infinity.plan.predict import Forecast, forecast
-from infinity.plan.shapes import ModelShape, scaled_gpt
-from infinity.simulate.job import Batch
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity.plan.advice import Advice, advise
+    from infinity.plan.hardware import Hardware, load_hardware
+    from infinity.plan.model import load_model
+    from infinity.plan.predict import Forecast, forecast
+    from infinity.plan.shapes import ModelShape, scaled_gpt
+    from infinity.simulate.job import Batch
+
+_MODULES = {
+    "Advice": "infinity.plan.advice",
+    "Batch": "infinity.simulate.job",
+    "Forecast": "infinity.plan.predict",
+    "Hardware": "infinity.plan.hardware",
+    "ModelShape": "infinity.plan.shapes",
+    "advise": "infinity.plan.advice",
+    "forecast": "infinity.plan.predict",
+    "load_hardware": "infinity.plan.hardware",
+    "load_model": "infinity.plan.model",
+    "scaled_gpt": "infinity.plan.shapes",
+}
 
 __all__ = [
     "Advice",
@@ -23,3 +43,9 @@ __all__ = [
     "load_model",
     "scaled_gpt",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'infinity.plan' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

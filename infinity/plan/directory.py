@@ -10,7 +10,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from pydantic import ValidationError
 
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
+from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
+from infinity.plan.published import published_format
 from infinity.plan.shapes import LatentAttention, ModelShape, Moe
-from infinity.plan.stored import StoredBlock, StoredModel
+from infinity.plan.stored import StoredBlock, StoredModel, stored_of_shape
 from infinity.sizes import format_nbytes
 
 _INDEX = "model.safetensors.index.json"
@@ -32,11 +34,14 @@ _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A directory's shape, its stored bytes, its files, and the drives that hold them."""
+    """A directory's shape, its stored bytes, its files (none before they are downloaded), and the
+    drives that hold them."""
 
+    path: Path
     shape: ModelShape
     stored: StoredModel
     files: tuple[Path, ...]
+    max_positions: int | None = None  # The longest sequence, if config.json says.
 
     @property
     def is_quantised(self) -> bool:
@@ -52,17 +57,30 @@ class ModelDirectory:
 
 
 def read_directory(directory: Path) -> ModelDirectory:
-    """Reads config.json and headers. Raises ConfigError for a directory without them or with a
-    block of config.json that no file has, CorruptionError for a damaged header."""
+    """Reads config.json and headers. Without any file of weights, sizes are those of the format
+    that config.json names.
+
+    Raises ConfigError for a directory without config.json or with a block that no file has,
+    CorruptionError for a damaged header.
+    """
+    where = str(directory / "config.json")
     table = _table(directory / "config.json")
-    shape = shape_of_config(table, str(directory / "config.json"))
+    shape = shape_of_config(table, where)
     files = _files(directory)
+    if not files:
+        shape = shape.model_copy(update={"stored": published_format(table, where)})
+        stored = stored_of_shape(shape)
+        said = f"{stored.formats}; by config.json, not downloaded"
+        return ModelDirectory(
+            directory, shape, replace(stored, formats=said), (), _max_positions(table)
+        )
     sizes = _Sizes()
     for file in files:
         with SafetensorsReader(file) as reader:
             for info in reader.tensors.values():
                 sizes.add(info, shape.layers)
-    return ModelDirectory(shape, sizes.stored(shape, directory, _format_of(table)), files)
+    stored = sizes.stored(shape, directory, _format_of(table))
+    return ModelDirectory(directory, shape, stored, files, _max_positions(table))
 
 
 def shape_of_config(table: dict[str, Any], where: str) -> ModelShape:
@@ -96,6 +114,7 @@ def _table(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"{file}: {error.strerror}; expected the directory of a downloaded model"
+            + download_remedy(file.parent)
         ) from None
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from None
@@ -107,6 +126,14 @@ def _first(text: dict[str, Any], *keys: str) -> Any:
         if text.get(key) is not None:
             return text[key]
     raise KeyError(keys[0])
+
+
+def _max_positions(table: dict[str, Any]) -> int | None:
+    text = table.get("text_config") or table
+    for key in ("max_position_embeddings", "n_positions"):
+        if isinstance(text.get(key), int):
+            return int(text[key])
+    return None
 
 
 def _latent(text: dict[str, Any]) -> LatentAttention | None:
@@ -150,6 +177,7 @@ def _format_of(table: dict[str, Any]) -> str:
 
 
 def _files(directory: Path) -> tuple[Path, ...]:
+    """Returns the files of weights; none if none of them is there."""
     index = directory / _INDEX
     if index.exists():
         try:
@@ -157,16 +185,15 @@ def _files(directory: Path) -> tuple[Path, ...]:
         except MalformedError as error:
             raise ConfigError(f"{index}: {error}") from None
         missing = sorted(str(name) for name in names if not (directory / str(name)).exists())
+        if len(missing) == len(names):
+            return ()
         if missing:
             raise ConfigError(
                 f"{directory} lacks {len(missing)} of the {len(names)} files that {_INDEX} names, "
                 f"such as {missing[0]}; download them"
             )
         return tuple(sorted(directory / str(name) for name in names))
-    files = tuple(sorted(directory.glob("*.safetensors")))
-    if not files:
-        raise ConfigError(f"{directory} has no .safetensors files; expected a downloaded model")
-    return files
+    return tuple(sorted(directory.glob("*.safetensors")))
 
 
 @dataclass(slots=True)

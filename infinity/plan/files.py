@@ -9,7 +9,9 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, parse_toml, read_bytes
+from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
+from infinity.plan.shipped import shipped_in
 
 
 class Table(BaseModel):
@@ -34,6 +36,7 @@ def read_table(kind: type[_T], folder: str, name: str) -> _T:
     except OSError:
         raise ConfigError(
             f"{folder}: {name!r} is neither a .toml file nor one of {', '.join(shipped_in(folder))}"
+            + (download_remedy(name) if folder == "models" else "")
         ) from None
     except ValueError as error:  # Not a regular file, too long, or not UTF-8.
         raise ConfigError(f"{folder}: {name} is no text of TOML: {error}") from None
@@ -46,9 +49,3 @@ def read_table(kind: type[_T], folder: str, name: str) -> _T:
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])
         raise ConfigError(f"{folder} {name}: {key}: {fault['msg']}") from None
-
-
-def shipped_in(folder: str) -> list[str]:
-    """Returns the names of the files that come with the package."""
-    entries = (resources.files("infinity.plan") / folder).iterdir()
-    return sorted(e.name.removesuffix(".toml") for e in entries if e.name.endswith(".toml"))

@@ -8,37 +8,17 @@ so that they can be divided into chunks of experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from infinity.config import AdapterConfig
 from infinity.plan.adapters import AdapterSize, adapter_size, refuse_unknown_targets
+from infinity.plan.frozen_base import FrozenBase
 from infinity.plan.model import ModuleWork, PlannedModel, facts_of_shape
 from infinity.plan.shapes import ModelShape, attention_width, linears, norms, numel_of
 from infinity.plan.stored import StoredBlock, StoredModel
 from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit
 from infinity.tiers.ranges import rounded_nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenBase:
-    """The frozen weights of a model. `decoded_per_byte` has, by tensor, the bytes that one stored
-    byte becomes on the device; tensors that are used as they are stored are left out."""
-
-    stored: StoredModel
-    adapter: AdapterConfig
-    num_params: int
-    trained_params: int
-    decoded_per_byte: Mapping[str, float]
-
-    def decoded_nbytes(self, unit: Unit) -> int:
-        """Returns the bytes of a unit's weights (or of a chunk's) that are decoded for a use."""
-        found = 0.0
-        for tensor in unit.tensors:
-            whole = tensor.name.partition(".tiles.")[0]
-            found += tensor.weight_nbytes * self.decoded_per_byte.get(whole, 0.0)
-        return int(found)
 
 
 def frozen_model(

@@ -16,7 +16,7 @@ from infinity.simulate.rates import Rates, drive_rates
 from infinity.sizes import parse_nbytes
 
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
-Gbps = Annotated[float, Field(gt=0)]
+GbPerS = Annotated[float, Field(gt=0)]
 
 _SOCKETS_SHARE = 8  # See Host.
 
@@ -33,27 +33,29 @@ class Host(Table):
     """
 
     memory: Nbytes
-    update_gb_per_s: Gbps
-    sum_gb_per_s: Gbps
-    hold_gb_per_s: Gbps | None = None
-    sockets_gb_per_s: Gbps | None = None
+    update_gb_per_s: GbPerS
+    sum_gb_per_s: GbPerS
+    hold_gb_per_s: GbPerS | None = None
+    sockets_gb_per_s: GbPerS | None = None
 
 
 class Device(Table):
     """`count` devices, each with `memory`, with the links below to the host, and `tflops` fast.
 
     `gather_gb_per_s` is the rate at which each device receives from the others, and sends.
-    `update_gb_per_s` has the meaning of the host's, for updates on the device. A device without
-    memory is the host.
+    `update_gb_per_s` has the meaning of the host's, for updates on the device. `decode_gb_per_s`
+    counts the weights that are made of quantised ones, in the dtype that is computed with; without
+    it that takes no time. A device without memory is the host.
     """
 
     count: int = Field(1, ge=1)
     tflops: float = Field(gt=0)
     memory: Nbytes | None = None
-    h2d_gb_per_s: Gbps | None = None
-    d2h_gb_per_s: Gbps | None = None
-    gather_gb_per_s: Gbps | None = None
-    update_gb_per_s: Gbps | None = None
+    h2d_gb_per_s: GbPerS | None = None
+    d2h_gb_per_s: GbPerS | None = None
+    gather_gb_per_s: GbPerS | None = None
+    update_gb_per_s: GbPerS | None = None
+    decode_gb_per_s: GbPerS | None = None
 
 
 class Nvme(Table):
@@ -64,10 +66,10 @@ class Nvme(Table):
 
     drives: int = Field(1, ge=1)
     capacity: Nbytes
-    read_gb_per_s: Gbps
-    write_gb_per_s: Gbps
-    mixed_gb_per_s: Gbps | None = None
-    checkpoint_read_gb_per_s: Gbps | None = None
+    read_gb_per_s: GbPerS
+    write_gb_per_s: GbPerS
+    mixed_gb_per_s: GbPerS | None = None
+    checkpoint_read_gb_per_s: GbPerS | None = None
     endurance: Nbytes | None = None
 
 
@@ -82,6 +84,7 @@ class Hardware(Table):
 
     @property
     def shares_host_memory(self) -> bool:
+        """Whether the device computes in host memory, as a CPU does."""
         return self.device.memory is None
 
     def of_rank(self, count: int) -> Hardware:
@@ -92,7 +95,7 @@ class Hardware(Table):
         """
         device = self.device
         if self.shares_host_memory:
-            device = device.model_copy(update={"tflops": device.tflops / count})
+            device = _part(device, count, "tflops", "decode_gb_per_s")
         elif count > device.count:
             raise ConfigError(
                 f"--ranks {count}: {self.name} has {device.count} devices, and each rank needs one"
@@ -137,6 +140,7 @@ class Hardware(Table):
             device_update=inf
             if device.update_gb_per_s is None
             else count * device.update_gb_per_s * giga,
+            decode=inf if device.decode_gb_per_s is None else count * device.decode_gb_per_s * giga,
             h2d=inf if device.h2d_gb_per_s is None else count * device.h2d_gb_per_s * giga,
             d2h=inf if device.d2h_gb_per_s is None else count * device.d2h_gb_per_s * giga,
             gather=gather,

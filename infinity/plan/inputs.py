@@ -13,7 +13,6 @@ from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
 
 _CHECKPOINT_ITEM_NBYTES = 2
-_SUM_ITEM_NBYTES = 4
 
 
 def saved_inputs(
@@ -51,19 +50,27 @@ def chunk_traffic(
 ) -> ChunkTraffic | None:
     """Returns what chunks of experts exchange with the host; None without such chunks.
 
-    Hidden states are in the compute dtype, sums in fp32. They stay on the device if half of the
-    memory outside the window holds them; the other half is for the activations of a micro-batch.
+    Hidden states and sums are in the compute dtype. They stay on the device if half of the memory
+    outside the window holds them; the other half is for the activations of a micro-batch.
     """
-    has_chunks = any(hooked.is_tile for hooked in model.hooked_modules)
+    has_chunks = any(hooked.is_experts for hooked in model.hooked_modules)
     if model.frozen is None or not has_chunks or hardware.shares_host_memory:
         return None
-    hidden_nbytes = input_nbytes(config, model, batch)
-    sums_nbytes = batch.tokens_per_step * model.checkpoint_width * _SUM_ITEM_NBYTES
-    nbytes = hidden_nbytes + sums_nbytes
+    nbytes = 2 * input_nbytes(config, model, batch)
     free_nbytes = hardware.device.count * ((hardware.device.memory or 0) - (window_nbytes or 0))
     if 2 * nbytes <= free_nbytes:
         return ChunkTraffic(0, (0, 0))
-    return ChunkTraffic(nbytes, (nbytes, sums_nbytes))
+    return ChunkTraffic(nbytes, (nbytes, nbytes))
+
+
+def said_of_waiting(config: SwapConfig, chunks: ChunkTraffic | None) -> list[str]:
+    """Returns the setting that a batch needs whose hidden states wait on the host, for a reader."""
+    if chunks is None or not chunks.nbytes or "device" not in config.placement.experts:
+        return []
+    return [
+        f"hidden states and sums of a block's experts take {format_nbytes(chunks.nbytes)}, which "
+        'the devices cannot hold: this forecast is for placement.experts = ["host"]'
+    ]
 
 
 def obstacles_of(

@@ -2,8 +2,9 @@
 
 The bandwidth of the drives is taken from the configuration file if `infinity tune` wrote it.
 Everything else is measured as training uses it: the training thread while the engine trains two of
-the model's own blocks (`rehearsal.py`), or a plain block of equal size and the optimizer's pass if
-only shapes are known; and sums of fp32 arrays.
+the model's own blocks (`rehearsal.py`), or a plain block of its width and the optimizer's pass if
+only shapes are known, or if the model computes on a CUDA device; sums of fp32 arrays; and the link
+to the device and its own updates (`measure_device.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -21,10 +23,13 @@ import torch
 from infinity.bench.host import OptimizerPass
 from infinity.bench.scratch import BenchDirectory
 from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
+from infinity.codecs import Int4Groups
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.engine.devices import device_kind
+from infinity.errors import ConfigError
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
+from infinity.plan.measure_device import measure_cuda
 from infinity.plan.model import PlannedModel
 from infinity.plan.rehearsal import Rehearsed, rehearse, timed_shape
 from infinity.simulate.job import Batch, tuned_gb_per_s
@@ -37,39 +42,47 @@ _ARENA_NBYTES = 256 * MIB
 _EXTENT_NBYTES = 16 * MIB
 _NUM_ROUNDS = 3
 _LEAST_S = 0.3
+_LONG_S = 1.0
+_LEAST_TOKENS = 128
+_MOST_PARAMS = 1 << 26  # Of the timed block: products of this size are as fast as larger ones.
 _MOST_FFN_RATIO = 16  # Stacked experts are far larger than the part that one token uses.
 _HEAD_DIM = 64
 
 
 def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
-    """Measures this machine. Needs 256 MiB of memory, twice that on each drive, and space for two
-    blocks.
+    """Measures this machine, and the current CUDA device if the model computes there. Needs 256 MiB
+    of memory, twice that on each drive, and space for two blocks.
 
-    Raises UnsupportedError for a CUDA device, which has no measurement yet; use a hardware file.
+    Raises ConfigError for a CUDA device that is asked for and not there.
     """
-    kind = config.tiers.device.kind
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
-        raise UnsupportedError(
-            "only a machine that computes on the CPU is measured here; describe the one with the "
-            "CUDA device in a file and give it with --hardware (docs/PLAN.md)"
-        )
+    is_cuda = device_kind(config) == "cuda"
+    dtype = getattr(torch, config.precision.compute_dtype)
     keep_freed_memory()  # As the training program does; otherwise page faults would be measured.
     if config.train is not None and config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
+    device = None
     with Arena(_ARENA_NBYTES, huge_pages=config.tiers.host.huge_pages) as arena:
         nvme = _nvme(config, arena) if config.tiers.nvme else None
-        found = rehearse(config, model, batch, [_existing(tier.path) for tier in config.tiers.nvme])
+        found = None
+        if not is_cuda:
+            places = [_existing(tier.path) for tier in config.tiers.nvme]
+            found = rehearse(config, model, batch, places)
         if found is None:
             found = Rehearsed(
-                flops=_flops_of_a_block_alike(
-                    model, batch, getattr(torch, config.precision.compute_dtype)
+                flops=flops_of_a_block_alike(
+                    model, batch, dtype, torch.device("cuda" if is_cuda else "cpu")
                 ),
                 update=1e9
-                * statistics.median(OptimizerPass(arena).run().gbps for _ in range(_NUM_ROUNDS)),
+                * statistics.median(
+                    OptimizerPass(arena).run().gb_per_s for _ in range(_NUM_ROUNDS)
+                ),
                 hold=None,
             )
+        if is_cuda:
+            device = measure_cuda(arena, model, found.flops)
+    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     return Hardware(
-        name=f"this machine, {torch.get_num_threads()} threads",
+        name="this machine, " + (torch.cuda.get_device_name() if is_cuda else threads),
         source="measured now",
         host=Host(
             memory=available_host_nbytes(),
@@ -77,7 +90,12 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
             sum_gb_per_s=_sum_gb_per_s(),
             hold_gb_per_s=None if found.hold is None else found.hold / 1e9,
         ),
-        device=Device(count=1, tflops=found.flops / 1e12),
+        device=device
+        or Device(
+            count=1,
+            tflops=found.flops / 1e12,
+            decode_gb_per_s=None if model.frozen is None else _decode_gb_per_s(),
+        ),
         nvme=nvme,
     )
 
@@ -119,7 +137,7 @@ def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
             statistics.median(
                 EngineTransfer(
                     kind, files, kind, nbytes=_ARENA_NBYTES, extent_nbytes=_EXTENT_NBYTES
-                ).run().gbps
+                ).run().gb_per_s
                 for _ in range(_NUM_ROUNDS)
             )
             for kind in get_args(TransferKind)
@@ -142,36 +160,73 @@ def _sum_gb_per_s() -> float:
     return 3 * part.nbytes / _median_s(lambda: total.add_(part)) / 1e9
 
 
-def _flops_of_a_block_alike(model: PlannedModel, batch: Batch, dtype: torch.dtype) -> float:
-    """Returns the FLOPs per second of forward and backward of a plain block with the width and size
-    of the model's largest block. All work is timed; only products are counted."""
+def _decode_gb_per_s() -> float:
+    """Returns GB/s of bfloat16 weights that are made of INT4 ones. Other formats are within a third
+    of it (docs/formats/quantized.md)."""
+    codec, shape = Int4Groups(), (4096, 4096)
+    parts = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in codec.parts(shape)]
+    weights = torch.empty(shape, dtype=torch.bfloat16)
+    return weights.nbytes / _median_s(lambda: codec.decode(parts, shape, weights)) / 1e9
+
+
+def flops_of_a_block_alike(
+    model: PlannedModel, batch: Batch, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Returns the FLOPs per second of forward and backward of a plain block with the width of the
+    model's, and no larger than one of its blocks. All work is timed; only products are counted.
+
+    Tokens are few at first and doubled as far as time allows: a slow machine needs fewer.
+    """
     count, length = timed_shape(batch)
+    block = _block_alike(model, dtype, device)
+    weights = sum(parameter.numel() for parameter in block.parameters())
+    num_tokens = min(_LEAST_TOKENS, length)
+    while True:
+        own = min(num_tokens, length)
+        sequences = max(1, num_tokens // own)
+        inputs = torch.randn(
+            sequences, own, model.checkpoint_width, dtype=dtype, device=device, requires_grad=True
+        )
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(own, device=device, dtype=dtype)
+        spent_s = _median_s(partial(_both_ways, block, inputs, mask))
+        if num_tokens >= count * length or spent_s > _LEAST_S:
+            flops = 6.0 * sequences * own * (weights + model.checkpoint_width * own)
+            return flops / spent_s
+        num_tokens *= 2
+
+
+def _block_alike(
+    model: PlannedModel, dtype: torch.dtype, device: torch.device
+) -> torch.nn.TransformerEncoderLayer:
     hidden = model.checkpoint_width
     blocks = {
         unit for hooked in model.hooked_modules if hooked.attention_width for unit in hooked.units
     }
     params = max((sum(t.numel for t in model.units[unit].tensors) for unit in blocks), default=0)
-    ffn = min(max((params - 4 * hidden**2) // (2 * hidden), 1), _MOST_FFN_RATIO * hidden)
+    params = min(params, _MOST_PARAMS)
+    ffn = min(max((params - 4 * hidden**2) // (2 * hidden), hidden), _MOST_FFN_RATIO * hidden)
     heads = hidden // _HEAD_DIM if hidden % _HEAD_DIM == 0 else 1
-    block = torch.nn.TransformerEncoderLayer(
+    return torch.nn.TransformerEncoderLayer(
         hidden, heads, ffn, dropout=0.0, batch_first=True, norm_first=True, activation="gelu",
-        dtype=dtype,
+        dtype=dtype, device=device,
     )  # fmt: skip
-    inputs = torch.randn(count, length, hidden, dtype=dtype, requires_grad=True)
-    mask = torch.nn.Transformer.generate_square_subsequent_mask(length, dtype=dtype)
 
-    def both_ways() -> None:
-        block(inputs, src_mask=mask, is_causal=True).sum().backward()
 
-    weights = sum(parameter.numel() for parameter in block.parameters())
-    flops = 3 * 2.0 * count * length * (weights + hidden * length)
-    return flops / _median_s(both_ways)
+def _both_ways(
+    block: torch.nn.TransformerEncoderLayer, inputs: torch.Tensor, mask: torch.Tensor
+) -> None:
+    block(inputs, src_mask=mask, is_causal=True).sum().backward()
+    if inputs.is_cuda:
+        torch.cuda.synchronize()
 
 
 def _median_s(work: Callable[[], object]) -> float:
     """Returns the median time of one call, after a first call that is not counted; at least three
-    calls and 0.3 s in all."""
+    calls, and 0.3 s in all. A call of more than a second is the only one."""
+    start_s = time.perf_counter()
     work()
+    if (first_s := time.perf_counter() - start_s) > _LONG_S:
+        return first_s
     spent: list[float] = []
     while len(spent) < _NUM_ROUNDS or sum(spent) < _LEAST_S:
         start_s = time.perf_counter()

@@ -9,11 +9,12 @@ token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from infinity.plan.files import read_table
+from infinity.plan.frozen_base import FrozenBase
 from infinity.plan.shapes import (
     ModelShape,
     attention,
@@ -24,15 +25,12 @@ from infinity.plan.shapes import (
 )
 from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit
 
-if TYPE_CHECKING:
-    from infinity.plan.frozen import FrozenBase
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleWork:
     """One forward of a hooked module: its units, the weights that multiply a token, and the width
     of attention scores and mixing (0 without attention, as outside blocks). `is_tile`: a tile of
-    the block before it, used while that block is in use.
+    the block before it, used while that block is in use; `is_experts`: one of experts.
 
     `expert_params` of the active parameters are those of routed experts, if that is known.
     `trained_params`: of an adapter over frozen weights, per token and beside the active parameters;
@@ -43,6 +41,7 @@ class ModuleWork:
     active_params: int
     attention_width: int = 0
     is_tile: bool = False
+    is_experts: bool = False
     expert_params: int = 0
     trained_params: int | None = None
     has_backward: bool = True
@@ -78,6 +77,7 @@ class PlannedModel:
 
     @property
     def active_params(self) -> int:
+        """The parameters that one token uses: of routed experts, the chosen ones."""
         return sum(hooked.active_params for hooked in self.hooked_modules)
 
 
@@ -156,7 +156,7 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
     from infinity.state.moments import moments_of
     from infinity.tiers.ranges import rounded_nbytes
 
-    anatomy, dtypes = discover_units(module), Dtypes(module, config)
+    layout, dtypes = discover_units(module), Dtypes(module, config)
     units = tuple(
         layout_unit(
             index,
@@ -164,14 +164,14 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
             [facts_of(each, dtypes) for each in members],
             moments_of(config),
         )
-        for index, (name, members) in enumerate(anatomy.units)
+        for index, (name, members) in enumerate(layout.units)
     )
     text_config = hf_config.get_text_config()
     hidden = int(text_config.hidden_size)
     routed = getattr(text_config, "num_experts_per_tok", None)
     is_frozen = any(not unit.state_numel for unit in units)
     hooked_modules = []
-    for hooked, needed in zip(anatomy.hooked_modules, anatomy.module_units(), strict=True):
+    for hooked, needed in zip(layout.hooked_modules, layout.module_units(), strict=True):
         is_block = any(True for _ in hooked.module.children())
         # A table that rows are taken from multiplies nothing.
         is_table = isinstance(hooked.module, torch.nn.Embedding)
@@ -192,7 +192,7 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
         name=str(hf_config.model_type),
         units=units,
         hooked_modules=tuple(hooked_modules),
-        held_nbytes=anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
+        held_nbytes=layout.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
         num_params=sum(tensor.numel for unit in units for tensor in unit.tensors),
         checkpoint_width=hidden,
         hf_config=hf_config,

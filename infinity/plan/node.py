@@ -48,6 +48,7 @@ class NodeView:
             self.is_collective = _is_collective(config, hardware)
 
     def plan_sharding(self, model: PlannedModel) -> ShardingPlan | None:
+        """Returns the part of `rank`, or of the rank that owns most; None for one rank."""
         count, rank = self.count, self.rank
         if count == 1:
             return None
@@ -67,6 +68,7 @@ class NodeView:
         return replace(sharding, partition=replace(sharding.partition, rank=rank))
 
     def warnings(self) -> list[str]:
+        """Returns a sentence for devices of the machine that no rank uses."""
         if self.count == 1 or self.count >= self._num_devices:
             return []
         return [f"{self.count} of the machine's {self._num_devices} devices are used"]

@@ -21,6 +21,7 @@ from infinity.plan.inputs import (
     obstacles_of,
     said_of_devices,
     said_of_tiles,
+    said_of_waiting,
     saved_inputs,
 )
 from infinity.plan.model import PlannedModel
@@ -73,10 +74,12 @@ class Forecast:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks of the forecast."""
         return 1 if self.ranks is None else self.ranks.count
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second of a step."""
         return self.num_ranks * self.batch.tokens_per_step / self.step.step_s
 
     @property
@@ -146,6 +149,7 @@ def forecast(
         job=job,
         step=predict(job, rates),
         warnings=(
+            *said_of_waiting(config, chunks),
             *said_of_tiles(whole, model),
             *said_of_devices(machine),
             *obstacles,
@@ -178,7 +182,11 @@ def _job(
             block,
             gradient_ratio=hooked.gradient_ratio(batch.sequence_length),
             has_backward=hooked.has_backward,
-            passing_nbytes=chunks.passing_nbytes if chunks and hooked.is_tile else (0, 0),
+            is_experts=hooked.is_experts,
+            decoded_nbytes=0
+            if model.frozen is None
+            else sum(model.frozen.decoded_nbytes(model.units[unit]) for unit in hooked.units),
+            passing_nbytes=chunks.passing_nbytes if chunks and hooked.is_experts else (0, 0),
         )
         for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True)
     ]
@@ -199,8 +207,8 @@ def _job(
 
 
 def _from_checkpoint(job: StepSpec, budgets: Budgets, saved: tuple[str, int] | None) -> StepSpec:
-    """Returns the job with frozen weights in their checkpoint instead of on NVMe. A chunk of
-    experts serves all micro-batches. Saved inputs on the host leave less to keep weights in."""
+    """Returns the job with frozen weights in their checkpoint instead of on NVMe. Saved
+    inputs on the host leave less to keep weights in."""
     loads = [
         replace(load, weights="checkpoint")
         if load.weights == "nvme" and not load.is_changed
@@ -214,8 +222,7 @@ def _from_checkpoint(job: StepSpec, budgets: Budgets, saved: tuple[str, int] | N
         job,
         units=tuple(loads),
         weights_cache_nbytes=cache_nbytes,
-        tile_micro_batches=job.num_fibers,
-        repeats_in_place=True,
+        keeps_experts=True,
     )
 
 

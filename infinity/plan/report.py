@@ -51,7 +51,7 @@ def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict
         "working_nbytes": forecast.working_nbytes,
         "num_spares": forecast.num_spares,
         "spare_nbytes": forecast.spare_nbytes,
-        "parked_nbytes": {} if forecast.saved is None else dict([forecast.saved]),
+        "suspended_nbytes": {} if forecast.saved is None else dict([forecast.saved]),
         "is_tight": forecast.is_tight,
         "updates": asdict(forecast.update_place),
         "moved_nbytes": step.moved_nbytes,

@@ -48,6 +48,7 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
             "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
         }
         if sharding is None:
+            sizes["decoded_nbytes"] = decoded_nbytes if shares_host_memory else 0
             return tiled, None, compute_budgets(config, tiled.units, **sizes)
         return tiled, sharding, sharding.budgets(config, **sizes)
 

@@ -49,11 +49,13 @@ class PublishedFormat(Table):
 
 
 class ModelShape(Table):
-    """A causal language model. `gated` feed-forwards have three matrices, others two. Heads have
-    `head_dim` values each, by default an even part of the hidden size."""
+    """A causal language model; `hub` is its name on the Hugging Face hub. `gated` feed-forwards
+    have three matrices, others two. Heads have `head_dim` values each, by default an even part of
+    the hidden size."""
 
     name: str
     source: str = ""
+    hub: str = ""
     layers: int = Field(gt=0)
     hidden: int = Field(gt=0)
     ffn: int = Field(gt=0)
@@ -171,6 +173,7 @@ class Linear:
 
     @property
     def numel(self) -> int:
+        """The elements of the weights of all `count` layers."""
         return self.rows * self.columns * self.count
 
 

@@ -150,6 +150,7 @@ def _hooked_modules(
             (unit,),
             share,
             is_tile=whole.attention_width > 0,
+            is_experts=bool(_experts(units[unit])),
             trained_params=None if whole.trained_params is None else 0,
             has_backward=whole.has_backward,
         )

@@ -31,7 +31,7 @@ class Fetches:
         job = log.job
         self.moves = moves(
             job.uses, num_fibers=job.num_fibers, tile_micro_batches=job.tile_micro_batches,
-            backward_ratio=job.backward_ratio, repeats_in_place=job.repeats_in_place,
+            backward_ratio=job.backward_ratio, keeps_experts=job.keeps_experts,
         )  # fmt: skip
         self._host, self._device = self._visits()
         # Visit -> the operations that free its space.

@@ -20,6 +20,10 @@ class GradientTraffic:
         self.sums: dict[int, int] = {}
 
     def leave(self, unit: int, *, is_first: bool) -> None:
+        """Adds the transfers of a unit's gradients when the backward leaves the unit.
+
+        `is_first`: no micro-batch of this step has left it before.
+        """
         load = self._log.job.units[unit]
         tier, nbytes = load.sums
         name, out = f"gradients of {load.name}", self._log.last_on[COMPUTE]

@@ -27,6 +27,7 @@ class Batch:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of all micro-batches, of one rank."""
         return self.num_tokens * self.num_micro_batches
 
 
@@ -39,10 +40,15 @@ def batch_of(config: SwapConfig) -> Batch:
     train, data = config.train, config.data
     if train is None or data is None:
         return UNKNOWN_BATCH
+    num_micro_batches = train.gradient_accumulation_steps
+    num_tokens = train.batch_size * data.sequence_length
+    if config.adapter is not None and config.schedule.micro_batch is not None:
+        num_tokens *= num_micro_batches  # All batches of a step pass a block together.
+        num_micro_batches = 1
     return Batch(
-        train.batch_size * data.sequence_length,
+        num_tokens,
         data.sequence_length,
-        train.gradient_accumulation_steps,
+        num_micro_batches,
         # In layer-major order a batch passes once, for any number of micro-batches, and is
         # recomputed.
         recomputes=train.activation_checkpointing or config.schedule.micro_batch is not None,
@@ -64,6 +70,7 @@ def make_job(
     # With updates at the step, the ring exists only during it. A tight pool keeps nothing.
     is_deferred = config.schedule.updates == "deferred"
     cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
+    cache_nbytes -= budgets.decoded_nbytes
     device_cache_nbytes: float | None = budgets.device_window_nbytes
     if device_cache_nbytes is None and not budgets.shares_host_memory:
         device_cache_nbytes = float("inf")
@@ -80,6 +87,7 @@ def make_job(
         reads_ahead=budgets.window_nbytes > 0,
         is_deferred=is_deferred,
         saved_on=saved_on,
+        keeps_experts=config.schedule.micro_batch is not None,
     )
 
 

@@ -55,6 +55,10 @@ class OperationLog:
         self, track: str, name: str, duration_s: float = 0.0, *, after: Sequence[int | None] = (),
         nbytes: int = 0, traffic: str = "",
     ) -> int:  # fmt: skip
+        """Adds an operation on `track` after those with the indices `after` and the track's last.
+
+        Returns its index.
+        """
         before = [each for each in after if each is not None]
         if track in (COMPUTE, UPDATE) and track in self.last_on:
             before.append(self.last_on[track])
@@ -73,6 +77,7 @@ class OperationLog:
         return self.add(track, name, nbytes / rate, after=after, nbytes=nbytes, traffic=track)
 
     def nvme(self, traffic: str, name: str, nbytes: int, after: Sequence[int | None]) -> int:
+        """Adds a transfer of the drives; `traffic` is READ or WRITE."""
         return self.add(NVME, name, after=after, nbytes=nbytes, traffic=traffic)
 
     def send(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,10 @@ class Use:
     that the job names. Uses of one `block` are consecutive: the block's own units, then its tiles.
 
     `gradient_ratio` is the FLOPs of gradients over the forward's: 2, and 1 for frozen weights.
-    Without `has_backward`, no gradient passes the use. `passing_nbytes` of a tile that serves all
-    micro-batches are copied to the device for it, and from the device after it.
+    Without `has_backward`, no gradient passes the use. A tile of experts (`is_experts`) serves all
+    micro-batches at once, and its backward repeats its forward; `passing_nbytes` are copied to the
+    device for it, and from the device after it. `decoded_nbytes` of weights are made of stored ones
+    each time.
     """
 
     units: tuple[int, ...]
@@ -29,7 +31,9 @@ class Use:
     block: int | None = None
     gradient_ratio: float = 2.0
     has_backward: bool = True
+    is_experts: bool = False
     passing_nbytes: tuple[int, int] = (0, 0)
+    decoded_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +49,28 @@ class Move:
     has_gradients: bool = False
 
 
+def blocks_in_groups(uses: Sequence[Use]) -> frozenset[int]:
+    """Returns the blocks that micro-batches pass in groups in the backward: those with tiles that
+    are not of experts."""
+    return frozenset(
+        use.block
+        for before, use in pairwise(uses)
+        if use.block is not None and use.block == before.block and not use.is_experts
+    )
+
+
 def moves(
     uses: Sequence[Use], *, num_fibers: int, tile_micro_batches: int, backward_ratio: float,
-    repeats_in_place: bool = False,
+    keeps_experts: bool = False,
 ) -> list[Move]:  # fmt: skip
     """Returns the moves of one pass. `num_fibers` micro-batches pass block by block, and
     `tile_micro_batches` pass a block with tiles together. `backward_ratio`: see `StepSpec`; above
-    2, the forward of a block is repeated. `repeats_in_place`: a tile repeats its forward right
-    before its own backward, so that the backward of a block uses each tile once."""
+    2, the forward of a block is repeated. `keeps_experts`: the outputs of experts are kept for that
+    forward, so that each direction uses each of their tiles once."""
     numbers = groupby(range(len(uses)), key=lambda index: uses[index].block)
     stretches = [(block is not None, list(indexes)) for block, indexes in numbers]
     num_groups = -(-num_fibers // tile_micro_batches)
-    order = _OrderBuilder(uses, num_fibers, num_groups, backward_ratio, repeats_in_place)
+    order = _OrderBuilder(uses, num_fibers, num_groups, backward_ratio, keeps_experts)
     found: list[Move] = []
     for is_block, stretch in stretches:
         if is_block:
@@ -81,11 +95,16 @@ class _OrderBuilder:
     num_fibers: int
     num_groups: int
     backward_ratio: float
-    repeats_in_place: bool
+    keeps_experts: bool
+
+    def _repeated(self, index: int) -> float:
+        """Returns the FLOPs of the forward that the backward of a use repeats, over its
+        forward's."""
+        return 1.0 if self.uses[index].is_experts else max(self.backward_ratio - 2.0, 0.0)
 
     def _ratio(self, index: int) -> float:
         """Returns the FLOPs of a use's backward, with what it repeats, over its forward's."""
-        return self.backward_ratio - 2.0 + self.uses[index].gradient_ratio
+        return self._repeated(index) + self.uses[index].gradient_ratio
 
     def forward(self, stretch: list[int]) -> Iterator[Move]:
         for index in stretch:
@@ -98,20 +117,27 @@ class _OrderBuilder:
 
     def block_forward(self, stretch: list[int]) -> Iterator[Move]:
         first, *tiles = stretch
+        # A block with experts has all micro-batches in it.
+        groups = 1 if any(self.uses[tile].is_experts for tile in tiles) else self.num_groups
         yield Move(first, False, 1.0)
-        for _ in range(self.num_groups):
+        for _ in range(groups):
             for tile in tiles:
-                yield Move(tile, False, 1 / self.num_groups, self.uses[first].units)
+                yield Move(tile, False, 1 / groups, self.uses[first].units)
 
     def block_backward(self, stretch: list[int]) -> Iterator[Move]:
         first, *tiles = stretch
-        held, repeated = self.uses[first].units, max(self.backward_ratio - 2.0, 0.0)
-        groups = self.num_groups if tiles else 1
-        for _ in range(groups):
+        experts = [tile for tile in tiles if self.uses[tile].is_experts]
+        others = [tile for tile in tiles if not self.uses[tile].is_experts]
+        held, is_repeated = self.uses[first].units, self.backward_ratio > 2.0
+        groups = self.num_groups if others else 1
+        for group in range(groups):
             yield Move(first, True, self._ratio(first) / groups, has_gradients=True)
-            in_place = repeated if self.repeats_in_place else 0.0
-            for tile in tiles if repeated > in_place else ():
-                yield Move(tile, True, repeated / groups, held)
-            for tile in reversed(tiles):
-                ratio = self._ratio(tile) - repeated + in_place
-                yield Move(tile, True, ratio / groups, held, True)
+            if group == 0:
+                for tile in experts if is_repeated and not self.keeps_experts else ():
+                    yield Move(tile, True, 1.0, held)
+                for tile in reversed(experts):
+                    yield Move(tile, True, self._ratio(tile), held, True)
+            for tile in others if is_repeated else ():
+                yield Move(tile, True, self._repeated(tile) / groups, held)
+            for tile in reversed(others):
+                yield Move(tile, True, self.uses[tile].gradient_ratio / groups, held, True)

@@ -31,8 +31,8 @@ def rank_loads(
     is_summed = num_fibers_of(config, batch) > 1
     reduced = None if config.distributed.reduce_dtype == "auto" else torch.bfloat16
     for whole, of_ranks in zip(partition.full_units, partition.shards, strict=True):
-        mine = of_ranks[partition.rank]
-        load = load_of(mine.unit, placement, is_summed)
+        own = of_ranks[partition.rank]
+        load = load_of(own.unit, placement, is_summed)
         stage, sums = partition.stage, None
         if stage < 3:
             rests_on = placement.tier(whole, StateKind.PARAMETERS)
@@ -40,7 +40,7 @@ def rank_loads(
                 load,
                 weights=rests_on,
                 weight_nbytes=whole.weight_nbytes,
-                written_nbytes=whole.trainable_nbytes if mine.unit.state_numel else 0,
+                written_nbytes=whole.trainable_nbytes if own.unit.state_numel else 0,
             )
         if stage == 1 and whole.state_numel:
             sums = placement.tier(whole, StateKind.GRADIENTS)

@@ -13,7 +13,8 @@ class Rates:
     `nvme_mixed` is the sum of both directions if equal amounts are read and written. `update`
     counts every byte that the optimizer's pass reads or writes. `host` counts the bytes of summed
     gradients. `hold` counts the bytes of weights that the engine maps under a computation on the
-    host. `device_update` is `update` on the devices. `gather` is None with one device.
+    host. `device_update` is `update` on the devices. `gather` is None with one device. `decode`
+    counts the bytes of weights that are made of stored ones where they are computed with.
 
     `checkpoint_read` is the rate of the drives that hold the checkpoint of a frozen base; at most
     that of all drives.
@@ -27,6 +28,7 @@ class Rates:
     host: float
     hold: float = float("inf")
     device_update: float = float("inf")
+    decode: float = float("inf")
     nvme_read: float = float("inf")
     nvme_write: float = float("inf")
     nvme_mixed: float = float("inf")

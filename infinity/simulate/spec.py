@@ -38,6 +38,7 @@ class Divided:
 
     @property
     def comes_to_host(self) -> bool:
+        """Whether a unit's weights come together in host memory."""
         return self.is_put_together and not self.are_weights_between_devices
 
 
@@ -112,8 +113,8 @@ class StepSpec:
     on the device (None if it computes on host memory). `ring_nbytes` of state are in memory at the
     same time. `backward_ratio` is the backward's FLOPs over the forward's: 2, or 3 with
     recomputation, if all weights are trained. A micro-batch may stand for `num_fibers` of them that
-    pass block by block, `tile_micro_batches` at a time in a block with tiles. `repeats_in_place`:
-    see `moves`.
+    pass block by block, `tile_micro_batches` at a time in a block with tiles. `keeps_experts`: see
+    `moves`.
     """
 
     units: tuple[UnitLoad, ...]
@@ -130,8 +131,9 @@ class StepSpec:
     saved_on: str = "device"
     num_fibers: int = 1
     tile_micro_batches: int = 1
-    repeats_in_place: bool = False
+    keeps_experts: bool = False
 
     @property
     def shares_host_memory(self) -> bool:
+        """Whether the device computes in host memory, as a CPU does."""
         return self.device_cache_nbytes is None

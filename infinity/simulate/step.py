@@ -27,7 +27,7 @@ from infinity.simulate.log import (
     WRITE,
     OperationLog,
 )
-from infinity.simulate.order import Move, Use
+from infinity.simulate.order import Move, Use, blocks_in_groups
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec
 from infinity.simulate.updates import UnitUpdates
@@ -122,6 +122,7 @@ class _Draft:
         self._gradients = GradientTraffic(self.log)
         self._agreement = RankAgreement(self.log, self._fetches, self._updates)
         self._saved: dict[int, int] = {}  # By use: the operation that saves its input.
+        self._blocks_in_groups = blocks_in_groups(job.uses)
         self._computed: list[int] = []  # Forwards and backwards of uses, in order.
 
     def add_step(self, step: int) -> None:
@@ -177,7 +178,8 @@ class _Draft:
             return False
         if use.block is None:
             return self.log.job.num_fibers > 1 and not self.log.job.weights_cache_nbytes
-        return self.log.job.num_fibers > self.log.job.tile_micro_batches
+        is_in_groups = self.log.job.num_fibers > self.log.job.tile_micro_batches
+        return is_in_groups and not use.is_experts and use.block in self._blocks_in_groups
 
     def _given_by(self, move: Move) -> tuple[int, ...]:
         return self.log.job.uses[move.use].units if move.has_gradients else ()
@@ -248,12 +250,13 @@ class _Draft:
         return back
 
     def _hold_s(self, use: Use) -> float:
-        """The time of the engine's own work on the computing thread."""
+        """Returns the time of the engine's own work in the place of a computation: weights are
+        decoded, and on the host mapped."""
+        decode_s = use.decoded_nbytes / self.log.rates.decode
         if not self.log.job.shares_host_memory:
-            return 0.0
-        return (
-            sum(self.log.job.units[unit].weight_nbytes for unit in use.units) / self.log.rates.hold
-        )
+            return decode_s
+        held_nbytes = sum(self.log.job.units[unit].weight_nbytes for unit in use.units)
+        return decode_s + held_nbytes / self.log.rates.hold
 
     def _name(self, use: Use) -> str:
         return "+".join(self.log.job.units[unit].name for unit in use.units)

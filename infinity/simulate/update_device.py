@@ -47,6 +47,7 @@ class UpdateDevice:
 
     @property
     def is_on_device(self) -> bool:
+        """Whether the device runs the updates."""
         return self.place == "device"
 
 

@@ -33,6 +33,7 @@ class UnitUpdates:
         )
 
     def at_step(self, unit: int) -> None:
+        """Adds the update of a unit, if it has one, inside `optimizer.step()`."""
         load = self._log.job.units[unit]
         if not load.update_nbytes:
             return
@@ -69,6 +70,7 @@ class UnitUpdates:
         return done
 
     def write_weights(self, unit: int, after: Sequence[int]) -> None:
+        """Adds the write of updated weights to NVMe."""
         load = self._log.job.units[unit]
         name = f"weights of {load.name}"
         self._log.written.weights[unit] = self._log.nvme(WRITE, name, load.written_nbytes, after)

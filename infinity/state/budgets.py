@@ -42,7 +42,7 @@ class Budgets:
     `num_staging_slots` slots for chunks of `chunk_nbytes`. `needed_for_sums_nbytes`: the working
     memory of `infinity.forward_backward`; `least_for_sums_nbytes`: the smallest host budget that
     has it. `decoded_from_nbytes`: the stored bytes of the largest unit that is decoded when it is
-    attached.
+    attached. `decoded_nbytes`: host memory for decoded weights alone; 0 in a tight pool.
     """
 
     shares_host_memory: bool
@@ -61,6 +61,7 @@ class Budgets:
     needed_for_sums_nbytes: int
     least_for_sums_nbytes: int
     decoded_from_nbytes: int
+    decoded_nbytes: int
 
     @property
     def device_window_nbytes(self) -> int | None:
@@ -139,6 +140,7 @@ def compute_budgets(
     given_nbytes: int = 0,
     summed_nbytes: int = 0,
     host_held_nbytes: int | None = None,
+    decoded_nbytes: int = 0,
     num_sharing: int = 1,
 ) -> Budgets:
     """Divides the tiers of a machine among the state of `units` and the memory to work in.
@@ -150,6 +152,7 @@ def compute_budgets(
     `summed_nbytes`: sums of gradients of `infinity.forward_backward` before they are sent, reserved
     if the configuration has micro-batches. `host_held_nbytes`: the same as `held_nbytes` in host
     memory, where frozen weights may be quantised, or quantised and decoded (None: as much).
+    `decoded_nbytes`: the part of it that is decoded on the host.
     `num_sharing`: ranks among which the configured host budget was divided; errors name the whole.
 
     Raises ConfigError for a tier that is not configured, CapacityError for a budget that is too
@@ -174,8 +177,10 @@ def compute_budgets(
     placement = _place(request, host_nbytes, smallest, comfortable)
     _refuse_small_device(request, placement)
     working_nbytes = host_nbytes - placement.placed_nbytes["host"] - serving_nbytes
-    # With less free memory than this, what is kept for later is in the way of what is needed now.
-    is_tight = working_nbytes - (smallest - alone) < 3 * alone
+    # With less free memory than this, weights kept for later displace those needed now.
+    decoded_nbytes = rounded_nbytes(decoded_nbytes) if decoded_nbytes else 0
+    free_nbytes = working_nbytes - (smallest - alone) - decoded_nbytes
+    is_tight = free_nbytes < 3 * (alone - decoded_nbytes)
     chunk_nbytes, num_slots, ring_nbytes = _staging_ring(request, placement, working_nbytes)
     return Budgets(
         shares_host_memory=shares_host_memory,
@@ -194,13 +199,15 @@ def compute_budgets(
         needed_for_sums_nbytes=with_sums - serving_nbytes,
         least_for_sums_nbytes=num_sharing * least_for_sums_nbytes,
         decoded_from_nbytes=request.decoded_from_nbytes,
+        decoded_nbytes=0 if is_tight else decoded_nbytes,
     )
 
 
 def _refuse_missing_tier(config: SwapConfig, preferences: Mapping[str, tuple[str, ...]]) -> None:
     if config.tiers.nvme:
         return
-    for kind, order in {**preferences, "activations": config.placement.activations}.items():
+    others = {name: getattr(config.placement, name) for name in ("activations", "experts")}
+    for kind, order in {**preferences, **others}.items():
         if "nvme" in order:
             raise ConfigError(
                 f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add "
@@ -268,13 +275,12 @@ def _reduce_buffer_nbytes(request: _Request, asked_nbytes: int, spare_nbytes: in
 
 def _only_on_host_nbytes(request: _Request) -> int:
     """Bytes of state that may rest on the host only."""
-    kinds = [kind for kind, order in request.preferences.items() if set(order) == {"host"}]
+    kinds = [kind for kind in StateKind if set(request.preferences[kind.kind]) == {"host"}]
     return sum(
-        resting_nbytes(unit, state_kind)
+        resting_nbytes(unit, kind)
+        for kind in kinds
         for unit in request.units
-        for state_kind in StateKind
-        if state_kind.kind in kinds
-        and not (state_kind is StateKind.PARAMETERS and unit.stored is not None)
+        if not (kind is StateKind.PARAMETERS and unit.stored is not None)
     )
 
 
@@ -376,6 +382,6 @@ def _window_nbytes(request: _Request, working_nbytes: int) -> int:
         return 0
     if schedule.window != "auto":
         return int(schedule.window)
-    # On the host, what is read ahead must leave room for what is decoded from it.
+    # On the host, reads ahead must leave space for the weights decoded from them.
     decodes_on_host = request.shares_host_memory and request.decoded_from_nbytes > 0
     return working_nbytes - (request.host_held_nbytes if decodes_on_host else 0)

@@ -14,6 +14,6 @@ _PIECES = {
 
 
 def moments_of(config: SwapConfig) -> Moments:
-    """The moments that a model is given room for when it is offloaded."""
+    """Returns the moments that a model reserves space for at offload."""
     kinds = _PIECES[config.optimizer.name][: config.optimizer.num_moments]
     return Moments(kinds, MomentFormat(config.precision.moments))

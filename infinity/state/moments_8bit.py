@@ -22,7 +22,7 @@ _GRANULE_NBYTES = GRANULE_NUMEL + PAGE_NBYTES
 
 
 def kind_nbytes(numel: int) -> int:
-    """Bytes of the piece's first `numel` elements; when more follow, of whole granules.
+    """Bytes of the array's first `numel` elements; when more follow, of whole granules.
 
     Worked example: 262,144 codes and 1,024 scales are 65 pages; 2,048 codes and 8 scales are 2.
     """
@@ -37,7 +37,7 @@ def kind_nbytes(numel: int) -> int:
 @dataclass(frozen=True, slots=True)
 class CodeRun:
     """`numel` elements from `start` on, which lie in one granule: their codes are in one row, and
-    so are the scales of their blocks. Offsets are bytes in the piece."""
+    so are the scales of their blocks. Offsets are bytes in the array."""
 
     start: int
     numel: int
@@ -46,7 +46,7 @@ class CodeRun:
 
 
 def runs_within(numel: int, start: int, stop: int) -> Iterator[CodeRun]:
-    """Elements [start, stop) of a piece of `numel`, granule by granule. `start` is a multiple of
+    """Elements [start, stop) of an array of `numel`, granule by granule. `start` is a multiple of
     BLOCK_NUMEL."""
     assert start % BLOCK_NUMEL == 0
     while start < stop:

@@ -1,14 +1,14 @@
 """Ownership by rank: every unit is divided into one contiguous shard per rank.
 
 Bandwidth-centric, as in ZeRO-Infinity: each rank owns 1/N of every unit, so that all ranks' links
-pull at the same time. The cut is made in the unit's arrays of state, at multiples of STATE_GRANULE;
-the weights are cut at the same elements, so that the owner of a master's part can write the weights
-that follow from it. Frozen weights have no state and are cut at pages.
+are busy at the same time. The unit's arrays of state are divided at multiples of STATE_GRANULE; the
+weights are divided at the same elements, so that the owner of a part of the master can write the
+weights that follow from it. Frozen weights have no state and are divided at pages.
 
-Two lists of units come out of it. *Wholes* are what modules need, with those pieces that every rank
-keeps for itself. *Shards* are what this rank owns of the others: a shard is a unit of its own,
-whose tensors are flat runs of elements. Stage by stage (Rajbhandari et al., "ZeRO", 2020, section
-5):
+The result has two lists of units. *Full units* are the units of the modules, with the state kinds
+that every rank keeps. *Shards* are this rank's parts of the other kinds. A shard is a unit of its
+own, whose tensors are flat runs of elements. Stage by stage (Rajbhandari et al., "ZeRO", 2020,
+section 5):
 
   stage  every rank keeps          one rank owns a part of
   1      parameters, gradients     master, moments, summed gradients
@@ -48,8 +48,9 @@ class ShardSegment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardSlice:
-    """Elements [start, stop) of a whole tensor, owned by `rank`; `part` is what they are in the
-    shard."""
+    """Elements [start, stop) of a full tensor, owned by `rank`; `part` is the same range in the
+    shard.
+    """
 
     rank: int
     whole: TensorSpec
@@ -102,17 +103,21 @@ class Partition:
         return self.stage > 1
 
     @property
-    def mine(self) -> tuple[Shard, ...]:
+    def local(self) -> tuple[Shard, ...]:
+        """This rank's shard of each unit, in the order of the units."""
         return tuple(of_unit[self.rank] for of_unit in self.shards)
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """Units that have state on this rank: full units, then this rank's shards."""
-        return (*self.full_units, *(shard.unit for shard in self.mine))
+        return (*self.full_units, *(shard.unit for shard in self.local))
 
     def served(self, shard: Shard) -> Sequence[ShardSegment]:
-        """The weights that others get of a shard: where every rank keeps the whole, what a step
-        changes of it, the trainable ones."""
+        """The weights of a shard that other ranks fetch.
+
+        If every rank keeps the full weights, these are the ones that a step changes: the trainable
+            ones.
+        """
         if self.shards_parameters:
             return shard.segments
         whole = self.full_units[shard.unit.index - len(self.full_units)]
@@ -153,13 +158,16 @@ def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Pa
 
 # INV-19: the parts of all ranks cover the whole once.
 def cut(total: int, part: int, count: int) -> tuple[int, int]:
-    """[start, stop) of one of `count` nearly equal parts: cut(10, 1, 3) is (3, 6)."""
+    """Returns [start, stop) of one of `count` nearly equal parts: 10, 1, 3 -> (3, 6)."""
     return part * total // count, (part + 1) * total // count
 
 
 def _part_of(unit: Unit, rank: int, count: int) -> int:
-    """Which part of a unit a rank owns. It turns with the unit: of units too small for all ranks
-    everybody gets some."""
+    """Returns the part of a unit that a rank owns.
+
+    It rotates with the unit, so that each rank gets some of the units that are too small for all
+    ranks.
+    """
     return (rank + unit.index) % count
 
 

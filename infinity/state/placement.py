@@ -5,13 +5,14 @@ on the first tier of the list that still has space; so a kind that does not fit 
 the first units rest on the host, the others on NVMe. Frozen weights that can be read in place rest
 in their checkpoint ("checkpoint"), whatever the list says. Kinds that may not go to NVMe are placed
 first, so that a kind that may go there never takes their space; of the other kinds, those that
-travel more often come first, because a resident byte of theirs saves more traffic. Frozen weights
+travel more often come first, because their resident bytes save more traffic. Frozen weights
 come after all state of trained units: that is written as well as read, and drives write slower than
 they read and wear out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class StatePlacement:
     placed_nbytes: Mapping[str, int]
 
     def tier(self, unit: Unit, state_kind: StateKind) -> str:
+        """Returns the name of the tier on which the state kind of the unit rests."""
         return self.tiers[unit.index, state_kind]
 
     def travelling(self) -> tuple[StateKind, ...]:
@@ -66,9 +68,9 @@ def place(
 ) -> StatePlacement:
     """Chooses a tier for every state kind of every unit.
 
-    `preferences` maps kind to tier names. `host_nbytes` and `device_nbytes` are what may be filled
-    for good (None: unlimited); working memory is already subtracted. NVMe is not limited here: the
-    volume knows its own space. Raises CapacityError when a list ends on a tier that is full.
+    `preferences` maps kind to tier names. `host_nbytes` and `device_nbytes` are the bytes that may
+    be filled for good (None: unlimited), without working memory. NVMe is not limited here: the
+    volume limits it. Raises CapacityError when a list ends on a tier that is full.
     """
     free_nbytes: dict[str, float] = {
         "host": max(host_nbytes, 0),
@@ -98,10 +100,17 @@ def _in_order(
     units: Sequence[Unit], preferences: Mapping[str, Sequence[str]]
 ) -> list[tuple[StateKind, Unit]]:
     """Returns every state kind of every unit in the order of placement (a stable sort)."""
-    pairs = [(state_kind, unit) for state_kind in _PLACING_ORDER for unit in units]
-    return sorted(
-        pairs, key=lambda pair: ("nvme" in preferences[pair[0].kind], not pair[1].state_numel)
-    )
+    found: list[tuple[StateKind, Unit]] = []
+    for can_be_on_nvme, is_frozen in itertools.product((False, True), repeat=2):
+        chosen = [unit for unit in units if (not unit.state_numel) is is_frozen]
+        found += [
+            (state_kind, unit)
+            for state_kind in _PLACING_ORDER
+            if ("nvme" in preferences[state_kind.kind]) is can_be_on_nvme
+            for unit in chosen
+            if not is_frozen or state_kind is StateKind.PARAMETERS
+        ]
+    return found
 
 
 def resting_nbytes(unit: Unit, state_kind: StateKind) -> int:
@@ -130,7 +139,7 @@ def _no_room(
     )
 
 
-# What the optimizer moves at a time at the very least; below this, requests get too small.
+# The least bytes that the optimizer moves at a time; smaller requests are slow.
 _SMALLEST_CHUNK_NBYTES = 16 * PAGE_NBYTES
 _GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
 _LEAST_SLOTS = 3  # One being read, one updated, one written, if they fit.
@@ -170,14 +179,14 @@ def smallest_working_nbytes(
 ) -> int:
     """The least host memory training can work in, beside what rests on the host.
 
-    `gathered_nbytes`: the largest unit's weights that are put together from the shards of ranks.
-    `summed_nbytes`: sums of micro-batches that wait to be given to other ranks.
-    `staged_nbytes`: what gradients of a device with its own memory come out through.
-    `held_nbytes`: the most weight bytes that nested modules hold at once. In a backward these are
+    `gathered_nbytes`: the largest unit's weights that are gathered from the shards of ranks.
+    `summed_nbytes`: sums of micro-batches that wait to be sent to other ranks.
+    `staged_nbytes`: blocks for gradients that leave a device with its own memory.
+    `held_nbytes`: the most weight bytes that nested modules use at once. In a backward these are
     in memory and, where gradients do not rest on the host, those of one unit being summed and of
-    one being written; when a master is set from outside, one unit's weights and the master of a
-    tensor; in an update, which may be made while the modules around are held, one chunk of every
-    piece that travels.
+    one being written; when the program sets a master, one unit's weights and the master of a
+    tensor; in an update, which may run while outer modules are in use, one chunk of every state
+    kind that travels.
     """
     streamed = {kind for kind, order in preferences.items() if set(order) != {"host"}}
     if any(unit.stored is not None for unit in units):

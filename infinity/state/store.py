@@ -26,10 +26,13 @@ from infinity.tiers.host import Block, HostBlocks
 
 
 class Transfer(Protocol):
-    """A range on its way. `wait` raises what went wrong, every time it is asked."""
+    """A range on its way. `wait` raises the error of the transfer, every time."""
 
-    def done(self) -> bool: ...
-    def wait(self) -> None: ...
+    def done(self) -> bool:
+        """Whether the range has arrived, or failed."""
+
+    def wait(self) -> None:
+        """Blocks until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class DeviceLocation:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLocation:
-    """Rests in somebody else's files, which are never written."""
+    """Rests in a checkpoint's own files, which are never written."""
 
     stored: StoredWeights
 
@@ -67,8 +70,11 @@ FirstValues = Callable[[torch.Tensor], None]
 
 
 def rewritten_nbytes(unit: Unit, kind: StateKind) -> int | None:
-    """The head of a piece that every step rewrites and a commit keeps; None where it keeps copies:
-    of gradients, of which there are seldom any between steps, and of moments of eight bits."""
+    """Returns the bytes at the head of a state kind that every step rewrites and a commit keeps.
+
+    None for kinds of which a commit keeps copies: gradients, which seldom exist between steps, and
+    moments of eight bits.
+    """
     if kind is StateKind.GRADIENTS or unit.is_8bit(kind):
         return None
     return unit.trainable_nbytes if kind is StateKind.PARAMETERS else unit.nbytes(kind)
@@ -78,13 +84,13 @@ def show(
     counters: Counters,
     files: Volume | ShardFiles,
     ticket: Ticket,
-    lane: Track,
+    track: Track,
     what: str,
     asked_ns: int,
 ) -> None:
     """Lets a trace know of a transfer of the files, if there is one."""
     if counters.tracer.is_on:
-        counters.tracer.watch(ticket, lambda file: f"{lane} {files.path_of(file)}", what, asked_ns)
+        counters.tracer.watch(ticket, lambda file: f"{track} {files.path_of(file)}", what, asked_ns)
 
 
 class StateStore(Protocol):
@@ -169,6 +175,8 @@ class LocalStore:
         self._device = device
         self._counters = counters
         self._locations: dict[tuple[int, StateKind], StateLocation] = {}
+        # Of blocks that are never mapped away: asked for every gradient.
+        self._views: dict[tuple[int, StateKind], torch.Tensor] = {}
         self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
         self._settle(placement)
 
@@ -211,9 +219,15 @@ class LocalStore:
     # INV-7: the location of bytes is known here alone; arithmetic does not depend on it.
     def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
         """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""
+        view = self._views.get((unit.index, kind))
+        if view is not None:
+            return view
         location = self._locations.get((unit.index, kind))
         if isinstance(location, HostLocation):
-            return self._host.tensor(location.block)
+            view = self._host.tensor(location.block)
+            if kind is not StateKind.PARAMETERS:  # Its pages may stand in a window.
+                self._views[unit.index, kind] = view
+            return view
         if isinstance(location, DeviceLocation) and self._device.shares_host_memory:
             return location.memory
         return None
@@ -332,4 +346,5 @@ class LocalStore:
         return self._device.copy(host, rest) if inward else self._device.copy(rest, host)
 
     def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
+        """Returns the location of each state kind, by unit index and kind."""
         return self._locations

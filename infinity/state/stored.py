@@ -10,9 +10,10 @@ Pure: names, offsets and shapes. `StoredWeights.decode` computes on the tensors 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -67,25 +68,24 @@ class StoredPiece:
 StoredTensor = tuple[StoredPiece, ...]  # The pieces cover every element once.
 
 
-def stored_rows(tensor: StoredTensor, start: int, stop: int) -> StoredTensor | None:
-    """Returns rows [start, stop) of a stored parameter; None if its codec cannot divide a piece."""
-    pieces: list[StoredPiece] = []
+def stored_tiles(tensor: StoredTensor, starts: Sequence[int]) -> list[StoredTensor] | None:
+    """Returns rows [starts[i], starts[i + 1]) of a stored parameter for every i; None if its codec
+    cannot divide a piece there."""
+    tiles: list[list[StoredPiece]] = [[] for _ in starts[1:]]
     for piece in tensor:
         first = piece.box[0]
-        if isinstance(first, int):
-            if start <= first < stop:
-                pieces.append(replace(piece, box=(first - start, *piece.box[1:])))
-            continue
-        low, high = max(first.start, start), min(first.stop, stop)
-        if low >= high:
-            continue
-        if (low, high) != (first.start, first.stop):
-            cut = _cut_rows(piece, low - first.start, high - first.start)
-            if cut is None:
+        low, high = (first, first + 1) if isinstance(first, int) else (first.start, first.stop)
+        for tile in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
+            begin, end = max(low, starts[tile]), min(high, starts[tile + 1])
+            part: StoredPiece | None = piece
+            if (begin, end) != (low, high):
+                part = _cut_rows(piece, begin - low, end - low)
+            if part is None:
                 return None
-            piece = cut
-        pieces.append(replace(piece, box=(slice(low - start, high - start), *piece.box[1:])))
-    return tuple(pieces)
+            begin, end = begin - starts[tile], end - starts[tile]
+            rows = begin if isinstance(first, int) else slice(begin, end)
+            tiles[tile].append(replace(part, box=(rows, *piece.box[1:])))
+    return [tuple(pieces) for pieces in tiles]
 
 
 def _cut_rows(piece: StoredPiece, start: int, stop: int) -> StoredPiece | None:
@@ -120,22 +120,20 @@ class StoredWeights:
 
         `parameter(name)` returns the tensor to fill, on the device of `block`.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
-            for name, piece, parts in self.pieces:
-                if name not in tensors:
-                    tensors[name] = parameter(name)
-                stored = [block[start : start + nbytes] for start, nbytes in parts]
-                piece.codec.decode(stored, piece.shape, piece.target(tensors[name]))
+        known = cache(parameter)
+        for _ in self.decoded(block, lambda name, piece: piece.target(known(name))):
+            pass
 
-    def decoded_pieces(
-        self, block: torch.Tensor, dtype_of: Callable[[str], torch.dtype]
+    def decoded(
+        self, block: torch.Tensor, target: Callable[[str, StoredPiece], torch.Tensor]
     ) -> Iterator[tuple[str, StoredPiece, torch.Tensor]]:
-        """Yields every piece with its elements, in memory of its own. For comparison."""
+        """Yields (parameter, piece, its elements), each decoded into `target(parameter, piece)`: a
+        tensor in the shape of the piece's source, on the device of `block`."""
         for name, piece, parts in self.pieces:
-            elements = torch.empty(piece.shape, dtype=dtype_of(name))
             stored = [block[start : start + nbytes] for start, nbytes in parts]
-            piece.codec.decode(stored, piece.shape, elements)
+            elements = target(name, piece)
+            with torch.no_grad():
+                piece.codec.decode(stored, piece.shape, elements)
             yield name, piece, elements
 
 

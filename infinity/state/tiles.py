@@ -45,8 +45,10 @@ def number_of_tile(name: str) -> int:
 def cut_rows(
     num_rows: int, row_nbytes: int, limit_nbytes: int, alignment: int = ROW_ALIGNMENT
 ) -> tuple[int, ...]:
-    """Where tiles of at most `limit_nbytes` begin, and the end: as few as there can be, of equal
-    sizes but for the last. A tile has at least `alignment` rows, or all.
+    """Returns the first rows of tiles of at most `limit_nbytes`, and the end.
+
+    There are as few tiles as possible, of equal sizes but for the last. A tile has at least
+    `alignment` rows, or all.
 
     Worked example: 1000 rows of 1 KiB and a limit of 300 KiB allow 256 rows, so there are 4 tiles
     of 256 (250 in whole alignments): (0, 256, 512, 768, 1000).
@@ -59,7 +61,8 @@ def cut_rows(
 
 
 def limits(largest_nbytes: int) -> Iterator[int]:
-    """Limits to try for a model whose largest parameter that can be cut has so many bytes."""
+    """Yields limits to try for a model whose largest parameter that can be split has so many
+    bytes."""
     limit_nbytes = -(-largest_nbytes // 2)
     while limit_nbytes >= SMALLEST_TILE_NBYTES:
         yield limit_nbytes
@@ -72,12 +75,12 @@ def fit(
     has_room_ahead: Callable[[T], bool],
     largest_nbytes: int,
 ) -> T:
-    """What `attempt(limit_nbytes)` gives for the limit that `[schedule] tile` asks for.
+    """Returns the result of `attempt(limit_nbytes)` for the limit that `[schedule] tile` requests.
 
-    `attempt` raises CapacityError for what does not fit; None asks for no tiles. "auto" takes tiles
-    only where nothing fits without: the largest that leave room to fetch the next while one
-    computes, or where there is no such room, the largest that fit. Raises the CapacityError of
-    the model without tiles when none do.
+    `attempt` raises CapacityError if the model does not fit; None requests no tiles. "auto" takes
+    tiles only if the model does not fit without: the largest ones that leave space to fetch the
+    next while one computes, or else the largest that fit. Raises the CapacityError of the model
+    without tiles if none fit.
     """
     if tile != "auto":
         return attempt(tile)

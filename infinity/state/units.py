@@ -10,17 +10,17 @@ Layout of a unit (docs/formats/unit.md):
                the frozen ones; each tensor starts at a multiple of TENSOR_ALIGNMENT_NBYTES
   moments, gradients
                fp32 arrays over the trainable tensors only, all with the same element offsets; which
-               moments there are is the optimizer's business (`Moments`), and they may be of eight
-               bits instead (docs/formats/moments_8bit.md)
-  master       what the parameters lack of their fp32 master, at the same element offsets: a 16-bit
-               residual beside bf16 parameters (docs/formats/split_master.md), beside fp16 ones all
-               of the fp32 value, beside fp32 ones nothing
+               moments exist depends on the optimizer (`Moments`), and they may have eight bits
+               instead (docs/formats/moments_8bit.md)
+  master       the rest of the fp32 master beside the parameters, at the same element offsets:
+               a 16-bit residual beside bf16 parameters (docs/formats/split_master.md), all of the
+               fp32 value beside fp16 ones, nothing beside fp32 ones
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -65,7 +65,7 @@ class StateKind(StrEnum):
         return "moments" if self in MOMENT_PIECES else self.value
 
 
-# Of all optimizers; which of them there are is said by `Moments`. Named as torch's own state is.
+# The moments of all optimizers, under torch's names; `Moments` has those of one optimizer.
 MOMENT_PIECES = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ, StateKind.MOMENTUM_BUFFER)
 
 
@@ -78,6 +78,7 @@ class Moments:
 
     @property
     def is_8bit(self) -> bool:
+        """Whether the moments are 8-bit codes with scales."""
         return self.format is MomentFormat.EIGHT_BIT and bool(self.kinds)
 
 
@@ -106,16 +107,18 @@ class TensorSpec:
 
     @property
     def name(self) -> str:
+        """The parameter's full name."""
         return self.facts.name
 
     @property
     def weight_nbytes(self) -> int:
+        """The bytes of the weights, in their own dtype."""
         return self.numel * self.facts.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Parameters that move together, and how their state is laid out."""
+    """Parameters that move together, and the layout of their state."""
 
     index: int
     name: str
@@ -127,13 +130,28 @@ class Unit:
     moments: Moments = OF_ADAM
     kinds: frozenset[StateKind] | None = None  # Those that rest on this rank; None: all of them.
     stored: StoredWeights | None = None  # Frozen weights that rest in the checkpoint's own files.
+    _trainable: tuple[TensorSpec, ...] = field(init=False, repr=False)  # Asked for every gradient.
+    _dtypes: dict[StateKind, torch.dtype | None] = field(init=False, repr=False)
+    known_chunks: dict[int, tuple[Chunk, ...]] = field(
+        init=False, repr=False, default_factory=dict
+    )  # By `chunk_nbytes`; of `chunk_unit`.
+
+    def __post_init__(self) -> None:
+        trainable = tuple(tensor for tensor in self.tensors if tensor.state_offset >= 0)
+        object.__setattr__(self, "_trainable", trainable)
+        dtypes = {kind: self._dtype(kind) for kind in StateKind}
+        object.__setattr__(self, "_dtypes", dtypes)
 
     @property
     def has_residual(self) -> bool:
+        """Whether the master is the weights and a residual of 16 bits."""
         return self.master_dtype is torch.int16
 
     def dtype(self, kind: StateKind) -> torch.dtype | None:
         """The dtype of the elements of a state kind; None when the unit has none of it."""
+        return self._dtypes[kind]
+
+    def _dtype(self, kind: StateKind) -> torch.dtype | None:
         if kind.kind == "moments" and kind not in self.moments.kinds:
             return None
         if self.is_8bit(kind):
@@ -156,13 +174,15 @@ class Unit:
         return self.state_numel > 0 and is_kept
 
     def nbytes(self, kind: StateKind, numel: int | None = None) -> int:
-        """Bytes of the piece, or of `numel` elements of a piece of state that start a chunk; 0 when
+        """Bytes of the state kind, or of `numel` elements of it that start a chunk; 0 when
         the unit has none of it."""
         if self.kinds is not None and kind not in self.kinds:
             return 0
         if kind is StateKind.PARAMETERS:
             return self.weight_nbytes if self.stored is None else self.stored.nbytes
         numel = self.state_numel if numel is None else numel
+        if not numel:
+            return 0  # Of a frozen unit, as most of a large model are.
         if self.is_8bit(kind):
             return moments_8bit.kind_nbytes(numel)
         dtype = self.dtype(kind)
@@ -172,8 +192,9 @@ class Unit:
         """Returns the parameter with this name in the model."""
         return next(spec for spec in self.tensors if spec.name == name)
 
-    def trainable(self) -> Iterator[TensorSpec]:
-        return (tensor for tensor in self.tensors if tensor.state_offset >= 0)
+    def trainable(self) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that the optimizer updates."""
+        return self._trainable
 
 
 def layout_unit(
@@ -246,6 +267,7 @@ class Slice:
 
     @property
     def state_start(self) -> int:
+        """The first element, in the unit's arrays of state."""
         return self.tensor.state_offset + self.start
 
 
@@ -259,13 +281,23 @@ class Chunk:
     slices: tuple[Slice, ...]
 
     def offset_nbytes(self, kind: StateKind) -> int:
+        """The offset of the chunk in the unit's range of this kind."""
         return self.unit.nbytes(kind, self.start)
 
     def nbytes(self, kind: StateKind) -> int:
+        """The bytes of the chunk in this kind."""
         return self.unit.nbytes(kind, self.stop - self.start)
 
 
-def chunk_unit(unit: Unit, chunk_nbytes: int) -> Iterator[Chunk]:
+def chunk_unit(unit: Unit, chunk_nbytes: int) -> tuple[Chunk, ...]:
+    """Returns the chunks of a unit, which are worked out once: every step asks for them."""
+    chunks = unit.known_chunks.get(chunk_nbytes)
+    if chunks is None:
+        chunks = unit.known_chunks[chunk_nbytes] = tuple(_cut(unit, chunk_nbytes))
+    return chunks
+
+
+def _cut(unit: Unit, chunk_nbytes: int) -> Iterator[Chunk]:
     """Cuts a unit's arrays of state into chunks of at most `chunk_nbytes` of fp32, or of a granule.
 
     Worked example: with granules of 2048 elements, 5000 elements (padded to 6144) and chunks of

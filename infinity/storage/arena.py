@@ -10,16 +10,18 @@ Those bytes are one file in memory for all windows, an eighth of the largest: 8 
 from __future__ import annotations
 
 import functools
-import os
+import logging
 import re
 from errno import ENOMEM
 from pathlib import Path
 
 from infinity import _core
+from infinity.config.cores import usable_cores
 from infinity.config.machine import host_memory
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 
+_log = logging.getLogger("infinity")
 _VMA = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 
 
@@ -28,17 +30,23 @@ class Arena:
 
     The capacity is rounded up to whole pages of 4096 bytes. Not inherited by forked children.
     Views returned by `memory` keep the memory alive, also after `close`; it is unmapped when the
-    last of them, and of the engines that were opened with it, is gone.
+    last of them, and of the engines that were opened with it, is gone. `numa_node`: where its pages
+    shall lie as long as there are free ones, usually that of the device; mbind(2).
     """
 
-    def __init__(self, capacity_nbytes: int, *, huge_pages: bool = True) -> None:
+    def __init__(
+        self, capacity_nbytes: int, *, huge_pages: bool = True, numa_node: int | None = None
+    ) -> None:
         if capacity_nbytes <= 0:
             raise ConfigError(f"{capacity_nbytes=}, expected a positive number of bytes")
         capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
         _check_available(capacity_nbytes)
         try:
             self._core: _core.Arena | None = _core.Arena(
-                capacity_nbytes, huge_pages=huge_pages, num_threads=os.cpu_count() or 1
+                capacity_nbytes,
+                huge_pages=huge_pages,
+                num_threads=usable_cores(),
+                numa_node=-1 if numa_node is None else numa_node,
             )
         except OSError as error:
             if error.errno != ENOMEM:
@@ -47,6 +55,9 @@ class Arena:
             raise _too_large(capacity_nbytes, memory.nbytes, memory.limit) from error
         self.address: int = self._core.address
         self.capacity_nbytes = capacity_nbytes
+        if numa_node is not None:
+            taken = "on" if self._core.prefers_node else "not, as the kernel refuses mbind, on"
+            _log.info("pages of the host arena %s NUMA node %d", taken, numa_node)
 
     def __enter__(self) -> Arena:
         return self

@@ -1,9 +1,9 @@
-"""Checksums of a swap file, one per page, and reads that are checked against them.
+"""Checksums of a swap file, one per page, and reads that are compared with them.
 
-A checksum says what the last submitted write put on a page, so it catches what a drive, a cable or
-a file system changes afterwards without an error. The table lives in memory, 1 MiB per GiB of the
-file. `of` and `put` speak of ranges, 4 bytes per page in the order of the pages: what a manifest
-would store beside each extent, to check it in a later run.
+A checksum is that of the last submitted write of a page. It catches later changes by a drive, a
+cable or a file system that report no error. The table is in memory, 1 MiB per GiB of the file. `of`
+and `put` take ranges, 4 bytes per page in the order of the pages, so that a manifest can store them
+beside each extent, for a comparison in a later run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _UNKNOWN, _KNOWN = 0, 1
 
 
 class PageChecksums:
-    """The table of one swap file. Pages of a file that grew are zeros, and known as such.
+    """The table of one swap file. The pages of a file that grew are zeros, and known as such.
 
-    Of a file that another job has left (`is_fresh` False) no page is known before it is written or
-    its checksums are put; what is not known cannot be checked.
+    In a file of another job (`is_fresh` False) no page is known before it is written or its
+    checksums are put. A page that is not known cannot be checked.
 
-    Any thread may use it. Two threads that write one page, or write and read it, must be ordered
-    by their caller, as for the file itself.
+    Any thread may use the table. Two threads that write one page, or write and read it, must be
+    ordered by their caller, as for the file itself.
     """
 
     def __init__(self, *, is_fresh: bool = True) -> None:
@@ -69,7 +69,7 @@ class PageChecksums:
                 self._known.put(GenerationRun(_KNOWN, offset_nbytes, nbytes))
 
     def forget(self, offset_nbytes: int, nbytes: int) -> None:
-        """Other bytes stand for this range from now on, whose checksums are not known."""
+        """Drops the checksums of a range whose bytes have changed."""
         with self._lock:
             self._known.put(GenerationRun(_UNKNOWN, offset_nbytes, nbytes))
 
@@ -87,8 +87,9 @@ def _entries(offset_nbytes: int, nbytes: int) -> slice:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRange:
-    """A range that is being read: where from, where to, and the checksums it must have. `label`
-    says what the bytes are."""
+    """A range that is read: the source, the target, and the expected checksums. `label` names the
+    bytes.
+    """
 
     path: str
     offset_nbytes: int
@@ -117,20 +118,24 @@ class ExpectedRange:
 
 
 class DigestedWrite:
-    """A ticket of a write whose checksums are taken by another thread meanwhile: the buffer is the
-    request's until both are done."""
+    """The ticket of a write whose checksums another thread computes. The buffer is lent until both
+    end.
+    """
 
     def __init__(self, inner: Ticket, digesting: Future[None]) -> None:
         self._inner = inner
         self._digesting = digesting
 
     def done(self) -> bool:
+        """See `Ticket.done`; the checksums are known then."""
         return self._digesting.done() and self._inner.done()
 
     def cancel(self) -> bool:
+        """See `Ticket.cancel`."""
         return self._inner.cancel()
 
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        """See `Ticket.passages`."""
         return self._inner.passages()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -142,7 +147,7 @@ class DigestedWrite:
 
 
 class CheckedRead:
-    """A ticket whose wait() checks what was read, once, on the thread that waits first."""
+    """A ticket whose wait() compares checksums, once, on the thread that waits first."""
 
     def __init__(self, inner: Ticket, ranges: Sequence[ExpectedRange]) -> None:
         self._inner = inner
@@ -151,12 +156,15 @@ class CheckedRead:
         self._lock = threading.Lock()  # guards the two above
 
     def done(self) -> bool:
+        """See `Ticket.done`; `wait` compares the checksums."""
         return self._inner.done()
 
     def cancel(self) -> bool:
+        """See `Ticket.cancel`."""
         return self._inner.cancel()
 
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        """See `Ticket.passages`."""
         return self._inner.passages()
 
     def wait(self, timeout_s: float | None = None) -> None:

@@ -2,9 +2,9 @@
 
 A volume with spare files has, per path, files of *generations* 0, 1, ... Every extent has the same
 offset in all of them. A map says, for each offset, which generation holds its current bytes. A
-commit freezes the map: what it points to is not written any more until the commit is given up. The
-next write of a range goes to a generation that no frozen map points to for this range, at the same
-offset; later writes go there in place, until the next commit.
+commit freezes the map: its bytes are not written until the commit ends. The next write of a range
+goes to a generation that no frozen map points to for this range, at the same offset; later writes
+go there in place, until the next commit.
 
 Note [Enough generations]
   A frozen map points to one generation per offset. So n frozen maps occupy at most n of them, and
@@ -32,6 +32,7 @@ class GenerationRun:
 
     @property
     def end_nbytes(self) -> int:
+        """The offset behind the run."""
         return self.offset_nbytes + self.nbytes
 
 
@@ -49,6 +50,7 @@ class GenerationMap:
         return len(self._starts)
 
     def copy(self) -> GenerationMap:
+        """Returns a map that further changes of this one do not reach."""
         other = GenerationMap()
         other._starts, other._generations = self._starts.copy(), self._generations.copy()
         return other
@@ -63,6 +65,7 @@ class GenerationMap:
                 self._generations.append(known)
 
     def at(self, offset_nbytes: int) -> int:
+        """Returns the generation that holds the byte at the offset."""
         return self._generations[bisect_right(self._starts, offset_nbytes) - 1]
 
     def of(self, offset_nbytes: int, nbytes: int) -> list[GenerationRun]:
@@ -84,7 +87,7 @@ class GenerationMap:
         if not run.nbytes:
             return
         start, end = run.offset_nbytes, run.end_nbytes
-        after = self.at(end)  # What the range behind goes on with.
+        after = self.at(end)  # The generation behind the range.
         low = bisect_right(self._starts, start - 1)
         high = bisect_right(self._starts, end)
         starts, generations = [start], [run.generation]
@@ -120,10 +123,11 @@ def choose_targets(
     nbytes: int,
     num_generations: int,
 ) -> list[GenerationRun] | None:
-    """Returns the runs to which a write of a range may go: in place, or, where a frozen map needs
-    the bytes that are there, in the lowest generation that no frozen map needs.
+    """Returns the runs to which a write of a range may go.
 
-    None when some offset has no such generation: there are fewer than len(frozen) + 1.
+    A run is written in place, or, if a frozen map needs its bytes, in the lowest generation that no
+    frozen map needs. Returns None if some offset has no such generation: there are fewer than
+    len(frozen) + 1.
     """
     if not frozen:
         return current.of(offset_nbytes, nbytes)
@@ -133,7 +137,7 @@ def choose_targets(
     }
     runs: list[GenerationRun] = []
     for start, stop in pairwise(sorted(cuts | {end})):
-        # INV-16: what a frozen map points to is not written.
+        # INV-16: bytes that a frozen map points to are not written.
         needed = {each.at(start) for each in frozen}
         generation: int | None = current.at(start)
         if generation in needed:

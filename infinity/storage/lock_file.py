@@ -1,8 +1,8 @@
-"""The file `infinity.lock`: opened without harm to what is not ours, read and written.
+"""The file `infinity.lock`: opened without harm to foreign files, read and written.
 
-Whoever may write into the directory can put anything under that name. So a link is not followed, a
-FIFO is not waited for, and a file that this package did not write is not changed: it is refused by
-name. What the file says is only ever shown to people, but for the names of swap files to keep.
+Any user who may write to the directory can put any file under that name. So a link is not followed,
+a FIFO is not waited for, and a foreign file is not changed: it is refused by name. The content is
+shown in messages; only its names of swap files to keep are acted on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_lock(path: str, *, create: bool) -> int:
     """
     flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
     try:
-        # O_NONBLOCK is for a FIFO, whose open waits for the other end.
+        # O_NONBLOCK: the open of a FIFO would wait for its other end.
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.ENOENT and not create:
@@ -76,13 +76,13 @@ def _check_own(fd: int, path: str) -> None:
         )
         raise _refused(path, errno.EACCES, detail)
     start = os.pread(fd, len(_BEGINS), 0)
-    # A crash may have cut a lock short, or left zeros in place of what was written last.
+    # A crash may have cut a lock short, or left zeros in place of its last bytes.
     if found.st_size > LOCK_NBYTES or not _BEGINS.startswith(start.rstrip(b"\0")):
         raise _refused(path, errno.EEXIST, "it is no lock file of this package; move it away")
 
 
 def read_holder(fd: int) -> dict[str, Any]:
-    """Whatever a lock file says; nothing when it says nothing that is understood."""
+    """Returns the content of a lock file; an empty dict for content that is not understood."""
     try:
         found = parse_json(os.pread(fd, LOCK_NBYTES, 0) or b"{}", max_depth=3)
     except (MalformedError, OSError):
@@ -91,7 +91,7 @@ def read_holder(fd: int) -> dict[str, Any]:
 
 
 def pid_in(holder: dict[str, Any]) -> int | None:
-    """The process that a lock names, where it names one that can be."""
+    """Returns the process that a lock names; None if it names no possible one."""
     pid = holder.get("pid")
     return pid if type(pid) is int and 0 < pid < MAX_INT else None
 
@@ -141,8 +141,8 @@ def is_same_file(fd: int, path: str) -> bool:
         there = os.lstat(path)
     except FileNotFoundError:
         return False
-    mine = os.fstat(fd)
-    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+    own = os.fstat(fd)
+    return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
 
 
 def _refused(path: str, code: int, detail: str) -> StorageError:

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from errno import EINVAL, ENOMEM
 from typing import Literal
 
+from typing_extensions import override
+
 from infinity import _core
 from infinity.errors import StorageError
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.protocol import Operation, Priority, Segment, Ticket
+from infinity.storage.depth import DepthRange
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, histogram
 
 RingFlags = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
@@ -21,7 +24,7 @@ RingFlags = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
 _log = logging.getLogger(__name__)
 
 
-class NativeEngine:
+class NativeEngine(StorageEngine):
     """Thin: converts arguments and reports. Queues, rings and threads live in `infinity._core`.
 
     Opened by `open_engine`. Keeps the arena's memory alive as long as it lives itself.
@@ -33,7 +36,7 @@ class NativeEngine:
         is_uring: bool,
         arena: Arena | None,
         block_nbytes: int,
-        queue_depth: int,
+        depths: DepthRange,
         num_threads: int,
         max_pending: int,
         num_rings: int,
@@ -45,7 +48,9 @@ class NativeEngine:
             is_uring,
             None if arena is None else arena.core,
             block_nbytes=block_nbytes,
-            queue_depth=queue_depth,
+            queue_depth=depths.start,
+            min_queue_depth=0 if depths.is_fixed else depths.least,
+            max_queue_depth=0 if depths.is_fixed else depths.most,
             num_threads=num_threads,
             max_pending=max_pending,
             num_rings=num_rings,
@@ -58,6 +63,7 @@ class NativeEngine:
     def __exit__(self, *unused: object) -> None:
         self.close()
 
+    @override
     def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
         file = self._core.open(os.fspath(path), direct, read_only)
         if not self._has_reported_buffers:
@@ -65,6 +71,7 @@ class NativeEngine:
             self._report_buffers()
         return file
 
+    @override
     def close_file(self, file: int) -> None:
         self._core.close_file(file)
 
@@ -96,12 +103,15 @@ class NativeEngine:
                 )
         return self._core.submit(operation == "write", fields, Priority(priority), timeout_s)
 
+    @override
     def sync(self, file: int) -> None:
         self._core.sync(file)
 
+    @override
     def drain(self) -> None:
         self._core.drain()
 
+    @override
     def stats(self) -> EngineStats:
         files = tuple(
             FileStats(*fields[:-2], *map(histogram, fields[-2:])) for fields in self._core.stats()
@@ -125,6 +135,7 @@ class NativeEngine:
         numbers behind `DeviceStats`."""
         return self._core.lanes()
 
+    @override
     def close(self) -> None:
         self._core.close()
 

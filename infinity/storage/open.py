@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import PAGE_NBYTES
+from infinity.storage.depth import MAX_QUEUE_DEPTH, depth_range
 from infinity.storage.native import NativeEngine, RingFlags
 from infinity.storage.probe import (
     explain_missing_uring,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 EngineName = Literal["auto", "io_uring", "threads"]
 
 MAX_BLOCK_NBYTES = 1 << 30
-MAX_QUEUE_DEPTH = 1024
 MAX_RINGS = 16
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def open_engine(
     *,
     arena: Arena | None,
     block_nbytes: int = 4 << 20,
-    queue_depth: int = 4,
+    queue_depth: int | Literal["auto"] = 4,
     num_threads: int = 4,
     max_pending: int = 1024,
     num_rings: int = 1,
@@ -62,17 +62,17 @@ def open_engine(
 
     `arena` is registered with the rings when the memlock limit permits, and kept alive by the
     engine. `queue_depth` counts blocks of `block_nbytes` in flight per device; smaller ones are
-    issued until their bytes are as many. `num_threads` threads serve a device of the thread engine.
+    issued until their bytes are as many; "auto" finds the number while the drive works.
+    `num_threads` threads serve a device of the thread engine.
     `max_pending` bounds the unfinished requests per device and priority. `num_rings` rings share
     the window and the queue of one device, each with a thread; `ring_flags` are what they are set
     up with, "auto" the best that the kernel grants (io/README.md); the thread engine uses
     neither. The environment variable INFINITY_IO_ENGINE overrides "auto" only.
     Raises UnsupportedError when `name` is "io_uring" and the kernel refuses it, or when it refuses
-    flags that were asked for by name.
+    flags that the configuration names.
     """
     _check_options(
         block_nbytes=block_nbytes,
-        queue_depth=queue_depth,
         num_threads=num_threads,
         max_pending=max_pending,
         num_rings=num_rings,
@@ -98,7 +98,7 @@ def open_engine(
     options: dict[str, Any] = {
         "arena": arena,
         "block_nbytes": block_nbytes,
-        "queue_depth": queue_depth,
+        "depths": depth_range(queue_depth, block_nbytes),
         "num_threads": num_threads,
         "max_pending": max_pending,
         "num_rings": num_rings,
@@ -118,7 +118,6 @@ def open_engine(
 def _check_options(
     *,
     block_nbytes: int,
-    queue_depth: int,
     num_threads: int,
     max_pending: int,
     num_rings: int,
@@ -129,7 +128,6 @@ def _check_options(
             f"{block_nbytes=}, expected a multiple of {PAGE_NBYTES} up to {MAX_BLOCK_NBYTES}"
         )
     for key, value, maximum in (
-        ("queue_depth", queue_depth, MAX_QUEUE_DEPTH),
         ("num_threads", num_threads, MAX_QUEUE_DEPTH),
         ("num_rings", num_rings, MAX_RINGS),
     ):

@@ -43,8 +43,9 @@ def read_into(fd: int, view: memoryview, offset_nbytes: int, *, path: str) -> in
 class PageReader:
     """Reads at most BUFFER_NBYTES at a time into memory of its own. Not thread-safe; close it.
 
-    Direct, where the file system can: what is read once is of no use to the page cache, and other
-    pages of the file may be written, directly, at the same time.
+    Reads are direct if the file system allows: bytes that are read once do not belong in the page
+        cache, and
+    other pages of the file may be written directly at the same time.
     """
 
     def __init__(self) -> None:
@@ -64,6 +65,7 @@ class PageReader:
         self.close()
 
     def close(self) -> None:
+        """Closes all files. Idempotent."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()

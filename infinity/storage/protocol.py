@@ -123,7 +123,8 @@ class StorageEngine(Protocol):
         """Waits until nothing is queued or in flight. Raises nothing: tickets carry the errors."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Returns the counts since the engine was opened, by device and by file."""
 
     def __enter__(self) -> Self: ...
 

@@ -1,7 +1,8 @@
 """Space on the drives for bytes that no commit keeps, of any size and in any order.
 
-Space is handed out in slots of one size, so that what is given back fits whatever comes next: a run
-whose shapes change takes no more than it needed at its fullest moment.
+The space has slots of one size, so that a freed slot fits the next request: a run whose shapes
+    change
+takes no more than its maximum.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class ScratchSpace:
     def __init__(self, volume: Volume) -> None:
         self._volume = volume
         self._lock = threading.Lock()
-        self._free: list[tuple[Extent, ...]] = []  # What was given back last is lent first.
+        self._free: list[tuple[Extent, ...]] = []  # The slot that was freed last is lent first.
 
     def take(self, nbytes: int) -> Scratch:
-        """At least `nbytes`. Raises CapacityError when the drives have no room for more."""
+        """Returns at least `nbytes`. Raises CapacityError if the drives are full."""
         count = -(-nbytes // SLOT_NBYTES)
         with self._lock:
             missing = count - len(self._free)

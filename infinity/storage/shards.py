@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from infinity.config.cores import usable_cores
 from infinity.errors import CorruptionError, StorageError
 from infinity.storage.checksums import digest
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
@@ -45,6 +46,7 @@ class ShardRun:
 
     @property
     def end_nbytes(self) -> int:
+        """The offset behind the run."""
         return self.offset_nbytes + self.nbytes
 
 
@@ -60,7 +62,7 @@ class RunChecksum:
 
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
-    """What tells a file from another one, or from itself after a change.
+    """The facts that distinguish a file from another one, and from itself after a change.
 
     `header_sha256`: the digest of the safetensors header, in hexadecimal.
     """
@@ -89,7 +91,7 @@ def difference(identity: ShardIdentity) -> str | None:
 
 
 def refuse_changed(identity: ShardIdentity) -> None:
-    """Raises CorruptionError for a file that is not what it was when the checkpoint was opened."""
+    """Raises CorruptionError for a file that has changed since the checkpoint was opened."""
     changed = difference(identity)
     if changed is not None:
         raise CorruptionError(
@@ -99,6 +101,62 @@ def refuse_changed(identity: ShardIdentity) -> None:
             detail=f"{changed} since the checkpoint was opened. Frozen weights rest in this file: "
             "put the original back, or start again from the changed one",
         )
+
+
+class _ReadChecks:
+    """Checksums of first reads, and the threads that compare later reads with them."""
+
+    def __init__(self, nbytes_of: Mapping[str, int]) -> None:
+        self._nbytes_of = nbytes_of  # Of a file, by path.
+        self._checksums: dict[tuple[str, int, int], int] = {}
+        self._lock = threading.Lock()  # Guards the table of checksums.
+        num_threads = max(1, min(_MOST_CHECKERS, usable_cores() // 2))
+        self._threads = ThreadPoolExecutor(num_threads, "infinity-shards")
+
+    def start(
+        self, read: _NamedRead, runs: Sequence[ShardRun], address: int, label: str
+    ) -> Future[None]:
+        """Checks what was read as soon as it is there."""
+
+        def check() -> None:
+            read.wait()
+            for run in runs:
+                self._check(run, address + run.block_offset_nbytes, label)
+
+        return self._threads.submit(check)
+
+    def _check(self, run: ShardRun, address: int, label: str) -> None:
+        """Compares a run with its first read. Raises CorruptionError."""
+        valid_nbytes = min(run.nbytes, self._nbytes_of[run.path] - run.offset_nbytes)
+        ctypes.memset(address + valid_nbytes, 0, run.nbytes - valid_nbytes)  # Behind the end.
+        found = zlib.crc32(digest(address, run.nbytes))
+        with self._lock:
+            first = self._checksums.setdefault((run.path, run.offset_nbytes, run.nbytes), found)
+        if found != first:
+            raise CorruptionError(
+                errno.EBADMSG,
+                operation="read",
+                path=run.path,
+                offset_nbytes=run.offset_nbytes,
+                nbytes=run.nbytes,
+                detail=f"{label}: the bytes are not those that were read first, in this run "
+                "or the one that it continues (CRC32C). The drive, its cable, its file system "
+                "or another program changed them. Nothing was computed from them; check the "
+                "file, and resume from the newest checkpoint",
+            )
+
+    def known(self) -> list[RunChecksum]:
+        with self._lock:
+            return [RunChecksum(*key, value) for key, value in self._checksums.items()]
+
+    def expect(self, checksums: Iterable[RunChecksum]) -> None:
+        with self._lock:
+            for each in checksums:
+                self._checksums[each.path, each.offset_nbytes, each.nbytes] = each.crc32c
+
+    def close(self) -> None:
+        """Waits for the checks that were started."""
+        self._threads.shutdown()
 
 
 class ShardFiles:
@@ -114,10 +172,8 @@ class ShardFiles:
         self._engine = engine
         self.identities: Mapping[str, ShardIdentity] = {each.path: each for each in identities}
         self._files: dict[str, int] = {}
-        self._checksums: dict[tuple[str, int, int], int] | None = {} if verify else None
-        self._lock = threading.Lock()  # Guards the table of checksums.
-        num_threads = max(1, min(_MOST_CHECKERS, (os.cpu_count() or 1) // 2))
-        self._checkers = ThreadPoolExecutor(num_threads, "infinity-shards") if verify else None
+        nbytes_of = {each.path: each.nbytes for each in identities}
+        self._checks = _ReadChecks(nbytes_of) if verify else None
         try:
             for each in identities:
                 refuse_changed(each)
@@ -143,57 +199,23 @@ class ShardFiles:
             )
             for run in runs
         ]
-        ticket = self._engine.submit("read", segments, priority)
-        if self._checkers is None:
-            return _NamedRead(ticket, self, label)
-
-        def check() -> None:
-            try:
-                ticket.wait()
-            except StorageError as error:
-                raise self.explain(error, label) from None
-            self.check(runs, address, label)
-
-        return _CheckedShardRead(ticket, self._checkers.submit(check))
+        read = _NamedRead(self._engine.submit("read", segments, priority), self, label)
+        if self._checks is None:
+            return read
+        return _CheckedShardRead(read, self._checks.start(read, runs, address, label))
 
     def checksums(self) -> list[RunChecksum]:
         """Returns the checksums that the first reads have taken."""
-        with self._lock:
-            return [RunChecksum(*key, value) for key, value in (self._checksums or {}).items()]
+        return [] if self._checks is None else self._checks.known()
 
     def expect(self, checksums: Iterable[RunChecksum]) -> None:
         """Compares the first reads, too, with these checksums of an earlier run."""
-        with self._lock:
-            if self._checksums is not None:
-                for each in checksums:
-                    self._checksums[each.path, each.offset_nbytes, each.nbytes] = each.crc32c
-
-    def check(self, runs: Sequence[ShardRun], address: int, label: str) -> None:
-        """Compares what was read with the first read of the same run. Raises CorruptionError."""
-        if self._checksums is None:
-            return
-        for run in runs:
-            valid_nbytes = min(run.nbytes, self.identities[run.path].nbytes - run.offset_nbytes)
-            place = address + run.block_offset_nbytes
-            ctypes.memset(place + valid_nbytes, 0, run.nbytes - valid_nbytes)  # Behind the end.
-            found = zlib.crc32(digest(place, run.nbytes))
-            with self._lock:
-                first = self._checksums.setdefault((run.path, run.offset_nbytes, run.nbytes), found)
-            if found != first:
-                raise CorruptionError(
-                    errno.EBADMSG,
-                    operation="read",
-                    path=run.path,
-                    offset_nbytes=run.offset_nbytes,
-                    nbytes=run.nbytes,
-                    detail=f"{label}: the bytes are not those that were read first, in this run "
-                    "or the one that it continues (CRC32C). The drive, its cable, its file system "
-                    "or another program changed them. Nothing was computed from them; check the "
-                    "file, and resume from the newest checkpoint",
-                )
+        if self._checks is not None:
+            self._checks.expect(checksums)
 
     def explain(self, error: StorageError, label: str) -> StorageError:
-        """Returns a failure of a read with what was read, and with what happened to the file."""
+        """Returns the error of a read with the name of the tensor, and with the change of the
+        file."""
         if isinstance(error, CorruptionError):
             return error
         identity = self.identities.get(error.path)
@@ -210,14 +232,14 @@ class ShardFiles:
 
     def close(self) -> None:
         """Closes the files, after the reads and checks of them. Idempotent."""
-        if self._checkers is not None:
-            self._checkers.shutdown()
+        if self._checks is not None:
+            self._checks.close()
         while self._files:
             self._engine.close_file(self._files.popitem()[1])
 
 
 class _NamedRead:
-    """A ticket whose errors say what was read."""
+    """A ticket whose errors name the bytes of the read."""
 
     def __init__(self, inner: Ticket, files: ShardFiles, label: str) -> None:
         self._inner = inner

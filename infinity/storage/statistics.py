@@ -35,6 +35,7 @@ class LatencyHistogram:
 
     @property
     def num_samples(self) -> int:
+        """The number of requests that were counted."""
         return sum(self.counts)
 
     def __add__(self, other: LatencyHistogram) -> LatencyHistogram:

@@ -1,7 +1,7 @@
-"""One swap directory: creation, the lock, stale files, and what its file system can do.
+"""One swap directory: creation, the lock, stale files, and the abilities of its file system.
 
 A directory belongs to one living process at a time. The lock is a flock on `infinity.lock`, which
-the kernel drops when its holder dies; the JSON in it only says who that is. Swap files are named
+the kernel releases when its holder dies; the JSON in it names the holder. Swap files are named
 `infinity-<job>.swap`, those of spare generations `infinity-<job>-<generation>.swap`, where the job
 is 16 hex digits; no other name is ever touched (docs/formats/swap.md).
 """
@@ -45,17 +45,23 @@ _NO_RANGE_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 class SwapDirectory:
     """A locked swap directory and the swap files in it: one, and `num_spares` of the same size.
 
-    They are new, or those of the job `adopt`, which is gone: what is in these stays as it is.
+    The files are new, or those of the dead job `adopt`, whose content stays.
 
-    Raises SwapLockedError when a living process holds it, StorageError when it cannot be used,
-    UnsupportedError when it was left by a newer version.
+    Raises SwapLockedError if a living process holds the directory, StorageError if it cannot be
+    used, UnsupportedError if a newer version has left it.
     """
 
     def __init__(self, path: str, *, num_spares: int = 0, adopt: str | None = None) -> None:
         self.path = path
-        _ensure_directory(path)
+        was_made = _ensure_directory(path)
         job = adopt or secrets.token_hex(8)
-        self._lock = DirectoryLock(path, job)
+        try:
+            self._lock = DirectoryLock(path, job)
+        except BaseException:
+            if was_made:  # On a full drive a directory may fit where a lock does not.
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+            raise
         names = swap_names(job, num_spares)
         self.swap_paths = tuple(os.path.join(path, name) for name in names)
         self._fds: list[int] = []
@@ -68,7 +74,7 @@ class SwapDirectory:
             self._close_files(remove=adopt is None)
             self._lock.release()
             raise
-        self.size_nbytes = 0  # What is reserved; adopted files may be longer.
+        self.size_nbytes = 0  # The reserved length; adopted files may be longer.
         found = [os.fstat(fd) for fd in self._fds]
         self._adopted_sizes = [each.st_size for each in found]
         self.adopted_nbytes = sum(each.st_blocks * 512 for each in found)
@@ -173,7 +179,7 @@ class SwapDirectory:
         self._fds.clear()
 
     def _remove_stale_files(self, *, keep: Collection[str] = ()) -> None:
-        """We hold the lock, so whoever made them is gone, unless it asked for them to be kept."""
+        """Removes the files of dead jobs that are not to be kept. The lock is held."""
         for name in _names_in(self.path):
             if is_swap_name(name) and name not in self._lock.kept and name not in keep:
                 remove_swap_file(os.path.join(self.path, name))
@@ -211,6 +217,10 @@ class DirectoryLock:
         return holder
 
     def release(self, *, keep: Iterable[str] = ()) -> None:
+        """Ends the lock. Its file stays to name the swap files of `kept` and `keep`, if any exist.
+
+        Idempotent.
+        """
         if self._fd < 0:
             return
         kept = tuple(name for name in (*self.kept, *keep) if self._is_there(name))
@@ -248,7 +258,7 @@ class DirectoryLock:
         try:
             return try_lock(fd, self._path)
         except StorageError:
-            if not os.fstat(fd).st_size:  # Made just now; it says nothing.
+            if not os.fstat(fd).st_size:  # A new file, still empty.
                 _unlink(self._path)
             raise
 
@@ -305,13 +315,14 @@ def is_swap_name(name: str) -> bool:
     return _SWAP_NAME.fullmatch(name) is not None
 
 
-def _ensure_directory(path: str) -> None:
-    """Creates the last component of `path` if need be; a mistyped mount point stays an error."""
+def _ensure_directory(path: str) -> bool:
+    """Creates the last component of `path` if need be; a mistyped mount point stays an error.
+    Returns whether it was created."""
     parent = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         if not os.access(path, os.W_OK | os.X_OK):
             raise _unusable(path, _writability_errno(path), "the swap directory is not writable")
-        return
+        return False
     if os.path.lexists(path):
         raise _unusable(path, errno.ENOTDIR, "the swap path exists and is not a directory")
     if not os.path.isdir(parent):
@@ -324,9 +335,10 @@ def _ensure_directory(path: str) -> None:
         )
     try:
         os.mkdir(path, 0o700)
-        _sync_directory(parent)  # What is committed in it must not lose it.
+        _sync_directory(parent)  # Commits in it need it.
+        return True
     except FileExistsError:
-        pass  # Another rank was faster.
+        return False  # Another rank was faster.
     except OSError as error:
         code = error.errno or errno.EIO
         raise _unusable(
@@ -377,8 +389,7 @@ def _open(path: str) -> int:
 
 
 def remove_swap_file(path: str) -> None:
-    """Removes a swap file. Raises StorageError for what has such a name and is none: it is not
-    ours."""
+    """Removes a swap file. Raises StorageError for a foreign file with such a name."""
     _check_regular(path)
     try:
         os.unlink(path)
@@ -421,7 +432,7 @@ def _allocate(fd: int, offset_nbytes: int, nbytes: int, *, adopted_nbytes: int) 
 
 
 def _unlink(path: str) -> None:
-    """On closing: where the drive has failed, whoever used it knows, and the rest is closed too."""
+    """Removes a file during close. Logs a failure: the other files are closed too."""
     try:
         os.unlink(path)
     except FileNotFoundError:

@@ -34,22 +34,25 @@ class SwapFile:
 
 @dataclass(frozen=True, slots=True)
 class SwapContents:
-    """A swap directory. `holder` is what its lock file says of the last job: schema, job, pid,
-    host, time; `is_held` whether that job lives."""
+    """A swap directory. `holder` is the content of its lock file: schema, job, pid, host, time.
+
+    `is_held`: the process of that job is alive.
+    """
 
     path: str
     holder: dict[str, Any]
     is_held: bool
     files: tuple[SwapFile, ...]
-    faults: tuple[str, ...] = ()  # What has a name of ours, and is something else.
+    faults: tuple[str, ...] = ()  # A file with a swap file's name that is none.
 
     @property
     def is_newer(self) -> bool:
-        """Left by a version whose format is not known here."""
+        """Whether a version with an unknown format has left the directory."""
         schema = self.holder.get("schema", SCHEMA)
         return type(schema) is not int or schema > SCHEMA
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the contents for JSON; sizes are bytes."""
         return {
             "path": self.path,
             "is_held": self.is_held,

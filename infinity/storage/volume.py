@@ -1,8 +1,7 @@
 """A volume: buffers of bytes striped over one swap directory per path.
 
 Buffers are reserved once, then read and written in ranges. A volume belongs to one job and holds
-scratch data: nothing in it outlives close(), unless the files are asked to stay, or are linked to
-while they are frozen.
+scratch data: its files end with close(), unless they are to stay, or frozen ones have other links.
 
 With spare files the current content can be frozen: later writes go elsewhere, until it is thawed
 (`infinity.storage.generations`).
@@ -45,17 +44,16 @@ __all__ = ["Adopted", "Extent", "Volume", "VolumePath"]
 class Volume:
     """Buffers on NVMe: reserve, read, write, close; freeze, thaw, restore.
 
-    One thread at a time reserves and closes; reads and writes may come from any thread. After a
-    write has failed, every call raises that first error: what is on the path is not known any more.
-    With `verify`, each page that is written gets a checksum, and waiting for a read raises
-    CorruptionError when a page is not what was written last. Without it a page that has changed is
-    computed with, and what comes of it is written with a checksum that fits. The engine is the
-    caller's and outlives the volume.
+    One thread at a time reserves and closes; any thread reads and writes. After a write has failed,
+    every call raises that first error, because the content of the path is unknown. With `verify`,
+    each written page gets a checksum, and waiting for a read raises CorruptionError if a page
+    differs from its last write. Without it the program computes with a changed page, and its
+    results get checksums that fit. The engine belongs to the caller and outlives the volume.
 
     `num_spares` further files per path let as many contents be frozen at a time. Then checksums are
-    kept in any case, for whoever stores what was frozen, and what is read from frozen pages is
-    always checked. With `adopted` swap files fresh pieces hold
-    whatever was there; it is for who will `restore` a content.
+    always kept, for those who store frozen content, and reads of frozen pages are always checked.
+    With `adopted` swap files fresh buffers hold their former bytes, for a caller that will
+    `restore` a content.
     """
 
     def __init__(
@@ -78,9 +76,9 @@ class Volume:
         self._verify = verify
         self.num_spares = num_spares
         self._jobs = adopted.jobs if adopted is not None else {}
-        self._scratch: list[Extent] = []  # What a commit does not keep.
+        self._scratch: list[Extent] = []  # Buffers that a commit does not keep.
         self._open: list[OpenPath] = []
-        # Of the current bytes of each path, whichever generations they are in.
+        # Checksums of the current bytes of each path, in any generation.
         self._checksums: BufferChecksums | None = None
         if verify or num_spares:
             self._checksums = BufferChecksums(is_deferred=not verify)
@@ -110,7 +108,7 @@ class Volume:
 
     @property
     def engine(self) -> StorageEngine:
-        """For files beside the volume's, whose requests are to wait their turn with them."""
+        """The engine, for other files whose requests share the volume's queues."""
         return self._engine
 
     @property
@@ -132,11 +130,14 @@ class Volume:
     ) -> list[tuple[Extent, ...]]:
         """Reserves one buffer per size, rounded up to 4096 bytes, and preallocates the files.
 
-        Of each piece the first `spared_nbytes` (default: all of it) are preallocated in the spare
-        files too. The rest may be written while something is frozen as well, but finds its space
-        only then. None: the piece is scratch, always written in place and never frozen.
-        Fresh pieces read as zeros. Raises CapacityError, with the numbers of each path, before any
-        file grows. May be called again, by any thread; pieces are never given back.
+        spared_nbytes: the bytes of each buffer that are preallocated in the spare files too, all by
+            default. The
+            rest may be written during a freeze as well, but gets its space only then. None: the
+                buffer is
+            scratch, always written in place and never frozen
+
+        Fresh buffers read as zeros. Raises CapacityError, with the numbers of each path, before any
+        file grows. May be called again, by any thread; a buffer is never freed.
         """
         self._check_usable()
         with self._reserving:
@@ -149,10 +150,10 @@ class Volume:
         heads = [(head or 0) if self.num_spares else 0 for head in kept]
         rooms = spaces_of(self._open, self._weights)
         spaces = share_with_spares(rooms, sizes_nbytes, heads, num_spares=self.num_spares)
-        pieces = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
+        buffers = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
         ends = [each.directory.size_nbytes for each in self._open]
         spared: list[list[tuple[int, int]]] = [[] for _ in self._paths]
-        for extents, head_nbytes in zip(pieces, heads, strict=True):
+        for extents, head_nbytes in zip(buffers, heads, strict=True):
             for extent in extents:
                 end_nbytes = extent.offset_nbytes + extent.nbytes
                 ends[extent.path_index] = max(ends[extent.path_index], end_nbytes)
@@ -160,7 +161,7 @@ class Volume:
                 spared[extent.path_index].append((extent.offset_nbytes, extent.nbytes))
         self._scratch += [
             extent
-            for extents, head in zip(pieces, kept, strict=True)
+            for extents, head in zip(buffers, kept, strict=True)
             for extent in extents
             if head is None
         ]
@@ -174,7 +175,7 @@ class Volume:
         if self._checksums is not None:
             for index, end_nbytes in enumerate(ends):
                 self._checksums.grow(index, end_nbytes)
-        return pieces
+        return buffers
 
     def read(
         self,
@@ -187,7 +188,9 @@ class Volume:
         label: str = "",
     ) -> Ticket:
         """Reads a range of a buffer into memory. Offset, length and address: multiples of 4096.
-        `label` says what the bytes are, in the error of a page that has changed."""
+
+        `label` names the bytes in the error of a changed page.
+        """
         return self._submit(
             "read", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
             priority=priority, label=label,
@@ -212,7 +215,7 @@ class Volume:
         return ticket
 
     def sync(self) -> None:
-        """fdatasync of every path, after the writes whose tickets are done."""
+        """Calls fdatasync for every path, after the writes whose tickets are done."""
         self._check_usable()
         for file in self._files():
             try:
@@ -249,7 +252,7 @@ class Volume:
     def restore(self, frozen: FrozenContent) -> None:
         """Sets every buffer back to the bytes of `frozen`, which stays frozen. No byte moves.
 
-        No request is in flight, and the caller drops what was read since. Scratch is unchanged.
+        No request is in flight, and the caller drops its copies of buffers. Scratch is unchanged.
         """
         self._check_usable()
         assert self._checksums is not None
@@ -262,7 +265,7 @@ class Volume:
                     self._checksums.forget(index, run)  # See `put_checksums`.
 
     def put_checksums(self, extents: Sequence[Extent], checksums: bytes) -> None:
-        """Sets the checksums of a restored buffer, as `checksums` gave them when it was frozen."""
+        """Sets the checksums of a restored buffer to those that `checksums` returned for it."""
         assert self._checksums is not None
         self._checksums.put(extents, checksums)
 
@@ -298,9 +301,9 @@ class Volume:
         return self._checksums.of(extents)
 
     def close(self, *, remove: bool = True) -> None:
-        """Waits for what is in flight, removes its own files, releases the locks. Idempotent.
+        """Waits for transfers in flight, removes the swap files, releases the locks. Idempotent.
 
-        `remove` False leaves the swap files; later volumes in the directory leave them, too.
+        Without `remove` the swap files stay; later volumes in the directory leave them, too.
         """
         if self._is_closed:
             return
@@ -328,7 +331,7 @@ class Volume:
             path.path, num_spares=self.num_spares, adopt=self._jobs.get(path.path)
         )
         opened = OpenPath(path, directory)
-        self._open.append(opened)  # First: what is open is closed, also when the next one fails.
+        self._open.append(opened)  # First: open files are closed, also if the next open fails.
         direct = uses_direct_io(path, directory)
         opened.files.extend(self._engine.open(each, direct=direct) for each in directory.swap_paths)
         if self._checksums is not None:
@@ -383,8 +386,10 @@ class Volume:
     def _checked(
         self, path_index: int, runs: Sequence[GenerationRun]
     ) -> list[tuple[GenerationRun, bytes]]:
-        """What of the runs is checked when it is read: with `verify` all of it, else what is
-        frozen, whose checksums no write that is under way can change."""
+        """Returns the runs that a read checks: all with `verify`, else the frozen ones.
+
+        No write in flight can change the checksums of a frozen run.
+        """
         if self._checksums is None:
             return []
         if not self._verify:
@@ -457,7 +462,7 @@ class Volume:
                 raise self._failure.with_traceback(None)
 
     def _look_for_failed_writes(self) -> None:
-        """Also those whose tickets nobody waits for. `_lock` is held."""
+        """Raises the error of a failed write, awaited or not. `_lock` is held."""
         pending, self._pending_writes = self._pending_writes, []
         for ticket in pending:
             if not ticket.done():
@@ -466,5 +471,7 @@ class Volume:
             try:
                 ticket.wait()
             except StorageError as error:
-                if error.errno != errno.ECANCELED:  # Torn by request, as its caller knows.
+                if (
+                    error.errno != errno.ECANCELED
+                ):  # The caller has cancelled it, and knows that it is torn.
                     self._failure = self._failure or error

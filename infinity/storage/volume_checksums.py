@@ -52,7 +52,7 @@ class BufferChecksums:
             at += nbytes
 
     def forget(self, path_index: int, run: GenerationRun) -> None:
-        """Drops the checksums of a range whose current bytes changed other than by a write."""
+        """Drops the checksums of a range that changed other than by a write."""
         self._tables[path_index].forget(run.offset_nbytes, run.nbytes)
 
     def known(

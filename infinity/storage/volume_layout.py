@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import PAGE_NBYTES, align_down, align_up, format_nbytes
 
-# What decides how much is needed where there are spare generations.
+# Decides the space that is needed with spare generations.
 SPARES_REMEDY = "change tiers.nvme.capacity, checkpoint.keep or checkpoint.durability"
 
 
@@ -38,10 +38,10 @@ def stripe(
 
     Every stripe goes to the path that would have the least bytes per weight with it, so that any
     run of stripes is shared in proportion to the weights until a path is full. Worked example:
-    weights 2 and 1, a piece of 3 stripes: path 0, 1, 0 or 0, 0, 1, never 1, 1, 0. Neighbouring
+    weights 2 and 1, a buffer of 3 stripes: path 0, 1, 0 or 0, 0, 1, never 1, 1, 0. Neighbouring
     stripes on one path become one extent.
 
-    Raises CapacityError when the buffers do not fit all paths together.
+    Raises CapacityError if the buffers do not fit all paths together.
     """
     if not spaces:
         raise ConfigError("a volume needs at least one path")
@@ -73,11 +73,11 @@ def share_with_spares(
     *,
     num_spares: int,
 ) -> list[PathSpace]:
-    """The rooms less what spare files take, in proportion: of each piece `spared_nbytes` more for
-    each of `num_spares`.
+    """Returns the capacities without the space that spare files take.
 
-    Worked example: pieces of 6 and 2 GiB, all of the first spared once: 14 GiB for 8, so a room of
-    28 GiB counts as one of 16. Raises CapacityError when all paths together have no room for it.
+    Each of `num_spares` takes `spared_nbytes` of every buffer. Worked example, buffers of 6 and 2
+    GiB, all of the first spared once. That is 14 GiB for 8, so a capacity of 28 GiB counts as one
+    of 16 GiB. Raises CapacityError if all paths together are too small.
     """
     needed_nbytes = sum(align_up(nbytes, PAGE_NBYTES) for nbytes in sizes_nbytes)
     spare_nbytes = num_spares * sum(spared_nbytes)
@@ -111,7 +111,7 @@ class _Cursor:
         self._rooms = rooms
         self._used = [0] * len(spaces)
 
-    # INV-1: an extent has one owner; space that was given out is not given again.
+    # INV-1: an extent has one owner; space is handed out once.
     def lay_out(self, nbytes: int, stripe_nbytes: int) -> tuple[Extent, ...]:
         extents: list[Extent] = []
         while nbytes > 0:
@@ -148,21 +148,21 @@ def slice_extents(
 ) -> list[tuple[Extent, int]]:
     """The extents under the range, cut to it, each with its distance from the range's start.
 
-    Raises ValueError when the range is not inside the piece.
+    Raises ValueError when the range is not inside the buffer.
     """
     total_nbytes = sum(extent.nbytes for extent in extents)
     if offset_nbytes < 0 or nbytes < 0 or offset_nbytes + nbytes > total_nbytes:
         raise ValueError(
-            f"range {offset_nbytes}..{offset_nbytes + nbytes} is outside the piece of "
+            f"range {offset_nbytes}..{offset_nbytes + nbytes} is outside the buffer of "
             f"{total_nbytes} bytes"
         )
     found: list[tuple[Extent, int]] = []
-    start_nbytes = 0  # of the extent within the piece
+    start_nbytes = 0  # of the extent within the buffer
     for extent in extents:
         low = max(offset_nbytes, start_nbytes)
         high = min(offset_nbytes + nbytes, start_nbytes + extent.nbytes)
         if low < high:
-            piece = Extent(extent.path_index, extent.offset_nbytes + low - start_nbytes, high - low)
-            found.append((piece, low - offset_nbytes))
+            part = Extent(extent.path_index, extent.offset_nbytes + low - start_nbytes, high - low)
+            found.append((part, low - offset_nbytes))
         start_nbytes += extent.nbytes
     return found

@@ -139,8 +139,10 @@ def check_growths(
     *,
     num_spares: int,
 ) -> None:
-    """Raises CapacityError if a path has no space for the growth of its files, or if two paths
-    together do not fit their device. `growths`: bytes of each path, spare files included."""
+    """Raises CapacityError if a path, or the device of several paths, has no space for the growth.
+
+    growths: bytes of each path, spare files included
+    """
     together = [
         (each.directory, growth, room)
         for each, growth, room in zip(paths, growths, rooms, strict=True)

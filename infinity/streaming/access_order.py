@@ -17,7 +17,7 @@ NEVER = 1 << 60
 class AccessOrder:
     """Cyclic sequence of unit indexes with a cursor at the next expected use.
 
-    `stands_for`: units that are never used themselves, and the one that each is needed for.
+    `stands_for`: units that are never used themselves, and the unit that each one feeds.
     """
 
     def __init__(self, stands_for: Mapping[int, int] | None = None) -> None:
@@ -30,6 +30,7 @@ class AccessOrder:
 
     @property
     def order(self) -> tuple[int, ...]:
+        """The units in the recorded order of one pass."""
         return self._order
 
     def begin(self) -> None:

@@ -1,13 +1,13 @@
-"""Layer inputs that wait for the backward, on the tiers that `[placement] activations` names.
+"""Layer inputs that are saved for the backward, on the tiers that `[placement] activations` names.
 
-A tensor is parked in the forward and taken back in the backward. On the device it stays as it is.
-On the host it is copied into a block of the arena; from there it goes on to NVMe, when that is its
-tier, and the block is free again as soon as the write is over. What is parked twice is kept once.
+A tensor is saved in the forward and restored in the backward. On the device tier it stays as it is.
+On the host tier it is copied to a block of the arena. On the NVMe tier the block is written to the
+drives, and is free again when the write is over. A tensor that is saved twice is kept once.
 
-Where the device computes on host memory, "host" and "device" are the same memory, and nothing is
-copied: outside of the host budget, as any activation is there.
+If the device computes in host memory, "host" and "device" are the same memory, and nothing is
+copied: saved inputs are outside of the host budget, as other activations are.
 
-Training thread and the fibers that run in its place, one at a time.
+For the training thread and the fibers that run in its place, one at a time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SavedInput:
 
     @property
     def span_nbytes(self) -> int:
-        """Of its block and its extents: whole pages."""
+        """The bytes of its block and of its extents: whole pages."""
         return align_up(self.nbytes, PAGE_NBYTES)
 
 
@@ -69,7 +69,7 @@ class InputStore(Protocol):
         """Takes a copy of the tensor; returns what `fetch` and `restore` take."""
 
     def fetch(self, saved: Any) -> None:
-        """Starts to bring it back."""
+        """Starts to fetch the saved tensor."""
 
     def restore(self, saved: Any) -> torch.Tensor:
         """The tensor, on the device; the store forgets it."""
@@ -79,7 +79,7 @@ class InputStore(Protocol):
 
 
 class ActivationStore:
-    """Parks tensors and gives them back."""
+    """Saves tensors and restores them."""
 
     def __init__(
         self,
@@ -99,10 +99,16 @@ class ActivationStore:
         self._known = WeakTensorKeyDictionary()
         self._waiting: dict[
             SavedInput, None
-        ] = {}  # Insertion-ordered set of what is off the device.
+        ] = {}  # The tensors off the device, in order of insertion.
         self._in_use: SavedInput | None = None
         self._leaving: deque[tuple[Copy, Block]] = deque()  # Being copied to the device.
         self._departing: deque[Copy] = deque()  # Off the device, the last few.
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every tensor stays on the device."""
+        first = self._tiers[0]
+        return first == "device" or (first == "host" and self._device.shares_host_memory)
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -194,7 +200,9 @@ class ActivationStore:
     # -- Giving blocks back ------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Frees the blocks whose bytes have left, and sends off those that may go. Never waits."""
+        """Frees blocks whose write is over, and starts writes of blocks that may leave. Never
+        waits.
+        """
         while self._leaving and self._leaving[0][0].done():
             self._free_leaving()
         for saved in list(self._waiting):
@@ -208,7 +216,7 @@ class ActivationStore:
         if not copy.done():
             with self._counters.timed("copy_wait_s", "activations return", (copy,)):
                 copy.wait()
-        copy.wait()  # Over; lets go of what the copy keeps.
+        copy.wait()  # Over; drops the memory that the copy keeps.
         self._pool.free(block)
 
     def _end_move(self, saved: SavedInput) -> None:
@@ -250,8 +258,10 @@ class ActivationStore:
     # -- Out ---------------------------------------------------------------------------------------
 
     def fetch(self, saved: SavedInput) -> None:
-        """Starts bringing a tensor back, a tier at a time: from NVMe if there is room to spare,
-        from the host when it has come there. Never waits."""
+        """Starts to move a tensor one tier nearer to the device. Never waits.
+
+        From NVMe if there is space to spare, from the host if the tensor is there.
+        """
         if saved.kept is not None or not saved.uses:
             return
         if saved.block is None:
@@ -262,7 +272,7 @@ class ActivationStore:
             self._start_return(saved)
 
     def _is_on_host(self, saved: SavedInput) -> bool:
-        """Whether the bytes are in the block, and nobody else is at it."""
+        """Whether the bytes are in the block and no transfer uses it."""
         has_come = saved.moving is None or (saved.is_reading and saved.moving.done())
         return saved.copying.done() and has_come
 
@@ -304,7 +314,8 @@ class ActivationStore:
         return tensor
 
     def _start_return(self, saved: SavedInput) -> None:
-        """From the host to the device; waits for what is still under way between block and NVMe."""
+        """Starts the copy from the host to the device. Waits for a transfer between block and
+        NVMe."""
         if saved.block is None:
             self._start_read(saved, self._pool.require(saved.span_nbytes, _LABEL))
         if saved.is_reading:
@@ -351,7 +362,7 @@ class ActivationStore:
             self._free_leaving()
         for saved in list(self._waiting):
             saved.uses = 0
-            # A failed write is the volume's to tell: it refuses the next one who asks.
+            # The volume reports a failed write: it refuses every later call.
             with contextlib.suppress(StorageError):
                 self._forget(saved)
         self._known = WeakTensorKeyDictionary()

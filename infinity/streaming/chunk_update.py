@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 
@@ -50,12 +51,19 @@ def update_chunk(
     """
     # The native update takes spans of one rule, setting and format at a time.
     groups: dict[tuple[Settings, torch.dtype], list[Slice]] = {}
+    last: tuple[Settings, torch.dtype] | None = None
     for part in staged.chunk.slices:
-        group = record.settings[part.tensor], part.tensor.facts.dtype
-        groups.setdefault(group, []).append(part)
+        settings, dtype = record.settings[part.tensor], part.tensor.facts.dtype
+        if last is None or settings is not last[0] or dtype is not last[1]:
+            last = settings, dtype  # To hash settings is to hash each of their fields.
+            same = groups.setdefault(last, [])
+        same.append(part)
     for (settings, _), slices in groups.items():
         moments = [StateKind(name) for name in settings.state_names]
-        spans = [span for part in slices for span in _spans(staged, weights, part, moments)]
+        if moments and staged.chunk.unit.moments.is_8bit:
+            spans = [s for part in slices for s in _granules(staged, weights, part, moments)]
+        else:
+            spans = [_span(staged, weights, part, moments) for part in slices]
         if settings.step == 1:  # Whatever an optimizer before this one has left.
             for span in spans:
                 _forget(span, settings)
@@ -79,33 +87,39 @@ def _step(
         update_on_device(device, spans, settings, grad_scale)
 
 
-def _spans(
+def _span(
+    staged: StagedChunk, weights: torch.Tensor, part: Slice, kinds: Sequence[StateKind]
+) -> StateSpan:
+    """Returns the arrays of a slice, with the moments in `kinds`, as they lie in the chunk.
+
+    The weight is fp32, or bf16 with its residual, or the fp32 master.
+    """
+    arrays, start = staged.arrays, part.tensor.state_offset + part.start - staged.chunk.start
+    whole = slice(start, start + part.stop - part.start)
+    if staged.chunk.unit.master_dtype is torch.float32:
+        weight = arrays[StateKind.MASTER][whole]
+    else:
+        weight = _weight_slice(weights, part)
+    master = arrays[StateKind.MASTER][whole] if weight.dtype is torch.bfloat16 else None
+    moments = map(itemgetter(whole), map(arrays.__getitem__, kinds))
+    return StateSpan(weight, arrays[StateKind.GRADIENTS][whole], tuple(moments), master)
+
+
+def _granules(
     staged: StagedChunk, weights: torch.Tensor, part: Slice, kinds: Sequence[StateKind]
 ) -> Iterator[StateSpan]:
-    """Yields the arrays of a slice, with the moments in `kinds`.
-
-    The weight is fp32, or bf16 with its residual, or the fp32 master. One span; with moments of
-    eight bits, one for each granule.
-    """
-    unit = staged.chunk.unit
+    """Yields the arrays of a slice with moments of eight bits: a span for each granule."""
     whole = _range(staged, part)
-    weight = _weight_slice(weights, part)
-    if unit.master_dtype is torch.float32:
-        weight = staged.arrays[StateKind.MASTER][whole]
-    master = staged.arrays[StateKind.MASTER][whole] if weight.dtype is torch.bfloat16 else None
-    gradient = staged.arrays[StateKind.GRADIENTS][whole]
+    span = _span(staged, weights, part, ())
     moments = [staged.arrays[kind] for kind in kinds]
-    if not moments or not unit.moments.is_8bit:
-        yield StateSpan(weight, gradient, tuple(moment[whole] for moment in moments), master)
-        return
     numel = staged.chunk.stop - staged.chunk.start
     granules = (states_within(moment, numel, whole.start, whole.stop) for moment in moments)
     for of_granule in zip(*granules, strict=True):
         start = of_granule[0][0] - whole.start
         states = tuple(state for _, state in of_granule)
         each = slice(start, start + states[0].numel())
-        residual = None if master is None else master[each]
-        yield StateSpan(weight[each], gradient[each], states, residual)
+        residual = None if span.residual is None else span.residual[each]
+        yield StateSpan(span.weight[each], span.gradient[each], states, residual)
 
 
 def _range(staged: StagedChunk, part: Slice) -> slice:

@@ -1,10 +1,10 @@
-"""The update of a chunk by the device: state goes there a slice at a time, is updated, returns.
+"""The update of a chunk by the device: a slice of its state is copied there, updated, and returned.
 
-For machines whose processor is slower than the link. In torch operations, by the readable
-reference of every rule, which has the bits of the native kernel: each of its operations is rounded
-as IEEE 754 says, here and on a device, and none is contracted with another.
+For machines whose processor is slower than the link. It runs the readable reference of every rule
+in torch operations, which has the bits of the native kernel: each operation is rounded as IEEE 754
+says, on the host and on the device, and none is contracted with another.
 
-The slice that follows is on its way while one is updated, and the one before returns.
+While one slice is updated, the next one is copied in and the last one out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLICE_NUMEL = 1 << 20
 
 
 def can_update_on_device(spans: Sequence[StateSpan], settings: Settings) -> bool:
-    """Whether the device would give the bits that the host gives."""
+    """Whether the device computes the bits of the host."""
     if spans[0].is_8bit:
         return False  # Its tables are on the host.
     return spans[0].is_split or is_native(settings)

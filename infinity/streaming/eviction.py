@@ -1,10 +1,10 @@
-"""Decisions about residency: pure functions of the trace and of who is resident.
+"""Decisions about residency: pure functions of the access order and of the resident units.
 
-Source: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: dropping
-what is used furthest in the future moves the fewest bytes, and the order of training is known. That
-is proven for units of one size. For several the best choice is a hard problem (Chrobak et al.,
-"Caching is hard, even in the fault model", 2012), and an embedding that goes for a block's room is
-mostly wasted: it goes only where nothing nearer to the wanted size does.
+Source: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: evicting
+the page whose next use is furthest away moves the fewest bytes, and the order of training is known.
+That is proven for units of one size. For several sizes the best choice is a hard problem (Chrobak
+et al., "Caching is hard, even in the fault model", 2012), and evicting an embedding for a block
+mostly wastes space: it is evicted only if no unit nearer to the needed size is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from infinity.streaming.access_order import NEVER, AccessOrder
 
-_MOST_WASTED = 2  # A victim this many times as large as what is wanted is looked at twice.
+_MOST_WASTED = 2  # A victim this many times as large as the needed size is avoided.
 
 
 def choose_victim(
@@ -24,12 +24,12 @@ def choose_victim(
     nbytes: Sequence[int] | None = None,
     wanted_nbytes: int = 0,
 ) -> int | None:
-    """The candidate whose next use is furthest away, or None.
+    """Returns the candidate whose next use is furthest away, or None.
 
-    With `nearer_than` (a unit that wants the room ahead of its use) only a candidate used later
-    than that unit is chosen: reading ahead must never cost a read of something needed sooner. With
-    sizes, by unit, and the size that is wanted, one that is more than twice as large goes only
-    where no candidate of one to two times that size would do, or where its use is not expected.
+    nearer_than: a unit that is read ahead of its use. Only candidates that are used later than it
+        are chosen, because a read ahead must never cost a read of a unit that is needed sooner
+    nbytes: bytes by unit. A candidate of more than twice `wanted_nbytes` is chosen only if none of
+        one to two times that size would do, or if its use is not expected
     """
     limit = -1 if nearer_than is None else trace.distance(nearer_than)
     distances = {unit: trace.distance(unit) for unit in candidates}

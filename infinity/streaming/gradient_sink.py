@@ -25,24 +25,56 @@ class GradientSink(Protocol):
     ) -> None:
         """Makes `value` the sum; see `GradientStore.put`."""
 
-    def forget(self, spec: TensorSpec) -> None: ...
-    def zero(self, unit: Unit, spec: TensorSpec) -> None: ...
-    def stamp(self, spec: TensorSpec) -> tuple[int, int] | None: ...
+    def forget(self, spec: TensorSpec) -> None:
+        """Drops the gradient of a tensor, if it has one."""
+
+    def zero(self, unit: Unit, spec: TensorSpec) -> None:
+        """Fills the gradient with zeros, if the tensor has one: `zero_grad(set_to_none=False)`."""
+
+    def stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
+        """Returns (number of the gradient, number of its changes); None without a gradient."""
 
     # The course of a step.
-    def begin_accumulating(self) -> None: ...
-    def end_accumulating(self) -> None: ...
-    def sum_on_device(self, units: Iterable[Unit]) -> None: ...
-    def take_in(self) -> None: ...
-    def write_out(self, unit: Unit) -> None: ...
-    def write_out_all(self) -> None: ...
-    def apply_scales(self, unit: Unit) -> None: ...
+    def begin_accumulating(self) -> None:
+        """Begins the sums of several micro-batches.
+
+        Raises CapacityError, before anything is added, if their memory does not suffice.
+        """
+
+    def end_accumulating(self) -> None:
+        """Ends those sums: each one is where it rests, or a failure ended it."""
+
+    def sum_on_device(self, units: Iterable[Unit]) -> None:
+        """Announces several gradients for each tensor of these units, until `write_out`."""
+
+    def take_in(self) -> None:
+        """Adds the parts that other ranks have sent so far to the sums of this rank."""
+
+    def write_out(self, unit: Unit) -> None:
+        """Starts the write of a unit's gradients to where they rest. Does not wait."""
+
+    def write_out_all(self) -> None:
+        """Ends a backward: starts the writes of all gradients."""
+
+    def apply_scales(self, unit: Unit) -> None:
+        """Multiplies a unit's gradients by the clip factors that updates have noted."""
 
     # Memory.
-    def reclaim(self) -> bool: ...
-    def settle(self) -> None: ...
+    def reclaim(self) -> bool:
+        """Frees one block of host memory. Returns False if there is none to free."""
+
+    def settle(self) -> None:
+        """Waits until every gradient is where it rests. No block is lent then."""
 
     # Looking.
-    def has(self, spec: TensorSpec) -> bool: ...
-    def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor: ...
-    def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor: ...
+    def has(self, spec: TensorSpec) -> bool:
+        """Whether the tensor has a gradient; over ranks: of any rank."""
+
+    def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
+        """Returns the 2-norm of a gradient: an fp32 scalar on the host.
+
+        The bits do not depend on where the gradient rests.
+        """
+
+    def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
+        """Returns a copy of a gradient: fp32, the shape of the parameter, on the host."""

@@ -23,6 +23,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from infinity.state.store import Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, TensorSpec, Unit
@@ -41,16 +42,17 @@ class SumState(Enum):
 
 @dataclass(eq=False, slots=True)
 class TensorGradient:
-    """What is known of one parameter's gradient."""
+    """The facts about one parameter's gradient."""
 
     is_present: bool = False
-    norm: torch.Tensor | None = None  # Of the sum as it is now; None: not known.
-    # Clip factor of a step whose gradients are still kept, not applied to the sum yet.
+    norm: torch.Tensor | None = None  # Of the present sum; None: unknown.
+    # Clip factor of a step that is not yet applied to the kept sum.
     scale: torch.Tensor | None = None
     # (Which gradient of the parameter, counted from the first; how often it was changed.)
     stamp: tuple[int, int] | None = None
 
     def note_change(self) -> None:
+        """Changes the stamp."""
         number, changes = self.stamp or (0, 0)
         self.stamp = number, changes + 1
 
@@ -110,19 +112,24 @@ class UnitGradients:
 class SumBlocks(Protocol):
     """Host blocks that gradients of a unit are summed in: fp32 (state_numel,)."""
 
-    def take(self, unit: Unit) -> Block: ...
-    def give_back(self, block: Block) -> None: ...
+    def take(self, unit: Unit) -> Block:
+        """Returns a host block for the fp32 sums of a unit. Raises CapacityError."""
+
+    def give_back(self, block: Block) -> None:
+        """Frees a block from `take`."""
 
 
-class PooledSumBlocks:
+class PooledSumBlocks(SumBlocks):
     """Takes each block from the pool when it is needed."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
 
+    @override
     def take(self, unit: Unit) -> Block:
         nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
         return self._pool.require(nbytes, f"gradients of {unit.name}")
 
+    @override
     def give_back(self, block: Block) -> None:
         self._pool.free(block)

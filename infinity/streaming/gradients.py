@@ -81,6 +81,7 @@ class GradientStore:
         self._due: dict[Unit, UnitGradients] = {}  # DUE, in the order of their writes.
         self._summed: dict[Unit, UnitGradients] = {}  # With sums on the device.
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
+        self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
         self._leaving: deque[_Leaving] = deque()  # Not on the host yet, or not known to be.
         self._keeping: deque[_Leaving] = deque()  # Those whose device memory is still kept.
         self._most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
@@ -107,18 +108,19 @@ class GradientStore:
         flat = in_memory_order(gradient.detach(), spec)
         known.norm = None
         location = self._store.location(unit, StateKind.GRADIENTS)
-        with torch.no_grad():
-            if isinstance(location, DeviceLocation):
-                self._rescale_resting(unit, location.memory)
-                flat = flat.to(self._device.torch_device)
-                put(flat_of(location.memory.view(torch.float32), spec), flat, first=first)
-            elif is_on_host or self._device.shares_host_memory:
+        # `flat` is detached and sums never require gradients: autograd records nothing here.
+        if isinstance(location, DeviceLocation):
+            self._rescale_resting(unit, location.memory)
+            flat = flat.to(self._device.torch_device)
+            put(flat_of(location.memory.view(torch.float32), spec), flat, first=first)
+        elif is_on_host or self._device.shares_host_memory:
+            if sums.state is SumState.DUE:
                 self._await_more(sums)
-                if not first:
-                    self.finish_copies()  # The last one may be on its way to this place.
-                put(flat_of(self._array(unit), spec), flat, first=first)
-            else:
-                self._take_off_device(sums, spec, flat, first=first)
+            if not first:
+                self.finish_copies()  # The last one may be on its way to this place.
+            put(flat_of(self._array(unit), spec), flat, first=first)
+        else:
+            self._take_off_device(sums, spec, flat, first=first)
         if spec not in sums.device_sums:
             known.is_present = True
 
@@ -256,7 +258,8 @@ class GradientStore:
         """The unit's gradients where the host can add to them: fp32 (state_numel,)."""
         host_view = self._store.host_view(unit, StateKind.GRADIENTS)
         if host_view is not None:
-            self._rescale_resting(unit, host_view)
+            if self._scaled:
+                self._rescale_resting(unit, host_view)
             return host_view.view(torch.float32)
         sums = self._sums[unit.index]
         match sums.state:
@@ -291,6 +294,7 @@ class GradientStore:
         for spec in unit.trainable():
             known = self._tensors[spec]
             scale, known.scale = known.scale, None
+            self._scaled.discard(spec)
             if scale is not None:
                 flat_of(memory.view(torch.float32), spec).mul_(scale.to(memory.device))
 
@@ -391,6 +395,7 @@ class GradientStore:
     # -- Looking -----------------------------------------------------------------------------------
 
     def has(self, spec: TensorSpec) -> bool:
+        """Whether the tensor has a gradient."""
         return self._tensors[spec].is_present
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
@@ -465,19 +470,17 @@ class GradientStore:
             known.note_change()
             if known.is_present:
                 known.scale = scale
+                self._scaled.add(spec)
 
     def apply_scales(self, unit: Unit) -> None:
         """What was noted is done, before somebody reads the unit's gradients where they rest."""
-        if any(self._tensors[spec].scale is not None for spec in unit.trainable()):
-            location = self._store.location(unit, StateKind.GRADIENTS)
-            if isinstance(location, DeviceLocation):
-                self._rescale_resting(unit, location.memory)
-            else:
-                self._array(unit)
+        if not self._scaled.isdisjoint(unit.trainable()) and self.resting_on_device(unit) is None:
+            self._array(unit)
 
     def forget(self, spec: TensorSpec) -> None:
         """The parameter has no gradient any more."""
         self._tensors[spec].forget()
+        self._scaled.discard(spec)
 
     def zero(self, unit: Unit, spec: TensorSpec) -> None:
         """The gradient, if there is one, becomes zeros: `zero_grad(set_to_none=False)`."""
@@ -486,6 +489,7 @@ class GradientStore:
             return
         self.finish_copies()
         known.norm = known.scale = None
+        self._scaled.discard(spec)
         known.note_change()
         location = self._store.location(unit, StateKind.GRADIENTS)
         if isinstance(location, DeviceLocation):

@@ -25,21 +25,31 @@ _SPLIT_NUMEL = 1 << 22
 class MasterWeights(Protocol):
     """Reads and writes masters of the model's tensors.
 
-    Local: `Masters`, which says what the arguments are. Over ranks:
+    Local: `Masters`, which describes the arguments. Over ranks:
     `distributed.step.DistributedMasters`. Called under the engine's lock.
     """
 
-    def has(self, unit: Unit, spec: TensorSpec) -> bool: ...
-    def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor: ...
+    def has(self, unit: Unit, spec: TensorSpec) -> bool:
+        """Whether the tensor has a master beside its weight."""
+
+    def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the fp32 value: flat, on the host. `narrow`: the weight."""
+
     def write(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
-    ) -> None: ...
+    ) -> None:
+        """Sets the value to a flat host tensor of any float dtype; `narrow` gets its rounding."""
+
     def follow(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, before: torch.Tensor | None
-    ) -> None: ...
+    ) -> None:
+        """Takes over a changed weight. Elements that equal those of `before` keep their value.
+
+        before: the weight before the change; without it every element of a split master has changed
+        """
 
 
-class Masters:
+class Masters(MasterWeights):
     """Masters of tensors whose state is this process's own. Called under the engine's lock.
 
     `narrow` is always the tensor's weight on the host, flat, in memory order and in its own dtype.
@@ -51,9 +61,9 @@ class Masters:
 
     @staticmethod
     def has(unit: Unit, spec: TensorSpec) -> bool:
-        """Whether the update starts from more than the weight alone.
+        """Whether the update starts from more than the weight.
 
-        A whole master is what it starts from for every tensor of the unit, fp32 ones included.
+        With fp32 masters it starts from them for every tensor of the unit, fp32 tensors included.
         """
         if unit.master_dtype is None or spec.state_offset < 0:
             return False
@@ -96,7 +106,7 @@ class Masters:
 
     @contextmanager
     def _lent(self, unit: Unit, spec: TensorSpec, *, keep: bool) -> Iterator[torch.Tensor]:
-        """The tensor's part of the master piece, flat; what is changed goes back when `keep`."""
+        """Lends the tensor's part of the master, flat. With `keep` changes are stored."""
         assert unit.master_dtype is not None
         start = unit.nbytes(StateKind.MASTER, spec.state_offset)
         stop = start + unit.nbytes(StateKind.MASTER, spec.numel)

@@ -122,6 +122,7 @@ class Updater:
         self._unstart()
 
     def is_pending(self, unit: int) -> bool:
+        """Whether the unit waits for its update."""
         return unit in self._pending
 
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
@@ -359,7 +360,7 @@ class Updater:
         if self._travelling:
             slot = self._staging_slots.popleft()
             try:
-                what = f"update of {chunk.unit.name} needs a berth that is being written"
+                what = f"update of {chunk.unit.name} needs a staging slot that is being written"
                 self._wait(slot.transfers, "write_wait_s", what)
             except BaseException:
                 self._staging_slots.append(slot)

@@ -1,4 +1,4 @@
-"""Weights between their tier and the device: fetched before use, kept, let go, changed.
+"""Weights between their tier and the device: fetched before use, kept, evicted, changed.
 
 `WeightCache` decides which unit moves, and when. It writes the holds and check-outs of a unit.
 `WeightMoves` makes the moves and is the only writer of residency; `weight_state.py` has the states.
@@ -22,7 +22,7 @@ orders them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -36,13 +36,13 @@ from infinity.streaming.weight_decoding import refuse_change
 from infinity.streaming.weight_moves import WeightMoves
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.streaming.weight_room import WeightRoom
-from infinity.streaming.weight_state import Weights, WeightState
+from infinity.streaming.weight_state import Weights, WeightState, check_kept
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
 
 class WeightCache:
-    """Fetches weights before use, keeps what is used soonest, lets go of the rest."""
+    """Fetches weights before use, keeps those that are used soonest, evicts the others."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class WeightCache:
         counters: Counters,
         window_nbytes: int,
         device_window_nbytes: int | None,
+        decoded_nbytes: int = 0,
         source: WeightProvider | None = None,
     ) -> None:
         self._source = source or TierWeights()
@@ -62,14 +63,20 @@ class WeightCache:
         self._counters = counters
         self._window_nbytes = window_nbytes  # 0: nothing is fetched ahead.
         feeders = self._source.feeders()
+        # None for a device without streams, so that nobody asks it for every node of a backward.
+        self.current_stream = None if device.shares_host_memory else device.current_stream
         self.orders = {"train": AccessOrder(feeders), "eval": AccessOrder(feeders)}
         self._order = self.orders["train"]
         self._moves = WeightMoves(store, pool, device, counters, self._source)
         self.weights = [self._moves.weights_of(unit) for unit in store.units]
-        self._moves.decoding.prepare()
+        # Units that rest where the device computes are there already: none is fetched ahead.
+        self._is_all_there = device.shares_host_memory and all(
+            weights.rests_on_host or weights.rests_on_device for weights in self.weights
+        )
         self._room = WeightRoom(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
+        self._moves.decoding.prepare(decoded_nbytes, lambda: self._room.reclaim_zone(self._order))
 
     # -- Uses ------------------------------------------------------------------------------------
 
@@ -106,6 +113,7 @@ class WeightCache:
                 self._counters.add("fetches_unplanned", 1)
             self._bring_in(weights, priority)
         weights.copying.order()  # Each use may be of another stream.
+        self._device.begin_use(weights.region)
         weights.use_count += 1
         if weights.use_count > 1:
             return False
@@ -118,8 +126,15 @@ class WeightCache:
         weights = self.weights[unit]
         assert weights.use_count > 0, f"{weights.unit.name} is not held"
         weights.use_count -= 1
-        self._device.end_use(weights.region)
+        self._device.end_use(weights.region, is_last=weights.use_count == 0)
         return weights.use_count == 0
+
+    def join(self, unit: int) -> None:
+        """Makes the unit, which is in use, usable for the stream that is current, too."""
+        weights = self.weights[unit]
+        assert weights.use_count > 0, f"{weights.unit.name} is not held"
+        weights.copying.order()
+        self._device.begin_use(weights.region)
 
     def expected(self) -> Iterator[int]:
         """Units in the order in which they will probably be used next, each once."""
@@ -187,7 +202,7 @@ class WeightCache:
 
     def _prefetch(self, priority: Priority) -> None:
         """Starts reads for the next units of the prediction, up to the window."""
-        if not self._window_nbytes:
+        if not self._window_nbytes or self._is_all_there:
             return
         ahead_nbytes = 0
         has_device_room = not self._device.shares_host_memory
@@ -246,14 +261,29 @@ class WeightCache:
     # -- Changing weights --------------------------------------------------------------------------
 
     def is_in_use(self, unit: int) -> bool:
+        """Whether the unit has a use."""
         return self.weights[unit].use_count > 0
 
     def is_last_hold(self, unit: int) -> bool:
+        """Whether the unit has exactly one use."""
         return self.weights[unit].use_count == 1
 
     def await_update(self, unit: int, is_awaited: bool) -> None:
         """Between a step's decision and the update of the unit, its weights are out of date."""
         self.weights[unit].awaits_update = is_awaited
+
+    def is_evictable(self, unit: int) -> bool:
+        """Whether the unit is on the device and rests elsewhere."""
+        weights = self.weights[unit]
+        return weights.state is WeightState.ATTACHED and not weights.rests_on_device
+
+    def keep_check(self, unit: int, check: Callable[[], None]) -> None:
+        """Has `check` called once, before the unit's memory is used again or leaves the device."""
+        self.weights[unit].kept_check = check
+
+    def check_kept(self, unit: int) -> None:
+        """Calls what `keep_check` was given, if it has not been called."""
+        check_kept(self.weights[unit])
 
     def refuse_change(self, unit: int) -> None:
         """Raises UnsupportedError for weights that rest in files which are not written."""
@@ -394,7 +424,7 @@ class WeightCache:
             self._moves.finish_write(weights)
 
     def close(self) -> None:
-        """Waits for everything in flight and lets go of all regions. Errors of reads are
+        """Waits for everything in flight and drops all regions. Errors of reads are
         dropped."""
         for weights in self.weights:
             with contextlib.suppress(Exception):
@@ -403,3 +433,4 @@ class WeightCache:
                 weights.use_count = 0
                 self._device.end_use(weights.region)
             self._moves.close(weights)
+        self._moves.decoding.close()

@@ -1,4 +1,4 @@
-"""What of the model is running: a forward, a backward, or many small ones by turns."""
+"""The running passes of the model: a forward, a backward, or many small ones alternately."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def current_backward() -> int:
 
 
 class Passes:
-    """The pass that is under way. Written by the engine, read by its parts.
+    """The running pass. Written by the engine, read by its parts.
 
-    `is_in_forward`: the model's own code may change weights. `is_layer_major`: `accumulate` takes
-    several micro-batches through one block after the other; it says when a pass begins and ends,
-    and the many small backward passes in it are none.
+    `is_in_forward`: the model's own code may change weights. `is_layer_major`: `forward_backward`
+    takes several micro-batches through one block after the other. It marks the beginning and the
+    end of the pass; the many small backward passes in it do not count.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -39,6 +39,7 @@ class Passes:
         self._tracer.begin("forward", Track.PHASES, f"forward ({kind})")
 
     def end_forward(self) -> None:
+        """Ends a forward, in the trace too unless a backward repeats it."""
         self.is_in_forward = False
         if current_backward() == OUTSIDE_BACKWARD:  # Not one that a backward repeats.
             self._tracer.end("forward")
@@ -48,14 +49,17 @@ class Passes:
         self.is_in_forward = False
 
     def begin_backward(self) -> None:
+        """Begins a backward in the trace."""
         self._tracer.begin("backward", Track.PHASES, "backward")
 
     def end_backward(self) -> None:
+        """Ends a backward."""
         self.beginnings.end_backward()
         self._tracer.end("backward")
 
     @contextmanager
     def layer_major(self) -> Iterator[None]:
+        """Marks the passes of the block as layer-major."""
         self.is_layer_major = True
         try:
             yield

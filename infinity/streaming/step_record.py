@@ -39,11 +39,23 @@ class UpdatedWeights(Protocol):
     def expected(self) -> Iterator[int]:
         """Units in the order in which they will probably be used next."""
 
-    def await_update(self, unit: int, is_awaited: bool) -> None: ...
-    def check_out(self, unit: int, *, read: bool) -> torch.Tensor: ...
+    def await_update(self, unit: int, is_awaited: bool) -> None:
+        """Marks a unit's weights as out of date until the step has updated them; or ends it."""
+
+    def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
+        """Returns the unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
+
+        Without `read` the caller overwrites all of them. The unit is not in use until `check_in`.
+        """
+
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
-    ) -> None: ...
+    ) -> None:
+        """Ends `check_out`. The first `dirty_nbytes` were changed, and go to where they rest.
+
+        write_now: starts the write at once, not when the block is evicted or writes are finished
+        is_valid: False if an error left the bytes incomplete
+        """
 
 
 class StepRunner(Protocol):
@@ -54,15 +66,44 @@ class StepRunner(Protocol):
     """
 
     @property
-    def chunk_nbytes(self) -> int: ...
+    def chunk_nbytes(self) -> int:
+        """The fp32 bytes of a unit that are updated at a time."""
 
-    def apply(self, record: StepRecord) -> None: ...
-    def defer(self, record: StepRecord) -> None: ...
-    def is_pending(self, unit: int) -> bool: ...
-    def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None: ...
-    def read_ahead(self) -> None: ...
-    def settle(self) -> None: ...
-    def finish_writes(self) -> None: ...
-    def abandon(self) -> None: ...
-    def reclaim_idle(self) -> bool: ...
-    def reclaim(self) -> bool: ...
+    def apply(self, record: StepRecord) -> None:
+        """Updates every unit of the record.
+
+        After an error either nothing has changed and nothing is pending, or parameters are torn.
+        """
+
+    def defer(self, record: StepRecord) -> None:
+        """Marks every unit of the record as pending. No state moves yet."""
+
+    def is_pending(self, unit: int) -> bool:
+        """Whether the unit waits for its update."""
+
+    def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
+        """Applies the unit's pending update, if it has one. The unit is not in use.
+
+        is_needed: the weights are used at once, and written after that use
+        """
+
+    def read_ahead(self) -> None:
+        """Starts reads of the chunks that are needed next, into free staging slots."""
+
+    def settle(self) -> None:
+        """Applies everything pending, and waits until all state is where it rests."""
+
+    def finish_writes(self) -> None:
+        """Waits until the updated state is where it rests."""
+
+    def abandon(self) -> None:
+        """Drops what is pending, and waits for transfers in flight: the engine closes."""
+
+    def reclaim_idle(self) -> bool:
+        """Frees the staging ring's block if nothing is pending. Returns whether it did."""
+
+    def reclaim(self) -> bool:
+        """Frees the staging ring's block, with the chunks read ahead, unless an update runs.
+
+        Returns whether it did.
+        """

@@ -6,21 +6,31 @@ Note [Stored weights]
   own after the copy, into the region; on the host into a second block (`decoded`), whose pages the
   region shows. The decoded block lives while the unit is ATTACHED, and costs no read to make again,
   so it is the first to go when room is needed. The block of stored bytes may go at any time.
+
+Note [Zone]
+  A decoded block may be several times as large as a stored one. To find room for it among kept
+  blocks, many of them would have to go until those that went are neighbours. So one range of host
+  memory, as large as the decoded weights that nested modules hold at once, is for decoded weights
+  alone. They are elsewhere, too, where memory is free.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.state.store import StateStore
+from infinity.state.stored import StoredPiece
 from infinity.state.units import StateKind, Unit, weight_of
 from infinity.storage.protocol import Priority
 from infinity.streaming.weight_state import Weights
 from infinity.tiers.device import Copy, DeviceAdapter, Region
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
+from infinity.tiers.ranges import Range, RangeAllocator
 
 
 class WeightDecoding:
@@ -36,12 +46,55 @@ class WeightDecoding:
         self._pool = pool
         self._device = device
         self._counters = counters
+        self._zone: Block | None = None
+        self._ranges = RangeAllocator(0)  # Of the zone.
+        self._in_zone: dict[Block, Range] = {}
+        self._reclaim: Callable[[], bool] = lambda: False
 
-    def prepare(self) -> None:
-        """Takes device memory for the stored bytes of the largest unit, if there are any."""
+    def prepare(self, zone_nbytes: int, reclaim: Callable[[], bool]) -> None:
+        """Takes device memory for the stored bytes of the largest unit, if there are any, and host
+        memory for the zone. `reclaim()` drops a decoded block that is not in use, if there is
+        one."""
         stored = [unit.stored.nbytes for unit in self._store.units if unit.stored is not None]
         if stored:
             self._device.prepare_decoding(max(stored))
+        if zone_nbytes:
+            self._zone = self._pool.require(zone_nbytes, "decoded parameters")
+            self._ranges = RangeAllocator(zone_nbytes)
+            self._reclaim = reclaim
+
+    def close(self) -> None:
+        """Frees the zone. No unit is ATTACHED to it."""
+        if self._zone is not None:
+            self._pool.free(self._zone)
+            self._zone = None
+
+    def is_in_zone(self, weights: Weights) -> bool:
+        """Whether dropping the decoded block makes no room for other blocks."""
+        return weights.decoded in self._in_zone
+
+    def _room(self, unit: Unit) -> Block:
+        """Returns a block for the decoded weights. Raises CapacityError."""
+        nbytes, label = unit.weight_nbytes, f"decoded parameters of {unit.name}"
+        while self._zone is not None:
+            taken = self._ranges.allocate(nbytes)
+            if taken is not None:
+                block = self._pool.carve(self._zone, taken.offset_nbytes, nbytes)
+                self._in_zone[block] = taken
+                return block
+            free = self._pool.try_allocate(nbytes, label)
+            if free is not None:
+                return free
+            if not self._reclaim():
+                break
+        return self._pool.require(nbytes, label)
+
+    def _free(self, block: Block) -> None:
+        taken = self._in_zone.pop(block, None)
+        if taken is None:
+            self._pool.free(block)
+        else:
+            self._ranges.free(taken)
 
     def attach(self, weights: Weights, block: Block) -> Copy:
         """Fills the region with the weights made of the stored bytes in `block`.
@@ -66,7 +119,7 @@ class WeightDecoding:
         assert unit.stored is not None and weights.decoded is None
         weights.is_decoding = True
         try:
-            decoded = self._pool.require(unit.weight_nbytes, f"decoded parameters of {unit.name}")
+            decoded = self._room(unit)
         finally:
             weights.is_decoding = False
         memory = self._pool.tensor(decoded)
@@ -76,7 +129,7 @@ class WeightDecoding:
                     self._pool.tensor(block), lambda name: _tensor_among(memory, unit, name)
                 )
         except BaseException:
-            self._pool.free(decoded)
+            self._free(decoded)
             raise
         weights.decoded = decoded
         return decoded
@@ -84,7 +137,7 @@ class WeightDecoding:
     def drop(self, weights: Weights) -> None:
         """Frees the decoded block, if there is one."""
         if weights.decoded is not None:
-            self._pool.free(weights.decoded)
+            self._free(weights.decoded)
             weights.decoded = None
 
     def differs(self, weights: Weights) -> bool:
@@ -104,8 +157,11 @@ class WeightDecoding:
                 kind, urgency = StateKind.PARAMETERS, Priority.STATE
                 self._store.read(unit, kind, block, priority=urgency).wait()
             content = self._pool.tensor(block)
-            pieces = stored.decoded_pieces(content, lambda name: unit.spec(name).facts.dtype)
-            for name, piece, expected in pieces:
+
+            def beside(name: str, piece: StoredPiece) -> torch.Tensor:
+                return torch.empty(piece.shape, dtype=unit.spec(name).facts.dtype)
+
+            for name, piece, expected in stored.decoded(content, beside):
                 shown = piece.target(_tensor_in(weights.region, unit, name)).contiguous().cpu()
                 if not torch.equal(shown.view(torch.uint8), expected.view(torch.uint8)):
                     return True

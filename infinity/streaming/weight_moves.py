@@ -20,7 +20,7 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.weight_decoding import WeightDecoding
 from infinity.streaming.weight_provider import WeightProvider
-from infinity.streaming.weight_state import Weights, WeightState
+from infinity.streaming.weight_state import Weights, WeightState, check_kept
 from infinity.tiers.device import FINISHED, DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -30,8 +30,8 @@ class WeightMoves:
     """The only writer of residency (`Weights`): reads, writes, copies, arrivals.
 
     `nbytes`: host bytes of the weights, by unit; also of full units whose weights rest in shards of
-    other units. `attached_nbytes`: weights on the device that rest elsewhere. Under the engine's
-    lock.
+    other units. `attached_nbytes`: weights on the device that rest elsewhere. Called under the
+    engine's lock.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class WeightMoves:
     # -- Device ----------------------------------------------------------------------------------
 
     def attach(self, weights: Weights) -> None:
-        """Starts the copy from the block to the device, where room was made."""
+        """Starts the copy from the block to the device, where space was made."""
         assert weights.block is not None
         if weights.writing is not None and self._device.shares_host_memory:
             self.finish_write(weights)  # The pages leave the address the write reads from.
@@ -204,6 +204,7 @@ class WeightMoves:
             and not weights.use_count
             and not weights.rests_on_device
         )
+        check_kept(weights)
         self._device.detach(weights.region)  # A copy that is still under way reads the block.
         self.decoding.drop(weights)
         self.attached_nbytes -= weights.unit.weight_nbytes
@@ -215,11 +216,11 @@ class WeightMoves:
             what = f"parameters of {weights.unit.name} are being copied to the device"
             with self._counters.timed("copy_wait_s", what, (weights.copying,)):
                 weights.copying.wait()
-        weights.copying.wait()  # Over; lets go of what the copy keeps.
+        weights.copying.wait()  # Over; drops the memory that the copy keeps.
         weights.copying = FINISHED
 
     def start_arrival(self, weights: Weights, feeder: Weights) -> None:
-        """Begins to fill a unit's region; its feeder is there, or on its way."""
+        """Starts to fill a unit's region. Its feeder is in memory, or is being read."""
         weights.arrival = self._source.begin(
             weights.unit.index, weights.region, self._bytes_of(feeder), feeder.reading
         )
@@ -252,7 +253,7 @@ class WeightMoves:
                 self.detach(weights)
 
     def settle(self, weights: Weights) -> None:
-        """Nothing is under way into the device region: what has not begun to come is called off."""
+        """Ends transfers into the device region: those that have not begun are cancelled."""
         if weights.state is WeightState.ARRIVING:
             self.finish_arrival(weights, is_patient=False)
 
@@ -263,7 +264,7 @@ class WeightMoves:
         weights.dirty_nbytes = max(weights.dirty_nbytes, nbytes)
 
     def start_write(self, weights: Weights) -> None:
-        """Starts the write of what is newer than where it rests. Raises StorageError."""
+        """Starts the write of bytes that are newer than those at rest. Raises StorageError."""
         if weights.dirty_nbytes == 0:
             return
         assert weights.block is not None
@@ -283,7 +284,7 @@ class WeightMoves:
         weights.writing = None
 
     def close(self, weights: Weights) -> None:
-        """Waits for what is in flight and lets go of the region. Errors of transfers are
+        """Waits for transfers in flight and drops the region. Errors of transfers are
         dropped."""
         for transfer in (weights.reading, weights.writing, weights.copying):
             if transfer is not None:

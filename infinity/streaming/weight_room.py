@@ -20,10 +20,10 @@ from infinity.tiers.pool import HostPool
 
 
 class WeightRoom:
-    """Makes room by moves of idle units. Writes no field of `Weights` itself.
+    """Makes space by moves of idle units. Writes no field of `Weights` itself.
 
-    `weights`: all units, by index. Each call takes the recorded `order` of the pass. Under the
-    engine's lock.
+    `weights`: all units, by index. Each call takes the recorded `order` of the pass. Called under
+    the engine's lock.
     """
 
     def __init__(
@@ -42,12 +42,14 @@ class WeightRoom:
         self._device_window_nbytes = device_window_nbytes
 
     def make_device_room(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
-        """Detaches what is used last until the unit fits the device window; ahead of its use, only
-        what is used later than it. Returns whether it fits."""
+        """Detaches the units whose next use is furthest away until the unit fits the device window.
+
+        Ahead of its use, only units that are used later are detached. Returns whether it fits.
+        """
         window_nbytes = self._device_window_nbytes
         nearer_than = unit.index if is_ahead else None
         if is_ahead and window_nbytes is not None:
-            # All or nothing: what goes for a unit that does not fit has to come back for naught.
+            # All or nothing: units detached for one that does not fit would be fetched again.
             least_distance = order.distance(unit.index)
             there = self._idle_on_device(WeightState.ATTACHED)
             later = sum(self._moves.nbytes[i] for i in there if order.distance(i) > least_distance)
@@ -84,34 +86,55 @@ class WeightRoom:
         unit, nbytes = weights.unit, self._moves.nbytes[weights.unit.index]
         label = f"parameters of {unit.name}"
         while (block := self._pool.try_allocate(nbytes, label)) is None:
-            if self._reclaim_decoded(order, nbytes, nearer_than=unit.index):
-                continue
-            victim = self._choose(order, self._evictable(), nbytes, nearer_than=unit.index)
-            if victim is None:
+            if not self._free_one(order, nbytes, nearer_than=unit.index):
                 return None
-            self._moves.evict(self._weights[victim])
         return block
 
     def reclaim(self, order: AccessOrder, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Returns whether there was one."""
-        if self._reclaim_decoded(order, wanted_nbytes):
+        if self._free_one(order, wanted_nbytes):
             return True
-        victim = self._choose(order, self._evictable(), wanted_nbytes)
+        victim = self._choose(order, self._feeding(), wanted_nbytes)
         if victim is None:
-            victim = self._choose(order, self._feeding(), wanted_nbytes)
-            if victim is None:
-                return False
-            arriving = self._weights[victim].fills
-            assert arriving is not None
-            self._moves.settle(arriving)
+            return False
+        arriving = self._weights[victim].fills
+        assert arriving is not None
+        self._moves.settle(arriving)
         self._moves.evict(self._weights[victim])
         return True
 
-    def _reclaim_decoded(
+    def reclaim_zone(self, order: AccessOrder) -> bool:
+        """Drops a decoded block that is not in use. Returns whether there was one."""
+        victim = self._choose(order, self._idle_decoded(), 0)
+        if victim is not None:
+            self._moves.detach(self._weights[victim])
+        return victim is not None
+
+    def _free_one(
         self, order: AccessOrder, wanted_nbytes: int, *, nearer_than: int | None = None
     ) -> bool:
-        """Frees a decoded block that is not in use. Returns whether there was one."""
+        """Frees a block, of a unit that is used later than `nearer_than`. Returns whether there was
+        one. A decoded block whose stored bytes are in memory, too, goes first: it costs no read."""
         idle = [
+            index
+            for index in self._idle_decoded()
+            if not self._moves.decoding.is_in_zone(self._weights[index])
+        ]
+        doubled = [index for index in idle if self._weights[index].block is not None]
+        victim = self._choose(order, doubled, wanted_nbytes)
+        if victim is None:
+            candidates = [*idle, *self._evictable()]
+            victim = self._choose(order, candidates, wanted_nbytes, nearer_than=nearer_than)
+        if victim is None:
+            return False
+        if victim in idle:
+            self._moves.detach(self._weights[victim])
+        else:
+            self._moves.evict(self._weights[victim])
+        return True
+
+    def _idle_decoded(self) -> list[int]:
+        return [
             weights.unit.index
             for weights in self._moves.there()
             if weights.decoded is not None
@@ -119,11 +142,6 @@ class WeightRoom:
             and not weights.is_decoding
             and weights.state is WeightState.ATTACHED
         ]
-        victim = self._choose(order, idle, wanted_nbytes, nearer_than=nearer_than)
-        if victim is None:
-            return False
-        self._moves.detach(self._weights[victim])
-        return True
 
     def _choose(
         self,
@@ -147,21 +165,23 @@ class WeightRoom:
                 yield weights.unit.index
 
     def _evictable(self) -> Iterable[int]:
-        """Units whose host block may be freed: not resting here, not in use by the device."""
+        """Returns units whose host block may be freed: not at rest there, not used by the
+        device."""
         for weights in self._moves.there():
             if weights.block is None or weights.rests_on_host or weights.is_checked_out:
                 continue
             if weights.fills is not None:
                 continue
             if weights.unit.stored is not None:
-                # What is attached is the decoded block: the stored bytes are not in use.
+                # The decoded block is attached: the stored bytes are not in use.
                 if not weights.is_decoding:
                     yield weights.unit.index
             elif weights.use_count == 0 or not self._device.shares_host_memory:
                 yield weights.unit.index
 
     def _feeding(self) -> Iterable[int]:
-        """Feeders whose host block could be freed if what they fill were called off."""
+        """Feeders whose host block could be freed if the all-gather that they feed were
+        cancelled."""
         for weights in self._moves.there():
             is_feeding = weights.fills is not None and weights.block is not None
             if is_feeding and not weights.rests_on_host:

@@ -6,7 +6,7 @@ A unit's weights are, at any moment, in one of these states:
   ABSENT     none                  empty           READING
   READING    being filled          empty           READY (read done), ABSENT (failed)
   READY      valid                 empty           ATTACHED, ABSENT (evicted)
-  ARRIVING   none                  being filled    ATTACHED, ABSENT (called off)
+  ARRIVING   none                  being filled    ATTACHED, ABSENT (cancelled)
   ATTACHED   valid, or freed once  valid           READY (detached), ABSENT (detached, evicted)
              copied to a device
              with own memory
@@ -16,6 +16,7 @@ A unit that rests on the host always has its block; one that rests on the device
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -52,7 +53,7 @@ class Weights:
     state: WeightState = WeightState.ABSENT
     block: Block | None = None
     decoded: Block | None = None  # While ATTACHED or checked out, if made from stored bytes here.
-    is_decoding: bool = False  # Its blocks are in use while room is made for another.
+    is_decoding: bool = False  # Its blocks stay while space is made for another unit.
     reading: Transfer | None = None
     writing: Transfer | None = None
     arrival: Arrival | None = None  # While ARRIVING.
@@ -60,7 +61,15 @@ class Weights:
     fills: Weights | None = None  # Of a feeder: the unit that arrives.
     copying: Copy = FINISHED
     dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
-    # What callers do.
+    # Uses and check-outs of callers.
     use_count: int = 0  # Uses in progress: a held unit is ATTACHED and never evicted.
     is_checked_out: bool = False
     awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
+    kept_check: Callable[[], None] | None = None  # Raises if they were written since their use.
+
+
+def check_kept(weights: Weights) -> None:
+    """Calls the unit's check, once."""
+    check, weights.kept_check = weights.kept_check, None
+    if check is not None:
+        check()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from typing_extensions import override
+
 from infinity.errors import StorageError
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.wrapped_engine import WrappedEngine
@@ -38,6 +40,7 @@ class Fault:
     nbytes_before_failure: int = 0
 
     def hits(self, operation: str, *, nth_of_kind: int, nth_of_all: int) -> bool:
+        """Whether the fault is this operation's: the nth of its kind, and the nth of all."""
         if self.operation == "any":
             return self.nth == nth_of_all
         return self.operation == operation and self.nth == nth_of_kind
@@ -57,23 +60,20 @@ class FaultyEngine(WrappedEngine):
         self._lock = threading.Lock()
         self._unsettled: list[_FaultyTicket] = []
 
-    def __enter__(self) -> FaultyEngine:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
-
     @property
     def num_operations(self) -> int:
+        """The number of opens, reads, writes and syncs so far."""
         with self._lock:
             return sum(self._counts.values())
 
+    @override
     def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
         fault = self._next_fault("open")
         if fault is not None and fault.errno:
             raise StorageError(fault.errno, operation="open", path=path)
         return super().open(path, direct=direct, read_only=read_only)
 
+    @override
     def submit(
         self, operation: Operation, segments: Sequence[Segment], priority: Priority
     ) -> Ticket:
@@ -86,6 +86,7 @@ class FaultyEngine(WrappedEngine):
             self._unsettled.append(ticket)
         return ticket
 
+    @override
     def sync(self, file: int) -> None:
         fault = self._next_fault("sync")
         if fault is not None:
@@ -94,6 +95,7 @@ class FaultyEngine(WrappedEngine):
                 raise StorageError(fault.errno, operation="sync", path=self._path_of(file))
         self._engine.sync(file)
 
+    @override
     def drain(self) -> None:
         self._engine.drain()
         with self._lock:
@@ -101,6 +103,7 @@ class FaultyEngine(WrappedEngine):
         for ticket in unsettled:
             ticket.settle()
 
+    @override
     def close(self) -> None:
         self.drain()
         self._engine.close()

@@ -9,8 +9,17 @@ forgotten wait fail on a machine without a GPU:
 * Order. Every stream knows the moment up to which it follows every other stream and the host, from
   events (vector clocks: Mattern, "Virtual time and global states of distributed systems", 1989).
   `UnorderedAccess` is raised, for any timing of the threads, by a copy that does not follow the
-  computation of its source, by memory that is reused before its last use has ended, and by a block
-  that is freed while a copy may still read it.
+  computation of its source, by memory that is reused before its last use has ended, by a block
+  that is freed while a copy may still read it, and by a kernel (`SimulatedStreams.kernel`) that
+  does not follow the copy of what it reads.
+
+Memory outside regions belongs to the stream that was current when its copy was asked for. Nothing
+shows when an allocator hands it on, so it counts as handed on when the engine lets go of it: its
+stream must follow the copy by then, or the host know that the copy is over.
+
+Streams of computation run their tasks at once, in the caller. There may be several: the one of
+`computing_on` is current in its thread, as with `torch.cuda.stream`. A stream of transfers holds
+`queue_limit` tasks; as with CUDA, who submits one more waits until there is room.
 """
 
 from __future__ import annotations
@@ -20,17 +29,20 @@ import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from infinity.observe import Counters
 from infinity.tiers.device import Copy, Region, ResizedRegion, all_of, tensor_over
 from infinity.tiers.host import Block, HostBlocks
-from infinity.tiers.streams import StreamDevice
+from infinity.tiers.streams import Event, Stream, StreamDevice, Streams
 
 _POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
 
@@ -93,13 +105,14 @@ class _Worker:
         return self._thread is threading.current_thread()
 
 
-class SimulatedStream(_EventOrder):
+class SimulatedStream(_EventOrder, Stream):
     """One of the transfer streams, or (without a worker) the computing stream, which runs tasks
     immediately."""
 
     def __init__(self, streams: SimulatedStreams, name: str, *, has_worker: bool) -> None:
         super().__init__(name)
         self.brought: SimulatedMemory | None = None  # The memory of the last copy.
+        self._queued: deque[Future[int]] = deque()  # Not known to be over; the oldest first.
         self._streams = streams
         self._worker = _Worker(f"simulated-{name}") if has_worker else None
 
@@ -109,17 +122,23 @@ class SimulatedStream(_EventOrder):
         with self._streams.noting:
             self.come_after(self._streams.host.seen)
             self.seen[self.name] = self._streams.tick()
+            while len(self._queued) >= self._streams.queue_limit:
+                self._queued.popleft().exception()  # Waits for the oldest; its error is kept.
 
         def run() -> int:
             work()
             return time.monotonic_ns()
 
         if self._worker is not None:
-            return self._worker.submit(run)
+            future = self._worker.submit(run)
+            if not self._worker.is_current():
+                self._queued.append(future)
+            return future
         done: Future[int] = Future()
         done.set_result(run())
         return done
 
+    @override
     def wait_event(self, event: SimulatedEvent) -> None:
         self.submit(event.result)
         with self._streams.noting:
@@ -129,15 +148,23 @@ class SimulatedStream(_EventOrder):
                 if event.brought is not None and event.brought.is_attached:
                     event.brought.last_uses[self.name] = self.seen[self.name]  # A use begins.
 
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """See `torch.Stream.wait_stream`."""
+        event = SimulatedEvent(self._streams)
+        event.record(other)
+        self.wait_event(event)
+
     def runs_here(self) -> bool:
+        """Whether the calling thread is this stream's worker."""
         return self._worker is not None and self._worker.is_current()
 
     def close(self) -> None:
+        """Ends the worker after the tasks that were issued."""
         if self._worker is not None:
             self._worker.close()
 
 
-class SimulatedEvent:
+class SimulatedEvent(Event):
     """See `torch.Event`."""
 
     def __init__(self, streams: SimulatedStreams) -> None:
@@ -146,6 +173,7 @@ class SimulatedEvent:
         self.seen: dict[str, int] = {}
         self.brought: SimulatedMemory | None = None
 
+    @override
     def record(self, stream: SimulatedStream) -> None:
         with self._streams.noting:
             self._over = stream.submit(lambda: None)
@@ -153,21 +181,25 @@ class SimulatedEvent:
             self.brought = stream.brought
 
     def result(self) -> int:
+        """Waits for the tasks before the event. Returns the time of its end, in nanoseconds."""
         assert self._over is not None, "an event that was not recorded is waited for"
         return self._over.result()
 
+    @override
     def query(self) -> bool:
         assert self._over is not None
         if self._over.done():
             self.synchronize()
         return self._over.done()
 
+    @override
     def synchronize(self) -> None:
         self.result()
         with self._streams.noting:
             self._streams.host.come_after(self.seen)
         self._streams.raise_failure()
 
+    @override
     def elapsed_time(self, later: SimulatedEvent) -> float:
         return (later.result() - self.result()) / 1e6
 
@@ -182,31 +214,37 @@ class SimulatedMemory(ResizedRegion):
         poisoned = torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8)
         self.storage = poisoned.untyped_storage()
         self.last_uses: dict[str, int] = {}  # By stream: the moment of its last use.
+        self.filled: tuple[str, int] | None = None  # The stream and moment of the last copy in.
 
+    @override
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         return tensor_over(self.storage, offset_nbytes, shape, stride, dtype)
 
+    @override
     def take_memory(self) -> None:
         self.is_attached = True
 
+    @override
     def drop_memory(self) -> None:
         for name, moment in self.last_uses.items():
             self._stream.require(name, moment, "the room of a region is given to others")
         self.last_uses.clear()
         all_of(self).fill_(_POISON_BYTE)
         self._stream.submit(lambda: all_of(self).fill_(_POISON_BYTE))  # After late copies, too.
-        self.is_attached = False
+        self.is_attached, self.filled = False, None
 
 
-class SimulatedStreams:
+class SimulatedStreams(Streams):
     """The runtime: worker threads, and their order. All callers' threads count as the host."""
 
     device = torch.device("cpu")
 
-    def __init__(self, seed: int, delay_s: float) -> None:
+    def __init__(self, seed: int, delay_s: float, queue_limit: int = 1024) -> None:
         self._random = random.Random(seed)
+        self.queue_limit = queue_limit
+        self._local = threading.local()
         self._delay_s = delay_s
         self._moments = itertools.count(1)
         self._names = iter(("in", "out", "link"))
@@ -221,25 +259,60 @@ class SimulatedStreams:
         self.copies: list[tuple[int, int, str, int]] = []
 
     def tick(self) -> int:
+        """Returns the number of the next operation, which orders accesses."""
         return next(self._moments)
 
+    @override
     def new_stream(self) -> SimulatedStream:
         stream = SimulatedStream(self, next(self._names), has_worker=True)
         self.transfer.append(stream)
         return stream
 
+    @override
     def new_event(self, *, is_timed: bool = False) -> SimulatedEvent:
         return SimulatedEvent(self)
 
+    @override
     def current(self) -> SimulatedStream:
-        return self.computing
+        chosen: SimulatedStream | None = getattr(self._local, "stream", None)
+        return chosen or self.computing
 
+    def new_computing(self, name: str) -> SimulatedStream:
+        """Another stream of computation."""
+        return SimulatedStream(self, name, has_worker=False)
+
+    @contextmanager
+    def computing_on(self, stream: SimulatedStream) -> Iterator[None]:
+        """Makes the stream current in this thread for the time of a `with` block."""
+        before = getattr(self._local, "stream", None)
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def kernel(self, *operands: torch.Tensor) -> None:
+        """Checks and records that a kernel of the current stream works on these tensors. Those that
+        are in no region are skipped."""
+        stream = self.current()
+        with self.noting:
+            touched = [self._regions.get(each.untyped_storage().data_ptr()) for each in operands]
+            stream.submit(lambda: None)
+            for memory in touched:
+                if memory is None:
+                    continue
+                if memory.filled is not None:
+                    stream.require(*memory.filled, "a kernel reads what has not been copied yet")
+                memory.last_uses[stream.name] = stream.seen[stream.name]
+
+    @override
     def empty_region(self, stream: SimulatedStream, nbytes: int) -> ResizedRegion:
         memory = SimulatedMemory(stream, nbytes)
         if nbytes:
             self._regions[memory.storage.data_ptr()] = memory
         return memory
 
+    @override
     def copy(self, stream: SimulatedStream, source: torch.Tensor, target: torch.Tensor) -> None:
         with self.noting:
             self._copy(stream, source, target)
@@ -248,7 +321,7 @@ class SimulatedStreams:
         inward = stream is self.transfer[0]
         on_host, on_device = (source, target) if inward else (target, source)
         region = self._regions.get(on_device.data_ptr())
-        uses = {self.computing.name: self.asked} if region is None else region.last_uses
+        uses = {self.current().name: self.asked} if region is None else region.last_uses
         for name, moment in uses.items():
             stream.require(name, moment, "memory is copied that is still in use")
         start = on_host.data_ptr()
@@ -260,6 +333,18 @@ class SimulatedStreams:
         # The memory of a region exists. Other memory is kept by the caller, as the real device
         # needs.
         keep = on_device if region is not None else None
+        owner, issued = self.current(), [0]
+
+        def hand_on() -> None:
+            # No lock: a thread that collects garbage must not wait for one that waits for it.
+            if max(each.seen.get(stream.name, 0) for each in (owner, self.host)) < issued[0]:
+                self._failure = self._failure or UnorderedAccess(
+                    f"memory goes back to {owner.name}, which does not wait for its copy "
+                    f"{stream.name}"
+                )
+
+        if region is None:
+            weakref.finalize(on_device, hand_on).atexit = False
         seen = weakref.ref(on_device)
         delay_s = self._random.random() * self._delay_s
 
@@ -275,12 +360,16 @@ class SimulatedStreams:
                 self._failure = self._failure or error
 
         stream.submit(run)
+        issued[0] = stream.seen[stream.name]
         stream.brought = region
         if region is not None:
             region.last_uses[stream.name] = stream.seen[stream.name]
+            if inward:
+                region.filled = stream.name, stream.seen[stream.name]
         self.copies = [each for each in self.copies if self.host.seen.get(each[2], 0) < each[3]]
         self.copies.append((start, end, stream.name, stream.seen[stream.name]))
 
+    @override
     def run(
         self,
         stream: SimulatedStream,
@@ -322,6 +411,7 @@ class SimulatedStreams:
             if first < end and start < after:
                 yield name, moment
 
+    @override
     def synchronize(self) -> None:
         for stream in self.transfer:
             if not stream.runs_here():  # A stream does not wait for its own later tasks.
@@ -330,6 +420,7 @@ class SimulatedStreams:
                 event.synchronize()
 
     def raise_failure(self) -> None:
+        """Raises the first unordered access that was found, every time it is called."""
         if self._failure is not None:
             raise self._failure
 
@@ -342,8 +433,8 @@ class SimulatedDevice(StreamDevice):
 
     torch_device = torch.device("cpu")
 
-    def __init__(self, seed: int = 0, *, delay_s: float = 0.002) -> None:
-        self.streams: SimulatedStreams = SimulatedStreams(seed, delay_s)
+    def __init__(self, seed: int = 0, *, delay_s: float = 0.002, queue_limit: int = 1024) -> None:
+        self.streams: SimulatedStreams = SimulatedStreams(seed, delay_s, queue_limit)
         self.is_closed = False
         self.attached = 0
         self.attached_high_water = 0
@@ -351,6 +442,7 @@ class SimulatedDevice(StreamDevice):
         self.attached_high_water_nbytes = 0
 
     def open(self, host: HostBlocks, counters: Counters) -> None:
+        """Receives the arena and the counters. Freeing a block that is being copied fails then."""
         super().__init__("simulated", host, counters, self.streams)
         free = host.free
 
@@ -360,9 +452,11 @@ class SimulatedDevice(StreamDevice):
 
         host.free = checked  # type: ignore[method-assign]
 
+    @override
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         return self.host.owns(tensor)
 
+    @override
     def take(self, region: Region) -> None:
         self.attached += 1
         self.attached_high_water = max(self.attached_high_water, self.attached)
@@ -370,22 +464,26 @@ class SimulatedDevice(StreamDevice):
         self.attached_high_water_nbytes = max(self.attached_high_water_nbytes, self.attached_nbytes)
         super().take(region)
 
-    def end_use(self, region: Region) -> None:
+    @override
+    def end_use(self, region: Region, *, is_last: bool = True) -> None:
         memory = getattr(region, "memory", None)
         if isinstance(memory, SimulatedMemory):
-            memory.last_uses[self.streams.computing.name] = self.streams.tick()
-        super().end_use(region)
+            memory.last_uses[self.streams.current().name] = self.streams.tick()
+        super().end_use(region, is_last=is_last)
 
+    @override
     def detach(self, region: Region) -> None:
         super().detach(region)
         self.attached -= 1
         self.attached_nbytes -= region.nbytes
 
+    @override
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         with self._copying:
             self.streams.asked = self.streams.tick()
             return super().copy(source, target)
 
+    @override
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from typing_extensions import override
+
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.wrapped_engine import WrappedEngine
 
@@ -19,9 +21,11 @@ class Clock:
         self._now_s = 0.0
 
     def perf_counter(self) -> float:
+        """Returns the simulated time in seconds."""
         return self._now_s
 
     def wait_until(self, moment_s: float) -> None:
+        """Advances the time to `moment_s`; a time in the past changes nothing."""
         self._now_s = max(self._now_s, moment_s)
 
 
@@ -41,6 +45,7 @@ class ThrottledEngine(WrappedEngine):
         self._limit_of: dict[int, str] = {}  # by file
         self._free_at_s: dict[str, float] = {}  # when each drive has served what it was given
 
+    @override
     def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
         file = super().open(path, direct=direct, read_only=read_only)
         for start in self._limits:
@@ -48,12 +53,14 @@ class ThrottledEngine(WrappedEngine):
                 self._limit_of[file] = start
         return file
 
+    @override
     def submit(
         self, operation: Operation, segments: Sequence[Segment], priority: Priority
     ) -> Ticket:
         inner = self._engine.submit(operation, segments, priority)
         return _ThrottledTicket(inner, self._serve(segments), self.clock)
 
+    @override
     def drain(self) -> None:
         self._engine.drain()
         self.clock.wait_until(max(self._free_at_s.values(), default=0.0))

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from typing_extensions import override
 
 from infinity.observe import Counters
 from infinity.storage.arena import Window, can_remap
 from infinity.tiers.device import (
     FINISHED,
     Copy,
+    DeviceAdapter,
     Region,
     ResidentRegion,
     ResizedRegion,
@@ -41,16 +43,18 @@ class WindowRegion:
 
     @property
     def is_attached(self) -> bool:
+        """See `Region.is_attached`."""
         return self.block is not None
 
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        """See `Region.tensor`."""
         return tensor_over(self._storage, offset_nbytes, shape, stride, dtype)
 
 
 @dataclass
-class CpuDevice:
+class CpuDevice(DeviceAdapter):
     """The device tier of a machine without a GPU. Training thread only."""
 
     host: HostBlocks
@@ -63,6 +67,7 @@ class CpuDevice:
         self._can_remap = can_remap()
         self._windows: list[Window] = []
 
+    @override
     def reserve(self, nbytes: int) -> Region:
         if not self._can_remap or nbytes == 0:
             return ResizedRegion(nbytes, self.torch_device)
@@ -70,9 +75,11 @@ class CpuDevice:
         self._windows.append(region.window)
         return region
 
+    @override
     def reserve_resident(self, memory: torch.Tensor) -> Region:
         return ResidentRegion(memory)
 
+    @override
     def attach(self, region: Region, block: Block) -> Copy:
         assert not region.is_attached
         if isinstance(region, WindowRegion):
@@ -85,17 +92,29 @@ class CpuDevice:
             all_of(region).copy_(self.host.tensor(block, nbytes=region.nbytes))
         return FINISHED
 
+    @override
     def attach_decoded(
         self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
     ) -> Copy:
         raise AssertionError("what is decoded on the host is decoded into a host block")
 
+    @override
     def prepare_decoding(self, nbytes: int) -> None:
         return None
 
-    def end_use(self, region: Region) -> None:
+    @override
+    def current_stream(self) -> None:
         return None
 
+    @override
+    def begin_use(self, region: Region) -> None:
+        return None
+
+    @override
+    def end_use(self, region: Region, *, is_last: bool = True) -> None:
+        return None
+
+    @override
     def bring_back(self, region: Region, block: Block) -> Copy:
         if isinstance(region, ResizedRegion):
             self.host.tensor(block, nbytes=region.nbytes).copy_(all_of(region))
@@ -103,6 +122,7 @@ class CpuDevice:
             assert isinstance(region, WindowRegion) and region.block is block
         return FINISHED
 
+    @override
     def detach(self, region: Region) -> None:
         assert region.is_attached
         if isinstance(region, WindowRegion):
@@ -115,16 +135,20 @@ class CpuDevice:
             assert isinstance(region, ResizedRegion)
             region.drop_memory()
 
+    @override
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
+    @override
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         target.copy_(source)
         return FINISHED
 
+    @override
     def synchronize(self) -> None:
         return None
 
+    @override
     def close(self) -> None:
         # Parameters may outlive the engine; the addresses behind them stay reserved, without
         # memory, so that a late use faults instead of reading something else.

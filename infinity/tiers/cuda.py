@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
+from infinity.config.machine import available_memory_nbytes
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
+from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
 from infinity.tiers.device import ResizedRegion
-from infinity.tiers.host import HostBlocks
-from infinity.tiers.streams import StreamDevice
+from infinity.tiers.host import PINNED_PIECE_NBYTES, HostBlocks
+from infinity.tiers.streams import StreamDevice, Streams
 
 _log = logging.getLogger("infinity")
 
 # cudaHostRegisterPortable: pinned for every context of the process.
 _HOST_REGISTER_PORTABLE = 1
+_LONG_S = 2.0
 
 
 class StreamMemoryRegion(ResizedRegion):
@@ -40,8 +45,12 @@ class StreamMemoryRegion(ResizedRegion):
         with self._module.stream(self._stream):
             self.storage.resize_(nbytes)
 
+    def _fill(self, byte: int) -> None:
+        with self._module.stream(self._stream):  # It has waited for the last uses.
+            super()._fill(byte)
 
-class AcceleratorStreams:
+
+class AcceleratorStreams(Streams):
     """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`).
 
     A thread of the engine's has device 0 as its current one, and `stream` alone would go back to it
@@ -52,20 +61,25 @@ class AcceleratorStreams:
         self.device = device
         self._module: Any = torch.get_device_module(device)
 
+    @override
     def new_stream(self) -> Any:
         return self._module.Stream(self.device)
 
+    @override
     def new_event(self, *, is_timed: bool = False) -> Any:
         # A thread that waits gives up its core: the update of the optimizer wants it.
         return self._module.Event(enable_timing=is_timed, blocking=True)
 
+    @override
     def current(self) -> Any:
         return self._module.current_stream(self.device)
 
+    @override
     def copy(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         with self._module.device(self.device), self._module.stream(stream):
             target.copy_(source, non_blocking=True)
 
+    @override
     def run(
         self,
         stream: Any,
@@ -76,9 +90,11 @@ class AcceleratorStreams:
         with self._module.device(self.device), self._module.stream(stream), torch.no_grad():
             work()
 
+    @override
     def empty_region(self, stream: Any, nbytes: int) -> ResizedRegion:
         return StreamMemoryRegion(self._module, stream, nbytes)
 
+    @override
     def synchronize(self) -> None:
         self._module.synchronize(self.device)
 
@@ -97,37 +113,75 @@ class CudaDevice(StreamDevice):
         super().__init__("cuda", host, counters, AcceleratorStreams(device))
         pin(host.arena, torch.cuda.cudart(), device)
 
+    @override
     def close(self) -> None:
-        super().close()
-        unpin(self.host.arena, torch.cuda.cudart())
+        try:
+            super().close()  # After a failed kernel every call of CUDA fails.
+        finally:
+            unpin(self.host.arena, torch.cuda.cudart())
 
 
-def pin(arena: Arena, runtime: Any, device: torch.device) -> None:
+def pin(
+    arena: Arena, runtime: Any, device: torch.device, *, piece_nbytes: int = PINNED_PIECE_NBYTES
+) -> None:
     """Page-locks the arena for the device: without it copies are neither asynchronous nor fast.
 
+    In pieces, which blocks of the arena do not cross (tiers/ranges.py). All of it or nothing: after
+    a refusal no page is locked. Takes seconds to minutes, which the log shows.
     `runtime`: `torch.cuda.cudart()`, whose functions return the error and raise nothing.
     Source: CUDA Runtime API, cudaHostRegister.
     """
-    code = _code(
-        runtime.cudaHostRegister(arena.address, arena.capacity_nbytes, _HOST_REGISTER_PORTABLE)
-    )
-    if code == 0:
-        return
-    # The error stays behind as CUDA's "last error", and the next launch, which is not to blame,
-    # would raise it.
+    begun_s = time.monotonic()
+    done_nbytes = 0
+    for address, nbytes in _pieces(arena, piece_nbytes):
+        code = _code(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
+        if code != 0:
+            _unregister(runtime, _pieces(arena, piece_nbytes), stop=address)
+            _clear_error(device)
+            raise UnsupportedError(
+                f"the driver refused to page-lock {format_nbytes(nbytes)} of the host arena after "
+                f"{format_nbytes(done_nbytes)} of {format_nbytes(arena.capacity_nbytes)}: "
+                f"{_words(runtime, code)}. It needs kernel memory for its page tables beside the "
+                f"pages themselves ({format_nbytes(available_memory_nbytes())} are available now); "
+                "lower tiers.host.capacity. The limit of ulimit -l does not apply here"
+            )
+        done_nbytes += nbytes
+        elapsed_s = time.monotonic() - begun_s
+        if nbytes < arena.capacity_nbytes or elapsed_s > _LONG_S:
+            _log.info(
+                "page-locked %s of %s of the host arena in %.1f s",
+                format_nbytes(done_nbytes), format_nbytes(arena.capacity_nbytes), elapsed_s,
+            )  # fmt: skip
+
+
+def unpin(arena: Arena, runtime: Any, *, piece_nbytes: int = PINNED_PIECE_NBYTES) -> None:
+    """Before the arena is unmapped. A failure is told and no more: the pages are going anyway."""
+    _unregister(runtime, _pieces(arena, piece_nbytes))
+
+
+def _pieces(arena: Arena, piece_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yields address and bytes of each registration."""
+    for offset in range(0, arena.capacity_nbytes, piece_nbytes):
+        yield arena.address + offset, min(piece_nbytes, arena.capacity_nbytes - offset)
+
+
+def _unregister(
+    runtime: Any, pieces: Iterator[tuple[int, int]], *, stop: int | None = None
+) -> None:
+    """Ends the registrations of the pieces before the address `stop`."""
+    for address, _ in pieces:
+        if address == stop:
+            return
+        code = _code(runtime.cudaHostUnregister(address))
+        if code != 0:
+            _log.warning("cudaHostUnregister of the arena failed: %s", _words(runtime, code))
+
+
+def _clear_error(device: torch.device) -> None:
+    """The error stays behind as CUDA's "last error", and the next launch, which is not to blame,
+    would raise it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
-    raise UnsupportedError(
-        f"cudaHostRegister of {arena.capacity_nbytes} bytes failed: {_words(runtime, code)}; "
-        "lower tiers.host.capacity or raise the locked-memory limit (ulimit -l)"
-    )
-
-
-def unpin(arena: Arena, runtime: Any) -> None:
-    """Before the arena is unmapped. A failure is told and no more: the pages are going anyway."""
-    code = _code(runtime.cudaHostUnregister(arena.address))
-    if code != 0:
-        _log.warning("cudaHostUnregister of the arena failed: %s", _words(runtime, code))
 
 
 def _code(answer: Any) -> int:

@@ -9,15 +9,18 @@ Note [Ordering]
   a stream device makes the compute stream wait and returns at once, and elsewhere blocks.
   `Copy.wait()` blocks the calling thread until the source may be reused. A use ends with
   `end_use`, as soon as its last operation has been *issued*; the adapter orders after it what a
-  later `detach` gives up.
+  later `detach` gives up. A use may be of several streams (branches of a module that run beside one
+  another): each is ordered after the copy, is named by `begin_use`, and is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from infinity.tiers.host import Block
 
@@ -25,7 +28,9 @@ from infinity.tiers.host import Block
 class Copy(Protocol):
     """One transfer in progress between host and device."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the transfer is over. Never blocks."""
+
     def order(self) -> None:
         """Everything computed from now on, in the stream that is current, comes after the copy:
         it sees the copied bytes, and may reuse the device memory they were copied from. Nothing is
@@ -42,9 +47,12 @@ class Region(Protocol):
     """Device bytes of one unit. `is_attached` tells whether memory stands behind the tensors."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The bytes of the region, also while it has no memory."""
+
     @property
-    def is_attached(self) -> bool: ...
+    def is_attached(self) -> bool:
+        """Whether memory stands behind the tensors."""
 
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -80,9 +88,16 @@ class DeviceAdapter(Protocol):
     def prepare_decoding(self, nbytes: int) -> None:
         """Takes the device memory for `attach_decoded`: the bytes of the largest block."""
 
-    def end_use(self, region: Region) -> None:
-        """What was issued so far in this thread's stream is all that it does with the region for
-        now."""
+    def current_stream(self) -> Hashable | None:
+        """The stream that is current in this thread; None for a device without streams."""
+
+    def begin_use(self, region: Region) -> None:
+        """The stream that is current will do something with the region until the last `end_use`.
+        Said once for each stream."""
+
+    def end_use(self, region: Region, *, is_last: bool = True) -> None:
+        """What was issued so far is all that this thread's stream, and those of `begin_use`, do
+        with the region for now. `is_last`: no other use of it is left."""
 
     def bring_back(self, region: Region, block: Block) -> Copy:
         """Starts making the block, from which the region was attached or any other, hold the
@@ -103,21 +118,26 @@ class DeviceAdapter(Protocol):
     def synchronize(self) -> None:
         """Blocks until the device has nothing left to do."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Waits for all copies and releases the device memory."""
 
 
-class Finished:
+class Finished(Copy):
     """A copy that was over before it began."""
 
+    @override
     def done(self) -> bool:
         return True
 
+    @override
     def order(self) -> None:
         return None
 
+    @override
     def wait(self) -> None:
         return None
 
+    @override
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         return ()
 
@@ -138,12 +158,23 @@ def tensor_over(
     return empty.set_(storage, offset_nbytes // dtype.itemsize, tuple(shape), tuple(stride))
 
 
+POISON_VARIABLE = "INFINITY_POISON"
+_POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
+
+
 class ResizedRegion:
-    """A region whose storage is resized between nothing and all of it."""
+    """A region whose storage is resized between nothing and all of it.
+
+    A tensor that still points there has no memory then: on CUDA its use is an illegal address,
+    reported by a later call, after which no call of the process succeeds. With the environment
+    variable INFINITY_POISON=1 the memory stays and is filled with NaN instead, which shows in the
+    losses and names no innocent call. That takes the memory of all weights: for a small model.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.is_attached = False
+        self._is_poisoned = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
         # Sized once at birth so that tensors of full shape may be made over it, then emptied.
         self.storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
         self._resize(0)
@@ -151,17 +182,27 @@ class ResizedRegion:
     def _resize(self, nbytes: int) -> None:
         self.storage.resize_(nbytes)
 
+    def _fill(self, byte: int) -> None:
+        all_of(self).fill_(byte)
+
     def take_memory(self) -> None:
-        self._resize(self.nbytes)
+        """Gives the region its memory; the content is undefined."""
+        if self.storage.nbytes() != self.nbytes:
+            self._resize(self.nbytes)
         self.is_attached = True
 
     def drop_memory(self) -> None:
-        self._resize(0)
+        """Frees the memory, or poisons it."""
+        if self._is_poisoned:
+            self._fill(_POISON_BYTE)
+        else:
+            self._resize(0)
         self.is_attached = False
 
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        """See `Region.tensor`."""
         size_nbytes = self.storage.nbytes()
         if size_nbytes == 0:
             # `set_` grows a storage that is too small, so lend it its size while we look.
@@ -190,4 +231,5 @@ class ResidentRegion:
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        """See `Region.tensor`."""
         return tensor_over(self.storage, offset_nbytes, shape, stride, dtype)

@@ -13,8 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from infinity.observe import Counters
+from infinity.sizes import GIB
 from infinity.storage.arena import Arena
 from infinity.tiers.ranges import Range, RangeAllocator
+
+# The most bytes that are page-locked for a device at once. CUDA drivers keep one object of page
+# table entries for each registration: with pages of 4 KiB 512 GiB need 2 GiB of them, more than the
+# kernel allocates (NVIDIA open-gpu-kernel-modules, pull request 1234).
+PINNED_PIECE_NBYTES = 64 * GIB
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +45,8 @@ class HostBlocks:
         self.arena = arena
         self.capacity_nbytes = arena.capacity_nbytes
         self._bytes = torch.frombuffer(arena.memory(0, arena.capacity_nbytes), dtype=torch.uint8)
-        self._ranges = RangeAllocator(arena.capacity_nbytes)
+        # A device may have registered the arena in such pieces.
+        self._ranges = RangeAllocator(arena.capacity_nbytes, piece_nbytes=PINNED_PIECE_NBYTES)
         self._counters = counters
         self._lock = threading.Lock()
         self._lent: set[Block] = set()
@@ -47,6 +54,7 @@ class HostBlocks:
 
     @property
     def free_nbytes(self) -> int:
+        """The bytes that are not lent."""
         return self._ranges.free_nbytes
 
     def allocate(self, nbytes: int, label: str) -> Block | None:
@@ -69,6 +77,7 @@ class HostBlocks:
         return Block(part, nbytes, block.address + offset_nbytes, block.label)
 
     def free(self, block: Block) -> None:
+        """Takes a lent block back."""
         with self._lock:
             assert block in self._lent, f"block of {block.label} was freed twice"
             # INV-2: bytes that are in use elsewhere are not freed.

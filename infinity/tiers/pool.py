@@ -76,4 +76,5 @@ class HostPool:
         return self._host.tensor(block)
 
     def free(self, block: Block) -> None:
+        """Takes a lent block back."""
         self._host.free(block)

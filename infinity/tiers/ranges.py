@@ -3,6 +3,9 @@
 Large ranges come from the bottom, aligned to huge pages; small ones come from the top, aligned to
 pages. Kept apart like this a small range never splits a huge page that a large one needs whole,
 and long-lived small ranges do not scatter over the space large ones are taken from.
+
+No range lies across a border. Devices register the arena in pieces that end at borders, and a copy
+across two registrations may be refused.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ class Range:
 
     @property
     def end_nbytes(self) -> int:
+        """The offset behind the range."""
         return self.offset_nbytes + self.nbytes
 
 
@@ -32,9 +36,14 @@ def rounded_nbytes(nbytes: int) -> int:
 
 
 class RangeAllocator:
-    """Free list over `capacity_nbytes`. Not thread-safe; the owner locks."""
+    """Free list over `capacity_nbytes`. Not thread-safe; the owner locks.
 
-    def __init__(self, capacity_nbytes: int) -> None:
+    `piece_nbytes`: the distance of borders, a multiple of HUGE_PAGE_NBYTES; None: there are none.
+    """
+
+    def __init__(self, capacity_nbytes: int, *, piece_nbytes: int | None = None) -> None:
+        assert piece_nbytes is None or piece_nbytes % HUGE_PAGE_NBYTES == 0
+        self._piece_nbytes = piece_nbytes
         self.capacity_nbytes = align_down(capacity_nbytes, PAGE_NBYTES)
         self.free_nbytes = self.capacity_nbytes
         # Disjoint, sorted, never adjacent: neighbours are merged when freed.
@@ -42,8 +51,11 @@ class RangeAllocator:
         self._ends: list[int] = [self.capacity_nbytes] if self.capacity_nbytes else []
 
     def allocate(self, nbytes: int) -> Range | None:
-        """A free range of `rounded_nbytes(nbytes)`, or None when no hole is large enough."""
+        """A free range of `rounded_nbytes(nbytes)`, or None when no hole is large enough, or it is
+        larger than a piece."""
         size_nbytes = rounded_nbytes(nbytes)
+        if self._piece_nbytes is not None and size_nbytes > self._piece_nbytes:
+            return None
         place = self._from_bottom if size_nbytes >= HUGE_PAGE_NBYTES else self._from_top
         taken = place(size_nbytes)
         if taken is not None:
@@ -68,15 +80,26 @@ class RangeAllocator:
     def _from_bottom(self, nbytes: int) -> Range | None:
         for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             aligned = align_up(start, HUGE_PAGE_NBYTES)
+            if self._piece_nbytes is not None and self._is_across(aligned, nbytes):
+                aligned = align_up(aligned, self._piece_nbytes)
             if aligned + nbytes <= end:
                 return self._take(index, aligned, nbytes)
         return None
 
     def _from_top(self, nbytes: int) -> Range | None:
         for index in range(len(self._starts) - 1, -1, -1):
-            if self._ends[index] - self._starts[index] >= nbytes:
-                return self._take(index, self._ends[index] - nbytes, nbytes)
+            start, end = self._starts[index], self._ends[index]
+            if self._piece_nbytes is not None and self._is_across(end - nbytes, nbytes):
+                end = align_down(end, self._piece_nbytes)
+            if end - start >= nbytes:
+                return self._take(index, end - nbytes, nbytes)
         return None
+
+    def _is_across(self, offset_nbytes: int, nbytes: int) -> bool:
+        """Whether a border lies inside the range."""
+        assert self._piece_nbytes is not None
+        last = offset_nbytes + nbytes - 1
+        return offset_nbytes // self._piece_nbytes != last // self._piece_nbytes
 
     def _take(self, index: int, offset_nbytes: int, nbytes: int) -> Range:
         """Cuts the range out of hole `index`, leaving what is before and after it."""

@@ -16,6 +16,9 @@ Note [Streams]
     not when the region is given up: a copy into the room of the unit before the last does not
     wait for the last, and runs beside it.
   * A region is used after `Copy.order`, by which the stream that is current waits for the copy.
+    Branches of a module may run on streams of their own. In a forward the model's own waits order
+    them; a backward may begin with a node of any of them, so each stream of a node that is reached
+    waits for the copy, and the end of the use is noted for all.
   * Other device memory (gradients, activations, what rests there) belongs to the stream that was
     current when its copy was asked for. The copy waits for what that stream has to do until then,
     and keeps the tensor until that stream waits for the copy (`order`), or the host knows that it
@@ -38,25 +41,34 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from infinity.observe import Counters, Track
-from infinity.tiers.device import Copy, Region, ResidentRegion, ResizedRegion, all_of
+from infinity.tiers.device import Copy, DeviceAdapter, Region, ResidentRegion, ResizedRegion, all_of
 from infinity.tiers.host import Block, HostBlocks
 
 
 class Event(Protocol):
     """The part of `torch.Event` that is used."""
 
-    def record(self, stream: Any) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, later: Any) -> float: ...
+    def record(self, stream: Any) -> None:
+        """Puts the event behind the work issued on the stream so far."""
+
+    def query(self) -> bool:
+        """Whether the work before the event is over."""
+
+    def synchronize(self) -> None:
+        """Blocks until the work before the event is over."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds from this event to `later`; both are timed and over."""
 
 
 class Stream(Protocol):
     """The part of `torch.Stream` that is used: hashable; two objects of one stream are equal."""
 
-    def wait_event(self, event: Any) -> None: ...
+    def wait_event(self, event: Any) -> None:
+        """Orders all later work of the stream after the event; returns at once."""
 
 
 class Streams(Protocol):
@@ -64,8 +76,12 @@ class Streams(Protocol):
 
     device: torch.device
 
-    def new_stream(self) -> Stream: ...
-    def new_event(self, *, is_timed: bool = False) -> Event: ...
+    def new_stream(self) -> Stream:
+        """Returns a stream of its own for transfers."""
+
+    def new_event(self, *, is_timed: bool = False) -> Event:
+        """Returns an event; with `is_timed` for `elapsed_time`."""
+
     def current(self) -> Stream:
         """The calling thread's."""
 
@@ -91,26 +107,33 @@ class Streams(Protocol):
 
 @dataclass(eq=False)
 class StreamRegion:
-    """A region, and the last use that each stream made of it since it was attached."""
+    """A region, and the last use that each stream made of it since it was attached.
+
+    `streams`: those that use it now.
+    """
 
     memory: ResizedRegion
     uses: dict[Stream, Event] = field(default_factory=dict)
+    streams: set[Stream] = field(default_factory=set)
 
     @property
     def nbytes(self) -> int:
+        """See `Region.nbytes`."""
         return self.memory.nbytes
 
     @property
     def is_attached(self) -> bool:
+        """See `Region.is_attached`."""
         return self.memory.is_attached
 
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        """See `Region.tensor`."""
         return self.memory.tensor(offset_nbytes, shape, stride, dtype)
 
 
-class StreamCopy:
+class StreamCopy(Copy):
     """A copy on one of the transfer streams, known by the event behind it."""
 
     def __init__(
@@ -128,9 +151,11 @@ class StreamCopy:
         self._keep: object = keep  # Tensors on the device.
         self._traced = traced
 
+    @override
     def done(self) -> bool:
         return self._event.query()
 
+    @override
     def order(self) -> None:
         current = self._streams.current()
         current.wait_event(self._event)
@@ -142,6 +167,7 @@ class StreamCopy:
         """Orders all later work of `stream` after the copy."""
         stream.wait_event(self._event)
 
+    @override
     def wait(self) -> None:
         self._event.synchronize()
         self._keep = None
@@ -150,6 +176,7 @@ class StreamCopy:
         """Drops the memory that the copy kept alive. The copy is over."""
         self._keep = None
 
+    @override
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         if self._traced is None or not self.done():
             return []
@@ -180,7 +207,7 @@ class _TracedCopy:
     nbytes: int
 
 
-class StreamDevice:
+class StreamDevice(DeviceAdapter):
     """The device tier on a device with streams. Autograd threads may call it; the engine's lock
     orders them. `copy` is also called without it, by threads that serve other ranks."""
 
@@ -202,9 +229,11 @@ class StreamDevice:
 
     # -- Regions -----------------------------------------------------------------------------------
 
+    @override
     def reserve(self, nbytes: int) -> Region:
         return StreamRegion(self.streams.empty_region(self._in, nbytes))
 
+    @override
     def reserve_resident(self, memory: torch.Tensor) -> Region:
         return ResidentRegion(memory)
 
@@ -213,12 +242,14 @@ class StreamDevice:
         assert isinstance(region, StreamRegion) and not region.is_attached and not region.uses
         region.memory.take_memory()
 
+    @override
     def attach(self, region: Region, block: Block) -> Copy:
         self.take(region)
         assert isinstance(region, StreamRegion)
         on_host = self.host.tensor(block, nbytes=region.nbytes)
         return self._issue(self._in, on_host, all_of(region.memory))
 
+    @override
     def attach_decoded(
         self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
     ) -> Copy:
@@ -232,13 +263,27 @@ class StreamDevice:
         event.record(self._in)
         return StreamCopy(self.streams, event, owner=None, keep=None, traced=None)
 
+    @override
     def prepare_decoding(self, nbytes: int) -> None:
         self._stored = self.streams.empty_region(self._in, nbytes)
         self._stored.take_memory()
 
-    def end_use(self, region: Region) -> None:
+    @override
+    def current_stream(self) -> Any:  # A `Stream`, which hashes as torch's and every object do.
+        return self.streams.current()
+
+    @override
+    def begin_use(self, region: Region) -> None:
         if isinstance(region, StreamRegion):
-            self.note_use(region, self.streams.current())
+            region.streams.add(self.streams.current())
+
+    @override
+    def end_use(self, region: Region, *, is_last: bool = True) -> None:
+        if isinstance(region, StreamRegion):
+            for stream in {*region.streams, self.streams.current()}:
+                self.note_use(region, stream)
+            if is_last:
+                region.streams.clear()
 
     def note_use(self, region: StreamRegion, stream: Stream) -> None:
         """Records that the work issued so far is the stream's last use of the region for now."""
@@ -246,6 +291,7 @@ class StreamDevice:
         event.record(stream)
         region.uses[stream] = event
 
+    @override
     def bring_back(self, region: Region, block: Block) -> Copy:
         assert isinstance(region, StreamRegion) and region.is_attached
         self.end_use(region)
@@ -256,6 +302,7 @@ class StreamDevice:
         self.note_use(region, self._out)
         return copy
 
+    @override
     def detach(self, region: Region) -> None:
         assert isinstance(region, StreamRegion) and region.is_attached
         for event in region.uses.values():
@@ -266,9 +313,11 @@ class StreamDevice:
 
     # -- Other memory ------------------------------------------------------------------------------
 
+    @override
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
 
+    @override
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         inward = self.is_on_host(source)
         stream, on_host, on_device = (
@@ -293,9 +342,11 @@ class StreamDevice:
         return self._issue(self._in, on_host, on_device)
 
     def inward_waits(self, event: Event) -> None:
+        """Orders all later copies to the device after the event."""
         self._in.wait_event(event)
 
     def inward_event(self) -> Event:
+        """Returns an event behind the copies to the device issued so far."""
         event = self.streams.new_event()
         event.record(self._in)
         return event
@@ -307,6 +358,7 @@ class StreamDevice:
         return StreamCopy(self.streams, event, owner=owner, keep=keep, traced=None)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in host memory."""
         return tensor.device != self.torch_device
 
     def _issue(
@@ -329,8 +381,8 @@ class StreamDevice:
         event.record(stream)
         copy = StreamCopy(self.streams, event, owner=owner, keep=on_device, traced=traced)
         self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
-        lane = Track.COPIES_IN if inward else Track.COPIES_OUT
-        self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
+        track = Track.COPIES_IN if inward else Track.COPIES_OUT
+        self.counters.tracer.watch(copy, lambda _: track, "copy", asked_ns)
         return copy
 
     def _trace(self, nbytes: int) -> _TracedCopy | None:
@@ -342,9 +394,11 @@ class StreamDevice:
 
     # -- The end -----------------------------------------------------------------------------------
 
+    @override
     def synchronize(self) -> None:
         self.streams.synchronize()
 
+    @override
     def close(self) -> None:
         self.synchronize()
         self._under_way.clear()

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.import_checks import listed
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.checkpoint.run.directory import sync_directory
 from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, listed, reporting
 from infinity.modules.tiling.split import modules_of, parameters_of
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -84,22 +83,20 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
     values = {name: engine.read_parameter(name) for name, _ in _trained(model)}
     partial = directory / _PARTIAL_NAME
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        model.save_pretrained(partial, state_dict=values, save_embedding_layers=False)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        names = sorted(os.listdir(partial), key=lambda name: name == WEIGHTS_NAME)
-        for name in names:
-            with (partial / name).open("rb") as file:
-                os.fsync(file.fileno())
-        for name in names:
-            os.replace(partial / name, directory / name)
-        sync_directory(directory)
-        partial.rmdir()
-    except OSError as error:
-        where = str(error.filename or directory)
-        raise StorageError(error.errno or 0, operation="save the adapter", path=where) from None
+        with reporting("save the adapter", directory):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            model.save_pretrained(partial, state_dict=values, save_embedding_layers=False)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+            names = sorted(os.listdir(partial), key=lambda name: name == WEIGHTS_NAME)
+            for name in names:
+                with (partial / name).open("rb") as file:
+                    os.fsync(file.fileno())
+            for name in names:
+                os.replace(partial / name, directory / name)
+            sync_directory(directory)
+            partial.rmdir()
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -79,9 +79,11 @@ class Tokenizer(Protocol):
         """Yields the ids of one file, given as consecutive chunks of its bytes."""
         ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, without special tokens."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids."""
 
     def token(self, token_id: int) -> str:
         """Returns the form of a token in messages."""
@@ -95,10 +97,12 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
+        """Yields the ids of a file, piece by piece."""
         for chunk in chunks:
             yield np.frombuffer(chunk, dtype=np.uint8)
 
     def encode(self, text: str) -> list[int]:
+        """Returns the bytes of the text in UTF-8."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -107,6 +111,7 @@ class ByteTokenizer:
         return text.decode(errors="replace")
 
     def token(self, token_id: int) -> str:
+        """Returns the token as messages show it."""
         return repr(bytes([token_id]))
 
 
@@ -126,19 +131,23 @@ class HuggingFaceTokenizer:
         self.vocab_size = len(self.tokenizer)
 
     def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
+        """Yields the ids of a file, line by line, and the end-of-text token at its end."""
         for text in _whole_lines(chunks):
             yield np.asarray(self.encode(text), dtype=np.int64)
         if self.tokenizer.eos_token_id is not None:
             yield np.asarray([self.tokenizer.eos_token_id], dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
         return str(self.tokenizer.decode(list(ids)))
 
     def token(self, token_id: int) -> str:
+        """Returns the token as messages show it."""
         return repr(self.tokenizer.convert_ids_to_tokens(token_id))
 
 
@@ -316,6 +325,7 @@ class Batches:
             yield self._gather(held_out[start : start + self.batch_size])
 
     def close(self) -> None:
+        """Closes the file of tokens."""
         self._tokens.close()
 
     def _gather(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -63,6 +63,7 @@ class MetricsFile:
         return f"{len(self._pending)} lines of {self._name}, from step {first} on: {reason}"
 
     def close(self) -> None:
+        """Writes what waits, syncs and closes the file. Reports a failure instead of raising it."""
         if self._file is not None:
             self._attempt(self._write)
             self.sync()
@@ -167,6 +168,7 @@ class Kept:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Iterator[bytes]]:
+        """Opens the earlier file and gives its lines up to the step."""
         if self._last_step == 0 or not self._path.is_file():
             yield iter(())
             return

@@ -18,6 +18,7 @@ from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_o
 from infinity.checkpoint import WeightSource, weight_source
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
+from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
 from infinity.training.adapter import attach_adapter
 from infinity.training.model_numbers import check_numbers
@@ -42,6 +43,7 @@ class ModelPlan:
 
     @property
     def vocab_size(self) -> int:
+        """The number of token ids that the model has embeddings for."""
         return int(self.hf_config.get_text_config().vocab_size)
 
     @property
@@ -148,7 +150,7 @@ def _config_of_table(table: dict[str, Any]) -> Any:
 def _config_of_directory(path: Path) -> Any:
     file = path / "config.json"
     if not path.is_dir():
-        raise ConfigError(f"model.path: {path} is no directory")
+        raise ConfigError(f"model.path: {path} is no directory{download_remedy(path)}")
     if not file.is_file():
         raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model")
     table = _table_of_file(file)

@@ -11,13 +11,11 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from infinity.checkpoint.huggingface.export_weights import make_directory
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, reporting
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ class OutputDirectory:
         self._lock: int | None = None
         self.is_unmarked = False  # Accepted without a mark, for the checkpoint in it.
         self._marker = self.path / MARKER_NAME
-        with _reporting("open", self.path):
+        with reporting("open", self.path):
             self._claim(resumed)
 
     def _claim(self, resumed: Path | None) -> None:
@@ -56,7 +54,7 @@ class OutputDirectory:
         for index, tier in enumerate(config.tiers.nvme):
             _refuse_same(directory, tier.path, f"tiers.nvme[{index}].path")
         make_directory(directory)
-        with _reporting("write", directory), tempfile.TemporaryFile(dir=directory):
+        with reporting("write", directory), tempfile.TemporaryFile(dir=directory):
             pass
         names = sorted(set(os.listdir(directory)) - {LOCK_NAME})
         self.is_unmarked = bool(names) and MARKER_NAME not in names
@@ -68,14 +66,14 @@ class OutputDirectory:
         """Writes the marker of this program, with the configuration."""
         partial = self._marker.with_name(f".{MARKER_NAME}.partial")
         content = {"program": "infinity train", "config": self._config.to_dict()}
-        with _reporting("write", self._marker):
+        with reporting("write", self._marker):
             partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             os.replace(partial, self._marker)
 
     def restore(self) -> bool:
         """Makes a removed directory again. Returns whether it was removed. Raises as the
         constructor does."""
-        with _reporting("open", self.path):
+        with reporting("open", self.path):
             if self._marker.exists():
                 return False
             make_directory(self.path)
@@ -161,14 +159,3 @@ def _is_file_of(fd: int, path: Path) -> bool:
 def _refuse_same(directory: Path, other: Path, key: str) -> None:
     if os.path.realpath(directory) == os.path.realpath(other):
         raise ConfigError(f"output.directory and {key} are the same directory, {directory}")
-
-
-@contextmanager
-def _reporting(operation: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        where = str(error.filename or path)
-        raise StorageError(error.errno or 0, operation=operation, path=where) from None

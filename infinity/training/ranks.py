@@ -22,6 +22,7 @@ class JobRank:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is rank 0, which writes and prints for all."""
         return self.rank == 0
 
 
@@ -39,7 +40,8 @@ def job_rank(config: SwapConfig) -> Iterator[JobRank]:
     is_cuda = config.tiers.device.kind != "cpu" and torch.cuda.is_available()
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if is_cuda else "gloo")
+    # Objects travel between hosts: the end of a rank leaves nothing of NCCL to wait for there.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
     try:
         yield JobRank(dist.get_rank(), dist.get_world_size())
     finally:

@@ -71,6 +71,8 @@ class MetricsRecord:
         outcome: StepOutcome,
         elapsed_s: float,
     ) -> MetricsRecord:
+        """Returns the record of the steps between two snapshots."""
+
         def grown(name: str) -> float:
             return after.get(name, 0.0) - before.get(name, 0.0)
 
@@ -92,9 +94,11 @@ class MetricsRecord:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second."""
         return self.outcome.num_tokens / self.elapsed_s
 
     def to_dict(self, held_out_loss: float | None) -> dict[str, Any]:
+        """Returns the line of the metrics file."""
         outcome = self.outcome
         rates = {
             name.replace("_nbytes", "_bytes_per_s"): nbytes / self.elapsed_s
@@ -159,6 +163,7 @@ class Summary:
     lost: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the summary for JSON."""
         taken = [record for record in self.records if record.outcome.skipped is None]
         losses = [record.outcome.loss for record in taken]
         last = losses[-_NUM_LAST_STEPS:]
@@ -232,6 +237,7 @@ class Reporter:
         self._held_out_loss: float | None = None
 
     def start(self, metrics_path: Path | None, *, resumed_at: int = 0) -> None:
+        """Opens the metrics file; lines after step `resumed_at` of an earlier run are dropped."""
         if metrics_path is not None:
             self._metrics = MetricsFile(metrics_path, resumed_at=resumed_at, say=self.note)
 
@@ -271,6 +277,7 @@ class Reporter:
             self._live = None
 
     def summary(self, summary: Summary) -> None:
+        """Prints the summary, as a table on a terminal."""
         rows = _summary_rows(summary.to_dict())
         if not self._console.is_terminal:
             for title, value in rows:
@@ -284,6 +291,7 @@ class Reporter:
         self._console.print(table)
 
     def close(self) -> None:
+        """Ends the progress line and closes the metrics file."""
         self.end_of_steps()
         if self._metrics is not None:
             self._metrics.close()

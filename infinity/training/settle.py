@@ -45,7 +45,7 @@ def choices(config: SwapConfig) -> list[AutoValue]:
         reason = "a step of an adapter fetches each block once for all its batches"
         found.append(AutoValue("schedule.micro_batch", str(config.train.batch_size), reason))
     if config.data is not None and config.data.tokenizer == "auto":
-        found.append(_tokenizer_of(config.model.path if config.model is not None else None))
+        found.append(tokenizer_of(config.model.path if config.model is not None else None))
     return found
 
 
@@ -80,7 +80,8 @@ def _compute_of(model: Model) -> AutoValue:
     return AutoValue(key, "float32", f"{where} of the model says {dtype}, which cannot be trained")
 
 
-def _tokenizer_of(path: Path | None) -> AutoValue:
+def tokenizer_of(path: Path | None) -> AutoValue:
+    """Returns the "auto" tokenizer of a model's directory: that directory, or bytes."""
     key = "data.tokenizer"
     if path is None:
         return AutoValue(key, "bytes", "the model has no directory that a tokenizer could be in")

@@ -1,20 +1,24 @@
 """Standard output and error whose failure does not end a run.
 
 The reader of a stream may end first: `| tee log` ends with the same Ctrl-C, a terminal hangs up,
-the disk under a log is full. The run continues. It prints one warning on the other stream, and
-another at its end.
+the disk under a log is full. Or it stops to read: a log collector hangs, a pager waits, a terminal
+is held with Ctrl-S. The run continues. It prints one warning on the other stream, and another at
+its end.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 _NAMES = ("stdout", "stderr")
+_PATIENCE_S = 10.0  # For a reader that lives and reads nothing.
+_PART = 1024  # Characters: 4096 bytes, which a pipe that is writable takes at once (pipe(7)).
 
 
 def open_closed_descriptors() -> None:
@@ -42,8 +46,12 @@ class Outliving:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
+        """Writes to the stream; a stream that is gone is noted and does not end the run."""
         try:
-            self._stream.write(text)
+            for start in range(0, len(text), _PART):
+                if self._is_read():
+                    self._stream.write(text[start : start + _PART])
+                    self._stream.flush()
         except UnicodeEncodeError as error:  # A question mark is better than the end of the run.
             text = text.encode(error.encoding, "replace").decode(error.encoding)
             return self.write(text)
@@ -52,6 +60,7 @@ class Outliving:
         return len(text)
 
     def flush(self) -> None:
+        """Flushes the stream, as `write`."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -59,6 +68,21 @@ class Outliving:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def _is_read(self) -> bool:
+        """Whether the stream takes a part of a text now. Waits for the reader, the first time; a
+        write would wait for it without end, and a signal would not end the run."""
+        try:
+            descriptor = self._stream.fileno()
+        except (OSError, ValueError, AttributeError):
+            return True  # No descriptor: nobody is waited for.
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        is_stuck = self.error is not None and self.error.errno == errno.EAGAIN
+        if poll.poll(0 if is_stuck else 1000 * _PATIENCE_S):
+            return True
+        self._note(OSError(errno.EAGAIN, f"its reader read nothing for {_PATIENCE_S:.0f} s"))
+        return False
 
     def __str__(self) -> str:
         assert self.error is not None

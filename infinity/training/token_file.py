@@ -42,6 +42,7 @@ class TokenFile:
             raise self._failed("create", error) from None
 
     def append(self, ids: Ids) -> None:
+        """Appends ids. Raises StorageError."""
         content = memoryview(ids.astype(self.dtype, copy=False).tobytes())
         self._sha256.update(content)
         try:
@@ -69,6 +70,7 @@ class TokenFile:
         return self._sha256.hexdigest()
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def _failed(self, operation: str, error: OSError) -> StorageError:

@@ -33,6 +33,7 @@ class Probe:
 
     @property
     def is_usable(self) -> bool:
+        """Whether the kernel did what was tried."""
         return self.errno == 0
 
 

@@ -69,6 +69,8 @@ Result<std::unique_ptr<Engine>> Engine::open(const Options& options,
   INF_ASSERT(options.block_nbytes > 0 && options.block_nbytes % kDefaultAlignmentNbytes == 0);
   INF_ASSERT(options.queue_depth > 0 && options.num_threads > 0 && options.max_pending > 0);
   INF_ASSERT(options.num_rings > 0);
+  INF_ASSERT(options.min_queue_depth <= options.queue_depth);
+  INF_ASSERT(options.min_queue_depth == 0 || options.queue_depth <= options.max_queue_depth);
   if (options.backend == Backend::kUring) {
     // As large and as many as one device will need: smaller ones say nothing of the memlock limit.
     const UringProbe probe =

@@ -14,15 +14,31 @@ namespace {
 constexpr std::uint64_t kSmallBlockNbytes = 64 << 10;
 constexpr std::uint64_t kMaxSlots = 256;
 
+// Long enough that one slow block does not decide, short beside one pass of a model.
+constexpr std::uint64_t kEpochBlocks = 32;
+
+DepthControl control_of(const Options& options) noexcept {
+  const std::uint32_t least =
+      options.min_queue_depth == 0 ? options.queue_depth : options.min_queue_depth;
+  return {options.queue_depth, least, max_depth(options)};
+}
+
 }  // namespace
 
 Lane::Lane(const Options& options, std::shared_ptr<const Hooks> hooks)
-    : options_(options), hooks_(std::move(hooks)) {}
+    : options_(options),
+      hooks_(std::move(hooks)),
+      controls_{control_of(options), control_of(options), control_of(options)} {}
+
+std::uint32_t max_depth(const Options& options) noexcept {
+  return std::max(options.queue_depth, options.min_queue_depth == 0 ? 0 : options.max_queue_depth);
+}
 
 std::uint32_t max_in_flight(const Options& options) noexcept {
-  const std::uint64_t window_nbytes = std::uint64_t{options.queue_depth} * options.block_nbytes;
+  const std::uint32_t depth = max_depth(options);
+  const std::uint64_t window_nbytes = std::uint64_t{depth} * options.block_nbytes;
   const std::uint64_t small = std::min(kMaxSlots, window_nbytes / kSmallBlockNbytes);
-  return std::max(options.queue_depth, static_cast<std::uint32_t>(small));
+  return std::max(depth, static_cast<std::uint32_t>(small));
 }
 
 std::uint32_t num_ring_entries(const Options& options) noexcept {
@@ -34,6 +50,7 @@ LaneInfo Lane::info() const noexcept {
   LaneInfo info = info_;
   info.stats.num_pending = parts_.size();
   info.stats.num_in_flight = num_in_flight_;
+  info.stats.queue_depth = controls_[static_cast<std::size_t>(work_)].base();
   info.stats.cpu = cpu();
   return info;
 }
@@ -66,6 +83,8 @@ void Lane::enqueue(Part* part) noexcept {
   std::lock_guard lock(mutex_);
   INF_ASSERT(part->owner != nullptr && !part->is_cut() && part->num_in_flight == 0);
   INF_ASSERT(part->blockers.empty() && part->dependents.empty());
+  // Linear in the unfinished parts. max_pending bounds their number, and a comparison takes a few
+  // nanoseconds where the transfer takes milliseconds.
   for (Part* earlier : parts_) {
     // INV-13: requests that overlap keep their order, whatever their priorities.
     if (!conflict(*earlier, *part)) continue;
@@ -233,12 +252,53 @@ void Lane::retire(Block& block, std::uint64_t nbytes) noexcept {
   num_in_flight_nbytes_ -= nbytes;
   INF_ASSERT(num_in_flight_ != 0 || num_in_flight_nbytes_ == 0);
   if (--file.num_in_flight == 0) file.stats.busy += now - file.busy_since;
+  measure(is_read, nbytes, now);
   for (Part* part : block.parts) {
     INF_ASSERT(part->num_in_flight > 0);
     part->owner->note_block(file.id, block.issued_at, now);
     if (--part->num_in_flight == 0 && part->is_cut()) finish(part);
   }
   block.parts.clear();
+}
+
+// Counts a block that has come back. Only while blocks wait for the window does the depth, and
+// nothing else, decide how fast they come.
+void Lane::measure(bool is_read, std::uint64_t nbytes, Clock::time_point now) noexcept {
+  if (options_.min_queue_depth == 0) return;
+  if (queue_.empty()) {
+    for (DepthControl& control : controls_) control.interrupt();
+    epoch_ = {};
+    return;
+  }
+  if (epoch_.skipped_nbytes < std::uint64_t{max_depth(options_)} * options_.block_nbytes) {
+    epoch_.skipped_nbytes += nbytes;  // It was issued at another depth, perhaps.
+    epoch_.begun_at = now;
+    return;
+  }
+  (is_read ? epoch_.read_nbytes : epoch_.write_nbytes) += nbytes;
+  if (epoch_.read_nbytes + epoch_.write_nbytes >= kEpochBlocks * options_.block_nbytes) {
+    end_epoch(now);
+  }
+}
+
+void Lane::end_epoch(Clock::time_point now) noexcept {
+  const std::uint64_t nbytes = epoch_.read_nbytes + epoch_.write_nbytes;
+  const std::chrono::duration<double> elapsed = now - epoch_.begun_at;
+  const Work work = 8 * epoch_.read_nbytes >= 7 * nbytes    ? Work::kRead
+                    : 8 * epoch_.write_nbytes >= 7 * nbytes ? Work::kWrite
+                                                            : Work::kMixed;
+  const std::uint32_t before = depth();
+  DepthControl& control = controls_[static_cast<std::size_t>(work_)];
+  if (work == work_ && elapsed.count() > 0) {
+    control.note(static_cast<double>(nbytes) / elapsed.count());
+  } else {
+    control.interrupt();
+    work_ = work;
+  }
+  const bool is_same = depth() == before;
+  epoch_ = {};
+  epoch_.begun_at = now;
+  if (is_same) epoch_.skipped_nbytes = ~std::uint64_t{0};  // The next one goes on at once.
 }
 
 // Lets go of the part. Whoever waits for the lane is told after the request is done, so that an

@@ -3,7 +3,7 @@
 // Locking: `mutex_` guards the queue, the parts, the counters of files, and is taken before a
 // request's own mutex. It is held for microseconds; blocks take milliseconds.
 //
-// The window is counted in bytes: `queue_depth` blocks of full size, or as many more small ones as
+// The window is counted in bytes: so many blocks of full size (DepthControl finds the number), or as many more small ones as
 // weigh the same. So small extents are batched, and the wait of an urgent block behind what is in
 // flight, the only thing that cannot be reordered, is the same for both.
 #pragma once
@@ -19,9 +19,13 @@
 #include "infinity_io/engine.h"
 #include "block.h"
 #include "block_queue.h"
+#include "depth_control.h"
 #include "hooks.h"
 
 namespace infinity::io {
+
+// The limit of blocks of full size in flight.
+[[nodiscard]] std::uint32_t max_depth(const Options& options) noexcept;
 
 // Blocks that one device may have in flight at once, however small.
 [[nodiscard]] std::uint32_t max_in_flight(const Options& options) noexcept;
@@ -85,8 +89,9 @@ class Lane {
   // Fails everything queued, now and later: the lane can do no more work. `mutex_` must be held.
   void die(int code, const char* detail) noexcept;
 
+  // `mutex_` must be held.
   [[nodiscard]] std::uint64_t window_nbytes() const noexcept {
-    return std::uint64_t{options_.queue_depth} * options_.block_nbytes;
+    return std::uint64_t{depth()} * options_.block_nbytes;
   }
 
   const Options options_;
@@ -101,6 +106,22 @@ class Lane {
     return num_pending_[static_cast<std::size_t>(priority)];
   }
 
+  // Work of one kind at one depth, while more was queued than the window let through.
+  struct Epoch {
+    Clock::time_point begun_at{};
+    std::uint64_t skipped_nbytes = 0;  // of blocks that were issued before it
+    std::uint64_t read_nbytes = 0;
+    std::uint64_t write_nbytes = 0;
+  };
+  enum class Work : std::uint8_t { kRead, kWrite, kMixed };
+  static constexpr std::size_t kNumWorks = 3;
+
+  [[nodiscard]] std::uint32_t depth() const noexcept {
+    return controls_[static_cast<std::size_t>(work_)].depth();
+  }
+  void measure(bool is_read, std::uint64_t nbytes, Clock::time_point now) noexcept;
+  void end_epoch(Clock::time_point now) noexcept;
+
   void gather(Block& block) noexcept;
   void start(Part& part, Block& block) noexcept;
   void take_apart(Block& block) noexcept;
@@ -114,6 +135,9 @@ class Lane {
   std::array<std::uint32_t, kNumPriorities> num_pending_{};  // unfinished, by class submitted in
   std::uint32_t num_in_flight_ = 0;
   std::uint64_t num_in_flight_nbytes_ = 0;
+  std::array<DepthControl, kNumWorks> controls_;  // by `Work`
+  Work work_ = Work::kMixed;                      // of the last epoch
+  Epoch epoch_;
   std::condition_variable changed_;  // a part has finished
   int death_code_ = 0;
   const char* death_detail_ = nullptr;

@@ -57,7 +57,6 @@ class UringLane::Ring {
  public:
   explicit Ring(UringLane& lane)
       : lane_(lane),
-        share_nbytes_(std::max<std::uint64_t>(1, lane.window_nbytes() / lane.options_.num_rings)),
         slots_(max_in_flight(lane.options_)),
         file_slots_(kNumFileSlots, nullptr) {
     free_slots_.reserve(slots_.size());
@@ -216,8 +215,10 @@ class UringLane::Ring {
     return true;
   }
 
+  // The lane's mutex must be held. The last block may go over the ring's share of the window.
   [[nodiscard]] bool has_room() const noexcept {
-    return !free_slots_.empty() && num_taken_nbytes_ < share_nbytes_;
+    const std::uint64_t share_nbytes = lane_.window_nbytes() / lane_.options_.num_rings;
+    return !free_slots_.empty() && num_taken_nbytes_ < std::max<std::uint64_t>(1, share_nbytes);
   }
 
   void prepare(std::uint32_t index) noexcept {
@@ -358,7 +359,6 @@ class UringLane::Ring {
   }
 
   UringLane& lane_;
-  const std::uint64_t share_nbytes_;  // of the window; the last block may go over it
 
   // Shared with the callers, guarded by the lane's mutex.
   int wake_fd_ = -1;

@@ -9,7 +9,7 @@ import pytest
 
 from infinity.bench import fio
 from infinity.bench.lab import Lab
-from infinity.bench.nvme import KINDS, open_site
+from infinity.bench.nvme import KINDS, open_drives
 from infinity.bench.scratch import SpaceShare
 from infinity.errors import UnsupportedError
 from infinity.sizes import MIB
@@ -94,8 +94,8 @@ def test_an_error_in_a_job_is_an_error() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_fio_moves_all_bytes_of_the_region(make_lab: Callable[..., Lab], kind: str) -> None:
     lab = make_lab(2)
-    with open_site(lab, lab.directories) as site:
-        sample = site.fio(kind, SETTINGS).run()
+    with open_drives(lab, lab.directories) as drives:
+        sample = drives.fio(kind, SETTINGS).run()
     assert sample.nbytes == lab.effort.nbytes
     assert sample.cpu_s is not None and sample.ok is None
 
@@ -103,19 +103,19 @@ def test_fio_moves_all_bytes_of_the_region(make_lab: Callable[..., Lab], kind: s
 @needs_fio
 def test_fio_gets_huge_pages_where_the_arena_does(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab()
-    with open_site(lab, lab.directories) as site:
+    with open_drives(lab, lab.directories) as drives:
         huge, small = (
-            fio.Fio(site.scratch.shares("still"), "read", SETTINGS, huge_pages=wanted)
+            fio.Fio(drives.scratch.shares("still"), "read", SETTINGS, huge_pages=wanted)
             for wanted in (True, False)
         )
         # It runs so shortly that it may be over before it is looked at.
         assert not lab.arena.huge_page_nbytes or any(huge.huge_page_nbytes() for _ in range(20))
         assert small.huge_page_nbytes() == 0
-    assert site.note == ""
+    assert drives.note == ""
 
 
 @needs_fio
-def test_fio_that_fails_says_why() -> None:
+def test_fio_that_fails_is_an_error_with_its_output() -> None:
     broken = fio.Fio([SpaceShare("/proc/nothing/here", 0, MIB)], "read", SETTINGS)
     with pytest.raises(UnsupportedError, match="--no-fio"):
         broken.run()

@@ -64,7 +64,7 @@ def text_of(results: list[Result]) -> str:
 
 def test_row_holds_medians_shares_and_cpu() -> None:
     (row,) = rows_of([result("nvme read")])
-    assert row.gbps.median == pytest.approx(1.5) and row.cpu_s_per_gb == pytest.approx(0.01)
+    assert row.gb_per_s.median == pytest.approx(1.5) and row.cpu_s_per_gb == pytest.approx(0.01)
     fast, slow = row.ceilings
     assert (fast.name, slow.name) == ("fast ceiling", "slow ceiling")
     assert fast.share.median == pytest.approx(0.8) and fast.cpu_s_per_gb is None

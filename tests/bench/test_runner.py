@@ -1,4 +1,4 @@
-"""Contenders take turns, and the start moves on."""
+"""Contenders run in rounds, each round begun by the next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Logged:
         return Measurement(len(self._log), 1.0)
 
 
-def test_turns_are_interleaved_and_who_begins_changes() -> None:
+def test_rounds_are_interleaved_and_the_first_contender_changes() -> None:
     log: list[str] = []
     a, b, c = (Logged(name, log) for name in "ABC")
     rounds: list[int] = []

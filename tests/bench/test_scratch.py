@@ -1,4 +1,4 @@
-"""BenchDirectory files: the size that was said, full drives, and nothing left behind."""
+"""BenchDirectory files: the size that was asked for, full drives, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_full_drive_is_refused_before_a_file_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_paths_of_one_drive_need_room_together(
+def test_paths_of_one_drive_need_their_summed_space(
     make_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roots = [directory / DIRECTORY_NAME for directory in make_lab(2).directories]

@@ -71,7 +71,7 @@ def test_fio_is_searched_once_per_kind_and_then_a_ceiling(make_lab: Callable[...
 
 
 @pytest.mark.skipif(not fio.is_installed(), reason="fio is not installed")
-def test_small_extents_that_lie_apart_are_held_against_the_same_pattern(
+def test_small_extents_that_lie_apart_are_compared_with_the_same_pattern(
     make_lab: Callable[..., Lab],
 ) -> None:
     results = list(suite.run(make_lab(with_fio=True), ("extents",)))
@@ -81,7 +81,7 @@ def test_small_extents_that_lie_apart_are_held_against_the_same_pattern(
         (near, *far) = [[each.name for each in result.group.ceilings] for result in mine]
         assert near[0] == "extents of 16 MiB"
         assert [names[-1] for names in far] == [
-            "fio 64 KiB x 128, strided", "fio 64 KiB x 128, random",
+            "fio 64 KiB x 256, strided", "fio 64 KiB x 256, random",
         ]  # fmt: skip
         for result in mine:  # Ceilings moved as much as their subjects.
             moved = {sample.nbytes for samples in result.samples.values() for sample in samples}
@@ -135,7 +135,7 @@ def make_lab_of_one(lab: Lab) -> Lab:
     return replace(lab, directories=lab.directories[:1], weights=lab.weights[:1])
 
 
-def test_buffered_files_say_that_they_are_a_cache(
+def test_reports_of_buffered_files_name_the_page_cache(
     make_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infinity.bench.scratch._takes_direct", lambda _: False)
@@ -166,8 +166,8 @@ def test_device_copies_and_the_way_from_the_drive(make_lab: Callable[..., Lab]) 
     lab = make_lab()
     there = simulated(lab)
     results = list(device.copies(lab, there))
-    with nvme.open_site(lab, lab.directories) as site:
-        results += device.pipeline(site, there, 4 * MIB)
+    with nvme.open_drives(lab, lab.directories) as drives:
+        results += device.pipeline(drives, there, 4 * MIB)
     assert all_equal(results)
     directions = [result.group.labels["operation"] for result in results]
     assert directions == ["in", "out", "both", "read"]

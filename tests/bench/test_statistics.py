@@ -14,12 +14,12 @@ from infinity.bench.statistics import (
 )
 
 
-def samples(*gbps: float) -> list[Measurement]:
-    return [Measurement(GB, 1 / each) for each in gbps]
+def samples(*gb_per_s: float) -> list[Measurement]:
+    return [Measurement(GB, 1 / each) for each in gb_per_s]
 
 
 def test_bandwidth_is_decimal() -> None:
-    assert Measurement(3 * GB, 2.0).gbps == pytest.approx(1.5)
+    assert Measurement(3 * GB, 2.0).gb_per_s == pytest.approx(1.5)
 
 
 def test_summary_has_median_and_spread() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from infinity.bench import extents
 from infinity.bench.lab import Lab
-from infinity.bench.nvme import KINDS, DriveSite, open_site
+from infinity.bench.nvme import KINDS, DriveSet, open_drives
 from infinity.bench.raw_ring import RawRing
 from infinity.bench.transfer import (
     EngineLatency,
@@ -30,17 +30,17 @@ NBYTES = 8 * MIB
 
 
 @pytest.fixture(params=[1, 2])
-def site(request: pytest.FixtureRequest, make_lab: Callable[..., Lab]) -> Iterator[DriveSite]:
+def drives(request: pytest.FixtureRequest, make_lab: Callable[..., Lab]) -> Iterator[DriveSet]:
     """One path, and two striped ones."""
     lab = make_lab(request.param)
-    with open_site(lab, lab.directories) as site:
-        yield site
+    with open_drives(lab, lab.directories) as drives:
+        yield drives
 
 
 @pytest.fixture
-def files(site: DriveSite) -> Iterator[FileSet]:
-    with site.lab.engine() as engine:
-        yield FileSet(engine, site.scratch, site.lab.arena)
+def files(drives: DriveSet) -> Iterator[FileSet]:
+    with drives.lab.engine() as engine:
+        yield FileSet(engine, drives.scratch, drives.lab.arena)
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -112,9 +112,9 @@ def test_two_extents_that_change_places_are_seen(files: FileSet, kind: TransferK
 
 @pytest.mark.parametrize("kind", ["read", "mixed"])
 def test_a_changed_byte_on_the_drive_is_seen(
-    site: DriveSite, files: FileSet, kind: TransferKind
+    drives: DriveSet, files: FileSet, kind: TransferKind
 ) -> None:
-    share = site.scratch.shares("still")[0]
+    share = drives.scratch.shares("still")[0]
     with open(share.path, "r+b") as file:
         file.seek(share.offset_nbytes + 12345)
         byte = file.read(1)[0]
@@ -142,17 +142,17 @@ class Forgetful:
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_a_transfer_that_did_nothing_is_seen(site: DriveSite, kind: TransferKind) -> None:
-    with site.lab.engine() as engine:
-        files = FileSet(Forgetful(engine, kind), site.scratch, site.lab.arena)
+def test_a_transfer_that_did_nothing_is_seen(drives: DriveSet, kind: TransferKind) -> None:
+    with drives.lab.engine() as engine:
+        files = FileSet(Forgetful(engine, kind), drives.scratch, drives.lab.arena)
         transfer = EngineTransfer("e", files, kind, nbytes=NBYTES, extent_nbytes=MIB)
         assert transfer.run().ok is False
 
 
-def test_an_error_of_the_drive_is_raised(site: DriveSite) -> None:
-    with site.lab.engine() as engine:
+def test_an_error_of_the_drive_is_raised(drives: DriveSet) -> None:
+    with drives.lab.engine() as engine:
         faulty = FaultyEngine(engine)
-        files = FileSet(faulty, site.scratch, site.lab.arena)
+        files = FileSet(faulty, drives.scratch, drives.lab.arena)
         faulty.close_file(0)
         with pytest.raises(StorageError):
             EngineTransfer("e", files, "read", nbytes=NBYTES, extent_nbytes=MIB).run()
@@ -166,7 +166,7 @@ def test_latency_is_taken_per_request(files: FileSet) -> None:
         assert 0 < sample.latency_s[0.01] <= sample.latency_s[0.5] <= sample.latency_s[0.999]
 
 
-def test_write_backs_are_queued_while_a_demand_read_waits(site: DriveSite) -> None:
+def test_write_backs_are_queued_while_a_demand_read_waits(drives: DriveSet) -> None:
     submitted: list[tuple[str, Priority]] = []
 
     class Watching:
@@ -180,8 +180,8 @@ def test_write_backs_are_queued_while_a_demand_read_waits(site: DriveSite) -> No
         def __getattr__(self, name: str):
             return getattr(self._engine, name)
 
-    with site.lab.engine() as engine:
-        files = FileSet(Watching(engine), site.scratch, site.lab.arena)
+    with drives.lab.engine() as engine:
+        files = FileSet(Watching(engine), drives.scratch, drives.lab.arena)
         EngineLatency("l", files, extent_nbytes=MIB, count=2, behind=1).run()
     assert submitted[0] == ("write", Priority.WRITE_BACK)
     assert submitted[1] == ("read", Priority.FORWARD)

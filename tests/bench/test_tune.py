@@ -73,10 +73,10 @@ def test_two_searches_of_one_noisy_drive_agree() -> None:
     assert {search(seed) for seed in range(20)} == {Candidate(4 * MIB, 2)}
 
 
-def choice(*gbps: float, rings: RingSetup | None = None) -> TunedSetting:
+def choice(*gb_per_s: float, rings: RingSetup | None = None) -> TunedSetting:
     paths = tuple(
         PathBandwidth(f"/mnt/{index}", *[SampleSummary(each, each / 2, each * 2, 5)] * 3)
-        for index, each in enumerate(gbps)
+        for index, each in enumerate(gb_per_s)
     )
     return TunedSetting(MIDDLE, {MIDDLE: 1.0}, rings, {}, 3, 0.005, paths)
 

@@ -1,4 +1,4 @@
-"""A run that resumes goes on in the swap files of the one that was killed, and copies nothing."""
+"""A run that resumes continues in the swap files of the one that was killed, and copies nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIXED = {"parameters": "nvme", "moments": ["host", "nvme"], "master": "host", "g
 
 
 def killed(directory: Path, *, kind: str = "bf16", steps: int = 4, placement: Any = "nvme") -> None:
-    """Leaves what `killed_run` says in a directory."""
+    """Leaves in a directory what `killed_run` states."""
     process = context().Process(target=train, args=(directory, kind, steps, placement))
     process.start()
     process.join()

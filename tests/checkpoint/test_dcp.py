@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint in and out, held against plain PyTorch on the other side."""
+"""torch.distributed.checkpoint in and out, compared with plain PyTorch on the other side."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def test_moments_without_an_optimizer_are_nobodys(tmp_path: Path) -> None:
+def test_an_export_has_moments_of_parameters_with_an_optimizer_alone(tmp_path: Path) -> None:
     """An optimizer of some parameters; a checkpoint of none."""
     model = infinity.offload(Mlp(width=32, layers=2), swap(tmp_path))
     some = infinity.AdamW(model.blocks[0].parameters(), lr=1e-2)

@@ -498,7 +498,7 @@ def test_a_file_system_that_turns_read_only_keeps_the_last_commit(tmp_path):
 
 @pytest.mark.parametrize("nth", [1, 4])
 def test_host_memory_that_runs_out_in_a_step_keeps_the_last_commit(tmp_path, monkeypatch, nth):
-    """Nothing stays held, and the same process goes on from the commit."""
+    """No unit stays in use, and the same process continues from the commit."""
     section = durable(tmp_path / "c", durability="step", keep=1)
     with run("bf16", tmp_path / "swap", checkpoint=section) as each:
         each.steps(0, 2)

@@ -1,4 +1,4 @@
-"""Saving and loading hold no more than a chunk beside the host budget."""
+"""Saving and loading need no more memory than a chunk beside the host budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A checkpoint carries moments of eight bits exactly, and says when a model wants others."""
+"""A checkpoint carries moments of eight bits exactly, and is refused by a model with moments of
+another format."""
 
 from __future__ import annotations
 

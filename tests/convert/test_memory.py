@@ -1,4 +1,4 @@
-"""No moment of a merge or of a quantisation holds the model."""
+"""The model is never in memory during a merge or a quantisation."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_links_of_somebody_else_are_copied_but_not_moved(model, drives, tmp_path
     assert listing(*drives) == []
 
 
-def test_the_command_tells_the_plan_and_does_it(model, drives) -> None:
+def test_the_command_prints_the_plan_and_carries_it_out(model, drives) -> None:
     over = [str(path) for path in drives]
     before = listing(model, *drives)
     told = CliRunner().invoke(app, ["spread", str(model), "--over", *over, "--dry-run"])

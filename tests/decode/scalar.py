@@ -1,6 +1,6 @@
 """Formats decoded one number at a time, from their specifications, in Python's exact arithmetic.
 
-Slow, and shares nothing with the package. A value is a float that is exact, or was rounded by
+Slow, and without any code of the package. A value is a float that is exact, or was rounded by
 `rounded`; NaN stands for every NaN.
 """
 

@@ -1,4 +1,4 @@
-"""What every codec keeps: encoding is near, stable, and cut where `rows` says."""
+"""Properties of every codec: encoding is near, deterministic, and splits at `rows`."""
 
 from __future__ import annotations
 

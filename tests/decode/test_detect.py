@@ -1,4 +1,4 @@
-"""What configuration and headers must say, and how every contradiction is refused."""
+"""Contents that configuration and headers must have, and the refusal of every contradiction."""
 
 from __future__ import annotations
 

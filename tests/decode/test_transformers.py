@@ -1,4 +1,4 @@
-"""What transformers' own dequantisation gives for the same stored tensors."""
+"""The results of transformers' own dequantisation of the same stored tensors."""
 
 from __future__ import annotations
 

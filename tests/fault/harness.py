@@ -1,4 +1,4 @@
-"""A training loop over tiny models, and a storage engine that fails when it is told to.
+"""A training loop over tiny models, and a storage engine that fails on command.
 
 `steps(...)` is one loop for both sides: a plain model with torch's fused AdamW, and an offloaded
 one.
@@ -239,7 +239,7 @@ def assert_same(expected: Named, actual: Named) -> None:
 
 
 def assert_describes(error: BaseException, *, operation: str, code: int, directory: Path) -> None:
-    """The error says what failed, where, and how the kernel put it."""
+    """The error names what failed, where, and the errno of the kernel."""
     assert isinstance(error, StorageError)
     assert error.errno == code and error.operation == operation
     assert Path(error.path).parent == directory and Path(error.path).name.startswith("infinity-")
@@ -268,8 +268,8 @@ def settle(engine: Engine) -> None:
 
 
 def assert_nothing_leaked(engine: Engine) -> None:
-    """No unit is held, and a block is lent at most once for the weights or the gradients of a unit
-    and for the optimizer."""
+    """No unit is in use, and a block is lent at most once for the weights or the gradients of a
+    unit and for the optimizer."""
     assert engine.resident_units() == []
     settle(engine)
     labels = lent(engine)
@@ -283,7 +283,7 @@ def assert_nothing_leaked(engine: Engine) -> None:
 
 
 def assert_everything_comes_back(engine: Engine) -> None:
-    """Where all state rests on NVMe, the whole arena can be had as one block."""
+    """Where all state rests on NVMe, the full arena can be lent as one block."""
     pool = engine.pool
     capacity_nbytes = pool._host.capacity_nbytes
     try:

@@ -57,7 +57,7 @@ def build(name: str) -> nn.Module:
 
 
 def smallest_nbytes(name: str, config: dict[str, Any], **options: Any) -> int:
-    """What the refusal of a budget that is far too small says would do."""
+    """The least budget, as the refusal of a budget that is far too small states it."""
     config["tiers"]["host"]["capacity"] = TOO_SMALL_NBYTES
     with pytest.raises(CapacityError) as refused:
         offload(build(name), config, **options)
@@ -138,7 +138,7 @@ class Words(nn.Module):
 
 def test_the_ring_takes_what_weights_leave_wherever_they_lie(swap_directory: Path) -> None:
     """A chunk as large as fits, while the table's first tile lies where the backward has left it:
-    the ring found room of its size, in two parts."""
+    the ring found space of its size, in two parts."""
     config = swap_config(swap_directory, compute="bfloat16", host_nbytes="2100KiB")
     del config["schedule"]["update_chunk"]
     model = Words()

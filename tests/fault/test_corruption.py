@@ -145,7 +145,7 @@ def test_bits_flipped_all_over_the_swap_file_never_change_a_weight_in_silence(
     assert num_found >= 4
 
 
-def test_flipped_bits_of_parked_activations_end_in_an_error(tmp_path: Path) -> None:
+def test_flipped_bits_of_saved_activations_raise_an_error(tmp_path: Path) -> None:
     """State on the host, inputs on NVMe: every page of the swap file is one of inputs."""
     config = swap_config(tmp_path / "swap", placement="host", host_nbytes="32MiB")
     config["placement"]["activations"] = "nvme"
@@ -161,7 +161,7 @@ def test_flipped_bits_of_parked_activations_end_in_an_error(tmp_path: Path) -> N
         losses.append(model(batch).square().mean())
         volume.engine.drain()
         for page in range(0, os.path.getsize(path), PAGE_NBYTES):
-            if len(losses) == 2:  # All inputs are parked, and no backward has begun.
+            if len(losses) == 2:  # All inputs are suspended, and no backward has begun.
                 flip(path, page, random.Random(page))
         return losses[-1]
 
@@ -174,7 +174,7 @@ def test_flipped_bits_of_parked_activations_end_in_an_error(tmp_path: Path) -> N
         engine.close()
 
 
-def test_reads_without_checks_are_a_choice_that_says_so(
+def test_offload_warns_that_reads_are_not_verified(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = swap_config(tmp_path / "swap")

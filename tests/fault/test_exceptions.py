@@ -1,5 +1,5 @@
-"""Exceptions that come out of the user's own code, anywhere in a step: nothing stays held, and the
-next step has the bits of plain PyTorch."""
+"""Exceptions that come out of the user's own code, anywhere in a step: no unit stays in use, and
+the next step has the bits of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Boom(Exception):
 
 
 class _Fuse(torch.autograd.Function):
-    """Does nothing, until its backward is told to raise."""
+    """Does nothing, until its backward is set to raise."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: Fragile, place: int) -> Tensor:
@@ -129,7 +129,7 @@ def goes_on(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS, ids="-".join(["{0[0]}", "{0[1]}"]).format)
-def test_an_exception_lets_everything_go(moment: tuple[str, int], engine: Engine) -> None:
+def test_an_exception_releases_every_unit(moment: tuple[str, int], engine: Engine) -> None:
     model = engine.model
     for _ in range(2):  # The first time nothing is known of the order, the second time it is.
         model.explode_at = moment
@@ -144,7 +144,7 @@ def test_an_exception_lets_everything_go(moment: tuple[str, int], engine: Engine
 
 @pytest.mark.parametrize("moment", MOMENTS, ids="-".join(["{0[0]}", "{0[1]}"]).format)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_no_obstacle(
+def test_training_continues_after_an_interrupt(
     moment: tuple[str, int], error: type[BaseException], engine: Engine
 ) -> None:
     """Hooks do not see exceptions that are no Exception: the next use of the engine cleans up."""
@@ -236,7 +236,7 @@ def test_a_forward_hook_that_raises(engine: Engine) -> None:
 
 
 def test_an_exception_between_forward_and_backward(engine: Engine) -> None:
-    """The graph of the loss is thrown away; it holds nothing."""
+    """The graph of the loss is dropped; it keeps no unit in use."""
     for _ in range(3):
         loss = loss_of(engine.model, 0)
         assert engine.resident_units() == []

@@ -1,4 +1,4 @@
-"""What cannot work says so, by name, before anything was changed; a fork leaves the parent alone."""
+"""What cannot work is refused by name before anything changes; a fork leaves the parent alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_lazy_modules_are_refused_until_they_have_a_shape(tmp_path):
     infinity.engine_of(infinity.offload(model, swap_config(tmp_path))).close()
 
 
-def test_a_gradient_that_was_forgotten_says_so(tmp_path):
+def test_a_gradient_that_was_cleared_raises_an_error_by_name(tmp_path):
     model = infinity.offload(nn.Linear(4, 4), swap_config(tmp_path))
     optimizer = infinity.AdamW(model)
     model(torch.ones(1, 4)).sum().backward()
@@ -129,7 +129,7 @@ def test_every_public_name_can_be_imported_from_the_package():
         assert getattr(infinity, name) is not None, name
 
 
-def test_a_closed_engine_says_so(tmp_path):
+def test_every_use_of_a_closed_engine_is_refused(tmp_path):
     model = infinity.offload(nn.Sequential(nn.Linear(4, 4)), swap_config(tmp_path))
     optimizer = infinity.AdamW(model)
     model(torch.ones(1, 4)).sum().backward()

@@ -1,4 +1,4 @@
-"""What other processes see of a swap directory: held by a living one, free after a dead one."""
+"""A swap directory as other processes see it: locked by a living one, free after a dead one."""
 
 from __future__ import annotations
 

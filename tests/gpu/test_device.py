@@ -24,9 +24,9 @@ pytestmark = pytest.mark.timeout(300)
 WIDTH, LAYERS = 512, 10
 
 
-def decoder() -> Any:
+def decoder(layers: int = LAYERS) -> Any:
     torch.manual_seed(0)
-    return TinyDecoder(width=WIDTH, layers=LAYERS, heads=8, vocab=512, length=512).train()
+    return TinyDecoder(width=WIDTH, layers=layers, heads=8, vocab=512, length=512).train()
 
 
 def block_nbytes() -> int:
@@ -81,7 +81,7 @@ def test_no_forward_and_no_backward_waits_for_the_device(swap_directory: Path) -
     """The device is kept asleep: the host issues the whole forward, and the backward down to the
     first block, in the meantime. Waits for events, which PyTorch's debug mode does not see, would
     show here."""
-    with offloaded(decoder(), config(swap_directory, updates="at_step")) as model:
+    with offloaded(decoder(4), config(swap_directory, updates="at_step")) as model:
         optimizer = infinity.AdamW(model, lr=1e-3)
         inputs = batch(0)
         for _ in range(3):
@@ -89,7 +89,9 @@ def test_no_forward_and_no_backward_waits_for_the_device(swap_directory: Path) -
         torch.cuda.synchronize()
         awake = torch.cuda.Event()
         was_asleep: list[bool] = []
-        torch.cuda._sleep(4_000_000_000)  # Cycles: about two seconds.
+        # Cycles: about a second. After about 1,024 launches the driver itself stops the host, so
+        # the model is a small one.
+        torch.cuda._sleep(2_000_000_000)
         awake.record()
         with synchronizing_is_an_error():
             loss = model(**inputs)
@@ -149,7 +151,8 @@ def _bytes_per_ms() -> float:
 
 
 def test_another_stream_than_the_default_one(swap_directory: Path) -> None:
-    """Steps on two streams by turns, each behind the other as PyTorch asks: the same losses."""
+    """Steps on two streams in alternation, each behind the other as PyTorch asks: the same
+    losses."""
 
     def losses(*, by_turns: bool) -> list[float]:
         with offloaded(decoder(), config(swap_directory, blocks=2.5)) as model:
@@ -165,6 +168,60 @@ def test_another_stream_than_the_default_one(swap_directory: Path) -> None:
             return [loss.item() for loss in found]
 
     assert losses(by_turns=True) == losses(by_turns=False)
+
+
+class BesideEachOther(nn.Module):
+    """Two chains of linear layers, one of them on a stream of its own; they meet in the loss."""
+
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(_Chains() for _ in range(blocks))
+
+    def forward(self, x: Tensor, side: torch.cuda.Stream | None) -> Tensor:
+        both = x, x + 1
+        for unit in self.units:
+            both = unit(*both, side)
+        return (both[0] * both[1]).mean()
+
+
+class _Chains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(
+        self, left: Tensor, right: Tensor, side: torch.cuda.Stream | None
+    ) -> tuple[Tensor, Tensor]:
+        here = torch.cuda.current_stream()
+        there = side or here
+        there.wait_stream(here)
+        for first, second in zip(self.layers[:2], self.layers[2:], strict=True):
+            left = first(left).relu()
+            with torch.cuda.stream(there):
+                right = second(right).relu()
+        here.wait_stream(there)
+        return left, right
+
+
+def test_a_block_on_two_streams_trains_as_on_one(swap_directory: Path) -> None:
+    def losses(*, beside: bool) -> list[float]:
+        torch.manual_seed(0)
+        table = config(swap_directory)
+        table["tiers"]["device"]["capacity"] = int(2.5 * 4 * 4 * WIDTH * (WIDTH + 1))
+        with offloaded(BesideEachOther(), table) as trained:
+            optimizer = infinity.AdamW(trained, lr=1e-3)
+            side = torch.cuda.Stream() if beside else None
+            found = []
+            for number in range(6):
+                source = torch.Generator().manual_seed(number)
+                loss = trained(torch.randn(256, WIDTH, generator=source).cuda(), side)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+            return [loss.item() for loss in found]
+
+    assert losses(beside=True) == losses(beside=False)
 
 
 def test_reserved_memory_does_not_grow_with_changing_shapes(swap_directory: Path) -> None:
@@ -228,7 +285,7 @@ def test_micro_batches_are_summed_on_the_device(swap_directory: Path) -> None:
     assert left_nbytes[1] - left_nbytes[0] < blocks_nbytes / 2
 
 
-def test_micro_batches_take_turns_at_tiles(swap_directory: Path) -> None:
+def test_micro_batches_wait_for_each_other_at_tiles(swap_directory: Path) -> None:
     """In half a block's window: backwards wait for each other, each in a thread of its own."""
     found = []
     for tile_micro_batches in (1, 4):
@@ -302,7 +359,7 @@ def test_two_engines_share_the_device(swap_directory: Path) -> None:
             assert len({step(m, o, batch(number)).item() for m, o in pairs}) == 1
 
 
-def test_an_exception_in_the_backward_lets_go(swap_directory: Path) -> None:
+def test_an_exception_in_the_backward_releases_every_unit(swap_directory: Path) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def _long_reference(entry: Entry, plan: Plan) -> Record:
 
 @contextmanager
 def allocated_above(limit_nbytes: int) -> Iterator[None]:
-    """Checks that the caching allocator never held more than `limit_nbytes` more than at the
+    """Checks that the caching allocator never had more than `limit_nbytes` more than at the
     start."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

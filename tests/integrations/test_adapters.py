@@ -41,7 +41,7 @@ def lora(seed: int = 0) -> Any:
 
 
 def swap(directory: Path, host: str = "12MiB", **schedule: Any) -> dict[str, Any]:
-    """All state on the drive, however much room the host has."""
+    """All state on the drive, however much host memory there is."""
     nvme = [{"path": str(directory / "swap"), "capacity": "64MiB"}]
     return {
         "placement": {kind: ["nvme"] for kind in KINDS},
@@ -206,11 +206,11 @@ def test_a_checkpoint_of_units_that_were_mixed_is_loaded(
     """As earlier releases wrote them: adapters and base of a block in one unit."""
 
     def mixed(model: nn.Module, rule: Any, **options: Any) -> discover.ModelLayout:
-        anatomy = discover.discover_units(model, rule, **options)
+        layout = discover.discover_units(model, rule, **options)
         units: dict[tuple[int, ...], tuple[str, list[discover.FoundParam]]] = {}
-        for name, members in anatomy.units:
+        for name, members in layout.units:
             units.setdefault(tuple(members[0].hooked_modules), (name, []))[1].extend(members)
-        return discover.ModelLayout(model, anatomy.hooked_modules, list(units.values()))
+        return discover.ModelLayout(model, layout.hooked_modules, list(units.values()))
 
     config = swap(tmp_path) | {
         "checkpoint": {"durability": "step", "directory": str(tmp_path / "c")}

@@ -191,7 +191,7 @@ def test_the_trainer_may_be_given_the_optimizer(tmp_path: Path) -> None:
     infinity.engine_of(model).close()
 
 
-def test_prepare_offloads_where_it_is_told_how(tmp_path: Path) -> None:
+def test_prepare_offloads_with_a_configuration(tmp_path: Path) -> None:
     trainer = make_trainer(make_model(), tmp_path / "out", max_steps=1, eval_strategy="no")
     with pytest.raises(InfinityError, match="not offloaded"):
         prepare_trainer(trainer)

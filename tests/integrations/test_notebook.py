@@ -91,7 +91,7 @@ def test_a_model_that_is_in_use_is_not_replaced(tmp_path: Path) -> None:
     infinity.engine_of(notebook.names["policy"]).close()
 
 
-def test_a_model_that_is_garbage_goes_without_a_word(
+def test_a_model_that_is_garbage_is_closed_without_a_warning(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     notebook = Notebook(tmp_path)

@@ -335,7 +335,7 @@ class NoBlocks(nn.Module):
         (Trainer, NoBlocks, "no list of blocks"),
     ],
 )
-def test_what_cannot_run_layer_major_runs_plain_and_says_why(
+def test_what_cannot_run_layer_major_runs_plain_with_a_reason(
     cls: Any, make: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"max_steps": 2, "eval_strategy": "no"}

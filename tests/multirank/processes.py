@@ -53,7 +53,7 @@ def _run(
 class Ranks:
     """`count` processes that run `work(rank, *arguments)`. Ends them all when it is left.
 
-    What is `tempfile.gettempdir()` there is theirs alone, and goes with them.
+    `tempfile.gettempdir()` there is a directory of these ranks alone, and is removed with them.
     """
 
     def __init__(self, count: int, work: Callable[..., Any], *arguments: Any) -> None:

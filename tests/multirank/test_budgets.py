@@ -38,14 +38,14 @@ CASES = [
 
 
 def smallest_nbytes(case: Case, swap: Path) -> int:
-    """As the refusal of less says."""
+    """As the refusal of less states it."""
     with pytest.raises(CapacityError) as refused:
         offloaded(replace(case, capacity="64KiB"), swap)
     return refused.value.needed_nbytes
 
 
 def train_in_the_smallest(rank: int, case: Case, swap: Path) -> tuple[Run, Run]:
-    """That run, and one with room to spare."""
+    """That run, and one with space to spare."""
     told = replace(case, micro_batch=4)
     needed_nbytes = smallest_nbytes(told, swap)
     with pytest.raises(CapacityError, match=f"{needed_nbytes >> 20}"):
@@ -55,7 +55,8 @@ def train_in_the_smallest(rank: int, case: Case, swap: Path) -> tuple[Run, Run]:
 
 
 def accumulate_untold(rank: int, swap: Path) -> None:
-    """The file says nothing of micro-batches: the budget is enough for a backward of each."""
+    """The file does not set the number of micro-batches: the budget is enough for a backward of
+    each."""
     case = replace(LAYER_MAJOR, capacity=smallest_nbytes(LAYER_MAJOR, swap))
     model = offloaded(case, swap)
     calls: list[Any] = []

@@ -67,7 +67,7 @@ class Run:
 
 
 def content(path: Path) -> dict[tuple[str, str], Tensor]:
-    """Every weight, master and moment in a checkpoint, whole, and each as it is stored."""
+    """Every weight, master and moment in a checkpoint, in full, and each as it is stored."""
     with CheckpointSource(path) as source:
         found = dict(source.raw_tensors())
         masters = [info for info in source.infos if info.kind == "master"]
@@ -297,7 +297,7 @@ def _go_on_in_place(rank: int, directory: str) -> tuple[float, list[tuple[float,
 
 
 def test_all_ranks_killed_go_on_in_their_own_swap_files(tmp_path: Path) -> None:
-    """In stage 2 weights are whole on every rank and are streamed; the rest is where it was."""
+    """In stage 2 every rank has the full weights, which are streamed; the rest is where it was."""
     with Ranks(2, _commit_and_end, str(tmp_path)) as ranks:
         for process in ranks.processes:
             process.join(forked.TIME_LIMIT_S)

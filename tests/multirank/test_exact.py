@@ -1,7 +1,7 @@
 """Training over ranks gives the bits of plain PyTorch: stages, placements, ways through the model.
 
 The reference adds up, in one process and in the order that is promised, what each rank would have
-given. `DistributedDataParallel` and `fully_shard` are held against it separately.
+sent. `DistributedDataParallel` and `fully_shard` are compared with it separately.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _depends_on_count(case: Case) -> bool:
 def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
     """Three ranks, an odd number, run every case. Two and four ranks run each stage and each placement
     once, and the other cases without drives, which take most of the time; four ranks leave out
-    optimizers, which see one shard and no rank, and the division of budgets."""
+    optimizers, which see one shard and no rank, and the budgets of a node's ranks."""
     cases = {
         2: [GRID[0], GRID[4], GRID[8], *(case for case in OTHERS if not case.placement)],
         3: [*GRID, *OTHERS, *BETWEEN_DEVICES],
@@ -98,14 +98,14 @@ def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
         for rank, (found, wanted) in enumerate(zip(runs, expected(case, count), strict=True)):
             assert_same(found, wanted, f"rank {rank} of {count}, {case}")
             if case.reduce_buffer != "auto":
-                assert found.counters["ranks_inbox_high_water_nbytes"] <= case.reduce_buffer
-                assert found.counters["ranks_inbox_spilled_nbytes"] > case.reduce_buffer
+                assert found.counters["ranks_reduce_buffer_high_water_nbytes"] <= case.reduce_buffer
+                assert found.counters["ranks_reduce_buffer_spilled_nbytes"] > case.reduce_buffer
             assert (found.counters.get("ranks_collectives", 0) > 0) == (case in BETWEEN_DEVICES)
 
 
 def test_ranks_that_see_one_batch_have_the_bits_of_one_rank() -> None:
-    """Halving and adding twice is exact. What shards are cut through: blocks of moments that share
-    a scale, and tiles."""
+    """Halving and adding twice is exact. The shards split blocks of moments with one scale, and
+    tiles."""
     cases = [
         Case(1, moments="8bit", compute="bfloat16", is_shared=True),
         Case(3, NVME, moments="8bit", compute="bfloat16", is_shared=True),
@@ -182,9 +182,9 @@ def _goes_its_own_way(rank: int, exchange: str) -> tuple[dict[str, torch.Tensor]
             with infinity.gather(model.head, modify=True), torch.no_grad():
                 model.head.weight.mul_(0.5)
     found = read_weights(model)
-    called_off = infinity.engine_of(model).counters.snapshot().get("ranks_called_off", 0)
+    cancelled = infinity.engine_of(model).counters.snapshot().get("ranks_cancelled", 0)
     infinity.engine_of(model).close()
-    return found, called_off
+    return found, cancelled
 
 
 def test_ranks_that_wait_elsewhere_do_not_hang_and_have_the_same_bits() -> None:

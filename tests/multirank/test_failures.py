@@ -1,4 +1,5 @@
-"""A rank that ends, however it ends, ends the others soon, and all of them say which one it was."""
+"""A rank that ends, however it ends, ends the others soon, and the errors of all of them name
+it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _die_in(
 ) -> None:
     """Trains until rank VICTIM dies in `phase` of the second step."""
     if silence_s is not None:
-        transport.BEAT_S, transport.SILENCE_S = silence_s / 4, silence_s
+        transport.HEARTBEAT_S, transport.SILENCE_S = silence_s / 4, silence_s
     if signal_number is None:
         transport._CAUSE_S = TIME_LIMIT_S  # Its word is on its way, however late it is read.
     case = Case(3, steps=50, exchange=exchange, simulated=exchange == "collective")
@@ -77,7 +78,7 @@ def _deaths(
     silence_s: float | None = None,
     exchange: str = "one_sided",
 ) -> list[str]:
-    """What the other ranks say, soon after the death."""
+    """The errors of the other ranks, soon after the death."""
     others, note = {0, 1, 3}, directory / "death"
     with Ranks(4, _die_in, phase, signal_number, silence_s, exchange, str(note)) as ranks:
         outcomes = ranks.outcomes(others)
@@ -115,7 +116,7 @@ def test_a_rank_that_is_stuck_is_named_by_all_others(tmp_path: Path) -> None:
 
 
 def _misuse(rank: int) -> dict[str, str]:
-    """Errors that all ranks, or those that are told of it, raise; by what was done."""
+    """Errors that all ranks, or those that receive word of it, raise; by what was done."""
     found: dict[str, str] = {}
 
     def note(what: str, kinds: type[BaseException], function: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reading and setting divided weights from outside: gather, export, load, models built on meta."""
+"""Reading and setting sharded weights from outside: gather, export, load, models built on meta."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ from infinity.testing import SimulatedDevice
 
 from .models import batch, loss_of
 from .processes import run_ranks
-from .work import LR, MIXED, NVME, Case, build, offloaded, read_weights, train_model
+from .work import (
+    LR,
+    MIXED,
+    NVME,
+    Case,
+    build,
+    make_optimizer,
+    offloaded,
+    one_step,
+    read_weights,
+    train_model,
+)
 
 
 def _look(rank: int, stage: int, compute: str, swap: str) -> dict[str, Any]:
@@ -67,6 +78,50 @@ def test_weights_are_read_and_set_as_on_one_rank(tmp_path: Path) -> None:
         for rank, seen in enumerate(run_ranks(3, _look, stage, compute, str(tmp_path / "swap"))):
             assert all(seen.values()), (stage, rank, seen)
             assert rank != 0 or {"gather", "export"} <= seen.keys()
+
+
+def _moments(rank: int, stage: int, moments: str, swap: str) -> dict[str, Any]:
+    """`optimizer.state[p]`: read by rank 0 alone while the others begin the next step; by all."""
+    case = Case(stage, MIXED, compute="bfloat16", steps=2, moments=moments)
+    model = offloaded(case, Path(swap))
+    optimizer = make_optimizer(model, case)
+    seen: dict[str, Any] = {}
+
+    def read() -> dict[str, dict[str, Tensor]]:
+        return {
+            name: {key: value.clone() for key, value in optimizer.state[p].items()}
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+
+    def collected() -> dict[str, dict[str, Tensor]]:
+        whole = infinity.checkpoint.optimizer_state_dict(model, optimizer).get("state", {})
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        return dict(zip(trained, whole.values(), strict=bool(whole)))
+
+    one_step(model, optimizer, rank, case, 0)
+    wanted = collected()
+    if rank == 0:
+        found = read()
+        seen["alone"] = all(_same(found[name], wanted[name]) for name in wanted)
+        seen["any"] = any(bool(value["exp_avg"].any()) for value in found.values())
+    one_step(model, optimizer, rank, case, 1)
+    found = read()
+    wanted = collected()
+    seen["all"] = all(_same(found[name], wanted[name]) for name in wanted)
+    seen["sums"] = sum(value["exp_avg_sq"].double().sum().item() for value in found.values())
+    infinity.engine_of(model).close()
+    return seen
+
+
+def test_moments_are_read_on_any_rank(tmp_path: Path) -> None:
+    for stage in STAGES:
+        moments = "8bit" if stage == 2 else "float32"
+        ranks = run_ranks(3, _moments, stage, moments, str(tmp_path / f"swap-{stage}"))
+        assert len({seen["sums"] for seen in ranks}) == 1 and ranks[0]["sums"] > 0
+        for rank, seen in enumerate(ranks):
+            assert all(seen.values()), (stage, rank, seen)
+            assert rank != 0 or {"alone", "any"} <= seen.keys()
 
 
 def _from_meta(rank: int, swap: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -160,8 +215,8 @@ class Divided(nn.Module):
 
 
 def _over_a_mesh(rank: int, swap: str) -> list[dict[str, Any]]:
-    """Four ranks: two of data parallel, each of two that compute their layers together. Without
-    and with layer inputs in parts."""
+    """Four ranks: two of data parallel, each of two that compute one layer. Without and with
+    sharded layer inputs."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
@@ -205,7 +260,7 @@ def _train_divided(rank: int, mesh: Any, swap: str, group: Any) -> dict[str, Any
     return found
 
 
-def test_layer_inputs_are_divided_over_those_who_compute_them_together(tmp_path: Path) -> None:
+def test_layer_inputs_are_sharded_over_the_ranks_that_compute_one_layer(tmp_path: Path) -> None:
     """State over the mesh's data-parallel ranks, layer inputs over the others: same bits, and half
     of the bytes. A layer input has 3 x 7 elements, so that a part ends within one."""
     for whole, parts in run_ranks(4, _over_a_mesh, str(tmp_path / "swap")):

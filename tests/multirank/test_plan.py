@@ -78,19 +78,19 @@ def _count(rank: int, runs: list[Run]) -> list[dict[str, float]]:
 
 def _model(config: SwapConfig, case: Case) -> PlannedModel:
     model = build(case)
-    anatomy, dtypes = discover_units(model), Dtypes(model, config)
+    layout, dtypes = discover_units(model), Dtypes(model, config)
     units = tuple(
         layout_unit(index, name, [facts_of(each, dtypes) for each in members])
-        for index, (name, members) in enumerate(anatomy.units)
+        for index, (name, members) in enumerate(layout.units)
     )
     return PlannedModel(
         name=case.model,
         units=units,
         hooked_modules=tuple(
             ModuleWork(tuple(needed), 1, int(hooked.is_block))
-            for hooked, needed in zip(anatomy.hooked_modules, anatomy.module_units(), strict=True)
+            for hooked, needed in zip(layout.hooked_modules, layout.module_units(), strict=True)
         ),
-        held_nbytes=anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
+        held_nbytes=layout.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
         num_params=1,
         checkpoint_width=1,
     )
@@ -127,8 +127,8 @@ RUNS = [
 
 
 def test_bytes_are_those_of_ranks() -> None:
-    """Got, given, and over the links of each rank. What is read of a drive depends on what is kept,
-    as with one rank; here there is room."""
+    """Received, sent, and over the links of each rank. What is read of a drive depends on what is
+    kept, as with one rank; here there is space."""
     counted = run_ranks(COUNT, _count, RUNS)
     for index, run in enumerate(RUNS):
         for rank in range(COUNT):

@@ -143,8 +143,9 @@ VOLUMES = [
 
 def test_volume_is_that_of_data_parallel_and_half_more_in_stage_3() -> None:
     """Plain data parallel sends 2 (N - 1) / N of the gradients' bytes, half of it sums and half of
-    it results; here a rank gives gradients and gets weights. Stage 3 gets weights once a step when
-    there is room to keep them from the forward for the backward, and twice when there is none."""
+    it results; here a rank sends gradients and receives weights. Stage 3 receives weights once a
+    step when there is space to keep them from the forward for the backward, and twice when there is
+    none."""
     count, cases = 3, [case for case, _, _ in VOLUMES]
     runs = run_ranks(count, _volume, cases)
     numel = sum(p.numel() for p in WideBlocks().parameters() if p.requires_grad)
@@ -161,7 +162,7 @@ def test_volume_is_that_of_data_parallel_and_half_more_in_stage_3() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_memory_falls_as_zero_says(count: int) -> None:
+def test_memory_falls_with_ranks_as_in_the_zero_paper(count: int) -> None:
     """Of P fp32 parameters: 4P are parameters, 4P gradients, 8P moments, here without a master.
     Stage 1 sums gradients apart from those of the rank, which costs 4P / N more."""
     cases = [Case(stage, steps=1, model="wide", capacity="256MiB") for stage in STAGES]

@@ -1,4 +1,4 @@
-"""The native update has the bits of its reference and of torch, however it is cut and run."""
+"""The native update has the bits of its reference and of torch, however it is split and run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few units put together and summed between devices of one process, on any stream device."""
+"""A few units gathered and summed between devices of one process, on any stream device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def part_of(whole: torch.Tensor, rank: int, stretches: Sequence[PlacedRange]) ->
 def run(
     make: Callable[[HostBlocks, Counters], StreamDevice], loopback: Loopback, *, on_device: bool
 ) -> None:
-    """Three units, one after the other through room for one, and gradients of two dtypes; raises
+    """Three units, one after the other through space for one, and gradients of two dtypes; raises
     AssertionError for a byte that is wrong. `on_device`: a rank's part rests there."""
     count, errors = loopback.count, []
     source = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Devices of several ranks exchange the right bytes, and no ordering of theirs is dispensable."""
+"""Devices of several ranks exchange the right bytes, and each of their orderings is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def simulated(host: Any, counters: Any) -> SimulatedDevice:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_weights_are_put_together_and_gradients_summed(count: int, on_device: bool) -> None:
+def test_weights_are_gathered_and_gradients_summed(count: int, on_device: bool) -> None:
     exchanges.run(simulated, Loopback(count), on_device=on_device)
 
 

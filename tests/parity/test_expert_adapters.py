@@ -211,7 +211,8 @@ def test_experts_without_tokens_have_gradients_of_zero() -> None:
 def pair(
     directory: Path, name: str, *, experts_per_tile: int, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Any, Any]]:
-    """The model in memory with factors, and the offloaded one. `experts_per_tile`: 0 is whole."""
+    """The model in memory with factors, and the offloaded one. `experts_per_tile`: 0 is no
+    tiles."""
     config = swap_config(directory, host_nbytes="16MiB")
     if dtype == torch.bfloat16:
         config["precision"] = {**config.get("precision", {}), "compute": "bfloat16"}

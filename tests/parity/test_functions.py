@@ -8,6 +8,7 @@ in plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, UnsupportedError
 
 from .harness import (
     Named,
@@ -196,7 +197,34 @@ def test_a_fused_loss_trains_the_head(is_tied: bool, to_none: bool, swap_directo
     compare(scenario, build(is_tied, bias=not is_tied), swap_directory)
 
 
-def test_gradients_of_several_uses_meet_in_the_order_of_plain_autograd(
+CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda w: w.to(torch.float64),
+    "like": lambda w: w.to(torch.ones(1, dtype=torch.float64)),
+    "double": lambda w: w.double(),
+    "narrow": lambda w: w.bfloat16().double(),
+    "half": lambda w: w.half().double(),
+    "host": lambda w: w.to("cpu", torch.float64),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_loss_in_another_dtype_trains_the_head(how: str, swap_directory: Path) -> None:
+    """Its own copy of the weight; the model itself keeps its dtype."""
+
+    def loss_of(model: Any, seed: int) -> Tensor:
+        ids, target = batch(seed)
+        rows = model.hidden(ids).flatten(0, 1).double()
+        weight = CONVERSIONS[how](model.head.weight)
+        loss: Tensor = FusedCrossEntropy.apply(rows, weight, None, target.flatten())
+        return loss
+
+    def scenario(side: Side) -> Named:
+        return train(side, loss_of)
+
+    compare(scenario, build(False), swap_directory)
+
+
+def test_gradients_of_several_uses_are_summed_in_the_order_of_plain_autograd(
     swap_directory: Path,
 ) -> None:
     """Four uses of one weight in one backward: by its module, by handle, and by two functions."""
@@ -212,6 +240,54 @@ def test_gradients_of_several_uses_meet_in_the_order_of_plain_autograd(
         return train(side, loss_of)
 
     compare(scenario, build(True), swap_directory)
+
+
+def differentiated(model: Any, rows: Tensor) -> Tensor:
+    tangents: Tensor = torch.func.jvp(model.head, (rows,), (torch.ones_like(rows),))[1]
+    return tangents
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "vmap of a module": lambda model, rows: torch.vmap(model.head)(rows),
+    "vmap over a weight": lambda model, rows: torch.vmap(lambda row: row @ model.head.weight.t())(
+        rows
+    ),
+    "grad": lambda model, rows: torch.func.grad(lambda rows: model.head(rows).pow(2).sum())(rows),
+    "vjp": lambda model, rows: torch.func.vjp(model.head, rows)[0],
+    "jvp": differentiated,
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_transforms_of_torch_func_are_refused_but_inside_gather(
+    how: str, swap_directory: Path
+) -> None:
+    """The hooks do not see the nodes of a transform: their weights would be gone in the backward."""
+
+    def loss_of(model: Any, seed: int) -> Tensor:
+        rows = model.hidden(batch(seed)[0]).flatten(0, 1)
+        return TRANSFORMS[how](model, rows).sin().mean() + model.head(rows).mean()
+
+    def scenario(side: Side) -> Named:
+        seen: Named = {}
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        for step in range(2):
+            is_plain = isinstance(side, PlainSide)
+            with nullcontext() if is_plain else infinity.gather(side.model):
+                loss = loss_of(side.model, step)
+                loss.backward()
+            seen[f"loss {step}"] = loss.detach()
+            seen |= {f"{step} {name}": gradient for name, gradient in side.gradients().items()}
+            side.step(optimizer, PLAN)
+            optimizer.zero_grad()
+        return finish(side, seen)
+
+    compare(scenario, build(False), swap_directory)
+    with (
+        offloaded(build(False)(), swap_config(swap_directory)) as model,
+        pytest.raises(UnsupportedError, match=r"torch\.func.*infinity\.gather"),
+    ):
+        loss_of(model, 0)
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
@@ -288,7 +364,7 @@ def test_adjoints_train_their_parameters(swap_directory: Path) -> None:
 
 
 def test_functions_of_weights_that_stand_as_tiles(swap_directory: Path) -> None:
-    """The whole is put together for the function; each tile gets its rows of the gradient."""
+    """The tiled parameter is gathered for the function; each tile gets its rows of the gradient."""
 
     def scenario(side: Side) -> Named:
         seen = train(
@@ -393,7 +469,7 @@ def test_hooks_on_many_gradients_fire(mode: str, swap_directory: Path) -> None:
 
 
 def test_gradients_are_asked_for_by_handle(swap_directory: Path) -> None:
-    """`autograd.grad`, `backward(inputs=...)` and gradient edges; nothing is held for them."""
+    """`autograd.grad`, `backward(inputs=...)` and gradient edges; no unit is acquired for them."""
 
     def scenario(side: Side) -> Named:
         model = side.model
@@ -410,7 +486,7 @@ def test_gradients_are_asked_for_by_handle(swap_directory: Path) -> None:
     compare(scenario, build(False), swap_directory)
 
 
-def test_gradients_of_tiles_are_asked_for_by_the_whole(swap_directory: Path) -> None:
+def test_gradients_of_tiles_are_asked_for_by_the_tiled_parameter(swap_directory: Path) -> None:
     def scenario(side: Side) -> Named:
         rows = torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH)
         (found,) = torch.autograd.grad(side.model.head(rows).pow(2).sum(), side.model.head.weight)

@@ -187,7 +187,7 @@ def test_where_state_and_activations_rest_changes_no_bit(
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_in_the_smallest_budget_inputs_go_and_return(tier: str, swap_directory: Path) -> None:
-    """On a device with its own memory, and with no room to spare for reading ahead."""
+    """On a device with its own memory, and with no space to prefetch."""
     entry = ZOO["llama"]
     config = swap_config(swap_directory)
     config["placement"]["activations"] = tier
@@ -488,7 +488,7 @@ def test_decoder_blocks_are_blocks() -> None:
 
 def test_shapes_that_change_reserve_no_more_than_the_largest(swap_directory: Path) -> None:
     """A dozen steps of other sizes after one of the largest: files, device and what is lent between
-    steps do not grow, and room of no size gets lost in between."""
+    steps do not grow, and no space of any size leaks in between."""
     config = swap_config(swap_directory, update_chunk="16KiB")
     config["placement"]["activations"] = ["host", "nvme"]
     least = smallest_host_nbytes(lambda: _Stack(128, 4), config, SimulatedDevice())

@@ -77,7 +77,7 @@ def finish(side: Side, seen: Named) -> Named:
 def compare(
     scenario: Scenario, build: Callable[[], nn.Module], directory: Path, **options: Any
 ) -> None:
-    """The scenario sees the same bits on both sides, and leaves nothing held."""
+    """The scenario sees the same bits on both sides, and no unit stays in use."""
     expected = scenario(PlainSide(build()))
     with offloaded(build(), swap_config(directory, **options)) as model:
         came = scenario(OffloadedSide(model))
@@ -365,7 +365,7 @@ def test_freezing_in_the_middle_of_training(swap_directory: Path) -> None:
 
 
 def test_unfreezing_what_was_frozen_at_offload_is_exact_or_refused(swap_directory: Path) -> None:
-    """A frozen parameter has no room for moments and gradients."""
+    """A frozen parameter has no space for moments and gradients."""
     with offloaded(ZOO["Frozen"].build(0), swap_config(swap_directory)) as model:
         with pytest.raises(InfinityError, match=r"stem\.weight"):
             model.stem.requires_grad_(True)
@@ -979,7 +979,7 @@ def test_modules_added_after_offload_are_noticed(swap_directory: Path) -> None:
             infinity.AdamW(model, lr=1e-2)
 
 
-def test_close_gives_everything_back(swap_directory: Path) -> None:
+def test_close_frees_memory_and_the_swap_directory(swap_directory: Path) -> None:
     """The swap directory is free and empty, closing twice is fine, and later use is a named
     error."""
     model = infinity.offload(decoder(), swap_config(swap_directory))
@@ -1005,7 +1005,7 @@ def test_a_model_that_is_dropped_is_collected(swap_directory: Path) -> None:
 
 
 def test_fp32_tensors_beside_fp16_ones_in_one_unit(swap_directory: Path) -> None:
-    """The unit keeps whole masters, and the update of its fp32 tensors starts from theirs."""
+    """The unit keeps full fp32 masters, and the update of its fp32 tensors starts from theirs."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -1096,7 +1096,7 @@ def test_a_backward_inside_gather_adds_once(swap_directory: Path) -> None:
     compare(scenario, decoder, swap_directory)
 
 
-def test_either_face_of_a_parameter_is_taken(swap_directory: Path) -> None:
+def test_a_parameter_is_accepted_in_place_of_its_handle(swap_directory: Path) -> None:
     """Inside `gather` modules show plain parameters: they may be gathered again, or trained."""
     with offloaded(decoder(), swap_config(swap_directory)) as model:
         with infinity.gather(model):
@@ -1127,7 +1127,7 @@ def test_a_gradient_from_before_offload_is_refused(swap_directory: Path) -> None
 @pytest.mark.parametrize("is_simulated", [False, True], ids=["cpu", "simulated"])
 def test_blocks_may_be_compiled(is_simulated: bool, swap_directory: Path) -> None:
     """`block.compile()`, before offload: hooks stay outside of the graphs, which see parameters as
-    plain ones. The backend that generates no code says all there is to say of the engine."""
+    plain ones. The backend that generates no code shows everything about the engine."""
 
     def losses(*, is_compiled: bool) -> list[float]:
         model = decoder()

@@ -184,7 +184,7 @@ class Large(nn.Module):
 @pytest.mark.parametrize("placement", ["nvme", "host"])
 @pytest.mark.parametrize("chunk", ["64KiB", "2MiB"])
 def test_units_of_several_granules(placement: str, chunk: str, swap_directory: Path) -> None:
-    """Cuts at granules, in memory and on drives; what has no gradient keeps its bytes."""
+    """Splits at granules, in memory and on drives; what has no gradient keeps its bytes."""
     plain = Large()
     moments = {name: Moments(p.numel()) for name, p in plain.named_parameters()}
     config = swap_config(

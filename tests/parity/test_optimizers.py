@@ -250,7 +250,7 @@ def test_a_momentum_that_begins_late_begins_as_torchs(swap_directory: Path) -> N
         ({"name": "sgd"}, lambda m: infinity.SGD(m, momentum=0.9), "optimizer.momentum as it is"),
     ],
 )
-def test_an_optimizer_without_room_for_its_state_is_refused_naming_the_key(
+def test_an_optimizer_without_space_for_its_state_is_refused_naming_the_key(
     section: dict[str, Any], make_other: Any, said: str, swap_directory: Path
 ) -> None:
     model = infinity.offload(build(), swap_config(swap_directory, optimizer=section))

@@ -147,7 +147,7 @@ def test_an_original_without_a_value_stands_for_its_parameter(swap_directory: Pa
         assert not torch.equal(kept[0] + 0, before)
 
 
-def test_an_original_of_tiles_stands_for_the_whole(swap_directory: Path) -> None:
+def test_an_original_stands_for_its_tiled_parameter(swap_directory: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 2048, bias=False))
     kept, value = model[0].weight, model[0].weight.detach().clone()
     with offloaded(model, swap_config(swap_directory, schedule={"tile": "64KiB"})) as model:

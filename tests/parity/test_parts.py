@@ -144,8 +144,8 @@ def test_a_call_of_the_model_continues_the_pass_of_its_parts(swap_directory: Pat
 
 
 def begun(words: str) -> str:
-    """What of a sequence begins a pass: sites in training (a-z) or without gradients (A-Z), "M" and
-    "E" calls of the model, "|" the end of a backward or a step."""
+    """The uses of a sequence that begin a pass: hooked modules in training (a-z) or without
+    gradients (A-Z), "M" and "E" calls of the model, "|" the end of a backward or a step."""
     beginnings, found = Beginnings(), ""
     for word in words.split():
         if word == "|":

@@ -243,7 +243,7 @@ def device_of(case: Case) -> SimulatedDevice | None:
 
 
 def check_places(model: nn.Module, case: Case) -> None:
-    """Every kind lies where the case says."""
+    """Every kind rests where the case places it."""
     lies_on = infinity.engine_of(model).placed_nbytes()
     for kind, place in case.places:
         assert set(lies_on[kind]) <= set(PLACES[place]), f"{kind} lies on {lies_on[kind]}"
@@ -281,7 +281,7 @@ LISTS = [
 def test_lists_of_tiers_fill_in_order(
     order: list[str], kind: str | None, swap_directory: Path
 ) -> None:
-    """Lists that begin on the device, with too little room there for all of it."""
+    """Lists that begin on the device, with too little space there for all of it."""
     entry = MODELS["decoder"]
     placement = {k: order if kind in (None, k) else ["nvme"] for k in KINDS}
     numel = sum(parameter.numel() for parameter in entry.build(0).parameters())
@@ -302,7 +302,7 @@ def test_several_compute_threads_and_several_drives(
 ) -> None:
     """With two compute threads on both sides, and stripes over two paths of different weight.
 
-    The model is wide enough here (96) for its matrix products and its updates to be divided among
+    The model is wide enough here (96) for its matrix products and its updates to be split among
     threads.
     """
 

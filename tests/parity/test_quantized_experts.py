@@ -37,7 +37,7 @@ def adapted(model: Any) -> Any:
 def test_experts_in_place_train_as_decoded_ones_in_memory(
     architecture: str, tmp_path: Path
 ) -> None:
-    """Losses, gradients, adapters and moments: whole and in tiles, layer-major and not."""
+    """Losses, gradients, adapters and moments: untiled and in tiles, layer-major and not."""
     quantized, decoded = tmp_path / "base", tmp_path / "decoded"
     write_quantized(tiny_causal_lm(architecture), quantized, LAYOUTS[architecture])
     write_decoded(quantized, decoded)

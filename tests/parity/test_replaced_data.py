@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,139 @@ def test_a_write_through_data_in_a_forward_is_kept(placement: str, swap_director
         infinity.offload(written(), swap_config(swap_directory, host_nbytes="32KiB", **small))
     least = small | {"host_nbytes": refused.value.needed_nbytes}
     compare(train, written, swap_directory, **least)
+
+
+def through_capsule(weight: Tensor) -> None:
+    torch.from_dlpack(weight.detach()).mul_(0.9)
+
+
+def through_array(weight: Tensor) -> None:
+    array = weight[2:5].detach().numpy()
+    array *= 0.9
+
+
+# Functions outside of the module's class, which its source does not tell of.
+RAW_WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda w: w.data.mul_(0.9),
+    "row": lambda w: w[0].data.zero_(),
+    "transposed": lambda w: w.t().data[1].neg_(),
+    "other-dtype": lambda w: w.view(torch.int32).data[3].zero_(),
+    "slice-assignment": lambda w: w.data.__setitem__(0, 0.5),
+    "array": through_array,
+    "array-of-data": lambda w: numpy.multiply(
+        numpy.asarray(w.data), 0.9, out=numpy.asarray(w.data)
+    ),
+    "capsule": through_capsule,
+    "foreach": lambda w: torch._foreach_mul_([w.data], 0.9),
+    "inference": lambda w: torch.inference_mode()(lambda: w.data.mul_(0.9))(),
+    "vector": lambda w: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector([w]).detach() * 0.9, [w]
+    ),
+}
+
+
+class Calls(nn.Module):
+    """A block that calls a function of others on its weight; `keep` gives what is kept of it."""
+
+    def __init__(self, write: Callable[[Tensor], Any], keep: Callable[[Tensor], Any] | None = None):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.write, self.keep, self.kept = write, keep, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keep is not None and self.kept is None:
+            self.kept = self.keep(self.lin.weight)
+        self.write(self.lin.weight if self.kept is None else self.kept)
+        return torch.tanh(self.lin(x)) + x
+
+
+class Calling(nn.Module):
+    def __init__(self, *given: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Calls(*given) for _ in range(4))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def smallest(build: Callable[[], nn.Module], directory: Path) -> dict[str, Any]:
+    """The budget in which a written unit is evicted before anybody reads it again."""
+    chunk: dict[str, Any] = {"update_chunk": "8KiB"}
+    with pytest.raises(CapacityError) as refused:
+        infinity.offload(build(), swap_config(directory, host_nbytes="32KiB", **chunk))
+    return chunk | {"host_nbytes": refused.value.needed_nbytes}
+
+
+@pytest.mark.parametrize("how", RAW_WRITES)
+def test_a_write_past_the_version_counter_by_any_function_is_kept(
+    how: str, swap_directory: Path
+) -> None:
+    def build() -> nn.Module:
+        return Calling(RAW_WRITES[how])
+
+    compare(train, build, swap_directory, **smallest(build, swap_directory))
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda w: w.data, lambda w: w.data[1], lambda w: w.detach().numpy()[2]]
+)
+def test_a_kept_tensor_is_written_in_later_forwards(
+    keep: Callable[[Tensor], Any], swap_directory: Path
+) -> None:
+    def halve(kept: Any) -> None:
+        kept *= 0.5
+
+    def build() -> nn.Module:
+        return Calling(halve, keep)
+
+    compare(train, build, swap_directory, **smallest(build, swap_directory))
+
+
+def double(kept: Any) -> None:
+    with torch.no_grad():
+        kept *= 2
+
+
+@pytest.mark.parametrize(
+    ("keep", "write"),
+    [
+        (lambda w: w.data[1], double),
+        (lambda w: w.detach().numpy(), double),
+        (lambda w: w, double),
+        (lambda w: w, lambda w: double(w.data)),
+    ],
+    ids=["data", "array", "parameter", "data of the parameter"],
+)
+def test_a_write_between_two_forwards_through_what_was_kept_is_refused(
+    keep: Callable[[Tensor], Any], write: Callable[[Any], Any], swap_directory: Path
+) -> None:
+    """The memory is the tiers' then: the write would be there or not, as the budget has it."""
+    with offloaded(Calling(lambda w: None, keep), swap_config(swap_directory)) as model:
+        x = torch.ones(2, 8)
+        model(x)
+        with pytest.raises(InfinityError, match=r"blocks\.3\.lin\.weight.* kept"):
+            write(model.blocks[3].kept)
+            model(x)
+        before = model.head.weight.detach().clone()
+        model.head.weight.data.mul_(2)
+        assert torch.equal(model.head.weight, before * 2)
+
+
+def test_an_access_that_writes_nothing_changes_nothing(swap_directory: Path) -> None:
+    """Not even the fp32 value beside a narrow weight, which a change would round."""
+    config = swap_config(swap_directory, compute="bfloat16")
+    with offloaded(Calling(lambda w: w.data.sum() + w.detach().float().numpy().sum()), config) as m:
+        engine = infinity.engine_of(m)
+        before = {n: engine.read_parameter(n, master=True) for n in engine.parameter_names()}
+        m(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        assert not differences(
+            before, {n: engine.read_parameter(n, master=True) for n in engine.parameter_names()}
+        )
+        assert torch.Tensor.data is torch._C.TensorBase.data  # What the class itself gives.
 
 
 def test_replaced_data_reaches_the_tiers_from_a_device_with_its_own_memory(

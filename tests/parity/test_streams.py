@@ -1,4 +1,5 @@
-"""Every ordering of the stream device is needed, and the simulated device tells when it is missing.
+"""Every ordering of the stream device is needed, and the simulated device detects when one is
+missing.
 
 A small training run goes through all of it: a window of two blocks, gradients and activations that
 leave the device, updates that change the weights on the host. With one ordering taken away the run
@@ -104,7 +105,7 @@ def detach_at_once(device: StreamDevice, region: StreamRegion) -> None:
 
 
 def end_use_before(device: StreamDevice, region: Any) -> None:
-    """Notes the use as it was when the region was attached."""
+    """Records the use as it was when the region was attached."""
     if isinstance(region, StreamRegion):
         event = device.streams.new_event()
         event.record(device._in)
@@ -265,12 +266,13 @@ def test_gradients_are_widened_in_their_place(dtype: torch.dtype, numel: int) ->
 class Runtime:
     """The functions of `torch.cuda.cudart()` that pinning uses."""
 
-    def __init__(self, code: int) -> None:
-        self.code, self.calls = code, []
+    def __init__(self, code: int, *, bad: int = 0) -> None:
+        """`bad`: the address that is refused with code 2."""
+        self.code, self.bad, self.calls = code, bad, []
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         self.calls.append((address, nbytes, flags))
-        return self.code
+        return 2 if address == self.bad else self.code
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         self.calls.append(address)
@@ -286,7 +288,26 @@ def test_what_the_runtime_answers_to_pinning_is_looked_at(caplog: Any) -> None:
     pin(Pages, good, here)
     unpin(Pages, good)
     assert good.calls == [(4096, 8192, 1), 4096] and not caplog.records
-    with pytest.raises(UnsupportedError, match=r"8192 bytes.*code 712.*ulimit"):
+    with pytest.raises(UnsupportedError, match=r"8.0 KiB.*code 712.*lower tiers.host.capacity"):
         pin(Pages, bad, here)
+    assert bad.calls == [(4096, 8192, 1)]
     unpin(Pages, bad)
     assert "code 712" in caplog.text
+
+
+def test_the_arena_is_pinned_in_pieces_all_of_them_or_none(caplog: Any) -> None:
+    class Pages:
+        address, capacity_nbytes = 1 << 30, 5 * 4096
+
+    here, piece_nbytes = torch.device("cpu"), 2 * 4096
+    starts = [Pages.address + offset for offset in (0, 8192, 16384)]
+    whole = [(starts[0], 8192, 1), (starts[1], 8192, 1), (starts[2], 4096, 1)]
+    good, third_is_bad = Runtime(0), Runtime(0, bad=starts[2])
+    with caplog.at_level("INFO", logger="infinity"):
+        pin(Pages, good, here, piece_nbytes=piece_nbytes)
+    assert [record.args[0] for record in caplog.records] == ["8.0 KiB", "16.0 KiB", "20.0 KiB"]
+    unpin(Pages, good, piece_nbytes=piece_nbytes)
+    assert good.calls == [*whole, *starts]
+    with pytest.raises(UnsupportedError, match=r"4.0 KiB.* after 16.0 KiB of 20.0 KiB.*code 2"):
+        pin(Pages, third_is_bad, here, piece_nbytes=piece_nbytes)
+    assert third_is_bad.calls == [*whole, *starts[:2]]

@@ -1,8 +1,8 @@
 """Packed experts run as tiles of some experts.
 
-With the loop over experts ("eager"), cut and whole models are compared bit for bit. Other implementations sum over tokens and choices in another order, as they do among
-themselves: losses agree to rounding.
-"""
+With the loop over experts ("eager"), tiled and untiled models are compared bit for bit. Other
+implementations sum over tokens and choices in another order, as they do among themselves: losses
+agree to rounding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MIXTRAL: Entry = replace(ZOO["mixtral"], build=build)
 
 
 def cut(model: nn.Module, num_experts: int = 1) -> nn.Module:
-    """The experts of a model as tiles of so many, without an engine; all else whole."""
+    """The experts of a model as tiles of so many, without an engine; nothing else is tiled."""
     tiling = Tiling(model, lambda parameter: parameter.element_size())
     experts = [each for each in tiling._candidates if each.alignment == 1]
     tiling._candidates = experts
@@ -69,7 +69,7 @@ def cut(model: nn.Module, num_experts: int = 1) -> nn.Module:
 
 
 def collective_section(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Tiles, which come in order, as the wholes that they are of."""
+    """Tiles, which come in order, as the tiled parameters that they belong to."""
     parts: dict[str, list[Any]] = {}
     for name, value in named.items():
         parts.setdefault(name_of_whole(name), []).append(value)
@@ -95,7 +95,7 @@ def gradients_of(model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3"])
-def test_the_same_numbers_as_whole(name: str, implementation: str) -> None:
+def test_tiled_experts_have_the_numbers_of_untiled_ones(name: str, implementation: str) -> None:
     """Of experts with and without biases, transposed and not, beside shared ones. Qwen2-MoE reads
     the hidden states again behind its experts: autograd adds the experts' gradients to that one by
     one, a call adds their sum."""
@@ -171,7 +171,7 @@ def config(directory: Path, **options: Any) -> Any:
         ({"parameters": ["host", "nvme"], "moments": ["nvme"]}, True, "deferred"),
     ],
 )
-def test_training_is_that_of_the_whole_model(
+def test_training_is_that_of_the_untiled_model(
     swap_directory: Path, placement: Any, simulated: bool, updates: str
 ) -> None:
     """Bit for bit: no sum has another order. AdamW decays all experts."""
@@ -231,7 +231,7 @@ def test_experts_four_times_the_window_train(swap_directory: Path) -> None:
 
 
 def test_names_export_and_checkpoints(swap_directory: Path, tmp_path: Path) -> None:
-    """All of them the user's own; a checkpoint goes on with the experts whole, and back."""
+    """All of them the user's own; a checkpoint goes on with the experts untiled, and back."""
     plain = build()
     with offloaded(build(), config(swap_directory, host_nbytes="16MiB")) as model:
         assert list(model.state_dict()) == list(plain.state_dict())
@@ -306,7 +306,7 @@ def adapted(seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("is_layer_major", [False, True])
-def test_adapters_of_experts_train_as_those_of_the_whole(
+def test_adapters_of_tiled_experts_train_as_those_of_untiled_ones(
     is_layer_major: bool, swap_directory: Path
 ) -> None:
     """Bit by bit; also with several micro-batches inside one block, in threads."""

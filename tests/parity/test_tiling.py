@@ -1,9 +1,10 @@
-"""Operators too large for the window, run as tiles: the same numbers, in a smaller window.
+"""Operators too large for the device budget, run as tiles: the same numbers, in a smaller budget.
 
-Two comparisons. A model that is only cut, without an engine, against the same model whole: outputs
-and the gradients of weights are the same bits, because no sum of theirs is split; the gradient of a
-linear layer's input is a sum over tiles, and differs by no more than rounding allows. Then the
-engine with tiles against the model that is only cut, trained by PyTorch alone: all bits are equal.
+Two comparisons. A model that is only tiled, without an engine, against the same model untiled:
+outputs and the gradients of weights are the same bits, because no sum of theirs is split; the
+gradient of a linear layer's input is a sum over tiles, and differs by no more than rounding allows.
+Then the engine with tiles against the model that is only tiled, trained by PyTorch alone: all bits
+are equal.
 
 The bound. For y = sum of K products in floating point with unit roundoff u, whatever the order,
 |y - exact| <= gamma * (sum of the products' magnitudes) with gamma = K u / (1 - K u) (Higham,
@@ -174,8 +175,8 @@ def test_gradients_of_gradients_and_autocast() -> None:
         torch.testing.assert_close(whole(x), tiled(x))
 
 
-def test_one_tile_s_output_is_there_at_a_time() -> None:
-    """Beside the whole output, which the caller keeps."""
+def test_the_output_of_one_tile_is_in_memory_at_a_time() -> None:
+    """Beside the full output, which the caller keeps."""
     tiled = cut(nn.Linear(64, 64 * 16), 64 * 65 * 4)
     alive: list[Any] = []
     most = 0
@@ -235,7 +236,7 @@ def test_the_same_bits_wherever_tiles_rest(
     assert_same(expected, engine_run(config, device=SimulatedDevice(3) if simulated else None))
 
 
-def test_training_is_close_to_the_whole_model(expected: Record) -> None:
+def test_training_is_close_to_that_of_the_untiled_model(expected: Record) -> None:
     """Not a bit test: sums of three steps' gradients of inputs were made in another order."""
     whole = plain_run(WHOLE, PLAN)
     torch.testing.assert_close(expected.losses, whole.losses, rtol=1e-5, atol=1e-6)
@@ -295,13 +296,13 @@ def test_a_layer_four_times_the_window_trains(swap_directory: Path) -> None:
     assert_same(plain, actual)
 
 
-def test_auto_leaves_whole_what_fits(swap_directory: Path) -> None:
+def test_auto_tiles_no_layer_that_fits(swap_directory: Path) -> None:
     config = tiled_config(swap_directory, tile="auto", device_nbytes="4MiB", host_nbytes="8MiB")
     with offloaded(wide(), config, device=SimulatedDevice(5)) as model:
         assert type(model.blocks[0][1]) is nn.Linear  # type: ignore[index]
 
 
-def test_auto_makes_room_to_fetch_the_next_tile(swap_directory: Path) -> None:
+def test_auto_leaves_space_to_prefetch_the_next_tile(swap_directory: Path) -> None:
     """A window of half a layer: halves fit, but not two at a time; quarters do."""
     window_nbytes = 256 * 256 * 4 // 2 + (32 << 10)
     config = tiled_config(
@@ -396,7 +397,7 @@ def test_without_tiles_a_layer_larger_than_the_window_is_refused(swap_directory:
         infinity.offload(wide(), config, device=SimulatedDevice(1))
 
 
-def test_a_failed_offload_leaves_the_model_whole(swap_directory: Path) -> None:
+def test_a_failed_offload_leaves_the_model_untiled(swap_directory: Path) -> None:
     model = decoder()
     types = {name: type(module) for name, module in model.named_modules()}
     before = dict(model.named_parameters())
@@ -462,7 +463,7 @@ def test_a_parameter_is_read_and_written_by_its_own_name(tiled: nn.Module) -> No
         engine.write_parameter(name, value[1:])
 
 
-def test_the_whole_is_a_handle(tiled: nn.Module) -> None:
+def test_a_tiled_parameter_is_a_handle(tiled: nn.Module) -> None:
     weight = tiled.head.weight  # type: ignore[union-attr]
     assert weight.shape == (VOCAB, 128) and weight.dtype is torch.float32 and weight.requires_grad
     assert tiled.get_parameter("head.weight") is weight
@@ -493,7 +494,7 @@ def test_the_whole_is_a_handle(tiled: nn.Module) -> None:
     assert not any(tile.weight.requires_grad for tile in tiled.head.tiles)  # type: ignore[union-attr]
 
 
-def test_optimizer_groups_take_the_whole(tiled: nn.Module) -> None:
+def test_optimizer_groups_accept_tiled_parameters(tiled: nn.Module) -> None:
     optimizer = infinity.AdamW([{"params": [tiled.head.weight]}], lr=0.1)  # type: ignore[union-attr]
     WHOLE.loss(tiled, batch(1)).backward()
     before = infinity.engine_of(tiled).read_parameter("tokens.weight")
@@ -550,7 +551,7 @@ def test_built_on_meta_tiles_are_initialised(swap_directory: Path) -> None:
 
 def test_layer_major_accumulation_with_tiles_in_blocks(swap_directory: Path) -> None:
     """Without tied weights its sums are those of the plain loop, bit for bit, however many
-    micro-batches take turns at tiles."""
+    micro-batches wait for each other at tiles."""
     seeds = [1, 2, 3]
     plain = cut(wide(), 64 * 257 * 4)
     for seed in seeds:
@@ -621,7 +622,7 @@ class Counted(torch.autograd.Function):
 
 
 class Entering(nn.Module):
-    """Notes how many micro-batches have entered a block and are not at its end."""
+    """Records how many micro-batches have entered a block and are not at its end."""
 
     inside = most = 0
 
@@ -637,9 +638,12 @@ class Counting(nn.Module):
         return Counted.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def test_micro_batches_between_turns(swap_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than may be are inside a block, and each draws its own random numbers. Where one fails, those that wait for their turn end, also
-    inside of a backward, and the next run has the gradients of one that never failed."""
+def test_micro_batches_that_wait_at_tiles(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than may be are inside a block, and each draws its own random numbers. Where one
+    fails, those that wait at a tile end, also inside of a backward, and the next run has the
+    gradients of one that never failed."""
     seeds = [1, 2, 3]
 
     def build() -> nn.Module:
@@ -771,9 +775,11 @@ def test_a_checkpoint_goes_on_exactly(swap_directory: Path, tmp_path: Path) -> N
         assert [_step(model, optimizer, seed) for seed in (2, 3)] == expected
 
 
-def test_a_checkpoint_of_another_cut(swap_directory: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_tile_sizes_continues_exactly(
+    swap_directory: Path, tmp_path: Path
+) -> None:
     """Saved with tiles, on with none, with larger ones, and back, gradients included: the same state
-    all the way, as the first cut's losses show to the last bit."""
+    all the way, as the losses with the first tile size show to the last bit."""
     ways = [LIMIT_NBYTES, 0, 2 * LIMIT_NBYTES, LIMIT_NBYTES]
     expected: list[float] = []
     for number, tile in enumerate(ways):
@@ -792,7 +798,9 @@ def test_a_checkpoint_of_another_cut(swap_directory: Path, tmp_path: Path) -> No
                 assert found == expected
 
 
-def test_moments_of_eight_bits_keep_their_cut(swap_directory: Path, tmp_path: Path) -> None:
+def test_moments_of_eight_bits_at_another_tile_size_are_refused(
+    swap_directory: Path, tmp_path: Path
+) -> None:
     """Their blocks need not end where a tile does: refused before anything is touched."""
     eight = {"precision": {"moments": "8bit"}, "host_nbytes": "16MiB"}
     with offloaded(decoder(), tiled_config(swap_directory, **eight)) as model:
@@ -819,8 +827,9 @@ HABITS = [
 def test_all_habits_of_models(
     name: str, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every layer that can be cut is cut into tiles of a few rows, far smaller than any user's. Sums
-    are made in other orders, so loss and norm are close; what is used by hand is put together."""
+    """Every layer that can be tiled is split into tiles of a few rows, far smaller than any user's.
+    Sums are made in other orders, so loss and norm are close; a tiled parameter that is used by
+    hand is gathered."""
     monkeypatch.setattr("infinity.modules.tiling.split.ROW_ALIGNMENT", 4)
     monkeypatch.setattr("infinity.engine.lay_out.fit", lambda tile, attempt, *rest: attempt(600))
     entry = ZOO[name]

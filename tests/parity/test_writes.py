@@ -267,7 +267,9 @@ def test_a_gradient_that_was_replaced_is_not_taken_for_the_new_one(pair: Any) ->
 # --- several models, masters, gather ----------------------------------------------------------
 
 
-def test_parameters_of_two_offloaded_models_meet(tmp_path: Path, pair: Any) -> None:
+def test_parameters_of_two_offloaded_models_work_in_one_operation(
+    tmp_path: Path, pair: Any
+) -> None:
     """A teacher that follows its student, and a penalty on the distance between them."""
     plain, ours = pair
     plain.zero_grad()
@@ -310,7 +312,9 @@ def test_the_fp32_value_follows_where_the_narrow_one_changed(how: str, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["data", "in-place", "numpy"])
-def test_a_change_inside_gather_without_modify_is_kept_and_said(how: str, tmp_path: Path) -> None:
+def test_a_change_inside_gather_without_modify_is_kept_with_a_warning(
+    how: str, tmp_path: Path
+) -> None:
     with offloaded(build(), swap_config(tmp_path, compute="bfloat16")) as model:
         engine = infinity.engine_of(model)
         expected = engine.read_parameter("0.weight")

@@ -143,7 +143,7 @@ FAILING = ["gpt2", "llama-tied", "t5", "mixtral", "zamba2", "qwen2_vl", "lora-ex
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("name", FAILING)
-def test_nothing_is_held_after_an_exception(
+def test_no_unit_is_in_use_after_an_exception(
     name: str, checkpointing: bool, swap_directory: Path
 ) -> None:
     """Fail at operations through the whole forward and backward; then train as if nothing was.

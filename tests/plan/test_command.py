@@ -39,7 +39,7 @@ def plan(*arguments: str) -> str:
 
 
 def in_numbers(*arguments: str) -> dict[str, Any]:
-    """What --json writes to stdout, whatever libraries say on stderr."""
+    """What --json writes to stdout, whatever libraries write to stderr."""
     result = RUNNER.invoke(app, ["plan", *arguments, "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -51,7 +51,7 @@ def test_a_shipped_model_on_a_shipped_machine() -> None:
         assert word in said
 
 
-def test_json_says_the_same_in_numbers() -> None:
+def test_json_has_the_same_numbers() -> None:
     found = json.loads(plan("--params", "1T", "--hardware", "dgx-2", "--json"))
     assert found["model"]["num_params"] == pytest.approx(1e12, rel=0.05)
     assert found["step_s"] >= max(found["busy_s"].values()) * 0.97
@@ -155,7 +155,7 @@ def test_bytes_are_those_of_a_run(
 
 def test_bytes_of_tiles_are_those_of_a_run(tmp_path: Path) -> None:
     """Three micro-batches, two of them at a time through blocks with tiles, where no memory keeps
-    anything: what is fetched and what leaves is known to all but the turns of the passes."""
+    anything: what is fetched and what leaves is known but for where the passes change direction."""
     shape = """
     model_type = "llama"
     vocab_size = 256

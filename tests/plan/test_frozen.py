@@ -65,7 +65,8 @@ def step_of(
         ("fp8-128x128", 576, 7168, 576 * 7168 + 5 * 56 * 4),
         ("int4-g32", 2048, 7168, 2048 * (7168 // 2 + 2 * 7168 // 32)),
         ("mxfp4", 5760, 2880, 5760 * (2880 // 2 + 2880 // 32)),
-        ("nf4", 1024, 1024, 2**19 + 2**14 + 4 * 2**6),
+        # Behind codes, scales and scales of scales: two tables, of 16 and of 256 values.
+        ("nf4", 1024, 1024, 2**19 + 2**14 + 4 * 2**6 + 4 * (16 + 256)),
     ],
 )
 def test_bytes_of_a_stored_matrix(format_name: str, rows: int, columns: int, nbytes: int) -> None:
@@ -257,16 +258,29 @@ def test_a_desktop_streams_experts_in_chunks() -> None:
     assert max(decoded) < 12 * GB
     read = found.step.moved_nbytes["checkpoint_read"] + 2 * found.placed_nbytes["base"]["host"]
     assert read == pytest.approx(2 * 594e9, rel=0.03), "once in each direction, or kept"
-    assert found.job.repeats_in_place and found.step.step_s < 200
+    assert found.job.keeps_experts and found.step.step_s < 200
 
 
-def test_decoded_weights_need_room_on_the_device() -> None:
+def test_decoded_weights_need_space_on_the_device() -> None:
     model = planned("kimi-k2-int4", targets=("o_proj",))
     with pytest.raises(CapacityError, match="as they are stored and .* decoded") as refused:
         step_of(model, config("60GB", device="40GB", tile=0), "1xh200-4nvme", 8192)
     assert refused.value.key == "tiers.device.capacity"
     encoded = model.held_nbytes
     assert encoded < 10 * GB, "as bf16 it would not have fitted before, either"
+
+
+def test_decoding_takes_time_where_its_rate_is_known() -> None:
+    model, settings = planned("kimi-k2-int4", targets=("o_proj",)), config("60GB", device="56GB")
+    machine = load_hardware("1xh200-4nvme")
+    device = machine.device.model_copy(update={"decode_gb_per_s": 10.0})
+    slow = machine.model_copy(update={"device": device})
+    assert model.frozen is not None
+    decoded_nbytes = sum(model.frozen.decoded_nbytes(unit) for unit in model.units)
+    assert decoded_nbytes == pytest.approx(2 * 1015e9, rel=0.01), "the experts, in bf16"
+    step = step_of(model, settings, slow, 8192).step
+    assert step.step_s == pytest.approx(2 * decoded_nbytes / 10e9, rel=0.05)
+    assert step.moved_nbytes == step_of(model, settings, machine, 8192).step.moved_nbytes
 
 
 def test_a_checkpoint_larger_than_its_drives_is_refused() -> None:
@@ -294,7 +308,7 @@ def test_inputs_that_do_not_fit_are_named_in_the_answer() -> None:
     assert answer(step_of(model, settings, "1xh200-4nvme", 16384)).fits
 
 
-def test_an_adapter_is_divided_over_ranks() -> None:
+def test_an_adapter_is_sharded_over_ranks() -> None:
     model = planned("gpt-oss-120b", targets=("o_proj",))
     settings = config("60GB", placement={"parameters": ["host", "nvme"]})
     found = step_of(model, settings, "8xh200-4nvme", 16384, num_ranks=8)

@@ -51,7 +51,7 @@ def loads_of_ranks(
     is_collective=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_ranks_together_move_what_one_would_and_get_what_others_give(
+def test_all_ranks_read_and_write_the_bytes_of_one_and_receive_what_others_send(
     laid_out: list[Unit], count: int, stage: int, tier: str, is_collective: bool
 ) -> None:
     ranks = loads_of_ranks(laid_out, count, stage, tier, is_collective=is_collective)
@@ -83,7 +83,7 @@ MODEL = ("--params", "1B", "--hardware", "8xh200-8nvme")
 
 
 @pytest.mark.parametrize("exchange", ["one_sided", "collective"])
-def test_a_rank_takes_and_writes_its_part(exchange: str) -> None:
+def test_a_rank_reads_and_writes_its_shard(exchange: str) -> None:
     """Of state on NVMe a node writes as much whatever the number of its ranks."""
     kinds = ("parameters", "master", "moments", "gradients")
     table = {
@@ -109,7 +109,7 @@ def test_a_rank_takes_and_writes_its_part(exchange: str) -> None:
     assert written[0] == pytest.approx(written[1], rel=0.001)
 
 
-def test_words_for_ranks() -> None:
+def test_the_plan_of_ranks_names_their_number_stage_and_links() -> None:
     said = plan(*MODEL, "--ranks", "2", "--set", "distributed.exchange=one_sided")
     for word in (
         "2 ranks, stage 3", "a rank takes", "tokens/s of all ranks", "between hosts of ranks",

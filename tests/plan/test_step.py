@@ -58,7 +58,7 @@ jobs = st.builds(
 )
 
 
-def test_bytes_of_a_step_with_room_for_nothing() -> None:
+def test_bytes_of_a_step_with_space_for_nothing() -> None:
     moved = predict(job(weights_cache_nbytes=0, device_cache_nbytes=0), RATES).moved_nbytes
     params = 8 * GB // 10
     # Weights twice, gradient, moments and residual once; all but the first written once. The last
@@ -80,7 +80,7 @@ def test_state_that_rests_on_the_host_moves_nothing() -> None:
     assert not predict(job(units=units, device_cache_nbytes=None), RATES).moved_nbytes
 
 
-def test_updates_on_the_device_send_everything_there_and_bring_back_what_changed() -> None:
+def test_updates_on_the_device_copy_all_state_in_and_what_changed_out() -> None:
     params = 8 * GB // 10
     units = tuple(unit(index, tier="host") for index in range(8))
     here = job(units=units, device_cache_nbytes=0)
@@ -142,6 +142,32 @@ def test_the_order_of_micro_batches_that_go_block_by_block() -> None:
     )
     assert sum(m.forwards for m in found if not m.is_backward) == pytest.approx(len(uses))
     assert sum(m.forwards for m in found if m.is_backward) == pytest.approx(3 * len(uses))
+
+
+@pytest.mark.parametrize(
+    ("keeps_experts", "expected"),
+    [
+        # One tile of a linear layer, then two tiles of experts.
+        (True, "1 2* 3* 4* 1< 4*< 3*< 2* 2*< 1< 2* 2*<"),
+        (False, "1 2* 3* 4* 1< 3* 4* 4*< 3*< 2* 2*< 1< 2* 2*<"),
+    ],
+)
+def test_the_order_of_tiles_of_experts_which_serve_all_micro_batches(
+    keeps_experts: bool, expected: str
+) -> None:
+    uses = [Use((unit,), 1.0, block=0, is_experts=unit > 2) for unit in range(1, 5)]
+    found = moves(
+        uses, num_fibers=3, tile_micro_batches=2, backward_ratio=3.0, keeps_experts=keeps_experts
+    )
+    said = [
+        str(uses[move.use].units[0]) + "*" * bool(move.held) + "<" * move.has_gradients
+        for move in found
+    ]
+    assert " ".join(said) == expected
+    assert sum(m.forwards for m in found if not m.is_backward) == pytest.approx(4)
+    # Without kept outputs the forward of experts is repeated twice.
+    expected_flops = 12 if keeps_experts else 14
+    assert sum(m.forwards for m in found if m.is_backward) == pytest.approx(expected_flops)
 
 
 def test_a_tied_unit_has_one_gradient_and_one_update() -> None:

@@ -1,4 +1,5 @@
-"""Tiles of shapes: how rows are cut, the same units as the engine makes, and ZeRO-Infinity's table."""
+"""Tiles of shapes: how rows are split, the same units as the engine makes, and ZeRO-Infinity's
+table."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ KINDS = ("parameters", "master", "moments", "gradients")
 @given(
     num_rows=st.integers(1, 10**6), row_nbytes=st.integers(1, 10**6), limit=st.integers(1, 10**12)
 )
-def test_rows_are_cut_evenly_below_the_limit(num_rows: int, row_nbytes: int, limit: int) -> None:
+def test_rows_are_split_evenly_below_the_limit(num_rows: int, row_nbytes: int, limit: int) -> None:
     starts = cut_rows(num_rows, row_nbytes, limit)
     sizes = [stop - start for start, stop in pairwise(starts)]
     assert starts[0] == 0 and starts[-1] == num_rows and all(size > 0 for size in sizes)
@@ -42,7 +43,7 @@ def test_rows_are_cut_evenly_below_the_limit(num_rows: int, row_nbytes: int, lim
         assert num_rows > (len(sizes) - 1) * (limit // row_nbytes // ROW_ALIGNMENT * ROW_ALIGNMENT)
 
 
-def test_the_search_stops_at_the_first_limit_with_room_ahead() -> None:
+def test_the_search_stops_at_the_first_limit_with_space_to_prefetch() -> None:
     tried: list[int | None] = []
 
     def attempt(limit_nbytes: int | None) -> int | None:
@@ -95,15 +96,13 @@ def test_the_same_units_as_the_engine_makes() -> None:
     config = SwapConfig.load({})
 
     def units_of(module: nn.Module) -> PlannedModel:
-        anatomy, dtypes = discover_units(module), Dtypes(module, config)
+        layout, dtypes = discover_units(module), Dtypes(module, config)
         units = tuple(
             layout_unit(index, name, [facts_of(each, dtypes) for each in members])
-            for index, (name, members) in enumerate(anatomy.units)
+            for index, (name, members) in enumerate(layout.units)
         )
-        hooked_modules = tuple(
-            ModuleWork(tuple(needed), 10**6) for needed in anatomy.module_units()
-        )
-        held_nbytes = anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
+        hooked_modules = tuple(ModuleWork(tuple(needed), 10**6) for needed in layout.module_units())
+        held_nbytes = layout.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
         return PlannedModel("", units, hooked_modules, held_nbytes, 0, 64)
 
     whole = units_of(Two())

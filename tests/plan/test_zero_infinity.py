@@ -72,7 +72,7 @@ def test_largest_model_on_one_dgx2() -> None:
     assert (in_host, in_nvme) == (70e9, 1e12)
 
 
-def test_optimizer_state_wants_1500_gbps_for_ninety_percent() -> None:
+def test_optimizer_state_needs_1500_gb_per_s_for_ninety_percent() -> None:
     """Aggregate of 64 nodes, 2K tokens a GPU: efficiency = AIT bw / (AIT bw + peak), AIT = tokens/4."""
     params, num_gpus, num_tokens = 10**12, 1024, 2048
     job = paper_job(params, num_tokens * num_gpus, weights="device", state="nvme")
@@ -90,7 +90,7 @@ def test_optimizer_state_wants_1500_gbps_for_ninety_percent() -> None:
     assert efficiency == pytest.approx(0.9, abs=0.03)
 
 
-def test_parameters_want_sixty_gb_per_s() -> None:
+def test_parameters_need_sixty_gb_per_s() -> None:
     """64 % with each GPU at 60 GB/s where a block is loaded, then computed; hidden where blocks are
     loaded ahead, and not any more below 34 GB/s.
 

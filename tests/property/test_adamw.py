@@ -1,4 +1,4 @@
-"""The update in pieces has the bits of the update in one, and those of
+"""The update in chunks has the bits of the update in one, and those of
 torch.optim.AdamW(fused=True)."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _fields(recipe: AdamWSettings) -> dict[str, float]:
 
 @pytest.mark.parametrize("offset", [0, 16, 48])
 def test_threads_and_address_do_not_change_a_bit(offset: int) -> None:
-    """Large enough to be divided among threads, at addresses that are 64-byte aligned or not."""
+    """Large enough to be split among threads, at addresses that are 64-byte aligned or not."""
     recipe = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
     whole = make_state(300_000 + offset, 5).part(offset, 300_000 + offset - 7)
     threaded, unaligned = whole.clone(), make_state(0, 0)

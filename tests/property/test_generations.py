@@ -49,7 +49,7 @@ steps = st.lists(
 
 
 @given(steps, st.integers(1, 3))
-def test_what_a_commit_points_to_is_never_written_and_there_is_always_room(steps, keep):
+def test_what_a_commit_points_to_is_never_written_and_a_generation_is_always_free(steps, keep):
     """Files as tables of write numbers: a frozen map always reads what it read when it was frozen,
     the current map reads what was written last, with one generation more than frozen maps."""
     files = [[0] * SIZE for _ in range(keep + 1)]

@@ -1,4 +1,5 @@
-"""The place of every code and scale of a unit's moments, whatever the tensors and the cuts are."""
+"""The place of every code and scale of a unit's moments, whatever the tensors and the chunks
+are."""
 
 from __future__ import annotations
 

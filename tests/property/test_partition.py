@@ -59,10 +59,10 @@ def test_every_byte_of_weights_has_one_owner_and_a_place(laid_out: list[Unit], c
 
 @given(laid_out=units(), count=COUNTS)
 @settings(max_examples=100)
-def test_a_share_finds_its_elements_in_state_and_in_weights(
+def test_a_shard_finds_its_elements_in_state_and_in_weights(
     laid_out: list[Unit], count: int
 ) -> None:
-    """A whole unit is filled with numbers, cut by its segments, and read by its shares."""
+    """A whole unit is filled with numbers, split by its segments, and read by its shards."""
     divided = partition(laid_out, rank=0, count=count, stage=3)
     shares = divided.shares()
     for unit, shards in zip(divided.full_units, divided.shards, strict=True):

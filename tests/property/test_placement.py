@@ -1,4 +1,5 @@
-"""Placing pieces on tiers: against the rule of the docstring, followed one piece at a time."""
+"""Placing state kinds on tiers: against the rule of the docstring, followed one state kind at a
+time."""
 
 from __future__ import annotations
 
@@ -52,8 +53,9 @@ class NoRoom(Exception):
 def followed(
     units: list[Unit], preferences: dict[str, tuple[str, ...]], budget: dict[str, float]
 ) -> dict[tuple[int, StateKind], str]:
-    """The rule by hand: kinds that may not go to NVMe first, then by traffic; a piece goes to the
-    first tier of its list that has room. Units without state come after all state of the others."""
+    """The rule by hand: kinds that may not go to NVMe first, then by traffic; a state kind goes to
+    the first tier of its list with space. Units without state come after all state of the
+    others."""
     trained = [unit for unit in units if unit.state_numel]
     frozen = [unit for unit in units if not unit.state_numel]
     fixed = [kind for kind in KINDS if "nvme" not in preferences[kind]]

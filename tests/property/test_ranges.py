@@ -33,10 +33,15 @@ class Allocation(RuleBasedStateMachine):
             st.integers(0, 50 * PAGE_NBYTES),
             st.integers(0, 8 * HUGE_PAGE_NBYTES),
             st.integers(0, 8).map(lambda n: n * HUGE_PAGE_NBYTES),
-        )
+        ),
+        piece=st.one_of(st.none(), st.integers(1, 3)),
     )
-    def start(self, capacity_nbytes: int) -> None:
-        self.allocator = RangeAllocator(capacity_nbytes)
+    def start(self, capacity_nbytes: int, piece: int | None) -> None:
+        piece_nbytes = None if piece is None else piece * HUGE_PAGE_NBYTES
+        self.allocator = RangeAllocator(capacity_nbytes, piece_nbytes=piece_nbytes)
+        self.piece_pages = max(1, capacity_nbytes // PAGE_NBYTES)
+        if piece is not None:
+            self.piece_pages = piece * PAGES_PER_HUGE
         self.num_pages = capacity_nbytes // PAGE_NBYTES
         self.is_free = [True] * self.num_pages
         self.lent: list[Range] = []
@@ -46,7 +51,8 @@ class Allocation(RuleBasedStateMachine):
         count = nbytes // PAGE_NBYTES
         run = 0  # Free pages from here on, found from the end.
         for page in reversed(range(self.num_pages)):
-            run = run + 1 if self.is_free[page] else 0
+            is_border = (page + 1) % self.piece_pages == 0
+            run = 0 if not self.is_free[page] else 1 if is_border else run + 1
             if run >= count and page % step == 0:
                 return True
         return False
@@ -68,6 +74,7 @@ class Allocation(RuleBasedStateMachine):
         first, last = taken.offset_nbytes // PAGE_NBYTES, taken.end_nbytes // PAGE_NBYTES
         assert taken.offset_nbytes % PAGE_NBYTES == 0 and 0 <= first < last <= self.num_pages
         assert all(self.is_free[first:last]), "a byte was lent twice"
+        assert first // self.piece_pages == (last - 1) // self.piece_pages, "across a border"
         self.is_free[first:last] = [False] * (last - first)
         self.lent.append(taken)
 

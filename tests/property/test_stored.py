@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from infinity.checkpoint.huggingface.names import SourcePlaces, TensorGroup
 from infinity.codecs import Plain
 from infinity.sizes import KIB, PAGE_NBYTES
-from infinity.state.stored import StoredPiece, lay_out_stored, stored_rows
+from infinity.state.stored import StoredPiece, lay_out_stored, stored_tiles
 from infinity.storage.shards import ShardRange
 
 RANGES = st.lists(
@@ -119,7 +119,7 @@ def test_boxes_are_where_the_conversion_puts_each_source(
     for each in placed[0]:
         made[each.box].permute(each.axes).copy_(sources[each.index])
     assert torch.equal(made, expected)
-    # And rows of it, as a tile has them.
+    # And its tiles.
     pieces = tuple(
         StoredPiece(
             str(each.index), each.box, each.axes, shapes[each.index], Plain("F32"),
@@ -127,14 +127,15 @@ def test_boxes_are_where_the_conversion_puts_each_source(
         )
         for each in placed[0]
     )  # fmt: skip
-    start = data.draw(st.integers(0, num_stacked - 1))
-    stop = data.draw(st.integers(start + 1, num_stacked))
-    rows = stored_rows(pieces, start, stop)
-    assert rows is not None
-    part = torch.full_like(expected[start:stop], float("nan"))
-    for piece in rows:
-        piece.target(part).copy_(sources[int(piece.source)])
-    assert torch.equal(part, expected[start:stop])
+    cuts = data.draw(st.sets(st.integers(1, num_stacked - 1))) if num_stacked > 1 else set()
+    starts = [0, *sorted(cuts), num_stacked]
+    tiles = stored_tiles(pieces, starts)
+    assert tiles is not None and len(tiles) == len(starts) - 1
+    for rows, start, stop in zip(tiles, starts, starts[1:], strict=False):
+        part = torch.full_like(expected[start:stop], float("nan"))
+        for piece in rows:
+            piece.target(part).copy_(sources[int(piece.source)])
+        assert torch.equal(part, expected[start:stop])
 
 
 def test_a_conversion_that_computes_has_no_boxes() -> None:

@@ -45,7 +45,8 @@ def native_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def open_any(arena: Arena) -> Iterator[OpenEngine]:
-    """Opens engines by name, with small blocks so that requests are cut, and closes them after."""
+    """Opens engines by name, with small blocks so that requests are split, and closes them
+    after."""
     with ExitStack() as stack:
 
         def open_one(name: str, **options: object) -> StorageEngine:

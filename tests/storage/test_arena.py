@@ -320,3 +320,19 @@ def test_ring_refuses_to_register_an_arena_with_a_hole(open_any, make_file) -> N
         engine.submit("read", [Segment(file, 0, arena.address, MIB)], Priority.FORWARD).wait()
         assert arena.memory(0, MIB) == data
         engine.close()
+
+
+def test_pages_prefer_the_numa_node_that_is_named() -> None:
+    maps = Path("/proc/self/numa_maps")
+    if not maps.exists():
+        pytest.skip("this kernel has no NUMA policies")
+    for node, word in ((0, "prefer"), (None, "default")):
+        with Arena(4 * MIB, numa_node=node) as arena:
+            [line] = [
+                each for each in maps.read_text().splitlines()
+                if each.startswith(f"{arena.address:x} ")
+            ]  # fmt: skip
+            assert arena.core.prefers_node == (node is not None)
+            assert line.split()[1].startswith(word)
+    with Arena(4 * MIB, numa_node=1 << 20) as arena:  # No such node: the wish is dropped.
+        assert not arena.core.prefers_node

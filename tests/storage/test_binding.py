@@ -16,5 +16,5 @@ def test_no_wrong_call_of_the_native_module_is_accepted_or_ends_the_interpreter(
     assert check(_core, tmp_path) > 400
 
 
-def test_processor_says_which_checksum_kernels_it_has() -> None:
+def test_the_probe_names_the_checksum_kernels_of_the_processor() -> None:
     assert crc32c_kernels()[-1] == "table"

@@ -1,7 +1,7 @@
 """The C++ engines against the kernel seen through the liburing binding: same bytes, same errno.
 
-The binding shares no code with the engines. The oracle below is the engine's contract written a
-second time, as plainly as it can be: one operation at a time, until the range is done.
+The binding has no code in common with the engines. The oracle below is the engine's contract
+written a second time, as plainly as it can be: one operation at a time, until the range is done.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def operations(unit: int, offsets: st.SearchStrategy[int]) -> st.SearchStrategy[
 
 
 def _with_one_fault(operation: Operation) -> Operation:
-    """An operation without memory is made small enough that an engine does not cut it.
+    """An operation without memory is made small enough that an engine does not split it.
 
-    Of two faults, no memory and no such place in the file, the cut decides which is met first. And
+    Of two faults, no memory and no such place in the file, the split decides which comes first. And
     what a failed write leaves is nobody's promise: ext4 lets one that starts beyond the end grow
-    the file up to its start. Uncut, both sides make the same failing call.
+    the file up to its start. Unsplit, both sides make the same failing call.
     """
     if operation.memory is None:
         return replace(operation, nbytes=min(operation.nbytes, BLOCK_NBYTES))
@@ -136,7 +136,7 @@ class Oracle:
 class Subject:
     """The same operations through an engine, each in one segment or in several.
 
-    Several go on in the file but not in memory: the pieces lie there in reverse order.
+    Several go on in the file but not in memory: the segments lie there in reverse order.
     """
 
     def __init__(self, engine: StorageEngine, arena: Arena, file: int, num_segments: int) -> None:
@@ -311,7 +311,7 @@ def test_closed_files_agree(compare: Compare, operations: list[Operation]) -> No
         ("closed", Operation(True, 0, 1, 0, 0), errno.EBADF),
     ],
 )
-def test_both_say_what_the_kernel_says(
+def test_both_raise_the_errno_of_the_kernel(
     compare: Compare, kind: Kind, operation: Operation, code: int
 ) -> None:
     """Agreement alone would pass if both said nothing: the answers, by name."""
@@ -320,7 +320,7 @@ def test_both_say_what_the_kernel_says(
 
 
 def test_a_wrong_engine_is_found(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail: an engine that reads one byte beside the place is told."""
+    """The comparison can fail: an engine that reads one byte beside the place is detected."""
     right = Subject.run
 
     def beside(self: Subject, operation: Operation) -> Outcome:

@@ -524,7 +524,7 @@ def is_interrupted(work: Callable[[], object]) -> bool:
     return False
 
 
-def test_signal_interrupts_the_wait_for_room(open_any, native_name, arena, make_file) -> None:
+def test_signal_interrupts_the_wait_for_space(open_any, native_name, arena, make_file) -> None:
     engine = open_any(native_name, queue_depth=1, num_threads=1, max_pending=1)
     file = engine.open(make_file(16 * MIB), direct=True)
 
@@ -1076,7 +1076,7 @@ def test_ticket_knows_when_its_bytes_were_moved_in_each_file(
         assert before_ns <= issued_ns <= completed_ns <= after_ns
 
 
-def test_file_that_no_block_reached_has_no_passage(open_any, engine_name, arena, make_file) -> None:
+def test_file_that_no_block_reached_has_no_times(open_any, engine_name, arena, make_file) -> None:
     engine = open_any(engine_name)
     file = engine.open(make_file(MIB), direct=True)
     assert list(engine.submit("read", [], Priority.FORWARD).passages()) == []

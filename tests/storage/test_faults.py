@@ -23,7 +23,7 @@ PIECE_NBYTES = MIB
 def scenario(
     engine: StorageEngine, arena: Arena, drives: list[str], *, verify: bool = True
 ) -> None:
-    """Two pieces on two drives: written together, synced, read together, compared."""
+    """Two buffers on two drives: written together, synced, read together, compared."""
     paths = [VolumePath(drive) for drive in drives]
     with Volume(engine, paths, stripe_nbytes=64 * KIB, verify=verify) as volume:
         pieces = volume.reserve([PIECE_NBYTES, PIECE_NBYTES])
@@ -57,7 +57,7 @@ def test_ladder_every_failure_is_reported_and_leaves_nothing_behind(
 ) -> None:
     """Rung n fails the n-th open, read, write or sync.
 
-    Each must be a StorageError that says what, where and why; afterwards nothing is in flight, the
+    Each must be a StorageError that names what, where and why; afterwards nothing is in flight, the
     directories are empty, and the next rung starts from there.
     """
     drives = [str(tmp_path / name) for name in "ab"]

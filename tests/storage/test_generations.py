@@ -115,7 +115,7 @@ def test_a_bit_flipped_in_a_spare_file_is_found_and_named(
         assert caught.value.offset_nbytes == offset + PAGE_NBYTES
 
 
-def test_more_commits_than_spares_leave_no_room_for_a_write(
+def test_more_commits_than_spares_leave_no_space_for_a_write(
     open_any, arena: Arena, drives: list[VolumePath]
 ) -> None:
     with Volume(open_any("threads"), drives[:1], num_spares=1) as volume:
@@ -179,7 +179,7 @@ def test_spares_are_counted_before_anything_is_taken(
         assert [os.path.getsize(path) for path in volume.file_paths] == [0] * paths
 
 
-def test_one_full_path_is_named_although_the_others_have_room(open_any, tmp_path: Path) -> None:
+def test_one_full_path_is_named_although_the_others_have_space(open_any, tmp_path: Path) -> None:
     small = VolumePath(str(tmp_path / "small"), capacity_nbytes=MIB + 512 * KIB, weight=5.0)
     large = VolumePath(str(tmp_path / "large"), capacity_nbytes=64 * MIB, weight=0.001)
     with Volume(open_any("threads"), [small, large], num_spares=1) as volume:

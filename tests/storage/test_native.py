@@ -31,9 +31,9 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 
 
 def build_in(name: str, *options: str, targets: Sequence[str] = ("all",)) -> tuple[Path, str]:
-    """Where it was built, and what CMake said. Built incrementally, kept between runs, by one test
-    process at a time. All files of a target are compiled as one, which saves half of the time; one by
-    one they were compiled for the package."""
+    """Returns the directory of the build, and the output of CMake. Built incrementally, kept
+    between runs, by one test process at a time. All files of a target are compiled as one, which
+    saves half of the time; one by one they were compiled for the package."""
     assert shutil.which("c++") or shutil.which("g++") or os.environ.get("CXX"), (
         "a C++ compiler is missing: apt-get install g++"
     )

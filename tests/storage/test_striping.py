@@ -1,4 +1,4 @@
-"""Several paths of different speed work as one: each gets the share it can carry."""
+"""Several paths of different speed work as one: each gets bytes in proportion to its bandwidth."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_measuring_leaves_nothing_behind(open_any, drives) -> None:
         assert sum(extent.nbytes for extent in extents) == MIB
 
 
-def test_fresh_pieces_are_zeros_after_measuring(open_any, arena, drives) -> None:
+def test_fresh_buffers_are_zeros_after_measuring(open_any, arena, drives) -> None:
     with Volume(open_any("threads"), paths_of(drives, None, None)) as volume:
         (extents,) = volume.reserve([8 * MIB])
         arena.memory(0, 8 * MIB)[:] = b"x" * (8 * MIB)

@@ -428,7 +428,7 @@ def test_ring_in_a_forked_child_is_refused(run_python: Callable[..., str]) -> No
     assert printed.split() == ["7", "1"]
 
 
-def test_absent_binding_says_how_to_get_it(run_python: Callable[..., str]) -> None:
+def test_absent_binding_is_an_error_that_names_the_remedy(run_python: Callable[..., str]) -> None:
     printed = run_python("""
         import sys
         sys.modules["infinity._uring"] = None  # What an import of it then raises: ImportError.

@@ -40,7 +40,7 @@ def read(volume: Volume, piece: tuple[Extent, ...], address: int, nbytes: int) -
 
 
 def place_of(volume: Volume, piece: tuple[Extent, ...], page: int) -> tuple[str, int]:
-    """The file and the offset that hold a page of a piece."""
+    """The file and the offset that have a page of a buffer."""
     at = page * PAGE_NBYTES
     for extent in piece:
         if at < extent.nbytes:
@@ -155,7 +155,7 @@ def test_without_verify_what_is_frozen_is_checked_and_what_was_written_since_is_
         assert (caught.value.path, caught.value.offset_nbytes) == (kept.path, kept.offset_nbytes)
 
 
-def test_table_speaks_of_ranges_and_knows_zeros() -> None:
+def test_the_checksum_table_covers_ranges_and_zeros() -> None:
     table = PageChecksums()
     table.grow(8 * PAGE_NBYTES)
     zero = CRC32C_OF_A_ZERO_PAGE.to_bytes(4, "little")

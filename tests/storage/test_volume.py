@@ -1,4 +1,4 @@
-"""Swap volumes: striped pieces, and what happens on full, foreign, locked and odd directories."""
+"""Swap volumes: striped buffers, and full, foreign, locked and odd directories."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def threads(open_any) -> StorageEngine:
 
 @pytest.fixture
 def start_holder() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
-    """Starts a process that holds a swap directory until it is killed."""
+    """Starts a process that locks a swap directory until it is killed."""
     holders: list[subprocess.Popen[str]] = []
 
     def start(path: Path) -> subprocess.Popen[str]:
@@ -82,7 +82,7 @@ def start_holder() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
 def write_and_read(
     volume: Volume, arena: Arena, extents: tuple[Extent, ...], seed: int = 0
 ) -> None:
-    """Fills a piece and reads it back."""
+    """Fills a buffer and reads it back."""
     nbytes = sum(extent.nbytes for extent in extents)
     data = random.Random(seed).randbytes(nbytes)
     arena.memory(0, nbytes)[:] = data
@@ -94,10 +94,10 @@ def write_and_read(
 
 
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
-def test_pieces_keep_their_bytes_on_any_number_of_paths(
+def test_buffers_keep_their_bytes_on_any_number_of_paths(
     native_engine: StorageEngine, arena: Arena, tmp_path: Path, num_paths: int
 ) -> None:
-    """Ranges at random, against a model; every piece is written in full first."""
+    """Ranges at random, against a model; every buffer is written in full first."""
     paths = [VolumePath(str(tmp_path / f"drive{index}")) for index in range(num_paths)]
     prng = random.Random(num_paths)
     with Volume(native_engine, paths, stripe_nbytes=256 * KIB) as volume:
@@ -120,7 +120,7 @@ def test_pieces_keep_their_bytes_on_any_number_of_paths(
                 assert arena.memory(0, nbytes) == model[low : low + nbytes]
 
 
-def test_fresh_pieces_read_as_zeros(
+def test_fresh_buffers_read_as_zeros(
     native_engine: StorageEngine, arena: Arena, tmp_path: Path
 ) -> None:
     with Volume(native_engine, [VolumePath(str(tmp_path / "drive"))]) as volume:
@@ -208,7 +208,7 @@ def test_closed_volume_refuses_work(threads: StorageEngine, arena: Arena, tmp_pa
 def test_engine_outlives_its_volumes_and_frees_their_space(
     native_engine: StorageEngine, arena: Arena, mount: Mount
 ) -> None:
-    """The ring's table of files must not hold on to a removed file."""
+    """The ring's table of files must not keep a removed file open."""
     point = mount("tmpfs", "size=16m")
     for cycle in range(5):
         with Volume(native_engine, [VolumePath(str(point / "drive"))]) as volume:
@@ -242,7 +242,7 @@ def test_same_directory_twice_in_one_process_is_refused(
     Volume(threads, [path]).close()
 
 
-def test_a_full_drive_is_named_and_the_lock_on_it_says_what_it_said(
+def test_a_full_drive_is_named_and_its_lock_file_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> int:
@@ -353,10 +353,10 @@ def test_a_drive_without_file_locks_is_named_with_what_to_do(
     with pytest.raises(StorageError, match="local drive") as caught:
         Volume(threads, [VolumePath(str(tmp_path / "drive"))])
     assert caught.value.errno == getattr(errno, code)
-    assert not list((tmp_path / "drive").iterdir())
+    assert not (tmp_path / "drive").exists()
 
 
-def test_a_full_drive_is_named_and_no_empty_lock_stays(
+def test_a_full_drive_is_named_and_nothing_of_ours_stays(
     threads: StorageEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int, content: bytes, offset: int) -> int:
@@ -365,7 +365,7 @@ def test_a_full_drive_is_named_and_no_empty_lock_stays(
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(StorageError, match=r"infinity.lock.*free\s+some space"):
         Volume(threads, [VolumePath(str(tmp_path / "drive"))])
-    assert not list((tmp_path / "drive").iterdir())
+    assert not (tmp_path / "drive").exists()
 
 
 def test_lock_is_not_held_by_a_child_that_outlives_the_parent(

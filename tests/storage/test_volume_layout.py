@@ -33,10 +33,10 @@ def fits(sizes_nbytes: list[int], spaces: list[PathSpace]) -> bool:
 
 
 @given(sizes=sizes, spaces=spaces, stripe_nbytes=stripes)
-def test_extents_cover_each_piece_and_nothing_twice(
+def test_extents_cover_each_buffer_and_no_byte_twice(
     sizes: list[int], spaces: list[PathSpace], stripe_nbytes: int
 ) -> None:
-    """Aligned, disjoint, inside the room of their path, and as long as the sizes rounded up."""
+    """Aligned, disjoint, inside the space of their path, and as long as the sizes rounded up."""
     assume(fits(sizes, spaces))
     striped = stripe(sizes, spaces, stripe_nbytes=stripe_nbytes)
     assert [sum(extent.nbytes for extent in extents) for extents in striped] == [
@@ -59,7 +59,7 @@ def test_extents_cover_each_piece_and_nothing_twice(
 
 
 @given(sizes=sizes, spaces=spaces, stripe_nbytes=stripes)
-def test_too_little_room_is_refused_and_enough_never_is(
+def test_too_little_space_is_refused_and_enough_never_is(
     sizes: list[int], spaces: list[PathSpace], stripe_nbytes: int
 ) -> None:
     if fits(sizes, spaces):
@@ -74,10 +74,10 @@ def test_too_little_room_is_refused_and_enough_never_is(
     weights=st.lists(st.floats(0.25, 8), min_size=2, max_size=3),
     lead=st.integers(0, 50),
 )
-def test_every_piece_is_shared_in_proportion_to_the_weights(
+def test_every_buffer_is_striped_in_proportion_to_the_weights(
     num_stripes: int, weights: list[float], lead: int
 ) -> None:
-    """Within two stripes of its fair share, whatever was laid out before."""
+    """Within two stripes of its proportion, whatever was laid out before."""
     spaces = [PathSpace(0, GIB, weight) for weight in weights]
     _, extents = stripe([lead * MIB, num_stripes * MIB], spaces, stripe_nbytes=MIB)
     for index, weight in enumerate(weights):
@@ -86,7 +86,7 @@ def test_every_piece_is_shared_in_proportion_to_the_weights(
         assert abs(nbytes - fair_nbytes) <= 2 * MIB
 
 
-def test_one_path_gives_one_extent_per_piece() -> None:
+def test_one_path_gives_one_extent_per_buffer() -> None:
     spaces = [PathSpace(4096, GIB)]
     assert stripe([5, 64 * MIB], spaces, stripe_nbytes=4 * MIB) == [
         (Extent(0, 4096, 4096),),
@@ -94,7 +94,7 @@ def test_one_path_gives_one_extent_per_piece() -> None:
     ]
 
 
-def test_piece_below_one_stripe_stays_on_one_path() -> None:
+def test_buffer_below_one_stripe_stays_on_one_path() -> None:
     spaces = [PathSpace(0, GIB), PathSpace(0, GIB)]
     striped = stripe([MIB] * 8, spaces, stripe_nbytes=4 * MIB)
     assert all(len(extents) == 1 for extents in striped)
@@ -137,6 +137,6 @@ def test_slices_of_extents_are_what_slices_of_bytes_are(
     ]
 
 
-def test_slice_outside_the_piece_is_refused() -> None:
-    with pytest.raises(ValueError, match="outside the piece of 10 bytes"):
+def test_slice_outside_the_buffer_is_refused() -> None:
+    with pytest.raises(ValueError, match="outside the buffer of 10 bytes"):
         slice_extents([Extent(0, 0, 10)], offset_nbytes=5, nbytes=6)

@@ -16,7 +16,7 @@ from infinity.cli import app
 from infinity.errors import ConfigError
 from infinity.observe import Span, Track, chrome
 from infinity.observe.page import PageRow, PageTable, PageView, page_of, write_page
-from infinity.observe.painter import Bars, NamedStretch, TrackPicture
+from infinity.observe.painter import Bars, NamedInterval, TrackPicture
 from infinity.observe.step_page import by_link, idle_by_cause, kind_of, views_of
 from infinity.observe.step_summary import summarize
 
@@ -159,7 +159,7 @@ def test_text_of_a_trace_cannot_become_markup() -> None:
         evil,
         evil,
         [(evil, [Bars("#000000", [(0, 1)], [evil])])],
-        [NamedStretch(evil, 0, 1, "#fff")],
+        [NamedInterval(evil, 0, 1, "#fff")],
     )
     view = PageView(evil, picture, [PageTable(evil, [evil], [PageRow([evil], 2.0)], evil)])
     page = page_of(evil, [view])

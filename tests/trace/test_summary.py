@@ -1,4 +1,4 @@
-"""What is said of a step, from spans made by hand. One millisecond is 10**6 ns."""
+"""The summary of a step, from spans made by hand. One millisecond is 10**6 ns."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from infinity.observe import Span, Track
 from infinity.observe.intervals import clipped, total_s, union, without
-from infinity.observe.timeline import THREAD_LANES, laid_out
+from infinity.observe.timeline import THREAD_TRACKS, laid_out
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))),
     max_size=12,
 )
-RAW_LANES = (Track.STALLS, Track.UPDATES, Track.ENGINE, Track.SITES)
-SPANS = st.lists(st.tuples(st.sampled_from(RAW_LANES), INTERVALS), max_size=4).map(
+RAW_TRACKS = (Track.STALLS, Track.UPDATES, Track.ENGINE, Track.MODULES)
+SPANS = st.lists(st.tuples(st.sampled_from(RAW_TRACKS), INTERVALS), max_size=4).map(
     lambda tracks: [
         Span(track, f"{track} {number}", start, end)
         for track, intervals in tracks
@@ -55,11 +55,11 @@ def test_a_stall_is_never_hidden(spans):
     assert moments(shown) == moments(stalls)
 
 
-def test_the_site_entered_last_is_the_one_that_computes():
+def test_the_hooked_module_entered_last_is_the_one_that_computes():
     """In a backward a block may be entered before the last node of the one behind it has run."""
     spans = [
-        Span(Track.SITES, "block 2", 0, 60),
-        Span(Track.SITES, "block 1", 50, 100),
+        Span(Track.MODULES, "block 2", 0, 60),
+        Span(Track.MODULES, "block 1", 50, 100),
         Span(Track.ENGINE, "enter", 40, 50),
         Span(Track.STALLS, "block 1 needs its parameters", 42, 48),
     ]
@@ -71,4 +71,4 @@ def test_the_site_entered_last_is_the_one_that_computes():
         (Track.ENGINE, "enter", 48, 50),
         (Track.COMPUTE, "block 1", 50, 100),
     ]
-    assert {track for track, *_ in shown} <= set(THREAD_LANES)
+    assert {track for track, *_ in shown} <= set(THREAD_TRACKS)

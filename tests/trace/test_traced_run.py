@@ -188,7 +188,7 @@ def test_a_slow_read_is_what_the_stall_waits_for(tmp_path):
     assert causes and all(name.startswith("parameters of ") for name in causes)
 
 
-def test_compute_is_at_the_sites(traced):
+def test_compute_spans_have_the_names_of_hooked_modules(traced):
     names = {span.name for span in chrome.read(traced[0]) if span.track == Track.COMPUTE}
     assert {f"transformer.h.{layer}" for layer in range(3)} <= names
 
@@ -238,7 +238,7 @@ def test_steps_are_a_range_or_one():
             parse_steps(text)
 
 
-def test_the_commands_do_it_all(table, tmp_path):
+def test_the_trace_commands_read_what_train_wrote(table, tmp_path):
     config, trace, picture = tmp_path / "job.json", tmp_path / "out.json", tmp_path / "out.png"
     config.write_text(json.dumps(table))
 

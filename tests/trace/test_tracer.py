@@ -10,7 +10,7 @@ from infinity.observe import Counters, Track
 
 
 class Transfer:
-    """A transfer that is over when a test says so."""
+    """A transfer that ends on a test's command."""
 
     def __init__(self, *passages: tuple[int, int, int, int]) -> None:
         self.over = passages
@@ -26,7 +26,7 @@ class Transfer:
 def use_everything(counters: Counters) -> None:
     tracer = counters.tracer
     with tracer.step(1), tracer.during(Track.ENGINE, "enter"):
-        tracer.begin("key", Track.SITES, "block")
+        tracer.begin("key", Track.MODULES, "block")
         with counters.timed("read_wait_s", "block needs its parameters"):
             pass
         counters.set("host_in_use_nbytes", 5)
@@ -99,11 +99,11 @@ def test_a_transfer_is_shown_once_it_is_over_per_file():
 
 def test_spans_with_one_key_end_last_in_first_out_and_unknown_ends_are_ignored():
     tracer = Counters().tracer
-    tracer.begin("key", Track.SITES, "before the recording")
+    tracer.begin("key", Track.MODULES, "before the recording")
     tracer.start()
     tracer.end("key")
-    tracer.begin("key", Track.SITES, "outer")
-    tracer.begin("key", Track.SITES, "inner")
+    tracer.begin("key", Track.MODULES, "outer")
+    tracer.begin("key", Track.MODULES, "inner")
     tracer.end("key")
     assert [span.name for span in tracer.spans()] == ["inner"]
     tracer.end("key")

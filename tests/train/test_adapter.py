@@ -265,7 +265,7 @@ def test_another_adapter_is_no_continuation(tmp_path, table) -> None:
         run(table, resume=True)
 
 
-def test_a_saved_adapter_is_gone_on_from(tmp_path, table) -> None:
+def test_training_continues_from_a_saved_adapter(tmp_path, table) -> None:
     """Its values, and the other keys from its adapter_config.json."""
     save_base(tmp_path / "base")
     table["train"]["steps"] = 2

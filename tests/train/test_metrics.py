@@ -29,7 +29,7 @@ def written(path: Path, *steps: int) -> Path:
     return path
 
 
-def test_a_resumed_run_goes_on_after_its_step_in_a_new_file(tmp_path):
+def test_a_resumed_run_continues_after_its_step_in_a_new_file(tmp_path):
     path = written(tmp_path / "metrics.jsonl", 1, 2, 3, 4)
     with path.open("a") as file:
         file.write(line(5)[:9])  # A crash has cut it short.

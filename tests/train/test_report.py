@@ -1,4 +1,4 @@
-"""What a run says of itself, from given numbers."""
+"""The report of a run, from given numbers."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.training import streams
 from infinity.training.interrupt import Interrupt
 from infinity.training.streams import lost_streams, outliving_streams
 from tests.support.forked import Script
@@ -83,7 +84,7 @@ def test_notices_end_in_a_checkpoint_however_often_they_come(job, processes):
         assert b"stopping" not in path.read_bytes(), path
 
 
-def test_streams_that_fail_are_said_once_on_the_other_and_at_the_end(monkeypatch):
+def test_streams_that_fail_are_reported_once_on_the_other_and_at_the_end(monkeypatch):
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -96,6 +97,25 @@ def test_streams_that_fail_are_said_once_on_the_other_and_at_the_end(monkeypatch
         print("second")
         assert lost_streams() == ["some of what was printed on stdout: No space left on device"]
     assert sys.stdout is full
+    assert other.getvalue().count("the run goes on without") == 1
+
+
+def test_a_reader_that_stops_reading_is_not_waited_for_and_may_go_on(monkeypatch):
+    read, write = os.pipe()
+    other = io.StringIO()
+    monkeypatch.setattr(streams, "_PATIENCE_S", 0.05)
+    with os.fdopen(write, "w") as full, os.fdopen(read, "rb") as reader:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", other)
+        with outliving_streams():
+            print("first", "x" * 300_000)  # More than a pipe holds.
+            print("lost")
+            assert lost_streams() == [
+                "some of what was printed on stdout: its reader read nothing for 0 s"
+            ]
+            assert len(reader.read1(1 << 20)) >= 4096
+            print("last")
+            assert reader.read1(1 << 20) == b"last\n"
     assert other.getvalue().count("the run goes on without") == 1
 
 

@@ -44,7 +44,7 @@ def infinity(*arguments: str | Path, **options: Any) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
 
 
-def test_check_says_ok(good: Path) -> None:
+def test_check_prints_ok(good: Path) -> None:
     result = infinity("config", "check", good)
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{good}: ok\n", "")
 
@@ -71,7 +71,7 @@ def test_show_prints_toml_that_reads_back_equal(good: Path) -> None:
     assert SwapConfig.load(again) == SwapConfig.load(good)
 
 
-def test_show_says_where_each_value_came_from(good: Path) -> None:
+def test_show_prints_the_origin_of_each_value(good: Path) -> None:
     lines = infinity("config", "show", good).stdout.splitlines()
     remark = {line.split(" = ")[0]: line.split("# ")[1] for line in lines if " = " in line}
     assert remark["block_size"] == "default"

@@ -14,7 +14,7 @@ from infinity.observe import Counters
 
 
 class Silent:
-    """Links to ranks that say nothing, and to which nothing can be told."""
+    """A transport to ranks that send nothing, and that receive nothing."""
 
     rank = 0
     is_broken = False
@@ -48,7 +48,7 @@ def test_close_withdraws_proposals_that_no_other_rank_made(
     closing = threading.Thread(target=collectives.close, daemon=True)
     closing.start()
     closing.join(10)
-    assert not closing.is_alive() and propose.is_called_off
+    assert not closing.is_alive() and propose.is_cancelled
 
 
 def test_a_failing_operation_raises_on_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:

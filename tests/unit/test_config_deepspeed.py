@@ -166,7 +166,7 @@ def test_without_offload_all_state_stays_on_the_device() -> None:
           "gradient_accumulation_steps": 3}, (2, 3)),
     ],
 )  # fmt: skip
-def test_two_of_three_say_the_batch(
+def test_two_of_three_batch_keys_give_the_third(
     batch: dict[str, int], expected: tuple[int, int | None]
 ) -> None:
     train = translate(batch).train

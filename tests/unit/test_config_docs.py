@@ -1,4 +1,4 @@
-"""The reference, the JSON Schema and the examples say what the schema says."""
+"""The reference, the JSON Schema and the examples agree with the schema."""
 
 from __future__ import annotations
 

@@ -338,7 +338,7 @@ def test_defaults_are_those_of_the_reference() -> None:
     config = SwapConfig()
     assert config.io.block_size == config.io.stripe == 4 * MIB
     assert config.schedule.update_chunk == 16 * MIB and config.schedule.window == "auto"
-    assert (config.io.queue_depth, config.io.threads, config.io.engine) == (2, 4, "auto")
+    assert (config.io.queue_depth, config.io.threads, config.io.engine) == ("auto", 4, "auto")
     assert config.optimizer.betas == (0.9, 0.999) and config.optimizer.max_grad_norm == 1.0
     assert config.output.max_shard_size == 2 * GIB
 

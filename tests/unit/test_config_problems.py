@@ -123,7 +123,7 @@ def test_fault_says_what_was_expected_and_what_came() -> None:
     assert found["tiers.device.kind"] == expected
     assert found["tiers.nvme[0].weight"] == 'expected "auto" or a number > 0; got 0'
     assert 'did you mean "io_uring"?' in found["io.engine"]
-    assert found["io.queue_depth"] == "expected an integer from 1 to 1024; got true"
+    assert found["io.queue_depth"] == 'expected "auto" or an integer from 1 to 1024; got true'
     assert 'did you mean "bfloat16"?' in found["precision.compute"]
     assert 'got "1e-5"' in found["optimizer.lr"] and "remove the quotes" in found["optimizer.lr"]
     assert found["optimizer.betas"] == "expected two numbers, such as [0.9, 0.999]; got 0.9"
@@ -184,7 +184,7 @@ def test_unknown_key_is_told_the_nearest_known_one(table: str, key: str, hint: s
     assert hint in suggest(table, key, KEYS)
 
 
-def test_every_misplaced_key_is_sent_home() -> None:
+def test_every_misplaced_key_is_named_with_its_table() -> None:
     """Each key of each table, put where it is unknown, is named with a table that knows it."""
     for table, names in KEYS.items():
         for name in names:

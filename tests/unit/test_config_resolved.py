@@ -40,7 +40,7 @@ def test_value_comes_from_the_file_or_is_a_default(tmp_path: Path) -> None:
     assert found["train"] == "default"
 
 
-def test_value_of_a_dict_says_so() -> None:
+def test_origin_of_a_value_of_a_dict_is_the_dict() -> None:
     assert origins(SwapConfig.load({"io": {"threads": 3}}))["io.threads"] == "dict"
 
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.config import Capacity, SwapConfig
+from infinity.config.reading import Loading
 from infinity.config.values import (
     AutoOr,
     Budget,
     FileName,
     Flag,
     Integer,
-    Loading,
     Location,
     Number,
     OrOff,

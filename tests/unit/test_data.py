@@ -172,7 +172,7 @@ def test_without_shuffling_text_comes_in_order_and_its_end_is_held_out():
     assert next(batches.held_out_batches(1))[0].tolist() == [32, 33, 34, 35]
 
 
-def test_too_few_sequences_for_a_batch_says_the_numbers():
+def test_too_few_sequences_for_a_batch_is_an_error_with_the_numbers():
     with pytest.raises(ConfigError, match=r"11 tokens, 2 sequences of .*=4, 1 of them held out: 1"):
         make_batches(11)
 
@@ -263,7 +263,7 @@ def test_other_formats_are_refused_by_name(tmp_path, name, content, said):
         collect_files(sources(str(write(tmp_path / name, content))).paths)
 
 
-def test_json_lines_that_are_named_text_are_taken_and_said(tmp_path, caplog):
+def test_json_lines_that_are_named_text_are_read_with_a_notice(tmp_path, caplog):
     path = write(tmp_path / "a.txt", '{"text": "a"}\n')
     assert collect_files(sources(str(path)).paths) == [path]
     assert "a.txt" in caplog.text and "JSON objects" in caplog.text

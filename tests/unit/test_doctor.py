@@ -291,7 +291,7 @@ def test_drive_is_found_from_its_partition_and_below_a_mapper(root: Path) -> Non
     assert disk.is_dir() and drives.find_drive(root, os.makedev(8, 0)) is None
 
 
-def test_drive_that_says_little(root: Path) -> None:
+def test_drive_with_few_facts_is_reported(root: Path) -> None:
     make_block(root, "sda", "8:0", queue__rotational="1", device__device__numa_node="-1")
     drive = drives.find_drive(root, os.makedev(8, 0))
     assert drive == Drive("sda", "", True, "", 0, None)
@@ -325,7 +325,7 @@ def test_wear_from_the_drive_s_log() -> None:
         nvme_health.parse_health(bytes(512))
 
 
-def test_wear_that_cannot_be_read_says_why() -> None:
+def test_wear_that_cannot_be_read_is_reported_with_the_cause() -> None:
     expect(nvme_health.examine("/p", "sda"), "ok", "no NVMe drive")
     expect(nvme_health.check_wear("/p", None, errno.EACCES), "degraded", "denied", "root")
     expect(nvme_health.examine("/p", "nvme977n1"), "degraded", "No such file")

@@ -1,4 +1,4 @@
-"""Errors say what to do, also those of the kernel that nobody caught."""
+"""Errors name a remedy, also those of the kernel that nobody caught."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The safetensors file by hand, held against the library."""
+"""The safetensors file by hand, compared with the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out, held against from_pretrained and save_pretrained."""
+"""Hugging Face checkpoints in and out, compared with from_pretrained and save_pretrained."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_truncated_shard_is_refused_before_anything_is_written(tmp_path):
         weight_source(tmp_path).load_into(make_empty("llama"), never)
 
 
-def test_directory_without_safetensors_says_what_it_has(tmp_path):
+def test_directory_without_safetensors_is_refused_with_its_content(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
 
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin"):

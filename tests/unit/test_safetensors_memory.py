@@ -1,4 +1,4 @@
-"""No moment of an import or an export holds the model."""
+"""The model is never in memory during an import or an export."""
 
 from __future__ import annotations
 

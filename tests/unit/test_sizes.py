@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.config.values import write_nbytes
-from infinity.sizes import GIB, KIB, MIB, align_down, align_up, format_nbytes, parse_nbytes
+from infinity.sizes import (
+    GIB,
+    KIB,
+    MIB,
+    align_down,
+    align_up,
+    format_nbytes,
+    parse_nbytes,
+    write_size,
+)
 
 SIZES = st.integers(0, 2**63 - 1)
 
@@ -48,14 +56,14 @@ def test_parse_refuses_what_is_not_a_size(value: object) -> None:
 
 @given(SIZES)
 def test_written_size_reads_back_exactly(nbytes: int) -> None:
-    """`write_nbytes` is exact, whatever unit it picks."""
-    assert parse_nbytes(write_nbytes(nbytes)) == nbytes
+    """`write_size` is exact, whatever unit it picks."""
+    assert parse_nbytes(write_size(nbytes)) == nbytes
 
 
 @given(st.integers(1, 2**20), st.sampled_from(["KiB", "MiB", "GiB", "TiB", "kB", "MB", "GB", "TB"]))
 def test_written_size_is_no_longer_than_the_text_it_came_from(number: int, unit: str) -> None:
     """A size given in a round unit is written in a unit, never as a long count of bytes."""
-    written = write_nbytes(parse_nbytes(f"{number}{unit}"))
+    written = write_size(parse_nbytes(f"{number}{unit}"))
     assert not written.rstrip("B").isdigit()
 
 

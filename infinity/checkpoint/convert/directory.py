@@ -29,7 +29,7 @@ from infinity.checkpoint.run.directory import sync_directory
 from infinity.codecs import Encoding, Nf4
 from infinity.codecs.nf4 import STATE_SUFFIX
 from infinity.codecs.part import Codec, Shape
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, reporting
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -51,6 +51,7 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all tensors that it is written as."""
         return sum(info.nbytes for info in self.infos)
 
 
@@ -63,11 +64,13 @@ class DirectoryPlan:
     shards: dict[str, list[tuple[str, PlannedTensor]]] = field(default_factory=dict)
 
     def add(self, name: str, outcome: PlannedTensor) -> None:
+        """Plans a tensor into the file that has the name of its source file."""
         shard = self.source.file_of(name).name
         self.shards.setdefault(shard, []).append((name, outcome))
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all planned tensors, without headers."""
         return sum(outcome.nbytes for rows in self.shards.values() for _, outcome in rows)
 
 
@@ -193,23 +196,19 @@ def write_directory(
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir()
-        for shard, rows in plan.shards.items():
-            _write_shard(partial / shard, rows, progress)
-        _copy_other_files(plan.source.path, partial)
-        _write_text(partial / "config.json", plan.config)
-        if set(plan.shards) != {_SINGLE_NAME}:
-            _write_index(partial, plan)
-        sync_directory(partial)
-        if out.exists():
-            out.rmdir()
-        os.rename(partial, out)
-        sync_directory(out.parent)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        where = str(error.filename or out)
-        raise StorageError(error.errno or 0, operation="write", path=where) from None
+        with reporting("write", out):
+            partial.mkdir()
+            for shard, rows in plan.shards.items():
+                _write_shard(partial / shard, rows, progress)
+            _copy_other_files(plan.source.path, partial)
+            _write_text(partial / "config.json", plan.config)
+            if set(plan.shards) != {_SINGLE_NAME}:
+                _write_index(partial, plan)
+            sync_directory(partial)
+            if out.exists():
+                out.rmdir()
+            os.rename(partial, out)
+            sync_directory(out.parent)
     finally:
         plan.source.close()
         shutil.rmtree(partial, ignore_errors=True)

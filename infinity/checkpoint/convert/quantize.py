@@ -25,12 +25,12 @@ from infinity.checkpoint.convert.directory import (
     as_numbers,
     unchanged,
 )
-from infinity.checkpoint.huggingface.import_checks import listed, read_config
+from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
 from infinity.codecs.detect import QUANTISATION_KEYS
 from infinity.codecs.part import Codec
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, listed
 
 Format = Literal["fp8", "int4", "nf4"]
 

@@ -38,7 +38,7 @@ from infinity.bounded import (
 )
 from infinity.checkpoint.huggingface.export_weights import check_space
 from infinity.checkpoint.run.directory import sync_directory
-from infinity.errors import ConfigError, StorageError, corrupt
+from infinity.errors import ConfigError, StorageError, corrupt, reporting
 from infinity.sizes import MIB
 
 RECORD_NAME = ".infinity-spread.json"
@@ -62,10 +62,12 @@ class ShardMove:
 
     @property
     def is_done(self) -> bool:
+        """Whether the file lies at its place already."""
         return self.source == self.place
 
     @property
     def moved_nbytes(self) -> int:
+        """The bytes to copy: none for a file in place, and for one that is hard-linked."""
         return 0 if self.is_done or self.is_linked else self.nbytes
 
 
@@ -79,9 +81,11 @@ class SpreadPlan:
 
     @property
     def moved_nbytes(self) -> int:
+        """The bytes to copy, of all files."""
         return sum(move.moved_nbytes for move in self.moves)
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the plan for JSON: totals in bytes, bytes per folder, and every move."""
         folders: dict[str, int] = {}
         for move in self.moves:
             folder = str(move.place.parent)
@@ -140,7 +144,7 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
 
 def run_spread(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
     """Does what a plan says. May be interrupted at any point and repeated. Raises StorageError."""
-    with _locked(plan.directory), _reporting(plan.directory, "spread"):
+    with _locked(plan.directory), reporting("spread", plan.directory):
         record = _read_record(plan.directory) or _Record(plan.mode, {}, {})
         for move in plan.moves:
             own = plan.directory / move.name
@@ -183,7 +187,7 @@ def plan_gather(directory: Path) -> SpreadPlan:
 def run_gather(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
     """Undoes `run_spread`. May be interrupted at any point and repeated. Raises StorageError."""
     directory = plan.directory
-    with _locked(directory), _reporting(directory, "gather"):
+    with _locked(directory), reporting("gather", directory):
         record = _read_record(directory)
         if record is None:
             return
@@ -442,14 +446,3 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-@contextmanager
-def _reporting(directory: Path, operation: str) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        where = str(error.filename2 or error.filename or directory)
-        raise StorageError(error.errno or 0, operation=operation, path=where) from None

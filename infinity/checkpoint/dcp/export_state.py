@@ -48,7 +48,7 @@ from infinity.checkpoint.reader import (
 from infinity.checkpoint.run.directory import sync_directory
 from infinity.checkpoint.run.optimizer_export import defaults_of_torch
 from infinity.engine.optimizer import OffloadedOptimizer
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, reporting
 from infinity.sizes import GIB, MIB
 
 _SLAB_NBYTES = 64 * MIB
@@ -117,17 +117,13 @@ def _export(
         shutil.rmtree(partial, ignore_errors=True)
         make_directory(partial)
         try:
-            _write(source, partial, aliases, buffers)
-            sync_directory(partial)
-            if directory.exists():
-                directory.rmdir()
-            os.replace(partial, directory)
-            sync_directory(directory.parent)
-        except StorageError:
-            raise
-        except OSError as error:
-            where = error.filename or str(partial)
-            raise StorageError(error.errno or 0, operation="export", path=where) from error
+            with reporting("export", partial):
+                _write(source, partial, aliases, buffers)
+                sync_directory(partial)
+                if directory.exists():
+                    directory.rmdir()
+                os.replace(partial, directory)
+                sync_directory(directory.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return directory

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
+from typing_extensions import override
 
 from infinity.checkpoint.huggingface.import_checks import refuse_codes
 from infinity.checkpoint.run.files import kept_tensors
@@ -113,6 +114,7 @@ class _Reader(FileSystemReader):
         super().__init__(path)
         self._metadata = metadata
 
+    @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 

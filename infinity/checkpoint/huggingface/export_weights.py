@@ -107,6 +107,7 @@ class ExportPlan:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all tensors, without headers."""
         return sum(info.nbytes for infos in self.shards.values() for info in infos)
 
 

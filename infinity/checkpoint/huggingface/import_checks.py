@@ -17,11 +17,10 @@ from torch import nn
 
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.codecs.detect import quantization_of
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, listed
 
 WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-_MAX_NAMES_IN_MESSAGE = 5
 # ModelOpt, GPTQ and AWQ write one of these and may leave config.json as it was.
 _QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
@@ -119,10 +118,3 @@ def is_new_head(model: Any, missing: Sequence[str], directory: Path) -> bool:
         return False
     classes = read_config(directory).get("architectures")
     return isinstance(classes, list) and classes != [] and type(model).__name__ not in classes
-
-
-def listed(names: Sequence[str]) -> str:
-    """Lists the first few names and the number of the others."""
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES_IN_MESSAGE])
-    more = len(names) - _MAX_NAMES_IN_MESSAGE
-    return f"{shown} and {more} more" if more > 0 else shown

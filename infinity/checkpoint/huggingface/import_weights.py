@@ -27,7 +27,6 @@ from infinity.checkpoint.huggingface.import_checks import (
     is_ignored,
     is_new_head,
     is_other_head,
-    listed,
     refuse_codes,
     refuse_unexpected,
 )
@@ -42,7 +41,7 @@ from infinity.checkpoint.huggingface.names import (
 )
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.engine.dtypes import names_kept_wide
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, listed
 from infinity.state.stored import StoredPiece, StoredTensor
 from infinity.storage.shards import ShardIdentity
 

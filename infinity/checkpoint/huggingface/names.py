@@ -45,6 +45,7 @@ class TensorGroup:
 
     @property
     def source_names(self) -> tuple[str, ...]:
+        """The names of the tensors in the files, in the order in which they are combined."""
         return tuple(name for _, name in self.sources)
 
     def convert(

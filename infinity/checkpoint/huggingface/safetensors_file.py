@@ -21,6 +21,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -74,6 +75,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """The bytes that the tensor takes in the file."""
         if self.unreadable is not None:
             return self.unreadable[1]
         return math.prod(self.shape) * self.dtype.itemsize
@@ -84,6 +86,15 @@ class TensorInfo:
         return self.dtype if self.unreadable is None else self.unreadable[0]
 
 
+@dataclass(frozen=True, slots=True)
+class KnownHeader:
+    """A header that was parsed before, and the file that it is of."""
+
+    identity: ShardIdentity
+    tensors: Mapping[str, TensorInfo]
+    metadata: dict[str, str]
+
+
 class SafetensorsReader:
     """Reads tensors of one file on demand, after checking its header on opening.
 
@@ -92,7 +103,8 @@ class SafetensorsReader:
     dtype; StorageError if the file cannot be opened or read. Not thread-safe; close it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, known: KnownHeader | None = None) -> None:
+        """Opens the file. A header that is the `known` one is not parsed again."""
         self.path = str(path)
         try:
             self._fd: int | None = open_regular(self.path)
@@ -101,7 +113,11 @@ class SafetensorsReader:
         except ValueError as error:  # Not a regular file, or not a path.
             raise corrupt(self.path, str(error)) from None
         try:
-            self.tensors, self.metadata = _read_header(self._fd, self.path)
+            self.tensors: Mapping[str, TensorInfo]
+            if known is not None and self.identity() == known.identity:
+                self.tensors, self.metadata = known.tensors, known.metadata
+            else:
+                self.tensors, self.metadata = _read_header(self._fd, self.path)
         except BaseException:
             self.close()
             raise
@@ -133,6 +149,10 @@ class SafetensorsReader:
             inode=status.st_ino,
             header_sha256=hashlib.sha256(header).hexdigest(),
         )
+
+    def header(self) -> KnownHeader:
+        """Returns what a later reader of the same file can be given as `known`."""
+        return KnownHeader(self.identity(), self.tensors, self.metadata)
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
@@ -377,67 +397,62 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
     except MalformedError as error:
         detail = f"the header is damaged: {error}"
         raise corrupt(path, detail, _LENGTH_NBYTES, header_nbytes) from None
-    tensors = {name: _parse_entry(path, name, entry) for name, entry in entries.items()}
-    end = 0
-    for info in sorted(tensors.values(), key=lambda info: (info.offset_nbytes, info.nbytes)):
-        if info.offset_nbytes != end:
+    tensors: dict[str, TensorInfo] = {}
+    places: list[tuple[int, int, TensorInfo]] = []
+    for name, entry in entries.items():
+        tensors[name], nbytes = _parse_entry(path, name, entry, data_start)
+        places.append((tensors[name].offset_nbytes, nbytes, tensors[name]))
+    end = data_start
+    for offset_nbytes, nbytes, info in sorted(places, key=itemgetter(0, 1)):
+        if offset_nbytes != end:
             raise corrupt(
                 path,
-                f"tensor {info.name!r} starts at byte {info.offset_nbytes} of the data, "
-                f"expected {end}: tensors overlap or leave a hole",
-                data_start + end,
-                info.nbytes,
+                f"tensor {info.name!r} starts at byte {offset_nbytes - data_start} of the data, "
+                f"expected {end - data_start}: tensors overlap or leave a hole",
+                end,
+                nbytes,
             )
-        end += info.nbytes
-        if data_start + end > file_nbytes:
+        end += nbytes
+        if end > file_nbytes:
             raise corrupt(
                 path,
-                f"tensor {info.name!r} ends at byte {data_start + end}, the file has only "
-                f"{file_nbytes}: it is truncated, copy it again",
-                data_start + info.offset_nbytes,
-                info.nbytes,
+                f"tensor {info.name!r} ends at byte {end}, the file has only {file_nbytes}: it is "
+                "truncated, copy it again",
+                offset_nbytes,
+                nbytes,
             )
-    if data_start + end != file_nbytes:
-        raise corrupt(
-            path,
-            f"the header accounts for {data_start + end} bytes, the file has {file_nbytes}",
-        )
-    placed = {
-        name: TensorInfo(
-            name=name,
-            dtype=info.dtype,
-            shape=info.shape,
-            offset_nbytes=data_start + info.offset_nbytes,
-            unreadable=info.unreadable,
-        )
-        for name, info in tensors.items()
-    }
-    return placed, metadata
+    if end != file_nbytes:
+        raise corrupt(path, f"the header accounts for {end} bytes, the file has {file_nbytes}")
+    return tensors, metadata
 
 
-def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
-    """Parses an entry; its offset still counts from the end of the header."""
+def _parse_entry(path: str, name: str, entry: Any, data_start: int) -> tuple[TensorInfo, int]:
+    """Parses an entry, whose offsets count from the end of the header; returns it with its
+    bytes."""
     try:
         dtype_name, shape, (begin, end) = _facts(table_of(entry, "it"))
     except MalformedError as error:
         raise corrupt(
             path, f"the header's entry of tensor {name!r} is malformed: {error}"
         ) from None
-    if dtype_name not in STORED_DTYPES:
-        if end < begin:
+    offset_nbytes, nbytes = data_start + begin, end - begin
+    dtype = STORED_DTYPES.get(dtype_name)
+    if dtype is None:
+        if nbytes < 0:
             raise corrupt(path, f"tensor {name!r} has shape {shape}, offsets {[begin, end]}")
-        return TensorInfo(  # The other tensors of the file stay readable.
-            name=name, dtype=torch.uint8, shape=shape, offset_nbytes=begin,
-            unreadable=(str(dtype_name), end - begin),
+        info = TensorInfo(  # The other tensors of the file stay readable.
+            name=name, dtype=torch.uint8, shape=shape, offset_nbytes=offset_nbytes,
+            unreadable=(dtype_name, nbytes),
         )  # fmt: skip
-    info = TensorInfo(name=name, dtype=STORED_DTYPES[dtype_name], shape=shape, offset_nbytes=begin)
-    if end - begin != info.nbytes:
+        return info, nbytes
+    info = TensorInfo(name=name, dtype=dtype, shape=shape, offset_nbytes=offset_nbytes)
+    if nbytes != info.nbytes:
         raise corrupt(
             path,
             f"tensor {name!r} of shape {shape} and dtype {dtype_name} needs {info.nbytes} bytes, "
-            f"the header gives it {end - begin}",
+            f"the header gives it {nbytes}",
         )
-    return info
+    return info, nbytes
 
 
 def _facts(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], list[int]]:

@@ -10,8 +10,7 @@ import errno
 from pathlib import Path
 
 from infinity.bounded import MalformedError, field, plain_name, read_json, table_of
-from infinity.checkpoint.huggingface.import_checks import listed
-from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
+from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, listed
 
 _SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -39,9 +38,10 @@ def find_files(path: Path) -> dict[Path, list[str]]:
             "Weights in other formats must be saved as safetensors first "
             "(model.save_pretrained)"
         )
-    files: dict[Path, list[str]] = {}
+    names_in: dict[str, list[str]] = {}
     for name, file_name in _read_weight_map(index).items():
-        files.setdefault(path / file_name, []).append(name)
+        names_in.setdefault(file_name, []).append(name)
+    files = {path / file_name: names for file_name, names in names_in.items()}
     for file, names in files.items():
         if not file.is_file():
             raise CorruptionError(

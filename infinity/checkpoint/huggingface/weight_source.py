@@ -24,6 +24,7 @@ from torch import nn
 from infinity.checkpoint.huggingface.import_checks import read_config, refuse_undeclared
 from infinity.checkpoint.huggingface.import_weights import ImportPlan, Write, plan_import
 from infinity.checkpoint.huggingface.safetensors_file import (
+    KnownHeader,
     SafetensorsReader,
     TensorInfo,
     dtype_name,
@@ -61,7 +62,7 @@ class WeightSource:
         self._files: dict[str, Path] = {}  # tensor name -> the file that has it
         self._infos: dict[str, TensorInfo] = {}
         self._reader: SafetensorsReader | None = None
-        self.identities: list[ShardIdentity] = []
+        self._headers: dict[Path, KnownHeader] = {}
         for file, listed_names in find_files(self.path).items():
             with SafetensorsReader(file) as reader:
                 for name in listed_names:
@@ -73,7 +74,7 @@ class WeightSource:
                             detail=f"{INDEX_NAME} says that tensor {name!r} is in this file, "
                             "but its header does not have it",
                         )
-                self.identities.append(reader.identity())
+                self._headers[file] = reader.header()
                 listed_here = set(listed_names)
                 for name, info in reader.tensors.items():
                     if name in listed_here or name not in self._files:
@@ -91,6 +92,11 @@ class WeightSource:
 
     def _read_bytes(self, name: str) -> bytes:
         return bytes(tensor_bytes(self._opened(name).read(name)))
+
+    @property
+    def identities(self) -> list[ShardIdentity]:
+        """The files, as they were when their headers were read."""
+        return [header.identity for header in self._headers.values()]
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +162,7 @@ class WeightSource:
         encoded = self._encoded[name]
         ranges = []
         for part in encoded.names:
-            info, path = self._infos[part], os.path.abspath(self._files[part])
+            info, path = self._infos[part], self._headers[self._files[part]].identity.path
             ranges.append(ShardRange(path, info.offset_nbytes, info.nbytes))
         return encoded.codec, tuple(ranges)
 
@@ -170,10 +176,11 @@ class WeightSource:
         return rows
 
     def _opened(self, name: str) -> SafetensorsReader:
-        file = str(self._files[name])
+        path = self._files[name]
+        file = str(path)
         if self._reader is None or self._reader.path != file:
             self.close()
-            self._reader = SafetensorsReader(file)
+            self._reader = SafetensorsReader(path, known=self._headers[path])
         if self._reader.tensors.get(name) != self._infos[name]:
             raise CorruptionError(
                 errno.ESTALE,

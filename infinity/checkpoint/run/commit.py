@@ -64,6 +64,7 @@ class KindRange:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the range."""
         return self.stop_nbytes - self.start_nbytes
 
     def stored(self, runs: Iterable[LinkedRun]) -> LinkedKind:
@@ -115,7 +116,7 @@ def state_kind_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[KindR
 
 def own_weights(divided: Partition) -> Iterator[KindRange]:
     """Yields the part that this rank owns of the weights that every rank keeps in full."""
-    for whole, shard in zip(divided.full_units, divided.mine, strict=True):
+    for whole, shard in zip(divided.full_units, divided.local, strict=True):
         for shares in (shard.shares, shard.frozen):
             places = [_weight_range(share) for share in shares]
             if not places:

@@ -36,7 +36,7 @@ from infinity.checkpoint.run.manifest import (
     parse,
     to_bytes,
 )
-from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
+from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, reporting
 from infinity.sizes import MIB
 
 # Checkpoints are as private as swap files. Exports are for other users and follow the umask.
@@ -267,6 +267,7 @@ class SequentialFile:
             self._file = _create(path)
 
     def write(self, view: memoryview) -> None:
+        """Appends all of `view`. Raises StorageError."""
         with reporting("write", self._path):
             while view:
                 view = view[os.write(self._file.fileno(), view[:_TRANSFER_NBYTES]) :]
@@ -378,16 +379,3 @@ def locked(directory: Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             os.close(fd)
-
-
-@contextmanager
-def reporting(operation: str, path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a StorageError with the operation and the path."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(
-            error.errno or 0, operation=operation, path=error.filename or str(path)
-        ) from None

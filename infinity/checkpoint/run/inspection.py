@@ -34,6 +34,7 @@ class Inspection:
 
     @property
     def is_whole(self) -> bool:
+        """Whether no fault was found."""
         return not self.faults
 
     @property

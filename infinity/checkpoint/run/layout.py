@@ -110,7 +110,7 @@ def tensors_of_rank(
     These are the tensors of its shards, and the weights that every rank has in full.
     """
     shares = {
-        share.part: share for shard in divided.mine for share in (*shard.shares, *shard.frozen)
+        share.part: share for shard in divided.local for share in (*shard.shares, *shard.frozen)
     }
     for unit in divided.units:
         has = partial(has_kind, unit)

@@ -78,6 +78,7 @@ class LinkedTensor:
 
     @property
     def is_whole(self) -> bool:
+        """Whether these are all elements of the tensor, and not the part of one rank."""
         return self.numel == math.prod(self.shape)
 
 
@@ -93,6 +94,7 @@ class LinkedKind:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all runs."""
         return sum(run.nbytes for run in self.runs)
 
 
@@ -227,6 +229,7 @@ class LinkedState:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all state kinds."""
         return sum(entry.nbytes for entry in self.kinds)
 
     def checksums_of(self, entry: LinkedKind) -> bytes:
@@ -308,10 +311,12 @@ class StoredTensor:
 
     @property
     def group(self) -> str:
+        """The name of the unit."""
         return self.parts[0][1].unit
 
     @property
     def kind(self) -> str:
+        """The name of the state kind."""
         return self.parts[0][1].kind
 
     def read(

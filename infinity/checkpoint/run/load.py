@@ -89,7 +89,7 @@ def load(
         with engine.at_rest("infinity.checkpoint.load") as state:
             found.check_model(state, model, engine.rank)
         found.check_part(engine.rank, engine.num_ranks)
-        asked.mine = found.path.name.encode()
+        asked.local = found.path.name.encode()
     if len(set(asked.of_all)) > 1:
         names = sorted({name.decode() for name in asked.of_all})
         raise ConfigError(f"{path}: expected one checkpoint for all ranks, they found {names}")

@@ -79,9 +79,11 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all files that the manifest names."""
         return sum(file.nbytes for file in self.files)
 
     def nbytes_by_kind(self) -> dict[str, int]:
+        """Returns the bytes of each state kind, by its name."""
         table: dict[str, int] = {}
         for file in self.files:
             for extent in file.extents:

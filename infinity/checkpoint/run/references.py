@@ -11,7 +11,6 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from infinity.bounded import (
     whole_number,
 )
 from infinity.checkpoint.run.directory import read_content
-from infinity.errors import ConfigError, CorruptionError, corrupt
+from infinity.errors import ConfigError, CorruptionError, corrupt, listed
 from infinity.storage.shards import RunChecksum, ShardFiles, ShardIdentity
 
 SHARDS_NAME = "shards.json"
@@ -107,8 +106,8 @@ def check_reference(path: Path, shards: ShardFiles | None) -> None:
         if found is None:
             raise ConfigError(
                 f"{path} was trained over {identity.path}, and none of the files in which the "
-                f"weights of this model rest has its name; they are {_listed(own)}. Give weights= "
-                "the same base"
+                f"weights of this model rest has its name; they are {listed(sorted(own))}. "
+                "Give weights= the same base"
             )
         if (found.nbytes, found.header_sha256) != (identity.nbytes, identity.header_sha256):
             raise CorruptionError(
@@ -145,9 +144,3 @@ def _other_frozen(path: Path, rows: object) -> str:
         f"{path} refers to frozen weights in {directory_of_base(path)} and does not hold them; "
         'give weights= that directory, with placement.frozen = "checkpoint"'
     )
-
-
-def _listed(names: Iterable[str]) -> str:
-    first = sorted(names)
-    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
-    return ", ".join(first[:3]) + more

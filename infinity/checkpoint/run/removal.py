@@ -17,11 +17,11 @@ from infinity.checkpoint.run.directory import (
     list_checkpoints,
     locked,
     partial_of,
-    reporting,
     step_of,
     sync_names,
 )
 from infinity.checkpoint.run.inspection import inspect
+from infinity.errors import reporting
 from infinity.storage.swap_directory import is_swap_name
 
 _OWN_FILE = re.compile(

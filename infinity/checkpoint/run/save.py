@@ -59,8 +59,11 @@ _log = logging.getLogger("infinity")
 class Stateful(Protocol):
     """A learning-rate scheduler, or another object with the same two methods."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, made of what JSON or a tensor can hold."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restores the state that `state_dict` returned."""
 
 
 def save(
@@ -135,7 +138,7 @@ def async_save(
         copying = _copying_directory(engine, target, program.step) if linked else None
         own = _own_commits(engine, commits)
         _check_ranks(engine)
-        asked.mine = repr((program.step, keep, linked)).encode()
+        asked.local = repr((program.step, keep, linked)).encode()
     _refuse_different("save", asked)
     place = copying or target
     path = place / state_directory.checkpoint_name(program.step)
@@ -222,7 +225,7 @@ def commit(
     with engine.collective_section("infinity.checkpoint.commit") as asked:
         program = _Program.of(optimizer, scheduler, step, extra)
         _check_ranks(engine)
-        asked.mine = repr(program.step).encode()
+        asked.local = repr(program.step).encode()
     _refuse_different("commit", asked)
     return _write_checkpoint(directory, engine, model, program, keep=1, linked=True, leaving=())
 
@@ -365,14 +368,14 @@ def _write_on_all(
                 "directory that all ranks share, and the same on all of them"
             )
         contents, stored = _link(own, target, state, linked=linked)
-        needed.mine = str(contents.needed_nbytes + len(program.content)).encode()
+        needed.local = str(contents.needed_nbytes + len(program.content)).encode()
     with engine.collective_section(f"{target.name}: files") as written:
         if engine.rank == 0:
             check_space(partial, sum(map(int, needed.of_all)))
         files = write_contents(own, state, model, program.content, contents, stored)
         if ranks:
             state_directory.sync_names(own)
-        written.mine = files_to_bytes(files)
+        written.local = files_to_bytes(files)
     with engine.collective_section(f"{target.name}: its name"):
         if engine.rank == 0:
             content = map(files_of_bytes, written.of_all)
@@ -415,7 +418,7 @@ def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
         with engine.collective_section("infinity.checkpoint: what is older goes") as removed:
             if engine.rank == 0:
                 names = [path.name for path in state_directory.prune(directory, keep)]
-                removed.mine = "\n".join(names).encode()
+                removed.local = "\n".join(names).encode()
     except BaseException as error:
         if volume is not None and not isinstance(error, RankError):
             thaw_removed(volume)
@@ -428,7 +431,7 @@ def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
 def _remove_commits(engine: Engine, commits: Path, own: Collection[str]) -> None:
     """Removes the commits of this run, which a new checkpoint supersedes."""
     with engine.collective_section("infinity.checkpoint: commits of this run") as asked:
-        asked.mine = b"mine" if own else b""
+        asked.local = b"mine" if own else b""
     if any(asked.of_all):
         _remove_all(engine, commits)
 

@@ -47,6 +47,7 @@ class FileTensor:
 
     @property
     def kind(self) -> str:
+        """The name of the state kind."""
         return self.extent.kind
 
     @property
@@ -81,6 +82,7 @@ class PagedTensor:
 
     @property
     def kind(self) -> str:
+        """The name of the state kind."""
         return self.stored.kind
 
     @property

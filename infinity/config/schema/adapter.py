@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from infinity.config.reading import fault, refuse_all
 from infinity.config.schema.section import Section, one_as_list
-from infinity.config.values import Choice, Flag, Integer, Location, Number, Text, fault, refuse_all
+from infinity.config.values import Choice, Flag, Integer, Location, Number, Text
 
 AdapterMethod = Literal["lora", "dora"]
 AUTO_TARGETS, ALL_LINEAR = "auto", "all-linear"

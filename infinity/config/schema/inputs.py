@@ -9,22 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from infinity.config.reading import conflict, fault, nearest, refuse, refuse_all, show_value
 from infinity.config.schema.section import SEED, Section, one_as_list
-from infinity.config.values import (
-    Flag,
-    Integer,
-    Location,
-    Number,
-    OrOff,
-    Size,
-    Text,
-    conflict,
-    fault,
-    nearest,
-    refuse,
-    refuse_all,
-    show_value,
-)
+from infinity.config.values import Flag, Integer, Location, Number, OrOff, Size, Text
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -130,10 +117,12 @@ def _not_empty(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
 
 
 class Data(Section):
-    """The text that `infinity train` reads: files in UTF-8. Files of conversations, JSON lines
-    that each have a list of `messages` with role and content, are written by the model's own chat
-    template, and only what the assistant says is learned. Other JSON, tables, archives and other
-    formats are refused by name."""
+    """The text of `infinity train`: files in UTF-8.
+
+    Files of conversations are JSON lines, each with a list of `messages` with role and content. The
+    chat template of the model writes them, and only the assistant's turns are learned. Other JSON,
+    tables, archives and other formats are refused by name.
+    """
 
     paths: Annotated[
         tuple[DataSource, ...],

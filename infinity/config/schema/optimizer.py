@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from infinity.config.reading import fault, refuse, refuse_all
 from infinity.config.schema.section import Section, one_as_list
-from infinity.config.values import Choice, Flag, Number, OrOff, Text, fault, refuse, refuse_all
+from infinity.config.values import Choice, Flag, Number, OrOff, Text
 
 OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
 
@@ -24,7 +25,7 @@ def _pair(betas: Any) -> Any:
 
 _ADAM_KEYS = ("betas", "eps")
 _SGD_KEYS = ("momentum", "dampening", "nesterov")
-# Keys that not every optimizer has, and what it takes where the file is silent.
+# Keys that not every optimizer has, with their defaults.
 _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "adamw": _ADAM_KEYS, "adam": _ADAM_KEYS, "sgd": _SGD_KEYS, "lion": ("betas",)
 }  # fmt: skip
@@ -37,8 +38,11 @@ _DERIVED: dict[str, dict[str, Any]] = {
 
 
 class Optimizer(Section):
-    """The optimizer of `infinity train`. For a loop of your own, `name` and `momentum` decide which
-    state a model has room for: those of the `infinity.AdamW`, `Adam`, `SGD` or `Lion` it gets."""
+    """The optimizer of `infinity train`.
+
+    In a loop of your own, `name` and `momentum` decide the state that a model reserves: that of the
+    `infinity.AdamW`, `Adam`, `SGD` or `Lion` that will train it.
+    """
 
     name: Annotated[OptimizerName, Choice(OptimizerName)] = Field(
         "adamw",
@@ -114,7 +118,7 @@ class Optimizer(Section):
 
     @property
     def num_moments(self) -> int:
-        """How many moments are kept of a trainable parameter."""
+        """The number of moments of a trainable parameter."""
         if self.name == "sgd":
             return 1 if self.momentum else 0
         return 1 if self.name == "lion" else 2

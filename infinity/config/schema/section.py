@@ -32,5 +32,5 @@ def defaults() -> Any:
 
 
 def null_as_empty(value: Any, *, is_list: bool = False) -> Any:
-    """A section of YAML whose every key is commented out is null; it means the defaults."""
+    """Returns an empty table for null, which a section of YAML is if every key is commented out."""
     return ([] if is_list else {}) if value is None else value

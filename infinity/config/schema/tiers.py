@@ -8,20 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
+from infinity.config.reading import fault, refuse, refuse_all
 from infinity.config.schema.section import Section, defaults, null_as_empty, one_as_list
-from infinity.config.values import (
-    AutoOr,
-    Budget,
-    Capacity,
-    Choice,
-    Flag,
-    Location,
-    Number,
-    OrOff,
-    fault,
-    refuse,
-    refuse_all,
-)
+from infinity.config.values import AutoOr, Budget, Capacity, Choice, Flag, Location, Number, OrOff
 
 # The part of the free memory that "auto" takes, on the host and on a device. The rest is for what
 # the engine does not allocate: activations, gradients of autograd, the program's own tensors.
@@ -181,6 +170,12 @@ class Placement(Section):
         description="Layer inputs that wait for the backward of `schedule.micro_batch`. "
         "Without a GPU, host and device are the same memory, and these inputs are outside the "
         "host budget.",
+    )
+    experts: TierList = Field(
+        ("device",),
+        description="Hidden states and sums of micro-batches that wait while a tile of experts "
+        "runs for another one (`schedule.tile`). Every tile takes them to the device and back, so "
+        "a tier other than the device is for batches that it cannot hold.",
     )
 
     @property

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from infinity.config.reading import refuse
 from infinity.config.schema.section import SEED, Section
 from infinity.config.values import (
     AutoOr,
@@ -19,7 +20,6 @@ from infinity.config.values import (
     OrOff,
     Size,
     Text,
-    refuse,
 )
 from infinity.sizes import GIB
 
@@ -91,7 +91,7 @@ class Train(Section):
 
 
 class Output(Section):
-    """What a run leaves behind."""
+    """The files that a run writes."""
 
     directory: Annotated[Path, Location()] = Field(
         "output", validate_default=True, description="Directory of everything a run writes."
@@ -108,14 +108,15 @@ class Output(Section):
 
     @property
     def metrics_path(self) -> Path:
+        """The file of metrics, in `output.directory`."""
         return self.directory / self.metrics
 
 
 class Checkpoint(Section):
-    """Copies of the whole state of a run, from which `infinity train --resume` goes on exactly.
+    """Copies of the whole state of a run, from which `infinity train --resume` continues exactly.
 
-    Written only where the file has this section. One is written at the end of the steps, and when
-    SIGTERM or Ctrl-C stops them.
+    Written only if the file has this section; the last one at the end of the steps, or when SIGTERM
+    or Ctrl-C stops them.
     """
 
     every: Annotated[int, Integer(0)] = Field(

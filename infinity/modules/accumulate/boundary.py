@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
+from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.modules.accumulate.experts import ParkedExperts
+from infinity.modules.accumulate.experts import SuspendedExperts
 from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.accumulate.module_modes import ModuleModes
 from infinity.modules.handle import Handle
@@ -36,6 +37,7 @@ class RunningBlock:
 
     @classmethod
     def of(cls, hooked: HookedModule) -> RunningBlock:
+        """Returns the block of a hooked module."""
         tiled = [module for module in hooked.module.modules() if isinstance(module, Tiled)]
         experts = [module for module in tiled if isinstance(module, TiledExperts)]
         return cls(hooked, hooked.module.forward, len(tiled) > len(experts), experts)
@@ -62,6 +64,7 @@ class BlockInput:
 
     @property
     def key(self) -> tuple[Node, int]:
+        """Two inputs of one key are the same output of the same node."""
         return self.edge.node, self.edge.output_nr
 
 
@@ -80,9 +83,10 @@ class BlockCall:
     # Indexes of the flattened outputs that need a gradient.
     which: list[int] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
-    experts: list[ParkedExperts] = field(default_factory=list)
+    experts: list[SuspendedExperts] = field(default_factory=list)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Adds gradients of the block's inputs."""
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 before = self.gradients[index]
@@ -99,12 +103,14 @@ class Boundary(torch.autograd.Function):
     """Outputs of a block, whose backward hands the gradients to the block's `BlockCall`."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, call: BlockCall, anchor: torch.Tensor, values: list[torch.Tensor]) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(values)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.call.take(gradients)
         return None, None, None
@@ -156,6 +162,6 @@ def refuse_side_channels(block: RunningBlock, first: int, outputs: list[torch.Te
             "accumulate micro-batches by several backward() calls"
         )
 
-    for nodes in nodes_since(first, outputs):
-        for node in nodes:
-            node.register_prehook(refuse)
+    nodes = nodes_since(first, outputs)
+    for node in (*nodes.inner, *nodes.exits):
+        node.register_prehook(refuse)

@@ -37,6 +37,7 @@ class CapturedTensors:
         self._starts = {key: len(values) for key, values in self._lists.items()}
 
     def keys(self) -> tuple[str, ...]:
+        """Returns the names of the lists."""
         return tuple(self._lists)
 
     def tensors(self) -> list[torch.Tensor]:

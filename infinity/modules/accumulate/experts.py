@@ -17,7 +17,10 @@ Note [Memory]
   The first forward of such a block keeps no activations: what autograd saves is dropped, because
   the forward is repeated. Up to `tile_micro_batches` micro-batches keep the graph of the repeated
   forward from the probe to the backward. More micro-batches run that forward once more instead. All
-  micro-batches keep some tensors of the size of the hidden states while their block runs.
+  micro-batches keep some tensors of the size of the hidden states while their block runs. Those
+  that the tiles work on (hidden states and sum; in the backward of micro-batches without a graph
+  also gradients) wait on a tier (`placement.experts`): each is on the device while a tile runs for
+  its micro-batch. The routing stays: it is small, and says which tiles are needed.
 """
 
 from __future__ import annotations
@@ -26,19 +29,28 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from typing_extensions import override
 
 from infinity.modules.tiling.experts import TiledExperts
-from infinity.modules.tiling.experts_call import ExpertsCall, RunnerOfOne, go_backward, go_forward
+from infinity.modules.tiling.experts_call import (
+    ExpertsCall,
+    Runner,
+    RunnerOfOne,
+    go_backward,
+    go_forward,
+)
 from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
+from infinity.streaming.waiting import WaitingMemory, place_of
 
 
 @dataclass(eq=False, slots=True)
-class ParkedExperts:
+class SuspendedExperts:
     """One call of tiled experts in one micro-batch, from its forward to the block's backward."""
 
     out: torch.Tensor | None  # The output, while the block's forward or backward runs.
@@ -49,45 +61,69 @@ class ParkedExperts:
     edge: GradientEdge | None = None
     needs: list[bool] = field(default_factory=list)
     gradient: torch.Tensor | None = None  # Of the output.
+    can_wait: bool = False  # See `_Position.can_wait`.
+    is_away: bool = False  # Since its probe: the values per token and the gradient.
     num_uses: int = 1  # How often `gradients` are read.
     # Of hidden states, routing weights and factors: what `InputStore.save` has returned.
     gradients: list[Any] | None = None
 
     @property
     def module(self) -> tuple[int, ...]:
+        """What tells calls of one module from those of another: the ids of its tiles."""
         assert self.call is not None
         return tuple(map(id, self.call.tiles))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStores:
+    """Where tensors of experts are: outputs and gradients between the forward and the backward of a
+    block, and what waits while a tile runs for another micro-batch. Of this rank: ranks that
+    compute a layer together have other outputs and gradients of experts."""
+
+    results: InputStore
+    waiting: WaitingMemory
 
 
 @dataclass(eq=False, slots=True)
 class _Position:
     """The block that runs in a thread, and how many of its calls of experts have begun."""
 
-    parked: list[ParkedExperts]
+    suspended: list[SuspendedExperts]
+    inputs: Sequence[Any]  # Of the block.
     is_repeated: bool
     count: int = 0
+
+    def can_wait(self, call: ExpertsCall) -> bool:
+        """Whether the call's hidden states have memory of their own. Other micro-batches may use
+        that of the block's inputs."""
+        place = place_of(call.arguments.hidden)
+        tensors = (each for each in self.inputs if isinstance(each, torch.Tensor))
+        return all(place_of(each) != place for each in tensors)
 
 
 class _Here(threading.local):
     position: _Position | None = None
 
 
-class ExpertsSchedule:
+class ExpertsSchedule(Runner):
     """Runs the calls of tiled experts of all micro-batches together. See `Runner`.
 
-    `stop` suspends the running micro-batch until `serve` has run its call. `inputs` is this rank's
-    own: ranks that compute a layer together have other outputs and gradients of experts.
+    `stop` suspends the running micro-batch until `serve` has run its call.
     """
 
     def __init__(
-        self, uses: UnitUses, inputs: InputStore, stop: Callable[[ExpertsCall], None]
+        self, uses: UnitUses, stores: ExpertStores, stop: Callable[[ExpertsCall], None]
     ) -> None:
         self._uses = uses
-        self._inputs = inputs
+        self._inputs = stores.results
+        self._waiting = stores.waiting
         self._stop = stop
         self._here = _Here()
         self._alone = RunnerOfOne()  # Outside of blocks.
-        self._parked: dict[ExpertsCall, ParkedExperts] = {}  # While the block's backward runs.
+        self._suspended: dict[
+            ExpertsCall, SuspendedExperts
+        ] = {}  # While the block's backward runs.
+        self._away: set[ExpertsCall] = set()  # What they have per token waits on a tier.
 
     @contextmanager
     def installed(self, modules: Sequence[TiledExperts]) -> Iterator[None]:
@@ -99,11 +135,16 @@ class ExpertsSchedule:
         finally:
             for module in modules:
                 module.__dict__.pop("runner", None)
+            self._away.clear()
+            self._waiting.clear()
 
     @contextmanager
-    def within(self, parked: list[ParkedExperts], *, is_repeated: bool) -> Iterator[None]:
-        """Runs a block's forward, with its calls of experts in their order."""
-        outer, self._here.position = self._here.position, _Position(parked, is_repeated)
+    def within(
+        self, suspended: list[SuspendedExperts], inputs: Sequence[Any], *, is_repeated: bool = False
+    ) -> Iterator[None]:
+        """Runs a block's forward on `inputs`, with its calls of experts in their order."""
+        outer = self._here.position
+        self._here.position = _Position(suspended, inputs, is_repeated)
         try:
             with ExitStack() as stack:
                 if not is_repeated:
@@ -114,85 +155,126 @@ class ExpertsSchedule:
 
     # -- Calls, in the thread of a micro-batch -----------------------------------------------------
 
+    @override
     def forward(self, call: ExpertsCall) -> torch.Tensor:
         position = self._here.position
         if position is None or (position.is_repeated and not call.is_graded):
             return self._alone.forward(call)
         if not position.is_repeated:
-            self._stop(call)
-            out = call.arguments.out
+            self._wait_for_tiles(call, position)
+            out = call.arguments.sum()
             if not call.is_graded:
                 return out
-            position.parked.append(ParkedExperts(out))
+            position.suspended.append(SuspendedExperts(out))
             return out.clone()  # The block may change its own in place.
-        parked = position.parked[position.count]
+        suspended = position.suspended[position.count]
         position.count += 1
         given = call.arguments
         values = (given.hidden, given.indices, given.weights, *given.factors)
-        self._parked[call] = parked
-        if parked.gradients is None:
-            parked.call, parked.values = call, tuple(value.detach() for value in values)
-            parked.needs = [value.requires_grad for value in (values[0], *values[2:])]
-        if parked.out is None:
-            parked.out = self._inputs.restore(parked.saved)
-        return parked.out.clone()
+        self._suspended[call] = suspended
+        if suspended.gradients is None:
+            suspended.call, suspended.values = call, tuple(value.detach() for value in values)
+            suspended.needs = [value.requires_grad for value in (values[0], *values[2:])]
+            suspended.can_wait = position.can_wait(call)
+        if suspended.out is None:
+            suspended.out = self._inputs.restore(suspended.saved)
+        return suspended.out.clone()
 
-    def keep(self, calls: Sequence[ParkedExperts]) -> None:
+    def _wait_for_tiles(self, call: ExpertsCall, position: _Position) -> None:
+        """Stops until the call is served. What it has per token waits on a tier."""
+        if position.can_wait(call):
+            self._put_away(call)
+        self._stop(call)
+        self._bring_back(call)
+
+    def _put_away(self, call: ExpertsCall) -> None:
+        self._away.add(call)
+        for tensor in call.arguments.per_token():
+            self._waiting.put_away(tensor)
+
+    def _bring_back(self, call: ExpertsCall) -> None:
+        for tensor in call.arguments.per_token():
+            self._waiting.bring_back(tensor)
+        self._away.discard(call)
+
+    def _present(self, calls: Sequence[ExpertsCall]) -> Iterator[ExpertsCall]:
+        """Yields calls one after the other. Those that wait on a tier are there for that time."""
+        for call, following in zip_longest(calls, calls[1:]):
+            is_waiting = call in self._away
+            self._bring_back(call)
+            if following in self._away:
+                for tensor in following.arguments.per_token():
+                    self._waiting.fetch(tensor)
+            yield call
+            if is_waiting:
+                self._put_away(call)
+
+    def keep(self, calls: Sequence[SuspendedExperts]) -> None:
         """Saves the outputs of a block whose forward will be repeated."""
-        for parked in calls:
-            assert parked.out is not None
-            parked.saved, parked.out = self._inputs.save(parked.out), None
+        for suspended in calls:
+            assert suspended.out is not None
+            suspended.saved, suspended.out = self._inputs.save(suspended.out), None
 
+    @override
     def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
         """Takes the output when it is a part of the graph."""
-        parked = self._parked.get(call)
-        if parked is not None and parked.gradients is None:
-            parked.edge = get_gradient_edge(out) if out.requires_grad else None
+        suspended = self._suspended.get(call)
+        if suspended is not None and suspended.gradients is None:
+            suspended.edge = get_gradient_edge(out) if out.requires_grad else None
 
+    @override
     def backward(
         self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        parked = self._parked.get(call)
-        if parked is None:
+        suspended = self._suspended.get(call)
+        if suspended is None:
             return self._alone.backward(call, gradient, needs)
-        assert parked.gradients is not None, "a backward has come to experts before its probe"
-        return [None if each is None else self._inputs.restore(each) for each in parked.gradients]
+        assert suspended.gradients is not None, "a backward has come to experts before its probe"
+        return [
+            None if each is None else self._inputs.restore(each) for each in suspended.gradients
+        ]
 
     # -- Tiles, in the thread of the schedule ------------------------------------------------------
 
     def serve(self, calls: Sequence[ExpertsCall]) -> None:
         """Runs calls of the same module whose micro-batches are stopped."""
         if calls:
-            go_forward(calls)
+            go_forward(calls, self._present)
 
     def probe(
         self,
-        calls: Sequence[ParkedExperts],
+        calls: Sequence[SuspendedExperts],
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Takes the gradient of the last output of experts that has none yet. pairs: outputs of the
         repeated block and their gradients."""
-        parked = _last_waiting(calls)
-        edge, parked.edge = parked.edge, None
+        suspended = _last_waiting(calls)
+        edge, suspended.edge = suspended.edge, None
         if edge is not None:
-            (parked.gradient,) = torch.autograd.grad(
+            (suspended.gradient,) = torch.autograd.grad(
                 [out for out, _ in pairs], [edge], [gradient for _, gradient in pairs],
                 retain_graph=True, allow_unused=True,
             )  # fmt: skip
 
-    def forget_graphs(self, calls: Sequence[ParkedExperts]) -> None:
-        """The graph of the last repeated forward is not needed any more."""
-        for parked in calls:
-            parked.edge = None
+    def forget_graphs(self, calls: Sequence[SuspendedExperts]) -> None:
+        """The graph of the last repeated forward is not needed any more. What the call of experts
+        that comes next has per token waits on a tier."""
+        for suspended in calls:
+            suspended.edge = None
+        suspended = _last_waiting(calls)
+        if suspended.can_wait and suspended.gradient is not None:
+            suspended.is_away = True
+            for tensor in (suspended.values[0], suspended.gradient):
+                self._waiting.put_away(tensor)
 
-    def forget_outputs(self, calls: Sequence[ParkedExperts]) -> None:
+    def forget_outputs(self, calls: Sequence[SuspendedExperts]) -> None:
         """The forward of this block is not repeated again."""
-        for parked in calls:
-            parked.out = None
+        for suspended in calls:
+            suspended.out = None
 
     def go_backward(
         self,
-        calls: Sequence[list[ParkedExperts]],
+        calls: Sequence[list[SuspendedExperts]],
         probe: Callable[[Sequence[int]], None],
     ) -> None:
         """Computes the gradients of all calls of experts, those of the last module first.
@@ -202,38 +284,43 @@ class ExpertsSchedule:
         """
         while numbers := [n for n, each in enumerate(calls) if _is_waiting(each)]:
             probe(numbers)
-            by_module: dict[tuple[int, ...], list[ParkedExperts]] = {}
+            by_module: dict[tuple[int, ...], list[SuspendedExperts]] = {}
             for number in numbers:
-                parked = _last_waiting(calls[number])
+                suspended = _last_waiting(calls[number])
                 # The backwards of later probes pass it, and that of the block.
-                parked.num_uses = sum(each.gradients is None for each in calls[number])
-                by_module.setdefault(parked.module, []).append(parked)
+                suspended.num_uses = sum(each.gradients is None for each in calls[number])
+                by_module.setdefault(suspended.module, []).append(suspended)
             for together in by_module.values():
                 self._serve_backward(together)
 
-    def _serve_backward(self, together: list[ParkedExperts]) -> None:
+    def _serve_backward(self, together: list[SuspendedExperts]) -> None:
         running: list[ExpertsCall] = []
         with ExitStack() as stack:
-            for parked in together:
-                call = parked.call
+            for suspended in together:
+                call = suspended.call
                 assert call is not None
-                parked.gradients = [None] * len(parked.needs)
-                if parked.gradient is not None:
-                    stack.enter_context(call.given(*parked.values))
-                    call.begin_backward(parked.gradient, parked.needs)
+                suspended.gradients = [None] * len(suspended.needs)
+                if suspended.gradient is not None:
+                    stack.enter_context(call.given(*suspended.values))
+                    call.begin_backward(suspended.gradient, suspended.needs)
                     running.append(call)
+                    if suspended.is_away:
+                        self._away.add(call)
             if running:
                 is_for_leaves = any(call.has_leaves for call in running)
-                go_backward(running, is_for_leaves=is_for_leaves, hold=self._hold)
-            for parked in together:
-                if parked.gradient is not None:
-                    assert parked.call is not None
-                    for _ in range(parked.num_uses):
-                        parked.gradients = [
+                go_backward(
+                    running, is_for_leaves=is_for_leaves, hold=self._hold, present=self._present
+                )
+            for suspended in together:
+                if suspended.gradient is not None:
+                    assert suspended.call is not None
+                    self._bring_back(suspended.call)
+                    for _ in range(suspended.num_uses):
+                        suspended.gradients = [
                             None if each is None else self._inputs.save(each)
-                            for each in parked.call.arguments.gradients
+                            for each in suspended.call.arguments.gradients()
                         ]
-                parked.gradient, parked.values = None, ()
+                suspended.gradient, suspended.values, suspended.is_away = None, (), False
 
     @contextmanager
     def _hold(self, tile: Any) -> Iterator[None]:
@@ -245,17 +332,17 @@ class ExpertsSchedule:
 
     def end_block(self) -> None:
         """Forgets the calls of a block whose backward is over."""
-        for parked in self._parked.values():
-            parked.call = parked.out = parked.edge = None
-        self._parked.clear()
+        for suspended in self._suspended.values():
+            suspended.call = suspended.out = suspended.edge = None
+        self._suspended.clear()
 
 
-def _is_waiting(calls: Sequence[ParkedExperts]) -> bool:
-    return any(parked.gradients is None for parked in calls)
+def _is_waiting(calls: Sequence[SuspendedExperts]) -> bool:
+    return any(suspended.gradients is None for suspended in calls)
 
 
-def _last_waiting(calls: Sequence[ParkedExperts]) -> ParkedExperts:
-    return next(parked for parked in reversed(calls) if parked.gradients is None)
+def _last_waiting(calls: Sequence[SuspendedExperts]) -> SuspendedExperts:
+    return next(suspended for suspended in reversed(calls) if suspended.gradients is None)
 
 
 def _refuse(nothing: None) -> torch.Tensor:

@@ -7,13 +7,54 @@ time: the schedule or one of its fibers. `run_on` and `pause_at` hand control ov
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
+
+
+class _Thread:
+    """A thread that runs one task after another. Daemon: it never delays the exit."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[str, Callable[[], None], Callable[[], None]]] = SimpleQueue()
+        threading.Thread(target=self._work, name=_IDLE_NAME, daemon=True).start()
+
+    def run(self, name: str, task: Callable[[], None], then: Callable[[], None]) -> None:
+        """Starts the task. When it has ended and the thread is free for another, calls `then`."""
+        self._tasks.put((name, task, then))
+
+    def _work(self) -> None:
+        here = threading.current_thread()
+        while True:
+            here.name, task, then = self._tasks.get()
+            task()
+            here.name = _IDLE_NAME
+            _idle.append(self)
+            then()
+            del task, then  # What they refer to must not live until the next task.
+
+
+# Threads that wait for a micro-batch. A new thread for each would make a new handle of every
+# library of the device, which keep memory of the device: cuBLAS 32 MiB for each handle and stream.
+_IDLE_NAME = "infinity-forward"
+_idle: list[_Thread] = []
+os.register_at_fork(after_in_child=_idle.clear)  # A fork copies no threads.
+
+
+def run_in_thread(name: str, task: Callable[[], None], then: Callable[[], None]) -> None:
+    """Runs a task in a thread of its own, which has its name until `then` is called. Both raise
+    nothing."""
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        thread = _Thread()
+    thread.run(name, task, then)
 
 
 class _Abandoned(BaseException):
@@ -37,13 +78,9 @@ class Fiber:
         self._error: BaseException | None = None
         self._is_abandoned = False
         self._turn, self._paused = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(self._run, in_same_modes(forward, device)),
-            name=f"micro-batch {number}",
-            daemon=True,
-        )
-        self._thread.start()
+        self._ended = threading.Event()
+        context, run = contextvars.copy_context(), in_same_modes(forward, device)
+        run_in_thread(f"micro-batch {number}", lambda: context.run(self._run, run), self._note_end)
 
     def _run(self, forward: Callable[[], torch.Tensor | None]) -> None:
         try:
@@ -54,6 +91,9 @@ class Fiber:
         except BaseException as error:
             self._error = error
         self.at = None
+
+    def _note_end(self) -> None:
+        self._ended.set()
         self._paused.release()
 
     def _wait_to_run(self) -> None:
@@ -77,16 +117,15 @@ class Fiber:
             self._paused.acquire()
             raise
         if self._error is not None:
-            self._thread.join()
             error, self._error = self._error, None
             raise error
 
     def abandon(self) -> None:
-        """Ends the thread, wherever the fiber is suspended."""
-        if self._thread.is_alive():
+        """Ends the fiber, wherever it is suspended. Its forward has ended on return."""
+        if not self._ended.is_set():
             self._is_abandoned = True
             self._turn.release()
-        self._thread.join()
+        self._ended.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +137,7 @@ class Modes:
 
     @classmethod
     def now(cls, device: torch.device) -> Modes:
+        """Returns the modes of this thread."""
         kinds = dict.fromkeys(["cpu", device.type])
         autocast = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -107,6 +147,7 @@ class Modes:
 
     @contextmanager
     def set(self) -> Iterator[None]:
+        """Sets these modes in this thread for a block."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for kind, is_on, dtype in self.autocast:
@@ -123,17 +164,20 @@ class Random:
 
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._index = torch.device(device.type) if device.index is None else device
 
     def state(self) -> list[torch.Tensor]:
+        """Returns the states of the generators of host and device."""
         states = [torch.get_rng_state()]
         if self._device is not None:
-            states.append(self._device.get_rng_state())
+            states.append(self._device.get_rng_state(self._index))
         return states
 
     def set(self, states: list[torch.Tensor]) -> None:
+        """Sets states from `state`."""
         torch.set_rng_state(states[0])
         if self._device is not None:
-            self._device.set_rng_state(states[1])
+            self._device.set_rng_state(states[1], self._index)
 
     def fresh(self, count: int) -> list[list[torch.Tensor]]:
         """Returns `count` states that follow from the present one: itself, then new ones. Draws
@@ -168,7 +212,7 @@ def in_same_modes(
     """Returns a function that runs in another thread with the modes of this thread."""
     modes, num_threads, stream = Modes.now(device), torch.get_num_threads(), None
     if device.type != "cpu":
-        stream = torch.get_device_module(device.type).current_stream()
+        stream = torch.get_device_module(device.type).current_stream(device)
 
     def run() -> torch.Tensor | None:
         # OpenMP counts threads per thread; another count would divide sums differently.

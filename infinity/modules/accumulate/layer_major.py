@@ -76,7 +76,7 @@ from infinity.modules.accumulate.boundary import (
     refuse_side_channels,
 )
 from infinity.modules.accumulate.captured import CapturedTensors
-from infinity.modules.accumulate.experts import ExpertsSchedule
+from infinity.modules.accumulate.experts import ExpertsSchedule, ExpertStores
 from infinity.modules.accumulate.fiber import Modes, Random
 from infinity.modules.accumulate.micro_batch import CallBeside, MicroBatch, Suspended
 from infinity.modules.accumulate.module_modes import ModeSwitch
@@ -110,7 +110,7 @@ class LayerMajorSchedule:
         uses: UnitUses,
         hooks: Sequence[tuple[HookedModule, ModuleHooks]],
         activations: InputStore,
-        activations_of_rank: InputStore,
+        stores: ExpertStores,
         device: torch.device,
         tile_micro_batches: int,
     ) -> None:
@@ -123,7 +123,7 @@ class LayerMajorSchedule:
         self._device = device
         self._random = Random(device)
         self._modes = ModeSwitch(model)
-        self._experts = ExpertsSchedule(uses, activations_of_rank, self._stop_at_experts)
+        self._experts = ExpertsSchedule(uses, stores, self._stop_at_experts)
         self._at_experts: dict[Suspended, ExpertsCall] = {}
         self._repeat = BlockRepeat(
             activations, self._random, self._modes, self._experts, lambda: self._running is not None
@@ -361,7 +361,7 @@ class LayerMajorSchedule:
         versions = [leaf._version for leaf in call.leaves if is_activation(leaf)]
         first = torch.autograd._get_sequence_nr()
         was_inside, fiber.is_inside = fiber.is_inside, True
-        with self._experts.within(call.experts, is_repeated=False) if block.experts else _NONE:
+        with self._experts.within(call.experts, call.leaves) if block.experts else _NONE:
             output = block.forward(*args, **kwargs)
         fiber.is_inside = was_inside
         if versions != [leaf._version for leaf in call.leaves if is_activation(leaf)]:
@@ -452,8 +452,8 @@ class LayerMajorSchedule:
 
         is_kept = len(calls) <= self._tile_micro_batches
         probe = partial(self._repeat.probe, calls, is_kept)
-        parked = [call.experts for _, call in calls]
-        self._experts.go_backward(parked, lambda indexes: run(indexes, probe))
+        suspended = [call.experts for _, call in calls]
+        self._experts.go_backward(suspended, lambda indexes: run(indexes, probe))
         run(range(len(calls)), partial(self._repeat.finish, calls))
         self._experts.end_block()
         return left

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
+from typing_extensions import override
 
 from infinity.modules.accumulate.boundary import BlockCall, BlockInput, RunningBlock, TileStop
 from infinity.modules.accumulate.fiber import Fiber
@@ -42,6 +43,7 @@ class MicroBatch(Suspended):
         self.behind: dict[Node, frozenset[BlockCall]] = {}
         super().__init__(number, forward, device)
 
+    @override
     def abandon(self) -> None:
         super().abandon()
         self.calls.clear()

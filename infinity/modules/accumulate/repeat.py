@@ -94,7 +94,7 @@ class BlockRepeat:
             with (
                 call.modes.set(),
                 captured_again(call.captured) as aside,
-                self._experts.within(call.experts, is_repeated=True),
+                self._experts.within(call.experts, leaves, is_repeated=True),
             ):
                 output = call.block.forward(*args, **kwargs)
         finally:

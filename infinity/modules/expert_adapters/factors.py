@@ -48,12 +48,15 @@ class LowRank:
     scaling: float
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """See `Adaptation.tensors`."""
         return self.left, self.right
 
     def recipe(self) -> Callable[..., LowRank]:
+        """See `Adaptation.recipe`."""
         return partial(LowRank, scaling=self.scaling)
 
     def of(self, weight_of: Callable[[], torch.Tensor]) -> AdaptedWeight:
+        """See `Adaptation.of`."""
         return AdaptedWeight(weight_of, self.left, self.right, self.scaling)
 
 
@@ -81,6 +84,7 @@ class AdaptedWeight:
 
     @property
     def weight(self) -> torch.Tensor:
+        """The weight without the adapter."""
         return self._weight_of()
 
     def __len__(self) -> int:
@@ -103,6 +107,7 @@ class AdaptedWeight:
         return AdaptedWeight(lambda: row, left, right, self._scaling)
 
     def transpose(self, first: int, second: int) -> Any:
+        """As of a tensor: lazy if the last two dimensions swap, else of the merged weight."""
         ndim = self.weight.dim()
         if {first % ndim, second % ndim} != {ndim - 2, ndim - 1}:
             return self.merged().transpose(first, second)
@@ -112,13 +117,16 @@ class AdaptedWeight:
 
     @property
     def mT(self) -> Any:  # noqa: N802  # PyTorch's name.
+        """As of a tensor."""
         return self.transpose(-2, -1)
 
     @property
     def T(self) -> Any:  # noqa: N802  # PyTorch's name.
+        """As of a tensor."""
         return self.transpose(-2, -1) if self.weight.dim() == 2 else self.merged().T
 
     def t(self) -> Any:
+        """As of a tensor."""
         return self.transpose(-2, -1)
 
     def __getattr__(self, name: str) -> Any:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from infinity.modules.expert_adapters.factors import LowRank
 from infinity.modules.tiling.layers import Tiled
@@ -40,17 +41,20 @@ class Adaptation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(Adaptation):
     """A delta that is added to a small parameter, such as the experts' biases."""
 
     delta: torch.Tensor
 
+    @override
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.delta,)
 
+    @override
     def recipe(self) -> Callable[..., Sum]:
         return Sum
 
+    @override
     def of(self, weight_of: Callable[[], torch.Tensor]) -> torch.Tensor:
         return weight_of() + self.delta
 

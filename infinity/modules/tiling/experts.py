@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd as _Dropout
+from typing_extensions import override
 
 from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.expert_adapters.peft import Adaptation, adaptations_of
@@ -49,6 +50,7 @@ class TiledExperts(Tiled):
 
     runner: Runner = RunnerOfOne()
 
+    @override
     def forward(
         self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
@@ -82,6 +84,7 @@ class ExpertsTile(HeldByCaller):
 
     @property
     def is_trained(self) -> bool:
+        """Whether a parameter of the tile is trainable."""
         return bool(self.trained())
 
     @contextmanager

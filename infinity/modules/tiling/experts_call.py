@@ -26,7 +26,7 @@ Note [Leaves]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
+from typing_extensions import override
 
 from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.expert_adapters.peft import Adaptation
@@ -59,6 +60,7 @@ class Pairs:
         self._ends: list[int] = torch.searchsorted(self._experts, bounds).tolist()
 
     def experts_of(self, tile: int) -> slice:
+        """Returns the experts of a tile."""
         return slice(self._starts[tile], self._starts[tile + 1])
 
     def range_of(self, tile: int) -> tuple[int, int]:
@@ -107,6 +109,7 @@ class ExpertsCall:
 
     @property
     def arguments(self) -> _Arguments:
+        """The arguments of the running call."""
         assert self._arguments is not None
         return self._arguments
 
@@ -117,12 +120,10 @@ class ExpertsCall:
 
     @property
     def has_leaves(self) -> bool:
+        """Whether a leaf of a tile may need a gradient of this call."""
         return self._anchor is not None
 
     # -- Forward -----------------------------------------------------------------------------------
-
-    def begin_forward(self) -> None:
-        self.arguments.out = torch.zeros_like(self.arguments.hidden)
 
     def needs_forward(self, index: int) -> bool:
         """A tile without tokens gives nothing."""
@@ -132,7 +133,7 @@ class ExpertsCall:
     @torch.no_grad()
     def run_forward(self, index: int) -> None:
         """Adds what the experts of one tile give. The tile's weights are there."""
-        given, out = self.arguments, self.arguments.out
+        given, out = self.arguments, self.arguments.sum()
         with self._modes.set(), torch.no_grad():
             part = self._run_tile(index, *given.rows_of(index)).to(out.dtype)
         first, _ = given.pairs.range_of(index)
@@ -144,13 +145,7 @@ class ExpertsCall:
     def begin_backward(self, gradient: torch.Tensor, needs: Sequence[bool]) -> None:
         """gradient: of the output. `needs`: which of the hidden states, the routing weights and the
         factors need one."""
-        given = self.arguments
-        given.out = gradient
-        values = (given.hidden, given.weights, *given.factors)
-        given.gradients = [
-            torch.zeros_like(value, memory_format=torch.contiguous_format) if need else None
-            for value, need in zip(values, needs, strict=True)
-        ]
+        self.arguments.out, self.arguments.needs = gradient, tuple(needs)
 
     def needs_backward(self, index: int, *, is_for_leaves: bool) -> bool:
         """A trained tile without tokens has a gradient, too: zeros, and AdamW decays it."""
@@ -160,20 +155,21 @@ class ExpertsCall:
     def run_backward(self, index: int, *, is_for_leaves: bool) -> None:
         """Adds the gradients of one tile, whose weights are there."""
         given, tile = self.arguments, self.tiles[index]
+        totals = given.gradients()
         trained = tile.trained() if is_for_leaves else []
         found: list[torch.Tensor | None] = [None] * len(trained)
         if self.needs_forward(index):
             leaves = [
                 value.detach().requires_grad_(total is not None)
-                for value, total in zip(given.rows_of(index), given.gradients, strict=True)
+                for value, total in zip(given.rows_of(index), totals, strict=True)
             ]
             needed = [leaf for leaf in leaves if leaf.requires_grad] + trained
             if not needed:
                 return
             with self._modes.set():
-                part = self._run_tile(index, *leaves).to(given.out.dtype)
+                part = self._run_tile(index, *leaves).to(given.sum().dtype)
             first, end = given.pairs.range_of(index)
-            gradient = given.out[given.pairs.tokens[first:end]]
+            gradient = given.sum()[given.pairs.tokens[first:end]]
             found = list(torch.autograd.grad([part], needed, [gradient], allow_unused=True))
             self._add(index, [found.pop(0) if each.requires_grad else None for each in leaves])
         _deliver(trained, found)
@@ -182,7 +178,7 @@ class ExpertsCall:
         given, pairs = self.arguments, self.arguments.pairs
         first, end = pairs.range_of(index)
         (hidden, of_hidden), (weights, of_weights), *rest = zip(
-            given.gradients, gradients, strict=True
+            given.gradients(), gradients, strict=True
         )
         if hidden is not None and of_hidden is not None:
             for begin, stop in reversed(pairs.ranges_of_experts(index)):
@@ -217,12 +213,35 @@ class ExpertsCall:
 class _Arguments:
     """What a call has while it runs."""
 
-    out: torch.Tensor  # The output so far; in a backward, its gradient.
-    gradients: list[torch.Tensor | None]  # Of hidden states, routing weights and factors.
+    out: torch.Tensor | None = None  # The output so far; in a backward, its gradient.
+    needs: tuple[bool, ...] = ()  # Which of hidden states, routing weights, factors.
 
     def __init__(self, values: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         self.hidden, self.indices, self.weights, *self.factors = values
         self._starts = starts
+        self._gradients: list[torch.Tensor | None] | None = None
+
+    def sum(self) -> torch.Tensor:
+        """Returns the output so far, or its gradient. It has memory from the first use on."""
+        if self.out is None:
+            self.out = torch.zeros_like(self.hidden)
+        return self.out
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Returns the gradients so far of hidden states, routing weights and factors. They have
+        memory from the first use on."""
+        if self._gradients is None:
+            values = (self.hidden, self.weights, *self.factors)
+            self._gradients = [
+                torch.zeros_like(value, memory_format=torch.contiguous_format) if need else None
+                for value, need in zip(values, self.needs, strict=True)
+            ]
+        return self._gradients
+
+    def per_token(self) -> list[torch.Tensor]:
+        """Returns the tensors as large as the hidden states: these and what is summed so far."""
+        found = [self.hidden, self.out, (self._gradients or [None])[0]]
+        return [tensor for tensor in found if tensor is not None]
 
     @cached_property
     def pairs(self) -> Pairs:
@@ -267,33 +286,38 @@ class Runner(Protocol):
         """Returns the gradients of hidden states, routing weights and factors."""
 
 
-class RunnerOfOne:
+class RunnerOfOne(Runner):
     """Takes one call through the tiles."""
 
+    @override
     def forward(self, call: ExpertsCall) -> torch.Tensor:
         go_forward([call])
-        return call.arguments.out
+        return call.arguments.sum()
 
+    @override
     def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
         return None
 
+    @override
     def backward(
         self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         call.begin_backward(gradient, needs)
         go_backward([call], is_for_leaves=call.is_for_leaves)
-        return call.arguments.gradients
+        return call.arguments.gradients()
 
 
-def go_forward(calls: Sequence[ExpertsCall]) -> None:
+# Yields calls one after the other, each while its tensors are there.
+Present = Callable[[Sequence[ExpertsCall]], Iterable[ExpertsCall]]
+
+
+def go_forward(calls: Sequence[ExpertsCall], present: Present = iter) -> None:
     """Runs calls of the same module; every tile is fetched once for all of them."""
-    for call in calls:
-        call.begin_forward()
     for index, tile in enumerate(calls[0].tiles):
         needy = [call for call in calls if call.needs_forward(index)]
         if needy:
             with tile.held():
-                for call in needy:
+                for call in present(needy):
                     call.run_forward(index)
 
 
@@ -307,6 +331,7 @@ def go_backward(
     *,
     is_for_leaves: bool,
     hold: Callable[[Any], AbstractContextManager[Any]] = _hold,
+    present: Present = iter,
 ) -> None:
     """Runs the backward of calls that have begun theirs. `hold(tile)` keeps a tile in memory."""
     tiles = calls[0].tiles
@@ -314,7 +339,7 @@ def go_backward(
         needy = [c for c in calls if c.needs_backward(index, is_for_leaves=is_for_leaves)]
         if needy:
             with hold(tiles[index]):
-                for call in needy:
+                for call in present(needy):
                     call.run_backward(index, is_for_leaves=is_for_leaves)
 
 
@@ -322,6 +347,7 @@ class ExpertsNode(torch.autograd.Function):
     """The only node of a call."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         call: ExpertsCall,
@@ -336,6 +362,7 @@ class ExpertsNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         needs = list(ctx.needs_input_grad[3:])
         del needs[1]  # Of the indices.

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from infinity.modules.tiling.tiled_param import TiledParam
 
@@ -69,7 +70,8 @@ class TiledLinear(Tiled, nn.Linear):
     weight = tensor_of("weight")
     bias = tensor_of("bias")
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor | None = None
         for start, tile in zip(self.starts, self.tiles, strict=False):
             part = tile(input)
@@ -88,7 +90,8 @@ class TiledEmbedding(Tiled, nn.Embedding):
 
     weight = tensor_of("weight")
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor | None = None
         last = len(self.tiles) - 1
         for index, tile in enumerate(self.tiles):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.modules.awaited import Provisional
+from infinity.modules.awaited import Provisional, without_class
 from infinity.modules.expert_adapters.peft import factor_adapters, merge_adapters
 from infinity.modules.handle import Handle
 from infinity.modules.originals import Follower
@@ -183,9 +183,9 @@ class Tiling:
 
     def _tiled(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
         tiles = []
+        whole = without_class(parameter.detach())  # Rows of an Awaited take a millisecond each.
         for start, stop in pairwise(starts):
-            rows = parameter.detach()[start:stop]
-            tile = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+            tile = nn.Parameter(whole[start:stop], requires_grad=parameter.requires_grad)
             if isinstance(parameter, Provisional):
                 tile.__class__ = Provisional
             tile.__dict__.update(vars(parameter))

@@ -8,15 +8,17 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from infinity.errors import InfinityError
 from infinity.modules.handle import Handle, replace_handles
+from infinity.modules.handle_tensor import Owner
 from infinity.modules.mirrors import Original, mirrored
 from infinity.modules.state_values import StateValue
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class TiledParam:
+@dataclass(eq=False)
+class TiledParam(Owner, Original):
     """One parameter of the user's model, and its tiles in order of rows.
 
     A TiledParam owns the handle that stands for the parameter. A read of that handle returns a copy
@@ -85,9 +87,11 @@ class TiledParam:
         return torch.cat([handle.clone() for handle in self.handles])
 
     def read_gradient(self) -> torch.Tensor:
+        """Returns a copy of the whole gradient."""
         gradients = [handle.grad for handle in self.handles]
         return torch.cat([gradient.clone() for gradient in gradients if gradient is not None])
 
+    @override
     def gradient_of(self, handle: Handle) -> torch.Tensor | None:
         if any(tile.grad is None for tile in self.handles):
             return None
@@ -100,33 +104,46 @@ class TiledParam:
         stamp = self.stamp(self.name, is_gradient=True)
         return -1 if stamp is None else stamp[0]
 
+    @override
     def module_handle(self, name: str) -> Handle:
         assert isinstance(self.tensor, Handle)
         return self.tensor
 
+    @override
     def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
         for tile, start, stop in zip(self.handles, self.starts, self.starts[1:], strict=False):
             tile.owner.put_gradient(tile, value[start:stop], is_other=is_other)
 
+    @override
     def forget_gradient(self, handle: Handle) -> None:
         for tile in self.handles:
             tile.grad = None
 
+    @override
     def zero_gradient(self, handle: Handle) -> None:
         for tile in self.handles:
             if tile.grad is not None:
                 tile.grad.zero_()
 
+    @override
     def state_value(self, handle: Handle) -> torch.Tensor:
         return StateValue.make(handle)
 
+    @override
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
         return [leaf for tile in self.handles for leaf in tile.owner.leaves_of(tile)]
 
+    @override
+    def increment_version(self, handle: Handle) -> None:
+        for tile in self.handles:
+            tile.owner.increment_version(tile)
+
+    @override
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         for tile, start, stop in zip(self.handles, self.starts, self.starts[1:], strict=False):
             tile.owner.take_gradient(tile, gradient[start:stop])
 
+    @override
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
         for tile in self.handles:
             tile.requires_grad_(is_trainable)
@@ -135,6 +152,7 @@ class TiledParam:
 
     # -- Mirrors ---------------------------------------------------------------------------------
 
+    @override
     def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
         stamps = [
             _original(tile).stamp(tile.name_in_model, is_gradient=is_gradient)
@@ -145,10 +163,12 @@ class TiledParam:
             return None
         return sum(stamp[0] for stamp in there), *(n for stamp in there for n in stamp[1:])
 
+    @override
     def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
         for tile, first, part in self._parts(start, into, is_gradient=is_gradient):
             _original(tile).read_bytes(tile.name_in_model, first, part, is_gradient=is_gradient)
 
+    @override
     def write_bytes(
         self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
     ) -> None:

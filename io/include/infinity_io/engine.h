@@ -2,7 +2,8 @@
 //
 // A request (segments, one ticket) is cut into blocks, and small requests that go on where another
 // ends are gathered into one; each device has a lane that keeps at most
-// `queue_depth` blocks in flight, or as many bytes in smaller ones, most urgent first. Two kinds of
+// `queue_depth` blocks in flight (up to `max_queue_depth` where the drive answers faster then, see
+// io/src/depth_control.h), or as many bytes in smaller ones, most urgent first. Two kinds of
 // lane, io_uring and threads, share everything but the system calls.
 //
 // Order: requests that overlap in a file, one of them writing, are carried out as they were
@@ -45,15 +46,18 @@ struct Options {
   std::uint32_t num_rings = 1;  // per device, each with a thread; they share the queue
   ArenaRange arena;
   std::uint32_t block_nbytes = 4U << 20;
-  std::uint32_t queue_depth = 4;     // blocks in flight per device
-  std::uint32_t num_threads = 4;     // per device, thread backend only
-  std::uint32_t max_pending = 1024;  // unfinished requests per device and priority
+  std::uint32_t queue_depth = 4;      // blocks in flight per device, at first
+  std::uint32_t min_queue_depth = 0;  // 0: always `queue_depth`; else found while the drive works,
+  std::uint32_t max_queue_depth = 0;  // from `min_queue_depth` to `max_queue_depth`
+  std::uint32_t num_threads = 4;      // per device, thread backend only
+  std::uint32_t max_pending = 1024;   // unfinished requests per device and priority
 };
 
 // What one lane has seen. Times of threads and waiters add up.
 struct LaneStats {
   std::uint64_t num_pending = 0;      // requests, now
   std::uint32_t num_in_flight = 0;    // blocks, now
+  std::uint32_t queue_depth = 0;      // blocks that may be in flight, now
   std::uint64_t num_cancelled = 0;    // requests
   std::chrono::nanoseconds cpu{0};    // of the lane's threads
   std::chrono::nanoseconds stall{0};  // that submitters stood still because the queue was full

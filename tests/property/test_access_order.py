@@ -1,4 +1,4 @@
-"""The trace against a model that writes the predicted future out and looks through it."""
+"""The access order against a model that writes the predicted future out and looks through it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits to be summed keeps to its budget, wherever the bytes are."""
+"""Partial gradients that wait for their sum stay within the budget, wherever the bytes rest."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def test_without_a_drive_a_sender_waits_for_space(
 
 
 def _without_room(rank: int) -> torch.Tensor:
-    """Rank 1 has no batch, waits for the step at once, and has no room for half of what comes."""
+    """Rank 1 has no batch, waits for the step at once, and has no space for half of what
+    arrives."""
     model = offloaded(Case(2), None)  # type: ignore[arg-type]
     engine = infinity.engine_of(model)
     engine.store.partials.budget_nbytes = 24 << 10

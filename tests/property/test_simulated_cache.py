@@ -1,7 +1,7 @@
 """Bytes that a cache of weights moves, against the best of all possible choices, found by search.
 
-The search looks at every set that could be evicted at every use, so it shares nothing with the rule.
-"""
+The search looks at every set that could be evicted at every use, so it has no code in common with
+the rule."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fewest_nbytes(order: list[int], nbytes: list[int], capacity_nbytes: int) -> 
 def test_units_of_one_size_move_the_fewest_bytes(
     order: list[int], size: int, room: int, rest: int
 ) -> None:
-    """Blocks of a model are of one size. What does not hold a whole one more is of no use."""
+    """Blocks of a model are of one size. Capacity for less than one more block is of no use."""
     nbytes, capacity_nbytes = [size] * 6, room * size + min(rest, size - 1)
     assert moved_nbytes(order, nbytes, capacity_nbytes) == fewest_nbytes(
         order, nbytes, capacity_nbytes

@@ -1,7 +1,7 @@
-"""Experts larger than the window: every tile once per direction for all micro-batches.
+"""Experts larger than the device budget: every tile once per direction for all micro-batches.
 
-Bits are compared with the model in memory that runs one micro-batch after the other, whole experts
-in the loop over experts ("eager"), adapters as factors. Bytes are the engine's counters.
+Bits are compared with the model in memory that runs one micro-batch after the other, untiled
+experts in the loop over experts ("eager"), adapters as factors. Bytes are the engine's counters.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 
 import infinity
 from infinity.modules.tiling.experts import ExpertsTile, TiledExperts
+from infinity.modules.tiling.experts_call import ExpertsCall
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.testing.simulated_device import SimulatedDevice
@@ -126,18 +127,20 @@ def num_tiles(model: nn.Module) -> set[int]:
 
 @pytest.mark.parametrize("count", [1, 4, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_bit_depends_on_cut_or_window(kind: str, count: int, swap_directory: Path) -> None:
-    """One, three or all experts a tile; the host holds little, or everything; on memory that the
-    device shares, or on a device of its own. Seven micro-batches are more than keep a graph."""
+def test_no_bit_depends_on_tile_size_or_budget(kind: str, count: int, swap_directory: Path) -> None:
+    """One, three or all experts a tile; host memory for little, or for everything; on the host's
+    memory, or on a device with its own memory. Seven micro-batches are more than keep a graph."""
     plain = build(kind)
     losses = plain_steps(plain, count, 2)
-    for experts, host_nbytes, device in (
-        (1, "3MiB", None),
-        (3, "3MiB", SimulatedDevice(7)),
-        (1, "32MiB", SimulatedDevice(7)),
-        (EXPERTS, "32MiB", None),
+    for experts, host_nbytes, device, waiting in (
+        (1, "3MiB", None, "device"),
+        (3, "3MiB", SimulatedDevice(7), "nvme"),
+        (1, "32MiB", SimulatedDevice(7), "host"),
+        (3, "32MiB", None, "nvme"),
+        (EXPERTS, "32MiB", None, "device"),
     ):
         config = cut_config(swap_directory, kind, experts, host_nbytes=host_nbytes)
+        config["placement"]["experts"] = waiting
         with offloaded(build(kind), config, device=device) as model:
             assert num_tiles(model) == ({-(-EXPERTS // experts)} if experts < EXPERTS else set())
             assert_same(plain, losses, model, layer_major_steps(model, count, 2))
@@ -261,8 +264,8 @@ def tight(directory: Path, kind: str, experts: int, **options: Any) -> dict[str,
 def test_a_step_reads_the_experts_twice_for_any_number_of_micro_batches(
     experts: int, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All experts are hit. Each is read once per direction, but for what the host still has at
-    either turn. The engine's counters show the same, less what is outside of
+    """All experts are hit. Each is read once per direction, but for what is still in host memory
+    where the direction changes. The engine's counters show the same, less what is outside of
     blocks, which every micro-batch reads."""
     asked: list[int] = []
     read = LocalStore.read
@@ -296,7 +299,7 @@ def test_a_step_reads_the_experts_twice_for_any_number_of_micro_batches(
     assert 2 * nbytes - (1 << 20) <= moved[1] <= 2 * nbytes, (moved, nbytes)
 
 
-def test_each_tile_is_held_once_in_a_direction_for_all_micro_batches(
+def test_each_tile_is_acquired_once_in_a_direction_for_all_micro_batches(
     swap_directory: Path,
 ) -> None:
     """Also where more micro-batches pass than keep a graph, and where one alone may."""
@@ -319,6 +322,40 @@ def test_each_tile_is_held_once_in_a_direction_for_all_micro_batches(
             infinity.forward_backward(model, lambda n: model(**batch(n, rows=6)).loss, range(count))
             tiles = list(dict.fromkeys(held))
             assert len(tiles) == 3 and held == [*tiles, *reversed(tiles)]
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_micro_batches_wait_at_experts_without_memory(
+    count: int, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a tile runs for one of them, hidden states and sum of the others have none, in the
+    backward of more than keep a graph neither gradients."""
+    config = cut_config(swap_directory, "deepseek_v3", 2)
+    config["placement"]["experts"] = "nvme"
+    calls: set[ExpertsCall] = set()
+    seen: dict[str, set[tuple[int, ...]]] = {"run_forward": set(), "run_backward": set()}
+    for name, sizes in seen.items():
+        run = getattr(ExpertsCall, name)
+
+        def note(call: Any, *args: Any, run: Any = run, sizes: Any = sizes, **kwargs: Any) -> None:
+            calls.add(call)
+            run(call, *args, **kwargs)
+            others = [
+                each.untyped_storage().nbytes()
+                for other in calls - {call}
+                if other._arguments is not None
+                for each in other.arguments.per_token()
+            ]
+            sizes.add(tuple(sorted(set(others))))
+
+        monkeypatch.setattr(ExpertsCall, name, note)
+    with offloaded(build("deepseek_v3"), config) as model:
+        infinity.forward_backward(model, partial(loss_of, model), range(count))
+        engine = infinity.engine_of(model)
+        assert engine.counters.snapshot()["activation_out_nbytes"] > 0
+        assert not engine.waiting._away
+    assert seen["run_forward"] <= {(), (0,)} and (0,) in seen["run_forward"]
+    assert (seen["run_backward"] <= {(), (0,)}) == (count > 4)
 
 
 def test_experts_without_tokens_are_not_read(swap_directory: Path) -> None:
@@ -355,7 +392,7 @@ def test_experts_without_tokens_are_not_read(swap_directory: Path) -> None:
 # --- memory and failures ----------------------------------------------------------------------
 
 
-def test_a_window_of_one_expert_is_enough(swap_directory: Path) -> None:
+def test_a_device_budget_of_one_expert_is_enough(swap_directory: Path) -> None:
     window_nbytes = expert_nbytes("qwen3_moe") + (96 << 10)
     config = cut_config(swap_directory, "qwen3_moe", 1, device_nbytes=window_nbytes)
     plain = build("qwen3_moe")

@@ -1,7 +1,7 @@
-"""Choosing whom to drop: never worse than the best of all possible choices, found by search.
+"""Choosing the unit to evict: never worse than the best of all possible choices, found by search.
 
 Source of the claim: Belady 1966. The search here looks at every eviction that could be made, so it
-shares nothing with the rule.
+has no code in common with the rule.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ uses = st.integers(0, 4)
 orders = st.lists(uses, min_size=1, max_size=8)
 
 
-def fewest_fetches(sequence: list[int], room: int) -> int:
-    """The fewest fetches with which `sequence` can be served when `room` units fit, by search."""
+def fewest_fetches(sequence: list[int], capacity: int) -> int:
+    """The fewest fetches with which `sequence` can be served when `capacity` units fit, by
+    search."""
 
     @cache
     def least(position: int, resident: frozenset[int]) -> int:
@@ -28,14 +29,14 @@ def fewest_fetches(sequence: list[int], room: int) -> int:
         unit = sequence[position]
         if unit in resident:
             return least(position + 1, resident)
-        if len(resident) < room:
+        if len(resident) < capacity:
             return 1 + least(position + 1, resident | {unit})
         return 1 + min(least(position + 1, resident - {each} | {unit}) for each in resident)
 
     return least(0, frozenset())
 
 
-def fetches_of_the_rule(order: list[int], cycles: int, room: int) -> int:
+def fetches_of_the_rule(order: list[int], cycles: int, capacity: int) -> int:
     """Fetches when `choose_victim` decides, with a trace that knows the order from the start."""
     trace = AccessOrder()
     trace.begin()
@@ -50,7 +51,7 @@ def fetches_of_the_rule(order: list[int], cycles: int, room: int) -> int:
             if unit in resident:
                 continue
             fetches += 1
-            if len(resident) == room:
+            if len(resident) == capacity:
                 victim = choose_victim(trace, sorted(resident))
                 assert victim in resident
                 resident.discard(victim)
@@ -58,14 +59,14 @@ def fetches_of_the_rule(order: list[int], cycles: int, room: int) -> int:
     return fetches
 
 
-@given(order=orders, cycles=st.integers(1, 3), room=st.integers(1, 4))
+@given(order=orders, cycles=st.integers(1, 3), capacity=st.integers(1, 4))
 @example(
-    order=[0, 1, 2, 3], cycles=3, room=3
+    order=[0, 1, 2, 3], cycles=3, capacity=3
 )  # A loop larger than the memory: LRU would always miss.
-@example(order=[0, 1, 2, 3, 3, 2, 1, 0], cycles=3, room=2)  # Forward and backward.
+@example(order=[0, 1, 2, 3, 3, 2, 1, 0], cycles=3, capacity=2)  # Forward and backward.
 @settings(max_examples=250)
-def test_no_eviction_policy_fetches_less(order: list[int], cycles: int, room: int) -> None:
-    assert fetches_of_the_rule(order, cycles, room) == fewest_fetches(order * cycles, room)
+def test_no_eviction_policy_fetches_less(order: list[int], cycles: int, capacity: int) -> None:
+    assert fetches_of_the_rule(order, cycles, capacity) == fewest_fetches(order * cycles, capacity)
 
 
 @given(order=orders, start=st.integers(0, 7), candidates=st.sets(st.integers(0, 6)),

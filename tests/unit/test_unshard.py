@@ -1,4 +1,4 @@
-"""Shards that wait for other ranks give up their room where nothing else can."""
+"""Shards that wait for other ranks free their space where nothing else can."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from infinity.tiers.device import FINISHED
 
 
 class Stub:
-    """Store, pool, device, ranks: whatever is asked for is done at once. Units 0 and 1 are wholes,
-    2 and 3 this rank's shards of them."""
+    """Store, pool, device, ranks: every request is done at once. Units 0 and 1 are unsharded,
+    2 and 3 are this rank's shards of them."""
 
     units = tuple(
         SimpleNamespace(index=i, name=str(i), weight_nbytes=4, stored=None, nbytes=lambda kind: 4)
@@ -65,7 +65,7 @@ class Stub:
         return lambda *unused, **_: None
 
 
-def test_a_shard_that_waits_for_other_ranks_gives_up_its_room() -> None:
+def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
     stub: Any = Stub()
     weight_cache = WeightCache(
         stub,

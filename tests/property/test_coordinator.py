@@ -1,4 +1,5 @@
-"""Whatever ranks offer, in whatever order words arrive: nobody hangs, and all begin the same."""
+"""The coordinator of collectives: whatever ranks propose, in whatever order messages arrive, no
+rank hangs, and all start the same operations."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ NONE = (0, 0, 0)
 
 
 class Rank:
-    """Needs keys one after the other and offers some of them ahead of their use, and `guess` first,
+    """Needs keys one after the other, proposes some of them ahead of their use, and `guess` first,
     which it may never need."""
 
     def __init__(self, rank: int, needs: list[list[int]], ahead: int, guess: int | None) -> None:
@@ -35,7 +36,7 @@ class Rank:
         return not self.is_blocked and not (self.is_done and self.pending)
 
     def move(self) -> None:
-        """Offers, and then uses or waits for what is next; or ends its step."""
+        """Proposes, and then uses or waits for the next key; or ends its step."""
         if self.is_done:
             self.is_done, self.step = False, self.step + 1
             return
@@ -47,7 +48,7 @@ class Rank:
         for key in wanted:
             if key not in self.pending and key not in self.there:
                 self.pending.add(key)
-                self.said.append((Verb.OFFER, self.step, key))
+                self.said.append((Verb.PROPOSE, self.step, key))
         if wanted and not needs:
             return
         if not needs:
@@ -80,7 +81,7 @@ class Rank:
 
 @given(data=st.data(), count=st.integers(2, 4), steps=st.integers(1, 2), alike=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_ranks_always_end_and_begin_the_same(
+def test_ranks_always_end_and_start_the_same_collectives(
     data: st.DataObject, count: int, steps: int, alike: bool
 ) -> None:
     """Rank 0 may wait for all others by other means before it ends a step: then it is only by
@@ -97,11 +98,11 @@ def test_ranks_always_end_and_begin_the_same(
         for r in range(count)
     ]
     has_barrier = not alike and data.draw(st.booleans())
-    matchmaker = Coordinator(count)
+    coordinator = Coordinator(count)
 
     def carry(rank: Rank) -> None:
         verb, step, key = rank.said.popleft()
-        for decision in matchmaker.on_message(rank.rank, verb, step, key):
+        for decision in coordinator.on_message(rank.rank, verb, step, key):
             assert (decision.verb is Verb.BEGIN) <= (len(decision.ranks) == count)
             for told in decision.ranks:
                 ranks[told].heard.append((decision.verb, decision.key))
@@ -132,15 +133,15 @@ def test_ranks_always_end_and_begin_the_same(
                 withdrawals += 1
     assert all(rank.begun == ranks[0].begun for rank in ranks)
     if alike and not withdrawals and len({rank.ahead for rank in ranks}) == 1:
-        assert matchmaker.cancelled == 0, "alike, and called off"
+        assert coordinator.cancelled == 0, "alike, and cancelled"
         assert bool(ranks[0].begun) == any(common)
 
 
 def test_a_step_that_is_over_leaves_nothing_behind() -> None:
-    matchmaker = Coordinator(2)
+    coordinator = Coordinator(2)
     for step in range(3):
-        matchmaker.on_message(1, Verb.OFFER, step, (0, 7, 0))
-        [decision] = matchmaker.on_message(0, Verb.DONE, step, NONE)
+        coordinator.on_message(1, Verb.PROPOSE, step, (0, 7, 0))
+        [decision] = coordinator.on_message(0, Verb.DONE, step, NONE)
         assert decision.verb is Verb.CANCEL and decision.ranks == (1,)
-        assert matchmaker.on_message(1, Verb.DONE, step, NONE) == []
-    assert not matchmaker._steps
+        assert coordinator.on_message(1, Verb.DONE, step, NONE) == []
+    assert not coordinator._steps

@@ -1,4 +1,5 @@
-"""Connections by themselves, in one process: who is let in, and who is waited for."""
+"""The transport by itself, in one process: which connections are accepted, and which rank waits for
+which."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ CONTENT = bytes(range(256)) * 1000
 
 
 class Shelf:
-    """Serves CONTENT, keeps what it is given."""
+    """Serves CONTENT, keeps what it receives."""
 
     def __init__(self) -> None:
         self.delivered: list[tuple[int, int, int, int, bytes]] = []
@@ -74,7 +75,7 @@ def pair() -> Iterator[tuple[list[PeerTransport], list[Shelf]]]:
     collective_section([each.close for each in transport])
 
 
-def test_gets_are_scattered_and_puts_come_before_notes(
+def test_gets_are_scattered_and_puts_arrive_before_barriers(
     pair: tuple[list[PeerTransport], list[Shelf]],
 ) -> None:
     transport, shelves = pair
@@ -109,7 +110,7 @@ def test_a_control_message_does_not_wait_for_gradients_without_space(
     room.set()
 
 
-def test_strangers_are_not_let_in() -> None:
+def test_connections_of_other_programs_are_refused() -> None:
     transport = make(2)
     mine = transport[0].peers[0]
     stranger = socket.create_connection((mine.address, mine.port))
@@ -121,7 +122,7 @@ def test_strangers_are_not_let_in() -> None:
     collective_section([each.close for each in transport])
 
 
-def test_silent_and_slow_clients_do_not_hold_up_a_start() -> None:
+def test_silent_and_slow_clients_do_not_delay_a_start() -> None:
     transport = make(2)
     mine = transport[0].peers[0]
     silent = [socket.create_connection((mine.address, mine.port)) for _ in range(5)]
@@ -138,8 +139,8 @@ def test_silent_and_slow_clients_do_not_hold_up_a_start() -> None:
     collective_section([each.close for each in transport])
 
 
-def test_one_deadline_holds_for_all_that_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slowly they speak, and however many."""
+def test_one_deadline_bounds_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slowly they send, and however many."""
     monkeypatch.setattr(transport_module, "SILENCE_S", 1.0)
     first, second = make(2)
     me, is_over = first.peers[0], threading.Event()
@@ -170,11 +171,11 @@ def test_one_deadline_holds_for_all_that_connect(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        ((MessageType.WORD, 0, 0, 0, 8 << 30), "announced a WORD of 8589934592 bytes"),
-        ((MessageType.NOTE, 0, 0, 0, 1 << 62), "announced a NOTE"),
-        ((MessageType.BYE, 1, 0, 0, 1 << 40), "announced a BYE"),
-        ((MessageType.BYE, 99, 0, 0, 0), "rank 98 failed, and there is none"),
-        ((MessageType.BEAT, 0, 0, 0, 1), "announced a BEAT"),
+        ((MessageType.CONTROL, 0, 0, 0, 8 << 30), "announced a CONTROL of 8589934592 bytes"),
+        ((MessageType.ALL_GATHER, 0, 0, 0, 1 << 62), "announced a ALL_GATHER"),
+        ((MessageType.CLOSE, 1, 0, 0, 1 << 40), "announced a CLOSE"),
+        ((MessageType.CLOSE, 99, 0, 0, 0), "rank 98 failed, and there is none"),
+        ((MessageType.HEARTBEAT, 0, 0, 0, 1), "announced a HEARTBEAT"),
         ((77, 0, 0, 0, 0), "kind 77"),
     ],
 )
@@ -205,7 +206,7 @@ def test_a_rank_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_different_calls_are_named(
     pair: tuple[list[PeerTransport], list[Shelf]], is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when one has seen it before its own word about its call has left."""
+    """Also when one rank has seen it before the message about its own call has left."""
     transport, _ = pair
     if is_late:
         monkeypatch.setattr(transport[0], "_submit", lambda *message: None)
@@ -268,15 +269,15 @@ def test_a_drive_that_fails_is_of_the_rank_that_serves(
 
 
 def test_a_rank_that_takes_its_time_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no room for what it is given, longer than a silent rank is waited for, and makes some
-    while it waits in a meeting: the other one's word comes behind what it gave. A shard that is
-    asked for does not wait for that."""
+    """It has no space for what it receives, for longer than the timeout of a silent rank, and frees
+    some while it waits in a barrier: the other rank's message arrives behind its put. A shard that
+    is asked for does not wait for that."""
     # Longer than a thread of a busy machine waits for its turn.
     monkeypatch.setattr(transport_module, "SILENCE_S", 3.0)
     transport, shelves = make(2), [Shelf(), Shelf()]
     collective_section([lambda i=i: transport[i].open(shelves[i]) for i in range(2)])
     # Not before: who connects has a beat's time to say who it is.
-    monkeypatch.setattr(transport_module, "BEAT_S", 0.2)
+    monkeypatch.setattr(transport_module, "HEARTBEAT_S", 0.2)
     has_room, take = threading.Event(), shelves[1].deliver
 
     def deliver(*message: object) -> None:

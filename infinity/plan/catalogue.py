@@ -1,0 +1,154 @@
+"""Which model trains on which machine: the shipped models on the shipped machines.
+
+Each cell is the plan of the file that `infinity new` would write, on as many ranks as the machine
+has devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.config import SwapConfig
+from infinity.errors import CapacityError, InfinityError
+from infinity.plan.answer import count, decimal
+from infinity.plan.draft import Wish, fitted_draft
+from infinity.plan.frozen import frozen_model
+from infinity.plan.hardware import Hardware
+from infinity.plan.model import PlannedModel, load_shape, model_of_shape
+from infinity.plan.predict import Forecast, forecast
+from infinity.plan.shapes import ModelShape
+from infinity.plan.shipped import shipped_in
+from infinity.plan.stored import stored_of_shape
+from infinity.simulate.job import batch_of
+from infinity.state.moments import moments_of
+from infinity.training.settle import settle
+
+_LENGTH, _SEQUENCES = 2048, 16
+_DTYPE = torch.bfloat16
+_TIERS = {"host": "memory", "nvme": "drives", "device": "device"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A model on a machine. `rank` is that of the adapter, None for all weights. If it does not
+    fit, `reason` says what is too small, and rates are None."""
+
+    model: str
+    machine: str
+    rank: int | None
+    tokens_per_s: float | None
+    step_s: float | None
+    tokens_per_step: int | None
+    binding: str | None
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """The cell as a reader sees it."""
+        if self.tokens_per_s is None:
+            return f"no: {self.reason.partition(':')[0]}"
+        return (
+            f"{self.tokens_per_s:,.0f}" if self.tokens_per_s >= 10 else f"{self.tokens_per_s:.2g}"
+        )
+
+
+def published_models() -> list[str]:
+    """Returns the names of the shipped models that can be downloaded, the smallest first."""
+    shapes = {name: load_shape(name) for name in shipped_in("models")}
+    found = [name for name, shape in shapes.items() if shape.hub]
+    return sorted(found, key=lambda name: _num_params(shapes[name]))
+
+
+def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> Cell:
+    """Plans one model on one machine."""
+    shape = load_shape(name)
+    wish = Wish(
+        model=Path(name), max_positions=None, rank=rank, experts=False, data=None,
+        data_paths=(Path("chat.jsonl"),), swap=(Path("swap"),), output=Path("output"),
+        length=_LENGTH, sequences=_SEQUENCES, is_here=False,
+    )  # fmt: skip
+    planned: dict[str, PlannedModel] = {}
+
+    def forecaster(config: SwapConfig) -> Forecast:
+        settled = settle(config)
+        if "model" not in planned:
+            planned["model"] = _planned(shape, settled)
+        return forecast(
+            settled,
+            planned["model"],
+            hardware,
+            batch_of(settled),
+            num_ranks=hardware.device.count,
+        )
+
+    try:
+        _, said = fitted_draft(wish, hardware, forecaster)
+    except InfinityError as error:
+        tier = _TIERS.get(error.tier, error.tier) if isinstance(error, CapacityError) else "plan"
+        return Cell(name, machine, rank, None, None, None, None, f"{tier}: {error}")
+    if said.obstacles:
+        return Cell(name, machine, rank, None, None, None, None, f"batch: {said.obstacles[0]}")
+    tokens = said.num_ranks * said.batch.tokens_per_step
+    return Cell(name, machine, rank, said.tokens_per_s, said.step.step_s, tokens, said.step.binding)
+
+
+def _planned(shape: ModelShape, config: SwapConfig) -> PlannedModel:
+    moments = moments_of(config)
+    if config.adapter is None:
+        return model_of_shape(shape, _DTYPE, moments)
+    return frozen_model(shape, stored_of_shape(shape), config.adapter, _DTYPE, moments)
+
+
+def _num_params(shape: ModelShape) -> int:
+    return model_of_shape(shape, _DTYPE).num_params
+
+
+def to_dict(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Returns the cells in plain numbers."""
+    return [asdict(cell) for cell in cells]
+
+
+def to_rows(cells: Sequence[Cell]) -> list[list[str]]:
+    """Returns the table of cells of one way of training, its head first."""
+    found = {(cell.model, cell.machine): cell for cell in cells}
+    is_adapter = any(cell.rank is not None for cell in cells)
+    machines = list(dict.fromkeys(machine for _, machine in found))
+    rows = [["model", "size", *machines]]
+    for name in dict.fromkeys(model for model, _ in found):
+        shape = load_shape(name)
+        size = count(_num_params(shape))
+        if is_adapter:
+            size += f", {decimal(stored_of_shape(shape).nbytes)}"
+        rows.append([name, size, *(found[name, machine].text for machine in machines)])
+    return rows
+
+
+def to_text(cells: Sequence[Cell]) -> str:
+    """Returns the table in aligned columns."""
+    rows = to_rows(cells)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, size, *rates = zip(row, widths, strict=True)
+        parts = [f"{first[0]:<{first[1]}}", f"{size[0]:<{size[1]}}"]
+        lines.append("  ".join([*parts, *(f"{text:>{width}}" for text, width in rates)]).rstrip())
+    return "\n".join(lines)
+
+
+def to_markdown(cells: Sequence[Cell]) -> str:
+    """Returns the table in Markdown."""
+    rows = to_rows(cells)
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    rule = f"| --- | --- |{' ---: |' * (len(rows[0]) - 2)}"
+    return "\n".join([head, rule, *body])
+
+
+def title_of(rank: int | None) -> str:
+    """Returns the headline of a table."""
+    how = "All weights, in bfloat16" if rank is None else f"LoRA of rank {rank} over the checkpoint"
+    return f"{how}: tokens/s"

@@ -1,0 +1,145 @@
+"""Counts the tokens of a user's data, for the length of a sequence and the number of steps.
+
+The first records of every file are tokenised; the others count by their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from infinity.config import DataSource, SwapConfig
+from infinity.errors import ConfigError
+from infinity.sizes import MIB
+from infinity.training.data import Tokenizer, collect_files
+
+_SAMPLE_NBYTES = 2 * MIB  # Of each file.
+_CHUNK_NBYTES = 8 * MIB
+_MARKS = 8  # Tokens that a template writes around a message,
+_MARKS_NBYTES = 40  # and their bytes, where a token is a byte.
+
+
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """What the files hold. Of text, `num_records` is 0. `longest` is the length in tokens of the
+    longest record that was tokenised. `is_exact`: all of the data was."""
+
+    noun: str  # "conversations", "records" or "text".
+    num_records: int
+    num_tokens: int
+    longest: int
+    is_exact: bool
+
+
+def read_data(paths: Sequence[Path], tokenizer: Tokenizer) -> DataFacts:
+    """Returns the facts of files and directories, as `data.paths` means them. Raises ConfigError
+    for what `infinity train` would refuse."""
+    missing = next((path for path in paths if not path.exists()), None)
+    if missing is not None:
+        raise ConfigError(f"--data {missing}: there is no such file or directory")
+    table = {"data": {"paths": [str(path.resolve()) for path in paths]}}
+    data = SwapConfig.load(table).data
+    assert data is not None
+    collect_files(data.paths)
+    files = [file for source in data.paths for file in _files_of(source)]
+    found = [_read(file, tokenizer) for file in files]
+    return DataFacts(
+        noun=found[0].noun,
+        num_records=sum(each.num_records for each in found),
+        num_tokens=sum(each.num_tokens for each in found),
+        longest=max(each.longest for each in found),
+        is_exact=all(each.is_exact for each in found),
+    )
+
+
+def _files_of(source: DataSource) -> list[Path]:
+    place = source.location
+    if place.is_file():
+        return [place]
+    return sorted(file for file in place.glob(source.pattern) if file.is_file())
+
+
+def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
+    records = iter(_records(file))
+    first = next(records, None)
+    if first is None:
+        return _text(file, tokenizer)
+    marks = _MARKS_NBYTES if tokenizer.name == "bytes" else _MARKS
+    is_chat = isinstance(first.get("messages"), list)
+    lengths, sampled_nbytes, is_exact = [], 0, True
+    for record in chain([first], records):
+        texts = list(_strings(record))
+        messages = len(record["messages"]) if isinstance(record.get("messages"), list) else 2
+        lengths.append(sum(len(tokenizer.encode(text)) for text in texts) + marks * messages)
+        sampled_nbytes += sum(len(text.encode(errors="replace")) for text in texts)
+        if sampled_nbytes >= _SAMPLE_NBYTES:
+            is_exact = next(records, None) is None
+            break
+    count = len(lengths) if is_exact else _count(file, len(lengths), sampled_nbytes)
+    return DataFacts(
+        "conversations" if is_chat else "records",
+        count,
+        sum(lengths) * count // len(lengths),
+        max(lengths),
+        is_exact,
+    )
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of JSON lines, JSON or Parquet; nothing of text."""
+    if file.suffix == ".parquet":
+        from pyarrow import parquet  # type: ignore[import-untyped]
+
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
+            yield from batch.to_pylist()
+        return
+    try:
+        if file.suffix == ".json":
+            rows = json.loads(file.read_bytes())
+            yield from (row for row in rows if isinstance(row, dict))
+            return
+        with file.open("rb") as stream:
+            for line in filter(bytes.strip, stream):
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    return
+                yield record
+    except (ValueError, RecursionError):  # Text; or a fault, which `infinity train` names.
+        return
+
+
+def _count(file: Path, num_sampled: int, sampled_nbytes: int) -> int:
+    """Returns the number of all records: of the lines, of the rows, or an estimate by bytes."""
+    if file.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return int(parquet.ParquetFile(file).metadata.num_rows)
+    if file.suffix == ".json":
+        return num_sampled * file.stat().st_size // max(sampled_nbytes, 1)
+    with file.open("rb") as stream:
+        chunks = iter(lambda: stream.read(_CHUNK_NBYTES), b"")
+        return max(num_sampled, sum(chunk.count(b"\n") for chunk in chunks))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _text(file: Path, tokenizer: Tokenizer) -> DataFacts:
+    with file.open("rb") as stream:
+        content = stream.read(_SAMPLE_NBYTES)
+    size_nbytes = file.stat().st_size
+    count = len(tokenizer.encode(content.decode(errors="ignore")))
+    num_tokens = count * size_nbytes // max(len(content), 1)
+    return DataFacts("text", 0, num_tokens, 0, size_nbytes <= _SAMPLE_NBYTES)

@@ -1,0 +1,308 @@
+"""A file for `infinity train`, decided from a model, its data and a machine. Pure.
+
+`draft` writes the file down; `fitted_draft` tries drafts from the simplest on, everything in host
+memory, until the planner says that one fits the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from infinity.config import SwapConfig
+from infinity.config.source import ConfigSource
+from infinity.errors import CapacityError
+from infinity.plan.data_facts import DataFacts
+from infinity.plan.hardware import Hardware
+from infinity.plan.predict import Forecast
+from infinity.plan.room import most_decoded_nbytes
+from infinity.sizes import GIB, MIB, align_up, format_nbytes
+
+Table = dict[str, Any]
+Forecaster = Callable[[SwapConfig], Forecast]
+
+_KINDS = ("parameters", "master", "moments", "gradients")
+_LONGEST = 4096  # Tokens of a sequence, unless more are asked for.
+_LENGTH_STEP = 128
+_TEXT_LENGTH = 2048
+_BATCH_TOKENS = 4096  # Of one micro-batch: enough work for each of some hundred experts.
+_SEQUENCES_A_STEP = 16
+_LEAST_STEPS_A_PASS = 20  # With little data, steps are smaller.
+_STEPS_WITHOUT_DATA = 100
+_LEAST_HELD_OUT = 50  # Sequences; of fewer none is held out.
+_CHECKPOINT_EVERY_S = 1800
+# Of available memory. A model that computes on the host needs the rest for activations.
+_HOST_PERCENT = {True: 75, False: 50}
+_EVALUATIONS = 5
+_SPARE_NBYTES = 256 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What is to be trained, and where files go. `rank` is that of an adapter, None for all
+    weights. `length` and `sequences` (of a step) are None where the data decide. `is_here`: whether
+    the machine is this one, so that measured rates belong into the file."""
+
+    model: Path
+    max_positions: int | None
+    rank: int | None
+    experts: bool
+    data: DataFacts | None
+    data_paths: tuple[Path, ...]
+    swap: tuple[Path, ...]
+    output: Path
+    length: int | None = None
+    sequences: int | None = None
+    passes: int = 1
+    is_here: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A configuration, and a remark for each dotted key that needs one."""
+
+    config: SwapConfig
+    notes: Mapping[str, str]
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps of the run."""
+        assert self.config.train is not None
+        return self.config.train.steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """`sequences` of a step, `size` of them in a micro-batch."""
+
+    length: int
+    size: int
+    sequences: int
+    steps: int
+
+
+def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str = "host") -> Draft:
+    """Returns the file. `hardware` is None before the machine is measured. With `spills`, state
+    that does not fit host memory goes to the swap directories. `inputs_on` is the first tier of
+    layer inputs."""
+    is_gpu = hardware is not None and not hardware.shares_host_memory
+    batch, why = _batch(wish)
+    percent = _HOST_PERCENT[is_gpu]
+    table: Table = {
+        "schema": 1,
+        "tiers": {"host": {"capacity": f"{percent}%"}},
+        "placement": _placement(wish, spills=spills, is_gpu=is_gpu, inputs_on=inputs_on),
+        "schedule": {"micro_batch": batch.size},
+        "optimizer": {"lr": 2e-4 if wish.rank else 1e-5, "max_grad_norm": 1.0},
+        "model": {"path": str(wish.model)},
+        "data": {
+            "paths": [str(path) for path in wish.data_paths],
+            "sequence_length": batch.length,
+            "held_out": _held_out(wish.data, batch),
+        },
+        "train": {
+            "steps": batch.steps,
+            "batch_size": batch.size,
+            "gradient_accumulation_steps": batch.sequences // batch.size,
+            "schedule": "cosine",
+            "warmup_steps": batch.steps * 3 // 100,
+        },
+        "output": {"directory": str(wish.output)},
+        "checkpoint": {"every": 0},
+    }
+    notes = {
+        "tiers.host.capacity": "of the memory available at the start; the rest is for "
+        + ("programs" if is_gpu else "activations"),
+        "model.path": "read where it lies, never written" if wish.rank else "",
+        "data.held_out": "part that is evaluated on, not trained",
+        "output.directory": "the adapter, in PEFT's format; metrics.jsonl, summary.json"
+        if wish.rank
+        else "the model, in Hugging Face's layout; metrics.jsonl, summary.json",
+        "checkpoint.every": "steps; 0: at the end, and when it is stopped. --resume goes on",
+    } | why
+    if spills:
+        table["tiers"]["nvme"] = _drives(wish, hardware)
+        notes["tiers.nvme[0].path"] = "state that host memory has no space for"
+    if wish.rank is not None:
+        table["adapter"] = {"rank": wish.rank, "alpha": 2.0 * wish.rank}
+        notes["adapter.rank"] = "of an adapter on attention and dense layers; the base is frozen"
+        if wish.experts:
+            table["adapter"]["experts"] = True
+    if table["data"]["held_out"]:
+        table["train"] |= {"eval_every": max(1, batch.steps // _EVALUATIONS), "eval_batches": 2}
+    return Draft(
+        SwapConfig.from_table(table, ConfigSource()),
+        {key: said for key, said in notes.items() if said},
+    )
+
+
+def fitted_draft(wish: Wish, hardware: Hardware, forecaster: Forecaster) -> tuple[Draft, Forecast]:
+    """Returns the first draft that fits, and its forecast: in host memory, then with a swap
+    directory, then with layer inputs there, then with fewer sequences a step. If none fits, returns
+    the last one with its obstacles. Raises CapacityError if the state fits in no way."""
+    failure: CapacityError | None = None
+    last: tuple[Draft, Forecast] | None = None
+    for found in _candidates(wish, hardware):
+        try:
+            said = forecaster(found.config)
+        except CapacityError as error:
+            failure = error
+            if found.config.tiers.nvme:
+                break  # A smaller batch has the same state.
+            continue
+        last = found, said
+        if not said.obstacles:
+            return _settled(found, said, forecaster)
+    if last is not None:
+        return last
+    assert failure is not None
+    raise failure
+
+
+def _candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
+    yield draft(wish, hardware, spills=False)
+    if wish.swap and hardware.nvme is not None:
+        yield draft(wish, hardware, spills=True)
+        if not hardware.shares_host_memory:
+            yield draft(wish, hardware, spills=True, inputs_on="nvme")
+        sequences = _batch(wish)[0].sequences
+        while sequences > 1:
+            sequences //= 2
+            yield draft(replace(wish, sequences=sequences), hardware, spills=True, inputs_on="nvme")
+
+
+def _settled(found: Draft, said: Forecast, forecaster: Forecaster) -> tuple[Draft, Forecast]:
+    """Returns the draft with a budget of host memory no larger than what can be used, and with
+    checkpoints every half hour."""
+    every = max(1, int(_CHECKPOINT_EVERY_S / said.step.step_s))
+    table = _table(found.config)
+    notes = dict(found.notes)
+    if every < found.steps:
+        table["checkpoint"]["every"] = every
+        notes["checkpoint.every"] = "steps, about half an hour; --resume goes on after any end"
+    enough_nbytes = _enough_nbytes(said)
+    if enough_nbytes < said.host_nbytes:
+        smaller = {**table["tiers"], "host": {"capacity": enough_nbytes}}
+        lean = SwapConfig.from_table({**table, "tiers": smaller}, ConfigSource())
+        try:
+            on_less = forecaster(lean)
+        except CapacityError:
+            on_less = None
+        if on_less is not None and not on_less.obstacles and not on_less.is_tight:
+            notes["tiers.host.capacity"] = "enough to keep everything in memory"
+            return Draft(lean, notes), on_less
+    return Draft(SwapConfig.from_table(table, ConfigSource()), notes), said
+
+
+def _enough_nbytes(said: Forecast) -> int:
+    """Returns host memory in which nothing is read twice: all state, the frozen checkpoint, what is
+    decoded, and layer inputs."""
+    resting = said.host_nbytes - said.working_nbytes
+    frozen = said.model.frozen
+    weights = 0 if frozen is None else frozen.stored.nbytes
+    in_use = 2 * (said.model.held_nbytes + most_decoded_nbytes(said.model))
+    saved = said.saved[1] if said.saved is not None and said.saved[0] == "host" else 0
+    needed = resting + weights + 2 * in_use + saved + _SPARE_NBYTES
+    return align_up(needed, GIB if needed > 16 * GIB else 64 * MIB)
+
+
+def _table(config: SwapConfig) -> Table:
+    """Returns the keys that the draft has set."""
+    return config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def _placement(wish: Wish, *, spills: bool, is_gpu: bool, inputs_on: str) -> Table:
+    tiers = ["host", "nvme"] if spills else ["host"]
+    placed: Table = dict.fromkeys(_KINDS, tiers)
+    if is_gpu or (spills and wish.rank is not None):
+        placed["activations"] = tiers if inputs_on == "host" else [inputs_on]
+    return placed
+
+
+def _drives(wish: Wish, hardware: Hardware | None) -> list[Table]:
+    drives: list[Table] = [{"path": str(path)} for path in wish.swap]
+    nvme = hardware.nvme if hardware is not None else None
+    if wish.is_here and nvme is not None and len(drives) == 1:
+        rates = {"read": nvme.read_gb_per_s, "write": nvme.write_gb_per_s}
+        if nvme.mixed_gb_per_s is not None:
+            rates["mixed"] = nvme.mixed_gb_per_s
+        drives[0] |= {f"{name}_gb_per_s": round(rate, 2) for name, rate in rates.items() if rate}
+    return drives
+
+
+def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
+    """Returns the batch and the reasons, by key."""
+    length, why_length = _length(wish)
+    num_sequences = _num_sequences(wish.data, length)
+    wanted = wish.sequences or min(
+        _SEQUENCES_A_STEP,
+        max(1, (num_sequences or _SEQUENCES_A_STEP * _LEAST_STEPS_A_PASS) // _LEAST_STEPS_A_PASS),
+    )
+    most = max(1, min(wanted, _BATCH_TOKENS // length, num_sequences or wanted))
+    size = next(number for number in range(most, 0, -1) if wanted % number == 0)
+    steps, why_steps = _STEPS_WITHOUT_DATA, "no data was given to count (infinity new --data)"
+    if num_sequences is not None:
+        trained = num_sequences - int(num_sequences * _share_held_out(num_sequences))
+        steps = max(1, -(-wish.passes * trained // wanted))
+        passes = "one pass" if wish.passes == 1 else f"{wish.passes} passes"
+        kind = wish.data.noun if wish.data and wish.data.num_records else "sequences"
+        why_steps = f"{passes} over {trained:,} {kind}"
+    batch = _Batch(length, size, wanted, steps)
+    return batch, {
+        "data.sequence_length": why_length,
+        "train.steps": why_steps,
+        "train.batch_size": f"sequences of a micro-batch: {size * length:,} tokens",
+        "train.gradient_accumulation_steps": f"micro-batches; a step has {wanted} sequences, "
+        f"{wanted * length:,} tokens",
+        "schedule.micro_batch": "all micro-batches of a step pass a block while it is in memory",
+    }
+
+
+def _length(wish: Wish) -> tuple[int, str]:
+    limit = wish.max_positions or _LONGEST
+    if wish.length is not None:
+        return wish.length, "tokens, as asked"
+    data = wish.data
+    if data is None or not data.num_records:
+        return min(_TEXT_LENGTH, limit), "tokens"
+    longest = align_up(max(data.longest, 1), _LENGTH_STEP)
+    if longest <= min(_LONGEST, limit):
+        return longest, f"tokens; the longest of the {data.noun} has about {data.longest:,}"
+    length = min(_LONGEST, limit)
+    return (
+        length,
+        f"tokens; some {data.noun} have more (up to about {data.longest:,}) and are cut",
+    )
+
+
+def _num_sequences(data: DataFacts | None, length: int) -> int | None:
+    if data is None:
+        return None
+    return max(1, data.num_records or data.num_tokens // length)
+
+
+def _share_held_out(num_sequences: int) -> float:
+    if num_sequences < _LEAST_HELD_OUT:
+        return 0.0
+    return 0.05 if num_sequences < 20 * _LEAST_HELD_OUT else 0.01
+
+
+def _held_out(data: DataFacts | None, batch: _Batch) -> float:
+    num_sequences = _num_sequences(data, batch.length)
+    return 0.01 if num_sequences is None else _share_held_out(num_sequences)
+
+
+def describe_machine(hardware: Hardware) -> str:
+    """Returns the machine in one line."""
+    host, device, nvme = hardware.host, hardware.device, hardware.nvme
+    parts = [f"{format_nbytes(host.memory)} of memory"]
+    if device.memory is not None:
+        many = f"{device.count} devices of " if device.count > 1 else "device memory "
+        parts.append(f"{many}{format_nbytes(device.memory)}")
+    parts.append(f"{device.tflops:.3g} TFLOPS")
+    if nvme is not None:
+        read = nvme.checkpoint_read_gb_per_s or nvme.read_gb_per_s
+        parts.append(f"drives that read {read:.3g} GB/s")
+    return f"{hardware.name}: {', '.join(parts)}"

@@ -1,0 +1,99 @@
+"""Compares the codecs with the packages that define their formats, bit by bit, on the CPU.
+
+    python -m pip install --no-deps --target /tmp/packages compressed-tensors loguru bitsandbytes
+    PYTHONPATH=/tmp/packages python scripts/codecs_elsewhere.py
+
+The packages write random weights; their own dequantisation and `infinity.codecs` decode them. Not a
+part of the test suite: with bitsandbytes installed, PEFT and transformers take other paths.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+import torch
+
+from infinity.codecs import Codec, Int4Groups, Mxfp4Blocks, Nf4
+from infinity.codecs.part import flat_bytes
+
+SHAPES = ((64, 64), (96, 160), (1, 32), (7, 224), (7, 192), (512, 1536))
+
+
+def decoded(codec: Codec, parts: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    out = torch.empty(shape, dtype=codec.dtype)
+    codec.decode([flat_bytes(part) for part in parts], shape, out)
+    return out
+
+
+def differing(codec: Codec, parts: list[torch.Tensor], expected: torch.Tensor) -> int:
+    """Returns the number of elements that the codec decodes to other bits."""
+    found = decoded(codec, parts, tuple(expected.shape))
+    assert found.dtype is expected.dtype, (found.dtype, expected.dtype)
+    return int((found.view(torch.int16) != expected.contiguous().view(torch.int16)).sum())
+
+
+def int4(weight: torch.Tensor) -> int:
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    rows, columns = weight.shape
+    groups = weight.float().view(rows, columns // 32, 32)
+    scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+    state = {"weight": weight, "weight_scale": scale}
+    packed = PackedQuantizationCompressor.compress(state, scheme)
+    expected = PackedQuantizationCompressor.decompress(packed, scheme)["weight"]
+    return differing(Int4Groups(), [packed["weight_packed"], packed["weight_scale"]], expected)
+
+
+def mxfp4(weight: torch.Tensor) -> int:
+    from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    args = QuantizationArgs(
+        num_bits=4, type="float", symmetric=True, strategy="group", group_size=32,
+        scale_dtype=torch.uint8,
+    )  # fmt: skip
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    rows, columns = weight.shape
+    largest = weight.float().view(rows, columns // 32, 32).abs().amax(-1)
+    scale = torch.exp2(torch.floor(torch.log2(largest)) - 2).bfloat16()
+    state = {"weight": weight, "weight_scale": scale}
+    packed = MXFP4PackedCompressor.compress(state, scheme)
+    expected = MXFP4PackedCompressor.decompress(packed, scheme)["weight"]
+    parts = [packed["weight_packed"], packed["weight_scale"]]
+    return differing(Mxfp4Blocks(), parts, expected.bfloat16())
+
+
+def nf4(weight: torch.Tensor) -> int:
+    import bitsandbytes.functional as bnb
+
+    packed, state = bnb.quantize_4bit(
+        weight, blocksize=64, quant_type="nf4", compress_statistics=True
+    )
+    expected = bnb.dequantize_4bit(packed, state)
+    codec = Nf4(64, state.state2.blocksize, float(state.offset), "BF16")
+    parts = [packed, state.absmax, state.code, state.state2.absmax, state.state2.code]
+    return differing(codec, parts, expected)
+
+
+def main() -> int:
+    packages = ("compressed-tensors", "bitsandbytes", "torch")
+    print(", ".join(f"{name} {version(name)}" for name in packages))
+    failed = 0
+    for compare in (int4, mxfp4, nf4):
+        for shape in SHAPES:
+            if compare is nf4 and shape[0] > 1 and shape[1] % 64:
+                continue  # bitsandbytes' kernel for the CPU takes the scales of other blocks there.
+            generator = torch.Generator().manual_seed(shape[1])
+            weight = (torch.randn(shape, generator=generator) * 0.02).bfloat16()
+            count = compare(weight)
+            failed += count > 0
+            print(f"{compare.__name__} {shape}: {count} of {weight.numel()} elements differ")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

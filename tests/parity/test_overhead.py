@@ -1,0 +1,99 @@
+"""The engine's own work for each unit, counted in calls of Python functions: no clock, no noise."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import infinity
+
+PACKAGE = str(Path(infinity.__file__).parent)
+TENSORS_PER_UNIT = 12
+# Of one step: forward, backward, optimizer.step(), zero_grad() and the update. Lower it with the
+# number that a change reaches: 598 now.
+MOST_CALLS_PER_UNIT = 610
+
+
+class Block(nn.Module):
+    """Twelve parameters: four linear layers and two norms."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.query(h) * self.key(h)
+        return x + self.down(self.up(self.mlp_norm(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def calls_of_a_step(num_blocks: int) -> Counter[str]:
+    """Calls of the package's own functions in one step of training, by function."""
+    torch.manual_seed(0)
+    kinds = ("parameters", "master", "moments", "gradients")
+    config = {
+        "tiers": {"device": {"kind": "cpu"}, "host": {"capacity": "64MiB"}},
+        "placement": dict.fromkeys(kinds, "host"),
+    }
+    model = infinity.offload(Model(num_blocks), config)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        model(torch.ones(2, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):  # The order of uses is learned, the update runs from the second on.
+        step()
+    calls = counted(step)
+    infinity.engine_of(model).close()
+    return calls
+
+
+def counted(run: Callable[[], None]) -> Counter[str]:
+    calls: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"] += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_unit_costs_few_calls_of_python_functions_in_a_model_of_any_size() -> None:
+    few, more, many = (calls_of_a_step(count) for count in (8, 24, 40))
+    per_unit = (more.total() - few.total()) / 16
+    top = ", ".join(f"{name} {count / 24:.1f}" for name, count in more.most_common(12))
+    assert per_unit <= MOST_CALLS_PER_UNIT, f"{per_unit:.0f} calls per unit; most often: {top}"
+    # No step goes through all units for each unit.
+    assert abs((many.total() - more.total()) / 16 - per_unit) <= 0.02 * per_unit
+
+
+def test_calls_are_counted() -> None:
+    few = calls_of_a_step(2)
+    assert few["uses.UnitUses.enter"] >= 4  # Two units, forward and backward.
+    assert few["grads.ParamGrads._take"] == 2 * TENSORS_PER_UNIT

@@ -1,0 +1,327 @@
+"""`infinity new`: a file that fits the machine, and that trains as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from infinity.cli import app
+from infinity.config import SwapConfig
+from infinity.config.hub import download_remedy
+from infinity.errors import ConfigError
+from infinity.observe import Counters
+from infinity.plan.data_facts import DataFacts
+from infinity.plan.directory import read_directory
+from infinity.plan.draft import Wish, draft
+from infinity.plan.hardware import load_hardware
+from infinity.plan.measure_device import measure_device
+from infinity.plan.model import load_model, load_shape
+from infinity.plan.published import published_format
+from infinity.plan.stored import stored_of_shape
+from infinity.sizes import MIB
+from infinity.storage.arena import Arena
+from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tiers.host import HostBlocks
+
+RUNNER = CliRunner()
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+INT4_GROUP = {
+    "targets": ["Linear"],
+    "weights": {
+        "num_bits": 4,
+        "group_size": 32,
+        "symmetric": True,
+        "strategy": "group",
+        "type": "int",
+    },
+}
+KIMI = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "config_groups": {"group_0": INT4_GROUP},
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
+               r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+}  # fmt: skip
+# One that computes on the host, as the machine of a test does.
+MACHINE = """
+name = "a small machine"
+source = "made up"
+host = {{memory = "{memory}", update_gb_per_s = 10, sum_gb_per_s = 10}}
+device = {{tflops = 0.1}}
+nvme = {{capacity = "1TB", read_gb_per_s = 2.0, write_gb_per_s = 1.0}}
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    file = tmp_path / "machine.toml"
+    file.write_text(MACHINE.format(memory="16GB"))
+    return file
+
+
+def config_only(directory: Path, table: dict[str, Any]) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(table))
+    return directory
+
+
+def run(*arguments: object) -> Any:
+    return RUNNER.invoke(app, ["new", *map(str, arguments)])
+
+
+def wish(**changes: Any) -> Wish:
+    settings: dict[str, Any] = {
+        "model": Path("/m"), "max_positions": 4096, "rank": 16, "experts": False, "data": None,
+        "data_paths": (Path("/d/chat.jsonl"),), "swap": (Path("/s"),), "output": Path("/o"),
+    }  # fmt: skip
+    return Wish(**settings | changes)
+
+
+def chats(count: int, longest: int) -> DataFacts:
+    return DataFacts("conversations", count, count * longest // 2, longest, True)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name", "parts"),
+    [
+        (FP8, "fp8-128x128", {"attention", "dense", "shared", "experts"}),
+        (KIMI, "int4-g32", {"experts"}),
+        ({"quant_method": "mxfp4"}, "mxfp4", {"experts"}),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            "nf4",
+            {"attention", "dense", "shared", "experts"},
+        ),
+    ],
+)
+def test_the_format_of_a_checkpoint_is_known_before_it_is_downloaded(
+    quantization: dict[str, Any], name: str, parts: set[str]
+) -> None:
+    found = published_format({"quantization_config": quantization}, "m")
+    assert found is not None
+    assert (found.format, set(found.parts)) == (name, parts)
+
+
+def test_a_quantisation_without_a_codec_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="gptq"):
+        published_format({"quantization_config": {"quant_method": "gptq"}}, "m")
+    assert published_format({}, "m") is None
+
+
+def test_a_directory_with_config_json_alone_has_the_bytes_of_its_format(tmp_path: Path) -> None:
+    shape = load_shape("deepseek-v3")
+    latent, moe = shape.latent_attention, shape.moe
+    assert latent is not None and moe is not None
+    table = {
+        "model_type": "deepseek_v3", "num_hidden_layers": shape.layers, "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn, "num_attention_heads": shape.heads,
+        "vocab_size": shape.vocab, "q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_head_dim, "qk_rope_head_dim": latent.rope_head_dim,
+        "v_head_dim": latent.v_head_dim, "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.experts_per_token, "moe_intermediate_size": moe.expert_ffn,
+        "n_shared_experts": moe.shared_experts, "first_k_dense_replace": moe.dense_layers,
+        "max_position_embeddings": 163840, "quantization_config": FP8,
+    }  # fmt: skip
+    found = read_directory(config_only(tmp_path / "v3", table))
+    assert found.stored.nbytes == stored_of_shape(shape).nbytes
+    assert found.is_quantised and found.files == () and found.max_positions == 163840
+    assert "not downloaded" in found.stored.formats
+
+
+def test_sequences_are_as_long_as_the_data_and_steps_are_one_pass() -> None:
+    found = draft(wish(data=chats(1000, 700)), None, spills=False).config
+    assert found.data is not None and found.train is not None
+    assert found.data.sequence_length == 768
+    assert found.data.held_out == 0.01
+    per_step = found.train.batch_size * found.train.gradient_accumulation_steps
+    assert found.train.steps == -(-990 // per_step)
+    assert found.train.batch_size * found.data.sequence_length <= 4096
+    cut = draft(wish(data=chats(1000, 9000)), None, spills=False)
+    assert cut.config.data is not None and cut.config.data.sequence_length == 4096
+    assert "are cut" in cut.notes["data.sequence_length"]
+
+
+def test_little_data_make_small_steps_and_none_is_held_out() -> None:
+    found = draft(wish(data=chats(8, 100), passes=3), None, spills=False).config
+    assert found.train is not None and found.data is not None
+    assert (found.train.steps, found.train.batch_size) == (24, 1)
+    assert found.data.held_out == 0 and not found.train.eval_every
+
+
+def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:
+    directory = config_only(tmp_path / "qwen3", QWEN3)
+    hardware = tmp_path / "large.toml"
+    hardware.write_text(MACHINE.format(memory="512GB"))
+    assert (
+        run(directory, "--full", "--hardware", hardware, "-o", tmp_path / "a.toml").exit_code == 0
+    )
+    large = SwapConfig.load(tmp_path / "a.toml")
+    assert not large.tiers.nvme and large.placement.moments == ("host",)
+    hardware.write_text(MACHINE.format(memory="64GB"))
+    result = run(directory, "--full", "--hardware", hardware, "--swap", tmp_path / "drive",
+                 "-o", tmp_path / "b.toml")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    small = SwapConfig.load(tmp_path / "b.toml")
+    assert [tier.path for tier in small.tiers.nvme] == [tmp_path / "drive"]
+    assert small.placement.moments == ("host", "nvme") and small.adapter is None
+    assert "bind" in result.output
+
+
+def test_what_does_not_fit_is_refused_with_the_key_and_nothing_is_written(
+    tmp_path: Path, machine: Path
+) -> None:
+    directory = config_only(tmp_path / "qwen3", QWEN3)
+    machine.write_text(MACHINE.format(memory="1GB"))
+    file = tmp_path / "run.toml"
+    result = run(directory, "--full", "--hardware", machine, "-o", file)
+    assert result.exit_code == 2 and "tiers.host.capacity" in result.stderr
+    assert not file.exists()
+
+
+def test_an_existing_file_is_never_overwritten(tmp_path: Path, machine: Path) -> None:
+    directory = config_only(tmp_path / "qwen3", QWEN3)
+    file = tmp_path / "run.toml"
+    file.write_text("mine")
+    result = run(directory, "--hardware", machine, "-o", file)
+    assert result.exit_code == 2 and "is there already" in result.stderr
+    assert file.read_text() == "mine"
+
+
+def test_a_name_of_the_hub_gets_the_download_command() -> None:
+    result = run("Qwen/Qwen3-0.6B")
+    assert result.exit_code == 2
+    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in result.stderr
+    planned = RUNNER.invoke(app, ["plan", "--model", "Qwen/Qwen3-0.6B"])
+    assert "hf download Qwen/Qwen3-0.6B" in planned.stderr
+
+
+def test_a_mistyped_directory_is_no_name_of_the_hub(tmp_path: Path) -> None:
+    assert download_remedy(tmp_path / "modle") == ""
+    assert download_remedy("modle") == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--full", "--lora", "8"), "Leave one out"),
+        (("--experts",), "no routed experts"),
+        (("-o", "run.yaml"), "ends in .toml"),
+        (("-o", "/nowhere/run.toml"), "make it first"),
+        (("--data", "/nowhere.jsonl"), "no such file"),
+        (("--sequence", "50000"), "40960 positions"),
+    ],
+)
+def test_a_wrong_wish_is_refused_before_anything_is_measured(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    result = run(config_only(tmp_path / "qwen3", QWEN3), *arguments)
+    assert result.exit_code == 2 and said in result.stderr
+
+
+def test_json_and_standard_output_have_the_same_configuration(
+    tmp_path: Path, machine: Path
+) -> None:
+    directory = config_only(tmp_path / "qwen3", QWEN3)
+    printed = run(directory, "--hardware", machine, "-o", "-")
+    file = tmp_path / "printed.toml"
+    file.write_text(printed.stdout)
+    found = json.loads(run(directory, "--hardware", machine, "-o", "-", "--json").stdout)
+    assert found["answer"]["fits"] and found["file"] is None
+    assert SwapConfig.load(file) == SwapConfig.load(found["config"])
+    quiet = run(directory, "--hardware", machine, "-o", tmp_path / "quiet.toml", "--quiet")
+    assert quiet.exit_code == 0 and quiet.output == ""
+
+
+def moe(directory: Path, *, is_quantised: bool) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from infinity.checkpoint.convert.directory import write_directory
+    from infinity.checkpoint.convert.quantize import plan_quantize
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, intermediate_size=64, moe_intermediate_size=64,
+        num_experts=4, num_experts_per_tok=2, max_position_embeddings=512, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain = directory.with_name(f"{directory.name}-bf16") if is_quantised else directory
+    model.save_pretrained(plain)
+    if is_quantised:
+        write_directory(plan_quantize(plain, "int4"), directory, lambda *_: None)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("is_quantised", "options"),
+    [(True, ()), (True, ("--experts",)), (False, ("--full",))],
+    ids=["adapter over INT4", "adapter of experts over INT4", "all weights"],
+)
+def test_the_file_trains_as_it_is(
+    tmp_path: Path, machine: Path, is_quantised: bool, options: tuple[str, ...]
+) -> None:
+    directory, data = moe(tmp_path / "moe", is_quantised=is_quantised), tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "What is a unit?"},
+             {"role": "assistant", "content": "Parameters that move together."}]  # fmt: skip
+    data.write_text(f"{json.dumps({'messages': turns})}\n" * 4)
+    file = tmp_path / "run.toml"
+    result = run(directory, "--data", data, "--hardware", machine, "-o", file, *options)
+    assert result.exit_code == 0, result.output
+    assert "4 conversations" in result.output and "4 steps" in result.output
+    assert RUNNER.invoke(app, ["config", "check", str(file)]).exit_code == 0
+    trained = RUNNER.invoke(app, ["train", str(file), "--json"])
+    assert trained.exit_code == 0, trained.output
+    name = "model.safetensors" if "--full" in options else "adapter_model.safetensors"
+    assert (tmp_path / "run-output" / name).is_file()
+
+
+def test_the_rates_of_a_device_with_its_own_memory_are_measured() -> None:
+    model = load_model("gpt-10b", torch.bfloat16)
+    counters, device = Counters(), SimulatedDevice(delay_s=1e-5)
+    with Arena(256 * MIB, huge_pages=False) as arena:
+        host = HostBlocks(arena, counters)
+        device.open(host, counters)
+        try:
+            found = measure_device(device, host, model, 2e12, 1 << 30)
+        finally:
+            device.close()
+    assert (found.tflops, found.memory) == (2.0, 1 << 30)
+    assert found.h2d_gb_per_s and found.d2h_gb_per_s and found.update_gb_per_s
+
+
+def test_a_plan_of_a_file_counts_one_pass_for_all_micro_batches_of_an_adapter(
+    tmp_path: Path,
+) -> None:
+    directory = config_only(tmp_path / "qwen3", QWEN3)
+    file = tmp_path / "run.toml"
+    assert run(directory, "--hardware", "rtx4090-1nvme", "-o", file).exit_code == 0
+    read = [
+        json.loads(
+            RUNNER.invoke(
+                app, ["plan", str(file), "--hardware", "rtx4090-1nvme", "--json", "--set",
+                      f"train.gradient_accumulation_steps={count}"],
+            ).stdout
+        )["moved_nbytes"]["h2d"]
+        for count in (2, 8)
+    ]  # fmt: skip
+    assert read[1] < 1.5 * read[0]
+    assert load_hardware("rtx4090-1nvme").nvme is not None
+
+
+def test_weights_that_are_there_are_read_by_their_headers(tmp_path: Path) -> None:
+    directory = config_only(tmp_path / "qwen3", QWEN3)
+    save_file({"model.embed_tokens.weight": torch.zeros(4)}, directory / "model.safetensors")
+    with pytest.raises(ConfigError, match="layer 0"):
+        read_directory(directory)

@@ -1,0 +1,65 @@
+"""What the package asks for, and what is told to people who install it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def floors(requirements: list[str]) -> dict[str, str]:
+    found = (re.match(r"([\w-]+)(?:>=|==)([\d.]+)", each) for each in requirements)
+    return {each[1]: each[2].rstrip(".") for each in found if each}
+
+
+def test_every_lower_bound_is_one_that_the_matrix_installs() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import matrix
+    finally:
+        sys.path.pop(0)
+    installed = floors(matrix.COLUMNS["bare"])
+    for name, bound in floors(PROJECT["project"]["dependencies"]).items():
+        if name == "typing-extensions":  # Others of the list ask for a newer one.
+            continue
+        assert (installed[name] + ".").startswith(bound + "."), name
+
+
+def test_every_dependency_is_imported() -> None:
+    modules = {"pyyaml": "yaml", "cffi": "_cffi_backend", "typing-extensions": "typing_extensions"}
+    sources = "\n".join(each.read_text() for each in (ROOT / "infinity").rglob("*.py"))
+    for requirement in PROJECT["project"]["dependencies"]:
+        name = re.split(r"[<>=]", requirement)[0]
+        if name == "cffi":
+            continue  # By the compiled binding (infinity.uring).
+        module = modules.get(name, name.replace("-", "_"))
+        assert re.search(rf"^\s*(import|from) {module}\b", sources, re.MULTILINE), name
+
+
+def test_the_name_on_the_index_is_said_where_people_would_guess_wrong() -> None:
+    for document in ("README.md", "docs/TROUBLESHOOTING.md"):
+        file = ROOT / document
+        if file.exists():
+            assert "infinity-offload" in file.read_text(), document
+
+
+@pytest.mark.skipif(not Path("/usr/bin/cmake").exists(), reason="no cmake outside an environment")
+def test_a_build_without_a_compiler_names_the_remedy(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("cmake", "make", "ninja"):
+        if (Path("/usr/bin") / name).exists():
+            (tools / name).symlink_to(f"/usr/bin/{name}")
+    found = subprocess.run(
+        [tools / "cmake", "-S", ROOT, "-B", tmp_path / "build"],
+        env={"PATH": str(tools), "HOME": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.returncode != 0
+    assert "apt-get install g++" in found.stderr and "infinity-offload" in found.stderr
