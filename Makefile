@@ -1,12 +1,13 @@
-# Two commands do everything on a fresh Debian or Ubuntu machine with Python 3.11 or newer:
+# Three commands do everything on a fresh Debian or Ubuntu machine with Python 3.11 or newer:
 #   make demo    sets up, then trains a GPT-2-sized model whose state lives on NVMe
 #   make test    sets up, then passes the tests
+#   make docs    sets up, then writes the documentation as a site to build/site
 # Set-up is scripts/setup.sh: a virtual environment in .venv, liburing where it may be installed, the
 # build. It runs again only when something it depends on has changed.
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test quick lint types format setup gpu clean
+.PHONY: demo test docs quick lint types format setup gpu clean
 
 demo:
 	scripts/setup.sh hf
@@ -14,6 +15,10 @@ demo:
 
 test: setup
 	$(PYTHON) -m pytest -n 2 --dist worksteal --durations=10
+
+# A warning is an error. A test of the suite builds the site, too.
+docs: setup
+	$(PYTHON) -m mkdocs build --strict
 
 # What needs no engine: rules, formats, kernels, configuration. The first check of a change.
 quick: setup

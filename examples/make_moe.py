@@ -67,6 +67,7 @@ def make(changes: dict[str, int], arguments: argparse.Namespace) -> None:
     config = AutoConfig.for_model(**{**RECIPE, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    (arguments.config.parent / "run").mkdir(exist_ok=True)  # What the file's paths begin with.
     scratch = Path(tempfile.mkdtemp(dir=arguments.output.parent))
     try:
         model.save_pretrained(scratch / "bf16")

@@ -17,6 +17,8 @@ from typing_extensions import override
 
 from infinity.config import SwapConfig
 from infinity.engine.build import build
+from infinity.engine.describe import Residence
+from infinity.engine.describe import describe as residence_of
 from infinity.engine.devices import OwnDevice
 from infinity.engine.engine import Engine
 from infinity.engine.load_plan import LoadPlan, TileRows
@@ -285,6 +287,15 @@ def gather(
         engine = owner
     with engine.gather(engine.params_of(tensors), modify=modify):
         yield
+
+
+def describe(model: nn.Module) -> Residence:
+    """Says where the state of an offloaded model rests, and what of it is in memory now.
+
+    The result prints as a table, and a notebook shows it as one; its fields are bytes and counts of
+    this rank. Nothing moves. Raises InfinityError if the model is not offloaded.
+    """
+    return residence_of(engine_of(model))
 
 
 def close(model: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""Pictures of a run: bandwidth over extent size, scaling over paths, distribution of latency."""
+"""Pictures of a run: bandwidth over extent size, scaling over paths, distribution of latency.
+
+The title of each panel says what its figures show, computed from them.
+"""
 
 from __future__ import annotations
 
@@ -59,18 +62,18 @@ def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
             axis.plot(
                 [float(row.labels["extent_nbytes"]) for row in first],
                 [row.ceilings[0].gb_per_s.median for row in first],
-                label=f"ceiling, {first[0].ceilings[0].name}",
+                label=f"compared with {first[0].ceilings[0].name}",
                 **_CEILING,
             )
         sizes = sorted({float(row.labels["extent_nbytes"]) for row in own})
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [_short(size) for size in sizes], rotation=45)
         axis.minorticks_off()
-        axis.set_title(kind)
+        axis.set_title(_best_of(kind, own), fontsize="medium")
         axis.set_xlabel("extent")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small", loc="lower right")
-    figure.suptitle("Bandwidth by size of extent and requests in flight", y=1.02)
+    figure.suptitle("Bandwidth by size of extent and requests in flight", y=1.06)
     axes[0][0].set_ylabel("GB/s, median and spread")
     axes[0][0].set_ylim(bottom=0)  # Shared, and fixed from here on: after everything is drawn.
     return figure
@@ -100,9 +103,10 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
         color = drawn.lines[0].get_color()
         if all(row.ceilings for row in line):
             fio = [row.ceilings[0].gb_per_s.median for row in line]
-            axis.plot(counts, fio, linestyle="--", color=color, label=f"{kind}, ceiling")
+            name = line[0].ceilings[0].name
+            axis.plot(counts, fio, linestyle="--", color=color, label=f"{kind}, {name}")
     axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in own}))
-    axis.set_title("Bandwidth by number of paths")
+    axis.set_title(_gain_of(own), fontsize="medium")
     axis.set_xlabel("paths")
     axis.set_ylabel("GB/s, median and spread")
     axis.set_ylim(bottom=0)
@@ -131,20 +135,52 @@ def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
         for ceiling in group[0].ceilings:
             points = sorted(ceiling.latency_s)
             times_ms = [1e3 * ceiling.latency_s[point] for point in points]
-            axis.plot(times_ms, points, label=f"ceiling: {ceiling.name}", **_CEILING)
+            axis.plot(times_ms, points, label=f"compared with {ceiling.name}", **_CEILING)
         axis.set_xscale("log")
         low, high = axis.get_xlim()
         is_wide = high > 50 * low  # More labels than that run into each other.
         axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if is_wide else (1, 2, 3, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter(ticker.NullFormatter())
-        axis.set_title(f"reads of {_short(size)}")
+        axis.set_title(_median_of(size, group), fontsize="medium")
         axis.set_xlabel("milliseconds")
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    figure.suptitle("Latency: share of requests answered within a time", y=1.02)
+    figure.suptitle("Share of requests answered within a time; titles: the median", y=1.06)
     axes[0][0].set_ylabel("share of requests answered")
     return figure
+
+
+def _best_of(kind: str, rows: Sequence[Row]) -> str:
+    """Returns the highest median bandwidth, and its share of what it was compared with."""
+    best = max(rows, key=lambda row: row.gb_per_s.median)
+    text = f"{kind}: at most {best.gb_per_s.median:.2f} GB/s"
+    if not best.ceilings:
+        return text
+    ceiling = best.ceilings[0]
+    return f"{text},\n{best.gb_per_s.median / ceiling.gb_per_s.median:.0%} of {ceiling.name}"
+
+
+def _gain_of(rows: Sequence[Row]) -> str:
+    """Returns how many times the bandwidth of the fewest paths the most paths have."""
+    gains = []
+    for kind in _OPERATIONS:
+        line = [row for row in rows if row.section == f"stripes {kind}"]
+        if len(line) > 1:
+            gains.append(f"{kind} {line[-1].gb_per_s.median / line[0].gb_per_s.median:.2f}")
+    counts = sorted({int(row.labels["num_paths"]) for row in rows})
+    return f"{counts[-1]} paths for {counts[0]}, times the bandwidth:\n{', '.join(gains)}"
+
+
+def _median_of(size: float, rows: Sequence[Row]) -> str:
+    """Returns the lowest median time of an answer, beside that of what it was compared with."""
+    times_ms = [1e3 * row.latency_s[0.5] for row in rows if 0.5 in row.latency_s]
+    text = f"reads of {_short(size)}"
+    if not times_ms:
+        return text
+    text += f": {min(times_ms):.2g} ms"
+    others = [1e3 * each.latency_s[0.5] for each in rows[0].ceilings if 0.5 in each.latency_s]
+    return f"{text}\n({rows[0].ceilings[0].name}: {others[0]:.2g} ms)" if others else text
 
 
 def _short(nbytes: float) -> str:

@@ -93,6 +93,14 @@ _Overrides = Annotated[
 _Plot = Annotated[
     Path | None, typer.Option("--plot", metavar="PNG", help="Draw the simulated step.")
 ]
+_Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Write a page for the browser: the simulated step, idle time by cause, bytes by link.",
+    ),
+]
 _Show = Annotated[
     bool, typer.Option("--list", help="List the machines and models that are shipped.")
 ]
@@ -131,6 +139,7 @@ def plan(
     ranks: _Ranks = 1,
     overrides: _Overrides = None,
     plot: _Plot = None,
+    html: _Html = None,
     show: _Show = False,
     table: _Table = False,
     full: _Full = False,
@@ -169,7 +178,8 @@ def plan(
     data = None if count is None else parse_count(count, "--data-tokens")
     if data is not None and examples is not None:
         data *= batch.sequence_length
-    _show(Request(loaded, shape, machine, batch, ranks, shard_drives, data), plot, as_json=as_json)
+    request = Request(loaded, shape, machine, batch, ranks, shard_drives, data)
+    _show(request, Pictures(plot, html), as_json=as_json)
 
 
 def _list(*, as_json: bool) -> None:
@@ -229,7 +239,15 @@ class Request:
     data_tokens: int | None
 
 
-def _show(request: Request, plot: Path | None, *, as_json: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Files to draw the simulated step into."""
+
+    plot: Path | None
+    page: Path | None
+
+
+def _show(request: Request, pictures: Pictures, *, as_json: bool) -> None:
     from infinity.plan import advise, report
     from infinity.plan.answer import answer
 
@@ -240,10 +258,13 @@ def _show(request: Request, plot: Path | None, *, as_json: bool) -> None:
         typer.echo(json.dumps(report.to_dict(found, said, advice), indent=1))
     else:
         typer.echo(report.to_text(found, said, advice))
-    if plot is not None:
+    if pictures.plot is not None or pictures.page is not None:
         from infinity.plan import gantt
 
-        gantt.save(found, plot)
+        if pictures.plot is not None:
+            gantt.save(found, pictures.plot)
+        if pictures.page is not None:
+            gantt.save_page(found, said, pictures.page)
 
 
 def _forecast(request: Request, shard_drives: int | None) -> Any:

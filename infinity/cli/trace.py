@@ -1,4 +1,4 @@
-"""`infinity trace`: summarises a trace of `infinity train --trace`."""
+"""`infinity trace`: summarises a trace of `infinity train --trace`, and shows it in a browser."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Annotated
 
 import typer
 
+from infinity.errors import ConfigError
 from infinity.observe import chrome
 from infinity.observe import timeline_plot as gantt
+from infinity.observe.page import write_page
+from infinity.observe.step_page import milliseconds, views_of
 from infinity.observe.step_summary import Stall, StepSummary, summarize
 from infinity.sizes import format_nbytes
 
@@ -21,7 +24,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="
 
 @app.callback()
 def trace() -> None:
-    """Summarise a trace of `infinity train --trace out.json`."""
+    """Summarise or show a trace of `infinity train --trace out.json`."""
 
 
 @app.command()
@@ -51,29 +54,58 @@ def summary(
         typer.echo("\n".join(lines_of(each)) + "\n")
 
 
+@app.command()
+def view(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as JSON.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="HTML", help="The page; FILE with the suffix .html."
+        ),
+    ] = None,
+) -> None:
+    """Write a page for the browser: a timeline to zoom into, idle time by cause, bytes by link.
+
+    The page is one file and loads nothing, so it can be sent to others.
+    """
+    spans = chrome.read(file)
+    steps = summarize(spans, num_stalls=len(spans))
+    if not steps:
+        raise ConfigError(f"the trace {str(file)!r} is empty: no step was over when it was written")
+    page = file.with_suffix(".html") if out is None else out
+    write_page(page, f"{file.name}: {len(steps)} steps", views_of(spans, steps))
+    typer.echo(f"wrote {page}; open it in a browser")
+
+
 def lines_of(step: StepSummary) -> list[str]:
     """Returns the lines for one step."""
-    lines = [f"{step.step}  {_time(step.length_s)}, stalled {step.stall_s / step.length_s:.0%}"]
+    lines = [
+        f"{step.step}  {milliseconds(step.length_s)}, stalled {step.stall_s / step.length_s:.0%}"
+    ]
     if step.bound is not None:
         resource = step.bound.resource
         lines[0] += f", {step.bound.name}: {resource} busy {step.bound.share:.0%}"
     width = max(len(track) for track in ["other", *(use.track for use in step.tracks)])
     for use in step.tracks:
         moved = f"  {format_nbytes(use.nbytes)}" if use.nbytes else ""
-        lines.append(f"  {use.track:<{width}}  {use.share:>4.0%}  {_time(use.busy_s):>9}{moved}")
+        lines.append(
+            f"  {use.track:<{width}}  {use.share:>4.0%}  {milliseconds(use.busy_s):>9}{moved}"
+        )
     other_share = step.other_s / step.length_s
-    lines.append(f"  {'other':<{width}}  {other_share:>4.0%}  {_time(step.other_s):>9}")
+    lines.append(f"  {'other':<{width}}  {other_share:>4.0%}  {milliseconds(step.other_s):>9}")
     largest = [stall for stall in step.largest if stall.share >= _LEAST_SHARE]
     if largest:
         lines.append("  stalls by cause")
     lines += [
-        f"    {_time(cause.stall_s):>9}  {cause.count:>4} x  {cause.cause}"
+        f"    {milliseconds(cause.stall_s):>9}  {cause.count:>4} x  {cause.cause}"
         for cause in step.causes[: len(largest)]
     ]
     if largest:
         lines.append("  largest stalls")
     for stall in largest:
-        lines.append(f"    {_time(stall.stall_s):>9}  at {_time(stall.start_s)}: {stall.cause}")
+        lines.append(
+            f"    {milliseconds(stall.stall_s):>9}  at {milliseconds(stall.start_s)}: {stall.cause}"
+        )
         if stall.waits_for:
             lines.append(f"{'':15}waiting for {_transfers(stall)}")
     return lines
@@ -82,13 +114,7 @@ def lines_of(step: StepSummary) -> list[str]:
 def _transfers(stall: Stall) -> str:
     text = ", ".join(dict.fromkeys(stall.waits_for))
     if stall.asked_before_s is not None:
-        text += f"; asked for {_time(stall.asked_before_s)} before"
+        text += f"; asked for {milliseconds(stall.asked_before_s)} before"
     if stall.queued_s:
-        text += f", then {_time(stall.queued_s)} in the drive's queue"
+        text += f", then {milliseconds(stall.queued_s)} in the drive's queue"
     return text
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms"

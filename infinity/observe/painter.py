@@ -1,6 +1,7 @@
-"""Pictures by matplotlib: finds it, and paints bars on tracks over time.
+"""Pictures of bars on tracks over time, and their painting by matplotlib.
 
-`infinity trace --plot` paints a recorded step with it, `infinity plan --plot` a simulated one.
+`infinity trace --plot` paints a recorded step, `infinity plan --plot` a simulated one.
+`infinity.observe.page` shows the same pictures in a browser.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ _LEAST_NAMED_SHARE = 0.06  # Of the width; the name of a shorter interval does n
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Bars of one color on one track: (start, length) in the unit of the time axis."""
+    """Bars of one color on one track: (start, length) in the unit of the time axis.
+
+    `color` is "#rrggbb". `names`, if any, has a text for each bar, which a page shows.
+    """
 
     color: str
     bars: Sequence[tuple[float, float]]
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class TrackPicture:
 
     `tracks` are (label, bars). `intervals`, if any, make a row above the tracks. `edges` are
     vertical lines. `legend` gives the meaning of colors. The time axis goes from `start` to `end`;
-    without `end` it shows every bar.
+    without `end` it shows every bar. `unit_s` is the length of its unit in seconds.
     """
 
     title: str
@@ -51,6 +56,7 @@ class TrackPicture:
     legend: Mapping[str, str] = field(default_factory=dict)
     start: float = 0.0
     end: float | None = None
+    unit_s: float = 1.0
 
 
 def find_pyplot() -> Any:
@@ -67,15 +73,34 @@ def find_pyplot() -> Any:
     return pyplot
 
 
-def paint(picture: TrackPicture, path: Path) -> None:
-    """Writes the picture in the format of the suffix of `path`.
+def paint(path: Path, *pictures: TrackPicture) -> None:
+    """Writes the pictures, one below the other, in the format of the suffix of `path`.
 
     Raises UnsupportedError without matplotlib, ConfigError when the file cannot be written.
     """
     pyplot = find_pyplot()
+    heights = [1.1 + 0.45 * _num_rows(picture) for picture in pictures]
+    figure, axes = pyplot.subplots(
+        len(pictures), figsize=(12, sum(heights)), squeeze=False, height_ratios=heights
+    )
+    for picture, axis in zip(pictures, axes[:, 0], strict=True):
+        _paint_tracks(axis, picture)
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _num_rows(picture: TrackPicture) -> int:
+    return len(picture.tracks) + (1 if picture.intervals else 0)
+
+
+def _paint_tracks(axis: Any, picture: TrackPicture) -> None:
     first = 1 if picture.intervals else 0
-    num_rows = first + len(picture.tracks)
-    figure, axis = pyplot.subplots(figsize=(12, 1.1 + 0.45 * num_rows))
+    num_rows = _num_rows(picture)
     for interval in picture.intervals:
         _paint_interval(axis, interval, _length_of(picture))
     for row, (_, groups) in enumerate(picture.tracks, start=first):
@@ -94,12 +119,6 @@ def paint(picture: TrackPicture, path: Path) -> None:
     axis.set_axisbelow(True)
     if picture.legend:
         _paint_legend(axis, picture.legend)
-    try:
-        figure.savefig(path, dpi=130, bbox_inches="tight")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from None
-    finally:
-        pyplot.close(figure)
 
 
 def _length_of(picture: TrackPicture) -> float:

@@ -132,10 +132,14 @@ def busy_by_track(spans: Iterable[Span], window: Interval) -> dict[str, list[Int
     found: dict[str, list[Interval]] = {}
     for span in spans:
         if span.track not in (Track.STEPS, Track.PHASES):
-            start_ns = span.args["issued_ns"] if span.transfer is not None else span.start_ns
-            found.setdefault(str(span.track), []).append((start_ns, span.end_ns))
+            found.setdefault(str(span.track), []).append((busy_from_ns(span), span.end_ns))
     cut = {track: union(clipped(intervals, window)) for track, intervals in found.items()}
     return {track: cut[track] for track in sorted(cut, key=_place) if cut[track]}
+
+
+def busy_from_ns(span: Span) -> int:
+    """Returns when the span began to keep its track busy: a transfer, when it was issued."""
+    return int(span.args["issued_ns"]) if span.transfer is not None else span.start_ns
 
 
 def _place(track: str) -> tuple[int, str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.observe.intervals import clipped
 from infinity.observe.painter import Bars, NamedInterval, TrackPicture, paint
-from infinity.observe.step_summary import StepSummary, busy_by_track
+from infinity.observe.step_summary import StepSummary, busy_by_track, busy_from_ns
 from infinity.observe.tracer import Span, Track
+from infinity.sizes import format_nbytes
 
 _COLORS = {
     Track.COMPUTE: "#2a7f62",
@@ -39,12 +42,15 @@ def choose(steps: Sequence[StepSummary], number: int | None) -> StepSummary:
 
 def draw(spans: Sequence[Span], step: StepSummary, path: Path) -> None:
     """Writes the picture of one step, in the format of the suffix. Raises as `paint`."""
+    paint(path, picture_of(spans, step))
+
+
+def picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
+    """Returns the picture of one step: when each track was busy, and for what share of the step."""
     busy = busy_by_track(spans, (step.start_ns, _end_ns(step)))
     shares = {use.track: use.share for use in step.tracks}
-    bound = f", {step.bound.name}" if step.bound is not None else ""
-    picture = TrackPicture(
-        title=f"{step.step} as recorded: {step.length_s:.3g} s{bound} "
-        "(%: share of the step that a track was busy)",
+    return TrackPicture(
+        title=_finding(step),
         time_label="milliseconds from the start of the step",
         tracks=[
             (f"{track}  {shares[track]:.0%}", [Bars(_color(track), _bars(busy[track], step))])
@@ -52,8 +58,38 @@ def draw(spans: Sequence[Span], step: StepSummary, path: Path) -> None:
         ],
         intervals=_phases(spans, step),
         end=step.length_s * 1e3,
+        unit_s=1e-3,
     )
-    paint(picture, path)
+
+
+def named_picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
+    """Returns `picture_of` with a bar for each span, named after it and cut at the step's ends."""
+    whole = picture_of(spans, step)
+    window = step.start_ns, _end_ns(step)
+    found: dict[str, list[tuple[float, float, str]]] = {use.track: [] for use in step.tracks}
+    for span in spans:
+        inside = clipped([(busy_from_ns(span), span.end_ns)], window)
+        if str(span.track) in found and inside:
+            ((start, length),) = _bars(inside, step)
+            found[str(span.track)].append((start, length, _name(span)))
+    tracks = [
+        (label, [Bars(_color(track), [each[:2] for each in bars], [each[2] for each in bars])])
+        for (label, _), (track, bars) in zip(whole.tracks, found.items(), strict=True)
+    ]
+    return replace(whole, tracks=tracks)
+
+
+def _finding(step: StepSummary) -> str:
+    waits = f"the training thread waits {step.stall_s / step.length_s:.0%} of {step.length_s:.3g} s"
+    if step.bound is None:
+        return f"{step.step}: {waits}"
+    bound = step.bound
+    return f"{step.step} is {bound.name}: {bound.resource} busy {bound.share:.0%}; {waits}"
+
+
+def _name(span: Span) -> str:
+    moved = f", {format_nbytes(span.args['nbytes'])}" if "nbytes" in span.args else ""
+    return span.name + moved
 
 
 def _end_ns(step: StepSummary) -> int:

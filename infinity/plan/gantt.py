@@ -1,57 +1,140 @@
-"""A picture of the simulated step: a row per track, a bar per operation."""
+"""Pictures of the simulated step: a row per track, a bar per operation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from infinity.observe.page import PageRow, PageTable, PageView, write_page
 from infinity.observe.painter import Bars, TrackPicture, paint
+from infinity.observe.step_page import milliseconds
+from infinity.plan.answer import Answer, decimal, duration, sentences
+from infinity.plan.idle import idle_by_cause
 from infinity.plan.predict import Forecast
+from infinity.simulate.log import CHECKPOINT_READ, COMPUTE, READ, WRITE
+from infinity.sizes import format_nbytes
 
-_TRACKS = ("compute", "update", "gather", "sockets", "h2d", "d2h", "nvme")
+TRACK_TITLES = {
+    "compute": "compute",
+    "update": "updates on the host",
+    "gather": "between devices",
+    "sockets": "between hosts",
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "nvme": "drives",
+}
+_TRAFFIC_TITLES = {
+    CHECKPOINT_READ: "drives, checkpoint read",
+    READ: "drives, read",
+    WRITE: "drives, write",
+}
 _COLORS = {
-    "forward": "tab:blue",
-    "backward": "tab:purple",
-    "weights": "tab:green",
-    "state": "tab:orange",
-    "gradients": "tab:red",
+    "forward": "#1d6fa5",
+    "backward": "#7b5ea7",
+    "weights": "#2a7f62",
+    "state": "#e09f3e",
+    "gradients": "#c1121f",
+    "other": "#8d99ae",
 }
 
 
 def save(forecast: Forecast, path: Path) -> None:
     """Writes the picture, in the format of the suffix. Raises as `paint`."""
+    paint(path, picture_of(forecast))
+
+
+def save_page(forecast: Forecast, found: Answer, path: Path) -> None:
+    """Writes the page of one simulated step. Raises ConfigError when it cannot be written."""
+    first, *others = sentences(forecast, found)
+    answer = PageTable("The plan", ("",), [PageRow((each,)) for each in others])
+    tables = (idle_table(forecast), link_table(forecast), answer)
+    write_page(path, first, [PageView("step", picture_of(forecast), tables)])
+
+
+def picture_of(forecast: Forecast) -> TrackPicture:
+    """Returns the picture. Its title says what binds the step."""
     step = forecast.step
-    busy = [track for track in _TRACKS if step.busy_s.get(track)]
+    busy = [track for track in TRACK_TITLES if step.busy_s.get(track)]
     # Reads of the first units may begin long before the step, while it waits for something else.
     margin_s = 0.03 * step.step_s
     ranks = "" if forecast.num_ranks == 1 else f", one of {forecast.num_ranks} ranks"
-    picture = TrackPicture(
-        title=f"{forecast.model.name} on {forecast.hardware.name}{ranks}\n"
-        f"one simulated step of {step.step_s:.3g} s, between the lines",
+    share = step.busy_s[step.binding] / step.step_s
+    tracks = {track: _bars(forecast, track) for track in busy}
+    shown = {bars.color for groups in tracks.values() for bars in groups}
+    return TrackPicture(
+        title=f"{forecast.model.name} on {forecast.hardware.name}{ranks}: a step of "
+        f"{duration(step.step_s)},\n{TRACK_TITLES[step.binding]} busy {share:.0%} of it "
+        "(simulated; the step lies between the lines)",
         time_label="seconds from the optimizer's decision",
-        tracks=[(track, _bars(forecast, track)) for track in busy],
+        tracks=[(TRACK_TITLES[track], groups) for track, groups in tracks.items()],
         edges=(0.0, step.step_s),
-        legend=_COLORS,
+        legend={name: color for name, color in _COLORS.items() if color in shown},
         start=-margin_s,
         end=step.step_s + margin_s,
     )
-    paint(picture, path)
+
+
+def idle_table(forecast: Forecast) -> PageTable:
+    """Returns what the track of compute waits for while it does nothing."""
+    step = forecast.step
+    found = idle_by_cause(step.timeline, COMPUTE, step.step_s)
+    rows = [
+        PageRow(
+            (
+                f"{TRACK_TITLES.get(track, track)}: {kind}" if kind else track,
+                milliseconds(idle_s),
+                f"{idle_s / step.step_s:.1%}",
+            ),
+            idle_s / step.step_s,
+        )
+        for (track, kind), idle_s in sorted(found.items(), key=lambda each: -each[1])
+    ]
+    note = "A moment without compute is counted once: for the link that held up the next operation."
+    return PageTable(
+        "Idle time of compute, by cause",
+        ("cause", "time", "of the step"),
+        rows,
+        note if rows else "Compute never waits.",
+    )
+
+
+def link_table(forecast: Forecast) -> PageTable:
+    """Returns bytes and busy time of each link, of one rank."""
+    step = forecast.step
+    rows = []
+    for traffic, nbytes in step.moved_nbytes.items():
+        track = "nvme" if traffic in _TRAFFIC_TITLES else traffic
+        busy_s = sum(
+            operation.duration_s
+            for operation in step.timeline.operations
+            if operation.traffic == traffic
+        )
+        title = _TRAFFIC_TITLES.get(traffic, TRACK_TITLES.get(track, track))
+        share = busy_s / step.step_s
+        rate = f"{decimal(nbytes / busy_s)}/s" if busy_s else ""
+        cells = (title, format_nbytes(nbytes), milliseconds(busy_s), f"{share:.0%}", rate)
+        rows.append(PageRow(cells, share))
+    return PageTable("Bytes by link", ("link", "bytes", "busy", "of the step", "while busy"), rows)
 
 
 def _bars(forecast: Forecast, track: str) -> list[Bars]:
     timeline = forecast.step.timeline
     bars: dict[str, list[tuple[float, float]]] = {}
+    names: dict[str, list[str]] = {}
     for operation, start_s in zip(timeline.operations, timeline.start_s, strict=True):
         if operation.track == track and operation.duration_s:
-            bar = (start_s, operation.duration_s)
-            bars.setdefault(_kind(operation.name), []).append(bar)
-    return [Bars(_COLORS[kind], group) for kind, group in bars.items()]
+            kind = kind_of(operation.name)
+            bars.setdefault(kind, []).append((start_s, operation.duration_s))
+            moved = f", {format_nbytes(operation.nbytes)}" if operation.nbytes else ""
+            names.setdefault(kind, []).append(operation.name + moved)
+    return [Bars(_COLORS[kind], group, names[kind]) for kind, group in bars.items()]
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """Returns what an operation moves, or else its pass.
 
     "forward with update: state of block 3" moves "state".
     """
     before, _, what = name.partition(": ")
     word = what.split(" of ")[0]
-    return word if word in _COLORS else before.split()[0]
+    first = before.split()[0]
+    return word if word in _COLORS else first if first in _COLORS else "other"

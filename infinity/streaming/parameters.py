@@ -29,7 +29,7 @@ import torch
 from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.state.store import StateStore
-from infinity.state.units import StateKind
+from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.weight_decoding import refuse_change
@@ -143,6 +143,15 @@ class WeightCache:
     def in_use(self) -> list[str]:
         """Names of the units in use."""
         return [weights.unit.name for weights in self.weights if weights.use_count]
+
+    def present(self) -> list[Unit]:
+        """Returns the units whose weights are in host or device memory."""
+        states = (WeightState.READY, WeightState.ARRIVING, WeightState.ATTACHED)
+        return [
+            weights.unit
+            for weights in self.weights
+            if weights.state in states or weights.rests_on_host or weights.rests_on_device
+        ]
 
     def _bring_in(self, weights: Weights, priority: Priority) -> None:
         self._counters.add("fetches", 1)

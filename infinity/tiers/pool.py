@@ -29,6 +29,16 @@ class HostPool:
         self.is_tight = is_tight
         self._reclaimers: list[Callable[[int], bool]] = []
 
+    @property
+    def capacity_nbytes(self) -> int:
+        """The host budget."""
+        return self._host.capacity_nbytes
+
+    @property
+    def in_use_nbytes(self) -> int:
+        """Bytes of the budget that are lent."""
+        return self._host.capacity_nbytes - self._host.free_nbytes
+
     def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
         """`reclaim(wanted_nbytes)` frees at least one block, waiting if it must, or returns False;
         it is told what the room is for."""

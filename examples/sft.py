@@ -1,0 +1,29 @@
+"""Instruction tuning on conversations, by TRL's SFTTrainer."""
+
+import torch
+from datasets import load_dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+import infinity
+from infinity.integrations.hf import prepare_trainer
+
+SWAP = {"tiers": {"host": {"capacity": "1GiB"}, "nvme": [{"path": "swap"}]}}
+with infinity.init_empty_weights(SWAP):
+    config = AutoConfig.from_pretrained("model")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+infinity.offload(model, SWAP, weights="model")
+
+tokenizer = AutoTokenizer.from_pretrained("model")
+data = load_dataset("json", data_files="chat.jsonl", split="train")
+args = SFTConfig(
+    "out",
+    max_steps=8,
+    learning_rate=1e-3,
+    gradient_accumulation_steps=4,  # The four pass each block together.
+    assistant_only_loss=True,
+    bf16=False,  # The precision is the model's.
+)
+trainer = prepare_trainer(SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer))
+trainer.train()
+trainer.save_model()

@@ -1,0 +1,203 @@
+"""What the pages of the documentation say is so: they build, their code runs, their words are ours."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+import infinity
+from infinity import checkpoint, errors
+from infinity.cli import app
+from infinity.config import SwapConfig
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+RUNNER = CliRunner()
+
+
+class CodeBlock(NamedTuple):
+    language: str
+    about: str  # What stands behind the language.
+    text: str
+
+    @property
+    def title(self) -> str | None:
+        found = re.search(r'title="([^"]+)"', self.about)
+        return found[1] if found else None
+
+
+def blocks(page: str) -> list[CodeBlock]:
+    text = (DOCS / page).read_text()
+    found = re.findall(r"^```(\w+)([^\n]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [CodeBlock(*each) for each in found]
+
+
+# -- The site --------------------------------------------------------------------------------------
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="pip install 'infinity-offload[docs]'")
+    pytest.importorskip("mkdocstrings", reason="pip install 'infinity-offload[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first = (tmp_path / "site" / "index.html").read_text()
+    for page in DOCS.rglob("*.md"):
+        place = page.relative_to(DOCS).with_suffix(".html").as_posix()
+        assert (tmp_path / "site" / place).exists()
+        assert f'href="{place}"' in first, "the navigation leads to every page"
+    api = (tmp_path / "site" / "API.html").read_text()
+    assert "Moves the model's parameters to the tiers" in api
+    assert 'href="docs/' not in first
+    for text in (api, first):
+        assert not re.search(
+            r'(?:src|href)="https?://(?!ui\.perfetto)[^"]*\.(?:js|css|woff2?)"', text
+        )
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    text = (DOCS / "API.md").read_text()
+    named = set(re.findall(r"heading: ([\w.]+)\}", text))
+    assert {f"infinity.{name}" for name in set(infinity.__all__) - {"checkpoint"}} <= named
+    assert {f"infinity.checkpoint.{name}" for name in checkpoint.__all__} <= named
+    for name in named:
+        assert functools.reduce(getattr, name.split(".")[1:], infinity) is not None
+
+
+# -- The tutorial ----------------------------------------------------------------------------------
+
+
+def run_line(line: str, *, may_fail: bool) -> None:
+    program, *arguments = shlex.split(line, comments=True)
+    if program == "infinity":
+        done = RUNNER.invoke(app, arguments)
+        assert (done.exit_code != 0) == may_fail, f"{line}\n{done.output}"
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return
+    assert program == "python", line
+    argv, sys.argv = sys.argv, arguments
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        sys.argv = argv
+
+
+def test_the_tutorial_runs_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(
+        ROOT / "examples",
+        tmp_path / "examples",
+        ignore=shutil.ignore_patterns("run", "__pycache__"),
+    )
+    names: dict[str, object] = {}
+    for block in blocks("TUTORIAL.md"):
+        if block.title is not None:
+            Path(block.title).write_text(block.text)
+        elif block.language == "bash":
+            for line in block.text.splitlines():
+                run_line(line, may_fail="fails" in block.about)
+        elif block.language == "python":
+            exec(compile(block.text, "TUTORIAL.md", "exec"), names)
+    budget = SwapConfig.load(tmp_path / "adapter.toml").tiers.host.capacity
+    base = sum(path.stat().st_size for path in (tmp_path / "base").glob("*.safetensors"))
+    assert base > int(str(budget)), "the base is larger than the memory"
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    losses = [float(re.findall(r'"loss": ([\d.]+)', line)[0]) for line in lines]
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert (tmp_path / "plan.html").exists() and (tmp_path / "step.html").exists()
+    assert "trained parameters" in capsys.readouterr().out
+
+
+# -- Files on the pages ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (DOCS / "howto").glob("*.md")))
+def test_the_files_of_a_how_to_are_accepted(page: str) -> None:
+    for block in blocks(f"howto/{page}"):
+        if block.language == "toml":
+            table = {"tiers": {}} | tomllib.loads(block.text)
+            table["tiers"].setdefault("host", {"capacity": "1GiB"})
+            SwapConfig.load(table)
+
+
+@pytest.mark.parametrize(
+    "page", sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+)
+def test_commands_on_a_page_have_the_options_that_they_show(page: str) -> None:
+    for line in re.findall(r"^(?: {4})?infinity (\w.*)$", (DOCS / page).read_text(), re.MULTILINE):
+        words = shlex.split(line.split("   ")[0].split(" #")[0], comments=True)
+        options = {word.split("=")[0] for word in words if word.startswith("--")}
+        help_text = help_of(tuple(word for word in words if re.fullmatch(r"[a-z]+", word))[:2])
+        assert all(option in help_text for option in options), f"{page}: infinity {line}"
+
+
+@functools.cache
+def help_of(words: tuple[str, ...]) -> str:
+    """The help of the longest command that the words name."""
+    for count in range(len(words), 0, -1):
+        done = RUNNER.invoke(app, [*words[:count], "--help"], env={"COLUMNS": "300"})
+        if done.exit_code == 0:
+            return done.output
+    raise AssertionError(f"there is no command {words}")
+
+
+# -- Messages --------------------------------------------------------------------------------------
+
+OTHERS = {  # Messages of other programs.
+    "Could not find the compiler specified",
+    "module 'infinity' has no attribute 'offload'",
+}
+
+
+@functools.cache
+def literals() -> tuple[str, ...]:
+    """The texts in the package, with "\\0" where a value is filled in."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values
+            )
+            return
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.replace("{}", "\0")
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child)
+
+    paths = (ROOT / "infinity").rglob("*.py")
+    return tuple(text for path in paths for text in walk(ast.parse(path.read_text())))
+
+
+MESSAGES = re.findall(r"^### `([^`]+)`$", (DOCS / "TROUBLESHOOTING.md").read_text(), re.MULTILINE)
+
+
+def test_there_are_messages() -> None:
+    assert len(MESSAGES) > 30
+    assert len(set(MESSAGES)) == len(MESSAGES)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_is_one_that_the_package_has(message: str) -> None:
+    if message in OTHERS or message in vars(errors):
+        return
+    pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("...")))
+    assert any(pattern.search(text) for text in literals()), "no error has these words"

@@ -1,0 +1,148 @@
+"""A notebook in a real kernel: what a cell shows, a cell that runs again, an interrupt."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="pip install nbclient ipykernel")
+nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
+pytest.importorskip("ipykernel", reason="pip install nbclient ipykernel")
+
+IMPORTS = """
+import torch
+from torch import nn
+import infinity
+from infinity.observe.loss_curve import LossCurve
+config = {"tiers": {"host": {"capacity": "16MiB", "huge_pages": False}, "nvme": [{"path": "swap"}]}}
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+def train(model, optimizer):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+"""
+OFFLOAD = """
+model = infinity.offload(build(), config)
+optimizer = infinity.AdamW(model, lr=1e-2)
+infinity.describe(model)
+"""
+TRAIN = """
+curve = LossCurve(8)
+for _ in range(8):
+    curve.add(train(model, optimizer))
+"""
+ENDLESS = """
+print("begun")
+while True:
+    train(model, optimizer)
+"""
+# As many steps in memory as were made: the interrupted cell's, whichever they were, and one more.
+COMPARE = """
+optimizer.zero_grad()
+train(model, optimizer)
+steps = int(optimizer.state[next(model.parameters())]["step"])
+plain = build()
+reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+for _ in range(steps):
+    train(plain, reference)
+with infinity.gather(model):
+    same = [torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters())]
+print(steps, all(same))
+"""
+
+
+class Kernel:
+    """Runs cells one after the other, as a user does."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._client.nb.cells.clear()
+
+    def run(self, source: str, *, may_fail: bool = False) -> Any:
+        cell = nbformat.v4.new_code_cell(source)
+        if may_fail:
+            cell.metadata["tags"] = ["raises-exception"]
+        self._client.nb.cells.append(cell)
+        self._client.execute_cell(cell, len(self._client.nb.cells) - 1)
+        return cell
+
+    def interrupt_when_begun(self, count: int) -> None:
+        """Interrupts cell number `count` two seconds after it has printed something."""
+        while len(self._client.nb.cells) <= count or not self._client.nb.cells[count].outputs:
+            time.sleep(0.1)
+        time.sleep(2)
+        self._client.km.interrupt_kernel()
+
+    @property
+    def num_cells(self) -> int:
+        return len(self._client.nb.cells)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    directory: Path = tmp_path_factory.mktemp("notebook")
+    client = nbclient.NotebookClient(
+        nbformat.v4.new_notebook(), timeout=240, resources={"metadata": {"path": str(directory)}}
+    )
+    with client.setup_kernel():
+        running = Kernel(client)
+        running.run(IMPORTS)
+        yield running
+
+
+def html_of(cell: Any) -> list[str]:
+    return [
+        output["data"]["text/html"]
+        for output in cell.outputs
+        if "text/html" in output.get("data", {})
+    ]
+
+
+def text_of(cell: Any) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+def test_a_model_shows_where_it_rests_also_when_its_cell_runs_again(kernel: Kernel) -> None:
+    (first,) = html_of(kernel.run(OFFLOAD))
+    for words in ("2,128 parameters", "<th>nvme</th>", "host budget of 16.0 MiB"):
+        assert words in first
+    again = kernel.run(OFFLOAD)
+    (second,) = html_of(again)
+    assert "is replaced" in text_of(again)
+    assert second.split("in memory")[0] == first.split("in memory")[0]
+
+
+def test_losses_are_one_curve_that_is_drawn_in_its_place(kernel: Kernel) -> None:
+    kernel.run(OFFLOAD)
+    cell = kernel.run(TRAIN)
+    (picture,) = html_of(cell)
+    assert "step 8 of 8, loss " in picture and "value='100.0'" in picture
+    (line,) = re.findall(r"polyline points='([^']*)'", picture)
+    assert len(line.split()) == 8
+
+
+def test_an_interrupted_cell_leaves_the_model_as_its_steps_made_it(kernel: Kernel) -> None:
+    kernel.run(OFFLOAD)
+    kernel.run("train(model, optimizer)")
+
+    interrupter = threading.Thread(target=kernel.interrupt_when_begun, args=(kernel.num_cells,))
+    interrupter.start()
+    cell = kernel.run(ENDLESS, may_fail=True)
+    interrupter.join()
+    assert [output["ename"] for output in cell.outputs if output.output_type == "error"] == [
+        "KeyboardInterrupt"
+    ]
+    steps, is_same = text_of(kernel.run(COMPARE)).split()
+    assert int(steps) > 2 and is_same == "True"
+    kernel.run("infinity.close(model)")
