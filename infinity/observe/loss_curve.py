@@ -12,6 +12,7 @@ here; IPython, which a notebook has, is looked for when the first loss is added.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from typing import Any, SupportsFloat
@@ -110,9 +111,7 @@ def _new_display() -> Any:
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None or not hasattr(shell, "kernel"):
         return None
-    from IPython.display import display
-
-    return display(display_id=True)
+    return importlib.import_module("IPython.display").display(display_id=True)
 
 
 def _duration(seconds: float) -> str:

@@ -69,8 +69,9 @@ class Draft:
     @property
     def steps(self) -> int:
         """The optimizer steps of the run."""
-        assert self.config.train is not None
-        return self.config.train.steps
+        train = self.config.train
+        assert train is not None and train.steps is not None, "a draft counts in steps"
+        return train.steps
 
 
 @dataclass(frozen=True, slots=True)
