@@ -395,11 +395,9 @@ class WeightCache:
         weights = self.weights[unit]
         assert not weights.use_count and weights.state is WeightState.ATTACHED
         if weights.unit.stored is not None:
-            try:
-                is_changed = self._moves.decoding.differs(weights)
-            finally:
-                self._moves.detach(weights)  # The next use decodes the stored weights again.
-            if is_changed:
+            digests = self._moves.decoding.digests(weights)
+            self._moves.detach(weights)  # The next use decodes the stored weights again.
+            if self._moves.decoding.differs(weights, digests):
                 self.refuse_change(unit)
             return
         if weights.rests_on_device:

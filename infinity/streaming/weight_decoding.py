@@ -16,7 +16,8 @@ Note [Zone]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -140,9 +141,19 @@ class WeightDecoding:
             self._free(weights.decoded)
             weights.decoded = None
 
-    def differs(self, weights: Weights) -> bool:
-        """Returns whether the attached weights are other than the stored ones. Code may write a
-        parameter without changing it."""
+    def digests(self, weights: Weights) -> list[bytes]:
+        """Returns a digest of each piece of the attached weights, in the order of the pieces."""
+        unit, stored = weights.unit, weights.unit.stored
+        assert stored is not None
+        shown = [
+            piece.target(_tensor_in(weights.region, unit, name)) for name, piece, _ in stored.pieces
+        ]
+        return [_digest(tensor.contiguous().cpu()) for tensor in shown]
+
+    def differs(self, weights: Weights, digests: Sequence[bytes]) -> bool:
+        """Returns whether the stored weights have other digests than these. Code may write a
+        parameter without changing it. The weights are not attached any more, so the room of the
+        decoded block is free for the stored bytes."""
         unit, stored = weights.unit, weights.unit.stored
         assert stored is not None
         block, self_made = weights.block, weights.block is None
@@ -156,19 +167,23 @@ class WeightDecoding:
             if self_made:
                 kind, urgency = StateKind.PARAMETERS, Priority.STATE
                 self._store.read(unit, kind, block, priority=urgency).wait()
-            content = self._pool.tensor(block)
 
             def beside(name: str, piece: StoredPiece) -> torch.Tensor:
                 return torch.empty(piece.shape, dtype=unit.spec(name).facts.dtype)
 
-            for name, piece, expected in stored.decoded(content, beside):
-                shown = piece.target(_tensor_in(weights.region, unit, name)).contiguous().cpu()
-                if not torch.equal(shown.view(torch.uint8), expected.view(torch.uint8)):
-                    return True
-            return False
+            decoded = stored.decoded(self._pool.tensor(block), beside)
+            return any(
+                _digest(expected) != digest
+                for (_, _, expected), digest in zip(decoded, digests, strict=True)
+            )
         finally:
             if self_made:
                 self._pool.free(block)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Returns a digest of the bytes of a dense tensor on the host."""
+    return hashlib.blake2b(tensor.flatten().view(torch.uint8).numpy()).digest()
 
 
 def refuse_change(unit: Unit) -> None:

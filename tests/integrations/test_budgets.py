@@ -16,6 +16,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -117,6 +119,24 @@ def check_capacities(run: Callable[[str], list[torch.Tensor]]) -> None:
         assert all(map(torch.equal, least, more))
     with pytest.raises(CapacityError, match="smallest host budget that works"):
         run(f"{needed_nbytes - 1}B")
+
+
+def test_an_adapter_on_a_router_trains_in_the_named_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frozen weight of a router gets a new version in the forward: it is compared with its
+    file, which takes no more room than its use."""
+    sizes = SIZES | {"num_key_value_heads": 2, "num_local_experts": 4}
+    monkeypatch.setitem(MODELS, "mixtral", lambda: MixtralForCausalLM(MixtralConfig(**sizes)))
+
+    def run(capacity: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        config = configured(capacity, tmp_path / "swap")
+        model = WAYS["adapters over files"]("mixtral", config, tmp_path / "files")
+        with infinity.engine_of(model):
+            return train(model)
+
+    check_capacities(run)
 
 
 @pytest.mark.parametrize(
