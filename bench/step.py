@@ -85,12 +85,21 @@ def main() -> None:
 class Side:
     """One of the two: a model, its optimizer, and a step of them."""
 
-    def __init__(self, where: str, words: argparse.Namespace, scratch: Path) -> None:
+    def __init__(
+        self,
+        where: str,
+        words: argparse.Namespace,
+        scratch: Path,
+        *,
+        updates: str = "auto",
+        max_norm: float | None = 1.0,
+    ) -> None:
         config = {
             "tiers": {
                 "host": {"capacity": "auto" if where == "host" else words.host},
-                "nvme": [{"path": str(scratch / where)}],
+                "nvme": [{"path": str(scratch / f"{where}-{updates}")}],
             },
+            "schedule": {"updates": updates},
             "placement": dict.fromkeys(KINDS, where)
             | {"gradients": words.gradients if where == "nvme" else "host"},
             "precision": {"compute": words.compute},
@@ -103,7 +112,7 @@ class Side:
         with infinity.init_empty_weights(config):
             model = GPT2LMHeadModel(shape)
         self.model = infinity.offload(model, config, seed=0).train()
-        self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=1.0)
+        self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=max_norm)
         self.engine = infinity.engine_of(self.model)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 

@@ -199,9 +199,11 @@ class Updater(StepRunner):
         expected = [unit for unit in self._weight_cache.expected() if unit in self._pending]
         return list(dict.fromkeys([*expected, *self._pending]))
 
-    def _expected(self) -> Iterator[Chunk]:
-        for unit in self._weight_cache.expected():
-            if unit in self._pending:
+    def _expected(self, but: int | None = None) -> Iterator[Chunk]:
+        """Chunks that are read ahead, in the order of their updates; none of the unit `but`, whose
+        update runs."""
+        for unit in self._weight_cache.expected() if self._reads_ahead else ():
+            if unit in self._pending and unit != but:
                 yield from self._pending[unit].left
 
     def _apply(self, update: UnitUpdate, is_needed: bool) -> None:
@@ -226,7 +228,7 @@ class Updater(StepRunner):
         self._chunks.check_out(update)
         try:
             while not update.is_done:
-                self._chunks.run_next(update)
+                self._chunks.run_next(update, self._expected(but=update.unit.index))
         except BaseException as error:
             if update.is_begun:
                 self._tear(error)
@@ -257,7 +259,7 @@ class Updater(StepRunner):
         staging slots that are free. Never waits."""
         if self._is_applying or self._torn is not None:
             return
-        if self._reads_ahead and self._pending and self._ring.take(or_none=True):
+        if self._pending and self._reads_ahead and self._ring.take(or_none=True):
             self._ring.start_more(self._expected())
         if self._early is not None:
             self._early.advance()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import contextlib
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import torch
 
+from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.state.units import Chunk, TensorSpec, Unit, chunk_unit
 from infinity.streaming.chunk_update import StagedChunk, update_chunk
@@ -105,11 +107,14 @@ class ChunkUpdates:
             update.weights = None
             self._weight_cache.check_in(update.unit.index, dirty_nbytes=0, is_valid=False)
 
-    def run_next(self, update: UnitUpdate) -> None:
-        """Updates the next chunk, and waits for its state. The weights are checked out."""
+    def run_next(self, update: UnitUpdate, following: Iterable[Chunk]) -> None:
+        """Updates the next chunk, and waits for its state. The weights are checked out.
+        `following`: chunks of other units, which are read next."""
         staged = self._ring.due(update.left[0])
         try:
             self._ring.start_more(update.left[1:])
+            with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
+                self._ring.start_more(following)
             self._ring.await_reads(staged)
             self._update(update, staged)
         finally:

@@ -1,0 +1,159 @@
+"""Do both passes hide the optimizer? Plain steps with all state on NVMe, in blocks of equal steps.
+
+    python bench/overlap.py --path /mnt/nvme0 --save bench/results/overlap.json
+    python bench/overlap.py --quick                    a small model: does it run?
+
+A GPT-2-like model in bfloat16 trains in one process on three sides by turns: with everything on the
+host (C is a step of it), on NVMe with updates before the next forward ("deferred"), and on NVMe
+with updates in both passes. A turn is a block of consecutive steps of one side; the first step is
+not counted, and all transfers of the side are over when the block ends. B is the time that the
+bytes of a step take when nothing else happens, measured in the same round. A step cannot be faster
+than the larger of C and B. One forward, one backward and one step, no layer-major order.
+
+Clipping: "none"; "never", with a norm that no gradient reaches; "always".
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Results, moved_since, process_io, say
+from rich.console import Console
+from rich.table import Table
+from step import VOCABULARY, Side, bare_s
+
+from infinity.training.allocator import keep_freed_memory
+
+NORMS = {"none": None, "never": 1e9, "always": 1e-6}
+SIDES = ("host", "deferred", "both_passes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128, 512])
+    parser.add_argument("--clipping", nargs="+", default=["none"], choices=NORMS)
+    parser.add_argument("--host", default="4GiB")
+    parser.add_argument("--compute", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--gradients", default="host", choices=["host", "nvme"])
+    parser.add_argument("--steps", type=int, default=4, help="counted steps of a block")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a small model, one round")
+    parser.add_argument("--save", type=Path)
+    words = parser.parse_args()
+    words.sequence = max(words.tokens)
+    if words.quick:
+        words.layers, words.width, words.host, words.rounds = 4, 256, "256MiB", 1
+        words.tokens, words.steps = [64], 3
+    keep_freed_memory()
+    what = {k: v for k, v in vars(words).items() if k not in ("path", "tokens", "save", "quick")}
+    results = Results(words.save, what)
+    console = Console()
+    for clipping in words.clipping:
+        with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-overlap-") as scratch:
+            options = {"max_norm": NORMS[clipping]}
+            sides = {
+                name: Side("host", words, Path(scratch), **options)
+                if name == "host"
+                else Side("nvme", words, Path(scratch), updates=name, **options)
+                for name in SIDES
+            }
+            for tokens in words.tokens:
+                row = measure(sides, tokens, clipping, words)
+                results.keep(row)
+                console.print(table_of([row], words))
+            for side in sides.values():
+                side.engine.close()
+    if len(results.rows) > 1:
+        console.print(table_of(results.rows, words))
+
+
+def block(side: Side, ids: torch.Tensor, steps: int) -> dict[str, Any]:
+    """One block of steps of a side: the median of those that are counted, and the losses."""
+    found: list[dict[str, float]] = []
+    losses = []
+    for _ in range(steps + 1):
+        counters, io = side.engine.counters.snapshot(), process_io()
+        start_s = time.perf_counter()
+        loss = side.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        elapsed_s = time.perf_counter() - start_s
+        after, moved = side.engine.counters.snapshot(), moved_since(io)
+        names = (
+            "read_wait_s", "write_wait_s", "update_s", "early_updates_kept", "early_updates_undone",
+        )  # fmt: skip
+        counted = {name: after.get(name, 0.0) - counters.get(name, 0.0) for name in names}
+        found.append({"seconds": elapsed_s, **counted, **moved})
+        losses.append(float(loss.detach()))
+    side.engine.flush()
+    medians = {name: statistics.median(each[name] for each in found[1:]) for name in found[0]}
+    return medians | {"losses": losses}
+
+
+def measure(
+    sides: dict[str, Side], tokens: int, clipping: str, words: argparse.Namespace
+) -> dict[str, Any]:
+    """Rounds of blocks of all sides and of bare bytes, by turns."""
+    source = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(VOCABULARY, (1, tokens), generator=source)
+    rounds: list[dict[str, Any]] = []
+    for number in range(words.rounds):
+        # The policy has learned its share, and the order of uses is known, after three steps.
+        steps = words.steps + 3 * (number == 0)
+        each = {name: block(side, ids, steps) for name, side in sides.items()}
+        losses = [each[name]["losses"] for name in SIDES]
+        assert losses[0] == losses[1] == losses[2], "placement or schedule changed a loss"
+        moved = each["both_passes"]["read_nbytes"], each["both_passes"]["written_nbytes"]
+        each["bytes"] = {"seconds": bare_s(*map(int, moved), words)}
+        floor_s = max(each["host"]["seconds"], each["bytes"]["seconds"])
+        each["ratios"] = {name: each[name]["seconds"] / floor_s for name in SIDES[1:]}
+        rounds.append(each)
+        told = ", ".join(f"{name} {each[name]['seconds']:.2f} s" for name in (*SIDES, "bytes"))
+        say(f"{tokens} tokens, clipping {clipping}, round {number + 1} of {words.rounds}: {told}")
+    return {
+        "name": f"{tokens} {clipping} {words.gradients}",
+        "tokens": tokens,
+        "clipping": clipping,
+        "gradients": words.gradients,
+        "seconds": {
+            name: statistics.median(each[name]["seconds"] for each in rounds)
+            for name in (*SIDES, "bytes")
+        },
+        "ratios": {
+            name: statistics.median(each["ratios"][name] for each in rounds) for name in SIDES[1:]
+        },
+        "rounds": rounds,
+        "num_parameters": sides["host"].num_parameters,
+    }
+
+
+def table_of(found: list[dict[str, Any]], words: argparse.Namespace) -> Table:
+    table = Table(
+        "tokens", "clipping", "in memory s (C)", "bytes s (B)", "deferred s", "both passes s",
+        "deferred to max(C, B)", "both passes to max(C, B)",
+        title=f"{found[0]['num_parameters']:,} parameters, {words.compute}, host budget "
+        f"{words.host}, gradients on {words.gradients}",
+    )  # fmt: skip
+    for each in found:
+        seconds, ratios = each["seconds"], each["ratios"]
+        table.add_row(
+            f"{each['tokens']:,}",
+            each["clipping"],
+            *(f"{seconds[name]:.2f}" for name in ("host", "bytes", "deferred", "both_passes")),
+            *(f"{ratios[name]:.2f}" for name in SIDES[1:]),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
