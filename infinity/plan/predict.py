@@ -14,6 +14,7 @@ from infinity.config import SwapConfig
 from infinity.distributed.setup import ShardingPlan
 from infinity.engine.durability import (
     spare_generation_nbytes,
+    updates_in_backward,
     wanted_spares,
 )
 from infinity.plan.hardware import Hardware
@@ -42,7 +43,7 @@ from infinity.simulate.order import Use
 from infinity.simulate.rank_job import rank_loads
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec
-from infinity.simulate.step import Prediction, predict
+from infinity.simulate.step import Prediction, predict, with_best_share
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.state.budgets import Budgets
 
@@ -50,7 +51,7 @@ from infinity.state.budgets import Budgets
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The forecast of a run. `placed_nbytes` is by state kind and tier. `spare_nbytes` on NVMe hold
-    the `num_spares` generations of commits and linked checkpoints.
+    the `num_spares` generations of commits, linked checkpoints and early updates.
 
     `hardware` is the node. With ranks, batch, bytes and seconds are those of one rank; tokens and
     FLOPs per second are of all ranks.
@@ -128,6 +129,11 @@ def forecast(
     placement = budgets.placement
     units = model.units if sharding is None else sharding.partition.units
     num_spares = wanted_spares(config, is_linked=True, num_ranks=num_ranks)
+    in_backward = updates_in_backward(
+        config, units, budgets, num_spares=num_spares, num_ranks=num_ranks,
+        free_nbytes=0.0 if machine.nvme is None else machine.nvme.capacity,
+    )  # fmt: skip
+    num_spares += in_backward
     spare_nbytes = num_spares * spare_generation_nbytes(units, placement)
     refuse_full_tiers(model, units, machine, budgets, spare_nbytes, num_ranks, shard_drives)
     saved = saved_inputs(config, model, batch, budgets)
@@ -137,6 +143,8 @@ def forecast(
     rates = machine.rates(shard_drives)
     place = _update_place(config, machine, job, rates)
     job = replace(job, updates_on_device=place.is_on_device)
+    if in_backward:
+        job = with_best_share(job, rates)
     return Forecast(
         model=model,
         hardware=hardware,

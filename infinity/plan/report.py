@@ -166,8 +166,9 @@ def _places(forecast: Forecast) -> list[str]:
         lines.append(f"  {'activations':<12}{tier} {format_nbytes(nbytes)} at the most")
     if forecast.num_spares:
         lines.append(
-            f"  {'durability':<12}nvme {format_nbytes(forecast.spare_nbytes)} in "
-            f"{forecast.num_spares} spare generations, if checkpoints are on the same file system"
+            f"  {'spare':<12}nvme {format_nbytes(forecast.spare_nbytes)} in "
+            f"{forecast.num_spares} spare generations, for commits, checkpoints on the same file "
+            "system and updates in both passes"
         )
     tight = ", tight: nothing is kept or read ahead" if forecast.is_tight else ""
     lines.append(

@@ -132,6 +132,8 @@ class StepSpec:
     num_fibers: int = 1
     tile_micro_batches: int = 1
     keeps_experts: bool = False
+    # The share of the units' bytes that is updated in the backward, with updates in both passes.
+    early_share: float = 0.0
 
     @property
     def shares_host_memory(self) -> bool:

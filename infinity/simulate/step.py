@@ -31,6 +31,7 @@ from infinity.simulate.order import Move, Use, blocks_in_groups
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec
 from infinity.simulate.updates import UnitUpdates
+from infinity.streaming.early_policy import choose_early
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,18 @@ def _pass(operation: Operation) -> str:
     return operation.name.partition(":")[0]
 
 
+# Among these the best is looked for; a run finds its own share while it trains.
+EARLY_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Units between a unit's gradients and its early update: its chunks are read in the meantime.
+_EARLY_LAG = 2
+
+
+def with_best_share(job: StepSpec, rates: Rates) -> StepSpec:
+    """Returns the steps with the share of early updates that makes a step shortest."""
+    shares = [replace(job, early_share=share) for share in EARLY_SHARES]
+    return min(shares, key=lambda each: predict(each, rates).step_s)
+
+
 class _Draft:
     """Appends the operations of steps in the order in which they are needed."""
 
@@ -124,6 +137,22 @@ class _Draft:
         self._saved: dict[int, int] = {}  # By use: the operation that saves its input.
         self._blocks_in_groups = blocks_in_groups(job.uses)
         self._computed: list[int] = []  # Forwards and backwards of uses, in order.
+        self._early = self._early_units()
+        self._updated: set[int] = set()  # In the backward of the last step.
+
+    def _early_units(self) -> set[int]:
+        """Returns the units that are updated in the backward, if it gets to them."""
+        job = self.log.job
+        if not job.is_deferred or not job.early_share:
+            return set()
+        nbytes: dict[int, int] = {}
+        for move in self._fetches.moves:
+            for unit in self._given_by(move):
+                load = job.units[unit]
+                nbytes.pop(unit, None)  # Of several uses the last one counts.
+                if load.weights == "nvme" and load.state_write_nbytes.get("nvme"):
+                    nbytes[unit] = load.weight_nbytes + sum(load.state_read_nbytes.values())
+        return set(choose_early(list(nbytes), nbytes, job.early_share))
 
     def add_step(self, step: int) -> None:
         job = self.log.job
@@ -142,8 +171,13 @@ class _Draft:
                 "forward with update" if is_first and job.is_deferred else "forward"
             )
             pending = set(range(len(job.units))) if is_first and is_updating else set()
+            pending -= self._updated
             if not job.is_deferred:
                 pending.clear()
+            is_last = micro_batch == job.num_micro_batches - 1
+            if is_last:
+                self._updated = set()
+            complete: list[int] = []  # Early units, in the order of their gradients.
             forward_pass = self.log.pass_name
             left = Counter(unit for move in self._fetches.moves for unit in self._given_by(move))
             for move in self._fetches.moves:
@@ -160,6 +194,10 @@ class _Draft:
                     if left[unit] == 0 or self._leaves_early(unit, use):
                         self._gradients.leave(unit, is_first=unit not in given)
                         given.add(unit)
+                    if is_updating and is_last and left[unit] == 0 and unit in self._early:
+                        complete.append(unit)
+                if len(complete) > _EARLY_LAG:
+                    self._update_early(complete.pop(0))
         self.log.pass_name = "backward"
         for unit, ready in self._gradients.sums.items():
             self._gradients.give_sums(unit, ready)
@@ -168,6 +206,13 @@ class _Draft:
         after = [*self._gradients.out, self.log.last_on.get(self.log.update_track)]
         self._gradients.out.clear()
         self.log.decided.append(self.log.add(COMPUTE, "optimizer decides", after=after))
+
+    def _update_early(self, unit: int) -> None:
+        """Updates a unit in the backward. Those that the backward does not get to are pending."""
+        done = self._updates.update(unit, self.log.last_on[COMPUTE])
+        if unit in self._updates.unwritten:
+            self._updates.write_weights(unit, [self._updates.unwritten.pop(unit), done])
+        self._updated.add(unit)
 
     def _leaves_early(self, unit: int, use: Use) -> bool:
         """Whether a sum leaves memory before all micro-batches are added: inside blocks, if

@@ -13,7 +13,7 @@ from infinity.simulate.cache import visits
 from infinity.simulate.order import Use, moves
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec, UnitLoad
-from infinity.simulate.step import predict
+from infinity.simulate.step import EARLY_SHARES, predict, with_best_share
 
 GB = 10**9
 RATES = Rates(flops=1e13, update=100e9, host=100e9, nvme_read=8e9, nvme_write=4e9, nvme_mixed=6e9,
@@ -55,6 +55,7 @@ jobs = st.builds(
     ring_nbytes=st.integers(1, 40).map(lambda tenths: tenths * GB / 10),
     reads_ahead=st.booleans(),
     is_deferred=st.booleans(),
+    early_share=st.sampled_from(EARLY_SHARES),
 )
 
 
@@ -221,6 +222,20 @@ def test_deferred_updates_hide_behind_the_forward() -> None:
     deferred = predict(job(uses=uses, is_deferred=True), RATES)
     at_step = predict(job(uses=uses, is_deferred=False), RATES)
     assert deferred.step_s < 0.9 * at_step.step_s
+
+
+def test_updates_in_both_passes_hide_behind_both() -> None:
+    """Where compute and bytes take equally long: the forward has a quarter of the compute."""
+    balanced = job(num_units=24, weights_cache_nbytes=10 * GB, device_cache_nbytes=None)
+    deferred = predict(balanced, RATES)
+    compute_s, bytes_s = deferred.busy_s["compute"], deferred.busy_s["nvme"]
+    rates = replace(RATES, flops=RATES.flops * compute_s / bytes_s)
+    both = predict(with_best_share(balanced, rates), rates)
+    deferred = predict(balanced, rates)
+    assert both.moved_nbytes == deferred.moved_nbytes
+    bound_s = max(both.busy_s.values())
+    assert deferred.step_s > 1.4 * bound_s
+    assert both.step_s < 1.25 * bound_s
 
 
 @pytest.mark.parametrize(
