@@ -68,7 +68,7 @@ def make_job(
     """Returns the simulated steps of these units in these budgets, updated on the host. `loads`:
     the load of each unit that ranks share; see `rank_loads`."""
     # With updates at the step, the ring exists only during it. A tight pool keeps nothing.
-    is_deferred = config.schedule.updates == "deferred"
+    is_deferred = config.schedule.updates != "at_step"
     cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
     cache_nbytes -= budgets.decoded_nbytes
     device_cache_nbytes: float | None = budgets.device_window_nbytes
