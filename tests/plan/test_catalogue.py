@@ -90,11 +90,11 @@ def test_write_makes_the_file_of_a_directory_only(tmp_path: Path) -> None:
     assert written.model is not None and written.model.path == directory
 
 
-def test_list_imports_neither_torch_nor_pydantic() -> None:
+def test_list_imports_no_torch_and_no_module_of_the_configuration() -> None:
     code = (
         "import sys; from infinity.cli import app\n"
         "try:\n    app(['plan', '--list'])\nexcept SystemExit:\n    pass\n"
-        "print([name for name in ('torch', 'pydantic', 'transformers') if name in sys.modules])"
+        "print([name for name in ('torch', 'infinity.config', 'transformers') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines()[-1] == "[]"
