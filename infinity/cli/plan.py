@@ -31,9 +31,7 @@ _Config = Annotated[
 _Model = Annotated[
     str | None,
     typer.Option(
-        "--model",
-        metavar="NAME",
-        help="A shipped model, a .toml of shapes, or the directory of a downloaded model.",
+        "--model", metavar="NAME", help="A shipped model, a .toml of shapes, or a model directory."
     ),
 ]
 _Params = Annotated[
@@ -58,17 +56,13 @@ _Drives = Annotated[
     typer.Option(
         "--drives",
         min=1,
-        help="Drives that hold the frozen checkpoint. Default: those that hold the directory's "
-        "files; all for a shipped model.",
+        help="Drives of the frozen checkpoint. Default: those of its files, or all.",
     ),
 ]
 _Tokens = Annotated[
     int | None,
     typer.Option(
-        "--tokens",
-        min=1,
-        help="Tokens of a micro-batch, on all devices together; with --ranks, of each. With an "
-        "adapter: tokens of a step.",
+        "--tokens", min=1, help="Tokens of a micro-batch (of a rank); with an adapter, of a step."
     ),
 ]
 _Sequence = Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence.")]

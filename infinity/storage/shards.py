@@ -184,7 +184,7 @@ class ShardFiles:
 
     def path_of(self, file: int) -> str:
         """Returns the path behind a file id of `Ticket.passages`."""
-        return next(path for path, own in self._files.items() if own == file)
+        return next((path for path, own in self._files.items() if own == file), "a closed file")
 
     def read(
         self, runs: Sequence[ShardRun], *, address: int, priority: Priority, label: str

@@ -63,7 +63,7 @@ def over(base: Path, swap: Path) -> Iterator[tuple[Any, Trap]]:
 
     model = empty_model(base)
     config = SwapConfig.load({
-        "tiers": {"host": {"capacity": "4MiB"}, "nvme": [{"path": str(swap)}]},
+        "tiers": {"host": {"capacity": "2MiB"}, "nvme": [{"path": str(swap)}]},
         "placement": {"parameters": "nvme", "master": "host", "moments": "host"},
     })  # fmt: skip
     plan = weight_source(base).plan(model)

@@ -105,7 +105,7 @@ def test_bytes_at_rest_are_those_of_the_stage(laid_out: list[Unit], count: int, 
     for kind in (StateKind.PARAMETERS, StateKind.GRADIENTS, StateKind.EXP_AVG, StateKind.MASTER):
         alone = sum(unit.nbytes(kind) for unit in laid_out)
         whole = sum(unit.nbytes(kind) for unit in divided[0].full_units)
-        shards = sum(shard.unit.nbytes(kind) for each in divided for shard in each.mine)
+        shards = sum(shard.unit.nbytes(kind) for each in divided for shard in each.local)
         assert whole == (alone if kind in kept else 0)
         if kind is StateKind.PARAMETERS:
             # A shard ends on a page of its own: at most two pages more for each.

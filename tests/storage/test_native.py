@@ -82,8 +82,8 @@ def build(request: pytest.FixtureRequest) -> Path:
 @pytest.mark.parametrize(
     "subject",
     [
-        "arena_test", "block_queue_test", "block_test", "crc32c_test", "engine_test", "fault_test",
-        "histogram_test", "order_test", "queue_test", "split_fuzz", "update_test",
+        "arena_test", "block_queue_test", "block_test", "crc32c_test", "depth_control_test",
+        "engine_test", "fault_test", "histogram_test", "order_test", "queue_test", "split_fuzz", "update_test",
     ],
 )  # fmt: skip
 def test_native_suite_passes_under_sanitizers(build: Path, subject: str) -> None:
@@ -96,7 +96,7 @@ def test_native_suite_passes_under_sanitizers(build: Path, subject: str) -> None
 
 def test_every_native_test_is_run_here(build: Path) -> None:
     listed = run(find_tool("ctest"), "--show-only", cwd=build)
-    assert "Total Tests: 11" in listed, listed
+    assert "Total Tests: 12" in listed, listed
 
 
 def test_hostile_calls_of_the_binding_are_refused_under_sanitizers(tmp_path: Path) -> None:

@@ -126,8 +126,8 @@ def test_stalls_and_updates_are_the_seconds_of_the_counters(traced):
         updates_s = {use.track: use.busy_s for use in step.tracks}.get("updates", 0.0)
         assert updates_s == pytest.approx(line["update_s"], abs=1e-6) and line["update_s"] > 0
         # What is counted lies in the step, and the step in the seconds that the loop has measured,
-        # which are longer by as much as the machine takes between two looks at the clock.
-        assert waited_s + updates_s <= step.length_s + 1e-6 <= line["elapsed_s"] + 2e-6
+        # but for what the machine takes between two looks at the clock.
+        assert waited_s + updates_s <= step.length_s + 1e-6 <= line["elapsed_s"] + 1e-3
 
 
 def test_transfers_carry_the_bytes_of_the_counters_to_the_track_of_their_drive(table, traced):
