@@ -61,7 +61,7 @@ def _die_in(
             elif phase == "backward":
                 model.blocks[1].register_full_backward_hook(die)
             elif phase == "step":
-                engine.updater.local._compute = die  # type: ignore[attr-defined]
+                engine.updater.local._chunks._update = die  # type: ignore[attr-defined]
             else:
                 die()
         for x, skip in micro_batches(case, rank, step):

@@ -249,7 +249,7 @@ def test_a_run_goes_on_exactly_from_its_checkpoint(base: Base, tmp_path: Path) -
     assert_same(losses | second, base.expected)
 
 
-@pytest.mark.parametrize("num_blocks", [9, 13])
+@pytest.mark.parametrize("num_blocks", [13])
 def test_memory_saves_the_reads_of_what_it_keeps(num_blocks: int, tmp_path: Path) -> None:
     """A sweep there and back over 16 blocks: what remains of the budget beside one block as stored
     and one as decoded is not read, in either direction."""
