@@ -183,7 +183,7 @@ class WeightDecoding:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     """Returns a digest of the bytes of a dense tensor on the host."""
-    return hashlib.blake2b(tensor.flatten().view(torch.uint8).numpy()).digest()
+    return hashlib.blake2b(memoryview(tensor.flatten().view(torch.uint8).numpy())).digest()
 
 
 def refuse_change(unit: Unit) -> None:
