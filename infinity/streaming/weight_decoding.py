@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -183,7 +184,8 @@ class WeightDecoding:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     """Returns a digest of the bytes of a dense tensor on the host."""
-    return hashlib.blake2b(memoryview(tensor.flatten().view(torch.uint8).numpy())).digest()
+    content: Any = tensor.flatten().view(torch.uint8).numpy()
+    return hashlib.blake2b(content).digest()
 
 
 def refuse_change(unit: Unit) -> None:
