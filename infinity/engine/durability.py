@@ -11,8 +11,8 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.state.budgets import Budgets
 from infinity.state.placement import StatePlacement
-from infinity.state.store import rewritten_nbytes
-from infinity.state.units import StateKind, Unit
+from infinity.state.store import changing_kinds, rewritten_nbytes
+from infinity.state.units import Unit
 
 
 def count_spares(config: SwapConfig, *, num_ranks: int = 1) -> int:
@@ -102,12 +102,10 @@ def _changes_on_nvme(unit: Unit, placement: StatePlacement) -> bool:
     """Whether everything that an update of the unit changes rests on NVMe and has generations."""
     if not unit.state_numel:
         return False
-    kinds = (StateKind.PARAMETERS, StateKind.MASTER, *unit.moments.kinds)
     return all(
         placement.tiers.get((unit.index, kind)) == "nvme"
         and rewritten_nbytes(unit, kind) is not None
-        for kind in kinds
-        if unit.nbytes(kind)
+        for kind in changing_kinds(unit)
     )
 
 

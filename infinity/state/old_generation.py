@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.state.store import LocalStore, NvmeLocation, rewritten_nbytes
+from infinity.state.store import LocalStore, NvmeLocation, changing_kinds, rewritten_nbytes
 from infinity.state.units import StateKind, Unit
 from infinity.storage.volume import Volume
 
@@ -45,7 +45,7 @@ class OldGeneration:
     def _changing(self, unit: Unit) -> list[tuple[StateKind, NvmeLocation]]:
         """The state kinds of the unit that an update changes, and that rest on NVMe."""
         found = []
-        for kind in (StateKind.PARAMETERS, StateKind.MASTER, *unit.moments.kinds):
+        for kind in changing_kinds(unit):
             location = self._store.location(unit, kind)
             if isinstance(location, NvmeLocation) and rewritten_nbytes(unit, kind) is not None:
                 found.append((kind, location))

@@ -69,6 +69,12 @@ StateLocation = HostLocation | NvmeLocation | DeviceLocation | CheckpointLocatio
 FirstValues = Callable[[torch.Tensor], None]
 
 
+def changing_kinds(unit: Unit) -> list[StateKind]:
+    """Returns the state kinds of a unit that an update changes, of those that the unit has."""
+    kinds = (StateKind.PARAMETERS, StateKind.MASTER, *unit.moments.kinds)
+    return [kind for kind in kinds if unit.nbytes(kind)]
+
+
 def rewritten_nbytes(unit: Unit, kind: StateKind) -> int | None:
     """Returns the bytes at the head of a state kind that every step rewrites and a commit keeps.
 

@@ -63,8 +63,9 @@ class EarlyPolicy:
 
     def note_gradient(self, unit: int) -> bool:
         """A gradient of one parameter arrived. Returns whether it is the first of the step."""
+        is_first = not self._arrived
         self._arrived[unit] += 1
-        return self._arrived.total() == 1
+        return is_first
 
     def note_left(self, unit: int) -> bool:
         """A backward has left the unit. Returns whether its gradients are complete, if this step

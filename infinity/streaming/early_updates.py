@@ -30,8 +30,8 @@ from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.old_generation import OldGeneration
 from infinity.state.placement import STATE_KINDS
-from infinity.state.store import LocalStore, NvmeLocation, rewritten_nbytes
-from infinity.state.units import Chunk, StateKind, TensorSpec, Unit
+from infinity.state.store import LocalStore, NvmeLocation, changing_kinds, rewritten_nbytes
+from infinity.state.units import Chunk, TensorSpec, Unit
 from infinity.streaming.early_policy import EarlyPolicy
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.parameters import WeightCache
@@ -96,12 +96,10 @@ class EarlyUpdates:
         self._forward_wait_s = 0.0
 
     def _can_go_back(self, unit: Unit) -> bool:
-        kinds = (*unit.moments.kinds, StateKind.MASTER, StateKind.PARAMETERS)
-        kept = [kind for kind in kinds if unit.nbytes(kind)]
         return bool(unit.state_numel) and all(
             isinstance(self._store.location(unit, kind), NvmeLocation)
             and rewritten_nbytes(unit, kind) is not None
-            for kind in kept
+            for kind in changing_kinds(unit)
         )
 
     # -- The backward ------------------------------------------------------------------------------
