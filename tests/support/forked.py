@@ -28,6 +28,7 @@ _PRELOADED = [
     "infinity.training.program",
 ]
 
+COMMAND = "from infinity.cli import main; main()"
 TIME_LIMIT_S = 600.0  # Of a hang, on the slowest machine; what is tested takes seconds.
 
 
