@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from infinity.bench import tune as tuning
 from infinity.cli import app
-from tests.support.forked import Script, wait_until
+from tests.support.forked import COMMAND, Script, wait_until
 
 SMALL = ("--size", "64MiB", "--rounds", "1", "--no-fio")
 
@@ -92,13 +92,12 @@ def test_config_and_path_at_once_are_refused(config: Path) -> None:
 
 def is_made(file: Path) -> bool:
     """A file that is still being made is nobody's when a signal comes."""
-    return file.stat().st_size == 512 << 20
+    return file.stat().st_size == 128 << 20
 
 
 def test_sigterm_removes_the_files(tmp_path: Path) -> None:
-    options = "--path", tmp_path, "--only", "read", "--size", "256MiB", "--rounds", "1000"
-    code = "from infinity.cli import main; main()"
-    running = Script(code, "bench", *options, "--no-fio")
+    options = "--path", tmp_path, "--only", "read", "--size", "64MiB", "--rounds", "4000"
+    running = Script(COMMAND, "bench", *options, "--no-fio")
     try:
         wait_until(lambda: any(is_made(path) for path in tmp_path.glob("*/*.swap")), running)
         time.sleep(0.5)

@@ -8,7 +8,6 @@ import random
 import shutil
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from infinity.checkpoint.run.load import read_program
 from infinity.checkpoint.run.manifest import DIGEST_NAME, MANIFEST_NAME, SCHEMA, digest_line
 from infinity.checkpoint.run.removal import remove_own
 from infinity.errors import ConfigError, CorruptionError, InfinityError, UnsupportedError
+from tests.support.forked import COMMAND, run_script
 
 from .harness import assert_same, content, run
 
@@ -187,11 +187,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from infinity.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "inspect", *arguments],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return run_script(COMMAND, "inspect", *arguments)
 
 
 def test_inspect_command(copy):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from infinity.cli import app
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
 from infinity.errors import ConfigError, StorageError
 from infinity.testing.quantized import find_logical, tiny_causal_lm, write_quantized
+from tests.support.forked import run_script
 
 CODECS = {"fp8": Fp8Blocks, "int4": Int4Groups, "nf4": Nf4}
 
@@ -141,8 +140,7 @@ def test_a_process_that_is_killed_leaves_no_directory_that_looks_whole(tmp_path)
         "write_directory(plan_quantize(Path(sys.argv[1]), 'int4'), Path(sys.argv[2]), progress)\n"
     )
     out = tmp_path / "out"
-    command = [sys.executable, "-c", program, str(tmp_path / "base"), str(out)]
-    assert subprocess.run(command, check=False).returncode == -9
+    assert run_script(program, tmp_path / "base", out).returncode == -9
     assert not out.exists() and (tmp_path / ".out.partial").exists()
     quantise(tmp_path / "base", out, "int4")
     assert find_logical(out) and not (tmp_path / ".out.partial").exists()

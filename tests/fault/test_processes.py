@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from infinity.errors import SwapLockedError
+from tests.support.forked import Script, wait_until
 
 from .harness import (
     assert_same,
@@ -24,44 +22,36 @@ from .harness import (
     swap_files,
 )
 
-ROOT = Path(__file__).parents[2]
-
 TRAINING = """
-    import sys, torch
-    sys.path.append({root!r})
-    from tests.fault.harness import *
-    torch.set_num_threads(1)
-    model = mlp()
-    engine = offload(model, swap_config(Path({swap!r}), host_nbytes="512KiB"))
-    optimizer = optimizer_of(model)
-    step = 0
-    while True:
-        offloaded_step(model, optimizer, step)
-        step += 1
-        print(step, flush=True)
+import sys, torch
+from tests.fault.harness import *
+
+torch.set_num_threads(1)
+model = mlp()
+engine = offload(model, swap_config(Path(sys.argv[1]), host_nbytes="512KiB"))
+optimizer = optimizer_of(model)
+step = 0
+while True:
+    offloaded_step(model, optimizer, step)
+    step += 1
+    print(step, flush=True)
 """
 
 
 @pytest.fixture
-def training(swap_directory: Path) -> Iterator[subprocess.Popen[str]]:
+def training(swap_directory: Path) -> Iterator[Script]:
     """A process that trains, until it is killed, and has made its first steps."""
-    script = textwrap.dedent(TRAINING).format(root=str(ROOT), swap=str(swap_directory))
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, bufsize=1,
-    )  # fmt: skip
-    assert process.stdout is not None
+    process = Script(TRAINING, swap_directory)
     try:
-        for _ in range(3):
-            assert process.stdout.readline().strip().isdigit()
+        wait_until(lambda: "3\n" in process.stdout.read_text(), process)
         yield process
     finally:
         process.kill()
-        process.stdout.close()
         process.wait()
 
 
 def test_a_killed_training_leaves_a_directory_that_can_be_used_again(
-    training: subprocess.Popen[str], swap_directory: Path
+    training: Script, swap_directory: Path
 ) -> None:
     with pytest.raises(SwapLockedError) as refused:
         offload(mlp(), swap_config(swap_directory))

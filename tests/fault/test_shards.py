@@ -7,8 +7,6 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +21,7 @@ from infinity.config import SwapConfig
 from infinity.engine.build import build
 from infinity.errors import CorruptionError, StorageError
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from tests.support.forked import Script, wait_until
 
 from .harness import Trap
 
@@ -165,30 +164,29 @@ def test_a_shard_that_changes_while_it_is_trained_on_is_named(
         assert caught.value.path == str(shard)
 
 
+TRAINING = """
+import sys
+from pathlib import Path
+import infinity
+from tests.fault.test_shards import over, step
+
+with over(Path(sys.argv[1]), Path(sys.argv[2])) as (model, _):
+    optimizer = infinity.AdamW(model, lr=1e-3)
+    while True:
+        step(model, optimizer)
+        print("step", flush=True)
+"""
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.2])
 def test_a_killed_run_leaves_every_shard_as_it_was(
     base: Path, tmp_path: Path, delay_s: float
 ) -> None:
     before = digests(base)
-    program = textwrap.dedent(f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-        from pathlib import Path
-        import infinity
-        from tests.fault.test_shards import over, step
-        with over(Path({str(base)!r}), Path({str(tmp_path / "swap")!r})) as (model, _):
-            optimizer = infinity.AdamW(model, lr=1e-3)
-            while True:
-                step(model, optimizer)
-                print("step", flush=True)
-    """)
-    run = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ}
-    )
-    assert run.stdout is not None
-    assert run.stdout.readline() == b"step\n"
+    run = Script(TRAINING, base, tmp_path / "swap")
+    wait_until(lambda: "step\n" in run.stdout.read_text(), run)
     with suppress(subprocess.TimeoutExpired):
         run.wait(delay_s)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
     assert digests(base) == before

@@ -226,12 +226,15 @@ def config_of(case: Case, directory: Path, **options: Any) -> dict[str, Any]:
         **options,
     )  # fmt: skip
     entry, placement = MODELS[case.model], config["placement"]
+    can_split = any(place == "split" for _, place in case.places)
     away = {kind: [tier for tier in order if tier != "host"] for kind, order in placement.items()}
     without_host = {**config, "placement": {kind: away[kind] or placement[kind] for kind in KINDS}}
     smallest = smallest_host_nbytes(lambda: entry.build(0), without_host, device_of(case))
     numel = sum(parameter.numel() for parameter in entry.build(0).parameters())
     for budget in range(smallest, smallest + 32 * numel, numel):
         config["tiers"]["host"]["capacity"] = budget
+        if not can_split:
+            return config
         with offloaded(entry.build(0), config, device=device_of(case)) as model:
             if splits(model, placement):
                 return config

@@ -29,6 +29,7 @@ _PRELOADED = [
     "trl.trainer.sft_trainer",
 ]
 
+COMMAND = "from infinity.cli import main; main()"
 TIME_LIMIT_S = 600.0  # Of a hang, on the slowest machine; what is tested takes seconds.
 
 

@@ -25,7 +25,7 @@ from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.training import program
 from infinity.training.tracing import TracePlan, Tracing
-from tests.support.forked import run_script
+from tests.support.forked import COMMAND, run_script
 
 THREAD = ("compute", "engine", "updates", "stalls")
 
@@ -243,7 +243,7 @@ def test_the_trace_commands_read_what_train_wrote(table, tmp_path):
     config.write_text(json.dumps(table))
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return run_script("from infinity.cli import main; main()", *arguments)
+        return run_script(COMMAND, *arguments)
 
     done = command("train", str(config), "--trace", str(trace), "--trace-steps", "2:3")
     assert done.returncode == 0, done.stderr

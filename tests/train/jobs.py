@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.support.forked import Script, wait_until
+from tests.support.forked import COMMAND, Script, wait_until
 
 # What every job has; a test adds keys of [train] and whole sections behind it.
 CONFIG = """
@@ -39,7 +39,6 @@ def write_job(directory: Path, config: str) -> Path:
     return directory
 
 
-COMMAND = "from infinity.cli import main; main()"
 # Takes no step beyond the first so many until it is asked to end: who watches it may be slow.
 HELD = """
 import sys, time

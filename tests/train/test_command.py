@@ -13,9 +13,9 @@ import pytest
 
 from infinity.cli.train import override
 from infinity.errors import ConfigError
-from tests.support.forked import Script, run_script, wait_until
+from tests.support.forked import COMMAND, Script, run_script, wait_until
 
-from .jobs import COMMAND, CONFIG, start, wait_for_steps, write_job
+from .jobs import CONFIG, start, wait_for_steps, write_job
 
 
 @pytest.fixture

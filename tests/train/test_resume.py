@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from infinity.training import program
 from infinity.training.report import Summary
 from infinity.training.run import Run
 from tests.support.file_systems import seem_elsewhere
-from tests.support.forked import TIME_LIMIT_S
+from tests.support.forked import COMMAND, TIME_LIMIT_S, run_script
 
 from .jobs import CONFIG, start, wait_for_steps, write_job
 
@@ -300,6 +299,4 @@ def newest_commit(job: Path) -> Path:
 
 
 def inspect(*arguments: object) -> subprocess.CompletedProcess[str]:
-    code = "from infinity.cli import main; main()"
-    command = [sys.executable, "-c", code, "inspect", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_script(COMMAND, "inspect", *arguments)

@@ -15,9 +15,9 @@ import pytest
 from infinity.training import streams
 from infinity.training.interrupt import Interrupt
 from infinity.training.streams import lost_streams, outliving_streams
-from tests.support.forked import Script
+from tests.support.forked import COMMAND, Script
 
-from .jobs import COMMAND, CONFIG, wait_for_steps, write_job
+from .jobs import CONFIG, wait_for_steps, write_job
 
 CHECKPOINT = "[checkpoint]\nevery = 0\n"
 # Both streams are a pipe that nobody reads: its reader died, as tee does of Ctrl-C.
