@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, InfinityError, ParameterNotResident, UnsupportedError
+from tests.support.bits import differences
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import differences, held_units, offloaded, swap_config
+from .harness import held_units
 
 
 def build(seed: int = 0) -> nn.Module:
