@@ -1,4 +1,4 @@
-"""The decision of one optimizer step, and the interfaces of those who carry it out."""
+"""The decision of one optimizer step, and the interfaces of the classes that carry it out."""
 
 from __future__ import annotations
 
