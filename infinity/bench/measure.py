@@ -15,7 +15,7 @@ GB = 10**9
 class Measurement:
     """One timed transfer.
 
-    `nbytes` moved; `cpu_s` is the processor time of the whole process (None: unknown). `ok`: the
+    `nbytes` moved; `cpu_s` is the processor time of the process (None: unknown). `ok`: the
     bytes were compared and equal; None: nothing was compared. `latency_s` maps a quantile, 0 to 1,
     to the time of single requests, if it was measured.
     """

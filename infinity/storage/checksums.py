@@ -42,7 +42,7 @@ class PageChecksums:
     """
 
     def __init__(self, *, is_fresh: bool = True) -> None:
-        self._table = bytearray()  # Only whole slices are copied in and out, under the GIL.
+        self._table = bytearray()  # Only full slices are copied in and out, under the GIL.
         self._lock = threading.Lock()  # guards the one below
         self._known = GenerationMap(_KNOWN if is_fresh else _UNKNOWN)
         self._zeros = _core.crc32c_of_zeros()
@@ -53,7 +53,7 @@ class PageChecksums:
         self._table.extend(self._zeros * max(0, missing))
 
     def of(self, offset_nbytes: int, nbytes: int) -> bytes:
-        """The checksums of a range of whole pages."""
+        """Returns the checksums of a range of full pages."""
         found = bytes(self._table[_entries(offset_nbytes, nbytes)])
         assert len(found) == nbytes // PAGE_NBYTES * CHECKSUM_NBYTES, (
             "the file was not grown so far"

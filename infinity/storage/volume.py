@@ -148,8 +148,8 @@ class Volume:
     ) -> list[tuple[Extent, ...]]:
         kept = sizes_nbytes if spared_nbytes is None else spared_nbytes
         heads = [(head or 0) if self.num_spares else 0 for head in kept]
-        rooms = spaces_of(self._open, self._weights)
-        spaces = share_with_spares(rooms, sizes_nbytes, heads, num_spares=self.num_spares)
+        free = spaces_of(self._open, self._weights)
+        spaces = share_with_spares(free, sizes_nbytes, heads, num_spares=self.num_spares)
         buffers = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
         ends = [each.directory.size_nbytes for each in self._open]
         spared: list[list[tuple[int, int]]] = [[] for _ in self._paths]
@@ -169,7 +169,7 @@ class Volume:
             end - each.directory.size_nbytes + self.num_spares * sum(nbytes for _, nbytes in ranges)
             for end, each, ranges in zip(ends, self._open, spared, strict=True)
         ]
-        check_growths(self._open, growths, rooms, num_spares=self.num_spares)
+        check_growths(self._open, growths, free, num_spares=self.num_spares)
         for each, end_nbytes, ranges in zip(self._open, ends, spared, strict=True):
             each.directory.grow(end_nbytes, spared=ranges)
         if self._checksums is not None:
@@ -436,8 +436,8 @@ class Volume:
                 offset_nbytes=extent.offset_nbytes,
                 nbytes=extent.nbytes,
                 detail=f"{len(self._frozen)} commits are kept and there are {self.num_spares} "
-                "spare generations; one that could not be given up is kept for good. Resume from "
-                "the newest checkpoint",
+                "spare generations; a commit that could not be released keeps its generation. "
+                "Resume from the newest checkpoint",
             )
         return runs
 
@@ -449,10 +449,9 @@ class Volume:
         address: int,
         priority: Priority,
     ) -> Ticket:
-        """Recorded once the write is queued: a refused one leaves the old bytes, where they are,
-        and their checksums."""
+        """Queues the write, then records it: a refused write leaves the old bytes and checksums."""
         checksums = self._checksums
-        # With `verify` before the write: who reads next must find them.
+        # With `verify`, before the write: the next read needs the checksums.
         digests = None if checksums is None else checksums.digests(parts, address)
         ticket = self._engine.submit("write", segments, priority)
         if checksums is not None:
