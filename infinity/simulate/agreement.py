@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from infinity.simulate.fetches import Fetches
 from infinity.simulate.log import COMPUTE, H2D, OperationLog
+from infinity.simulate.spec import NOT_SHARDED
 from infinity.simulate.updates import UnitUpdates
 
 
@@ -21,7 +22,7 @@ class RankAgreement:
         """Waits until all ranks have updated their parts. A rank with all weights fetches the other
         parts."""
         loads = self._log.job.units
-        if all(loads[unit].sharded is None for unit in units):
+        if all(loads[unit].sharded is NOT_SHARDED for unit in units):
             return
         last_writes = [self._log.written.weights.get(unit) for unit in units]
         updated = self._log.add(COMPUTE, "shards are updated", after=last_writes)
@@ -31,7 +32,7 @@ class RankAgreement:
     def _pull(self, unit: int, updated: int) -> int:
         load = self._log.job.units[unit]
         sharded, name = load.sharded, f"weights of {load.name}"
-        if sharded is None or sharded.is_gathered or not sharded.received_nbytes:
+        if sharded.is_gathered or not sharded.received_nbytes:
             return updated
         if sharded.are_weights_between_devices:
             return self._log.send(

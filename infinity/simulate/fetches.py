@@ -58,9 +58,7 @@ class Fetches:
         ]
         changing = {index for index, unit in enumerate(job.units) if unit.is_changed}
         # A step makes gathered weights outdated.
-        outdated = {
-            i for i in changing if (sharded := job.units[i].sharded) and sharded.is_gathered_on_host
-        }
+        outdated = {index for index in changing if job.units[index].sharded.is_gathered_on_host}
         if job.device_cache_nbytes is None:
             device = [Visit(unit, True) for unit in order] * passes
             skipped: frozenset[int] = frozenset()
@@ -103,11 +101,8 @@ class Fetches:
             name, after = f"weights of {load.name}", [ready, *freed, self.agreed]
             if load.inward_nbytes:
                 ready = self._log.move(H2D, name, load.inward_nbytes, after)
-            if (
-                (sharded := load.sharded)
-                and sharded.is_gathered
-                and sharded.are_weights_between_devices
-            ):
+            sharded = load.sharded
+            if sharded.is_gathered and sharded.are_weights_between_devices:
                 ready = self._log.send(
                     "received", name, sharded.received_nbytes, [ready, *after], is_by_device=True
                 )  # fmt: skip
@@ -127,7 +122,7 @@ class Fetches:
         if not self._log.job.reads_ahead:
             after.append(self._log.last_on.get(COMPUTE))
         name, sharded = f"weights of {load.name}", load.sharded
-        if sharded is None or not sharded.is_gathered_on_host:
+        if not sharded.is_gathered_on_host:
             traffic = CHECKPOINT_READ if load.weights == "checkpoint" else READ
             return self._log.nvme(traffic, name, load.weight_nbytes, after)
         after.append(self.agreed)

@@ -27,8 +27,7 @@ class GradientTraffic:
         load = self._log.job.units[unit]
         tier, nbytes = load.sums
         name, out = f"gradients of {load.name}", self._log.last_on[COMPUTE]
-        sharded = load.sharded
-        if sharded is not None and sharded.sums is None:
+        if load.sharded.sends_each_backward:
             if load.is_changed:
                 self._send_gradients(unit, [out], is_first=is_first)
             return
@@ -38,7 +37,7 @@ class GradientTraffic:
             duration_s = load.weight_nbytes / self._log.rates.gather
             out = self._log.add(GATHER, name, duration_s, after=[out], nbytes=load.weight_nbytes,
                                 traffic=GATHER)  # fmt: skip
-        if sharded is not None:
+        if load.sharded.sums is not None:
             self.sums[unit] = out
         if tier == "device":
             self.out.append(out)
@@ -56,7 +55,7 @@ class GradientTraffic:
         summed = self._sum_up(
             unit, tier, nbytes, touched_nbytes, after=[out, *freed], is_first=is_first
         )
-        if sharded is not None:
+        if load.sharded.sums is not None:
             self.sums[unit] = summed
 
     def _free_gradient_buffer(self, tier: str) -> list[int | None]:
@@ -88,7 +87,6 @@ class GradientTraffic:
         part."""
         load = self._log.job.units[unit]
         sharded, name = load.sharded, f"gradients of {load.name}"
-        assert sharded is not None
         if sharded.are_gradients_between_devices:
             out = self._log.send("sent", name, sharded.sent_nbytes, after, is_by_device=True)
             if load.gradients == "device" or not load.gradient_nbytes:
@@ -107,7 +105,6 @@ class GradientTraffic:
     def _send_from_host(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
         load = self._log.job.units[unit]
         sharded, name = load.sharded, f"gradients of {load.name}"
-        assert sharded is not None
         out = self._log.send("sent", name, sharded.sent_nbytes, after, is_by_device=False)
         # Each rank's gradients are read, widened to fp32, divided and added; then the sum is
         # written.
@@ -122,7 +119,7 @@ class GradientTraffic:
         """Sends the sums of a rank that sums its own gradients of a step first."""
         load = self._log.job.units[unit]
         sharded, name = load.sharded, f"gradients of {load.name}"
-        assert sharded is not None and sharded.sums is not None
+        assert sharded.sums is not None
         after: list[int | None] = [ready, self._log.last_on[COMPUTE]]
         if sharded.are_gradients_between_devices:
             self._send_gradients(unit, after, is_first=True)

@@ -40,6 +40,16 @@ class ShardedLoad:
         """Whether a unit's weights are gathered in host memory."""
         return self.is_gathered and not self.are_weights_between_devices
 
+    @property
+    def sends_each_backward(self) -> bool:
+        """Whether a backward sends gradients to their owners; else this rank sums them first, or
+        owns them all."""
+        return self.count > 0 and self.sums is None
+
+
+# One rank alone: nothing is gathered or sent.
+NOT_SHARDED = ShardedLoad(0, 0, False, False, False, 0, 0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitLoad:
@@ -60,24 +70,24 @@ class UnitLoad:
     gradients: str
     gradient_nbytes: int
     leaving_nbytes: int  # Of a gradient that leaves a device, in its own dtype.
-    sharded: ShardedLoad | None = None
+    sharded: ShardedLoad = NOT_SHARDED
 
     @property
     def used_nbytes(self) -> int:
         """Bytes of weights that are computed with."""
-        return self.weight_nbytes if self.sharded is None else self.sharded.full_nbytes
+        return self.sharded.full_nbytes if self.sharded.is_gathered else self.weight_nbytes
 
     @property
     def fetched_nbytes(self) -> int:
         """Bytes of weights that a use fetches to host memory."""
-        if self.sharded is not None and self.sharded.is_gathered_on_host:
+        if self.sharded.is_gathered_on_host:
             return self.sharded.full_nbytes
         return self.weight_nbytes if self.weights in ("nvme", "checkpoint") else 0
 
     @property
     def inward_nbytes(self) -> int:
         """Bytes of weights that a use copies from the host to a device."""
-        if self.sharded is None or not self.sharded.is_gathered:
+        if not self.sharded.is_gathered:
             return self.weight_nbytes
         if self.sharded.is_gathered_on_host:
             return self.sharded.full_nbytes
@@ -86,18 +96,17 @@ class UnitLoad:
     @property
     def is_away(self) -> bool:
         """Whether the weights rest off the device."""
-        is_gathered = self.sharded is not None and self.sharded.is_gathered
-        return is_gathered or self.weights != "device"
+        return self.sharded.is_gathered or self.weights != "device"
 
     @property
     def is_changed(self) -> bool:
         """Whether a step changes the unit, on any rank."""
-        return self.update_nbytes > 0 or (self.sharded is not None and self.sharded.sent_nbytes > 0)
+        return self.update_nbytes > 0 or self.sharded.sent_nbytes > 0
 
     @property
     def sums(self) -> tuple[str, int]:
         """The place where the backward sums gradients, and the fp32 bytes there."""
-        if self.sharded is not None and self.sharded.sums is not None:
+        if self.sharded.sums is not None:
             return self.sharded.sums, self.sharded.sums_nbytes
         return self.gradients, self.gradient_nbytes
 

@@ -220,8 +220,7 @@ class _Draft:
         """Whether a sum leaves memory before all micro-batches are added: inside blocks, if
         micro-batches pass in groups; outside blocks, if no memory is left to keep it. Gradients for
         other ranks have separate memory until then."""
-        sharded = self.log.job.units[unit].sharded
-        if sharded is not None and sharded.sums is None:
+        if self.log.job.units[unit].sharded.sends_each_backward:
             return False
         if use.block is None:
             return self.log.job.num_fibers > 1 and not self.log.job.weights_cache_nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
-from infinity.simulate.spec import UnitLoad
+from infinity.simulate.spec import NOT_SHARDED, UnitLoad
 
 
 class UnitUpdates:
@@ -19,12 +19,7 @@ class UnitUpdates:
         # The bytes if everything that reaches host memory were kept: with ranks, parts beside the
         # gathered weights.
         self._all_fetched_nbytes = sum(
-            unit.fetched_nbytes
-            + (
-                unit.weight_nbytes
-                if unit.sharded is not None and unit.sharded.is_gathered_on_host
-                else 0
-            )
+            unit.fetched_nbytes + (unit.weight_nbytes if unit.sharded.is_gathered_on_host else 0)
             for unit in log.job.units
         )
 
@@ -42,7 +37,7 @@ class UnitUpdates:
         if not load.update_nbytes:
             return
         ready = None
-        if load.weights == "nvme" and not (load.sharded is not None and self.stays(load)):
+        if load.weights == "nvme" and not (load.sharded is not NOT_SHARDED and self.stays(load)):
             last = self._log.written.weights.get(unit)
             name = f"weights of {load.name}"
             ready = self._log.nvme(READ, name, load.weight_nbytes, [last, self._log.decided[-1]])

@@ -17,7 +17,7 @@ from infinity.plan import forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
 from infinity.simulate.job import Batch, load_of
 from infinity.simulate.rank_job import rank_loads
-from infinity.simulate.spec import UnitLoad
+from infinity.simulate.spec import NOT_SHARDED, UnitLoad
 from infinity.state.partition import STAGES, partition
 from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit
@@ -61,7 +61,7 @@ def test_all_ranks_read_and_write_the_bytes_of_one_and_receive_what_others_send(
         for name in ("state_read_nbytes", "state_write_nbytes"):
             moved = [sum(getattr(load, name).values()) for load in loads]
             assert sum(moved) == sum(getattr(alone, name).values())
-        of_ranks = [load.sharded for load in loads if load.sharded is not None]
+        of_ranks = [load.sharded for load in loads if load.sharded is not NOT_SHARDED]
         assert len(of_ranks) == count
         weights = unit.weight_nbytes if stage == 3 else unit.trainable_nbytes
         gradients = sum(spec.weight_nbytes for spec in unit.trainable())
@@ -72,7 +72,7 @@ def test_all_ranks_read_and_write_the_bytes_of_one_and_receive_what_others_send(
         )
         if count == 1:
             [load] = loads
-            assert replace(load, sharded=None, leaving_nbytes=alone.leaving_nbytes) == alone
+            assert replace(load, sharded=NOT_SHARDED, leaving_nbytes=alone.leaving_nbytes) == alone
 
 
 def plan(*arguments: str) -> str:
