@@ -41,10 +41,7 @@ Turns = Callable[[list[int], bool], None]  # See `Uses.yield_at_tile`.
 
 
 class UnitUses:
-    """Who uses which units, and which of them a backward has left. Any thread.
-
-    What hooks know as `Uses`, and `accumulate` as `Blocks`.
-    """
+    """Counts the uses of each unit, and knows which units a backward has left. Any thread."""
 
     def __init__(
         self,
