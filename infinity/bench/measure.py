@@ -1,4 +1,4 @@
-"""The nouns of a measurement: a sample, who produces it, and the group it is compared in."""
+"""The nouns of a measurement: a sample, its contender, and the group of contenders."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from infinity.state.units import units_by_block
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """How state is divided, and what one rank uses of its share, by tier: (bytes, of bytes).
+    """How state is sharded, and the bytes that one rank takes of each tier: (bytes, of bytes).
 
     The device's bytes are those of the engine: state at rest, units in use, and exchange buffers.
     `of` is None without a limit.

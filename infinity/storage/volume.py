@@ -51,7 +51,7 @@ class Volume:
     results get checksums that fit. The engine belongs to the caller and outlives the volume.
 
     `num_spares` further files per path let as many contents be frozen at a time. Then checksums are
-    always kept, for those who store frozen content, and reads of frozen pages are always checked.
+    always kept, for checkpoints of frozen content, and reads of frozen pages are always checked.
     With `adopted` swap files fresh buffers hold their former bytes, for a caller that will
     `restore` a content.
     """

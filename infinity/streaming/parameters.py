@@ -391,9 +391,10 @@ class WeightCache:
             self._moves.drop(weights)
 
     def absorb(self, unit: int) -> None:
-        """What was changed on the device since the unit was held becomes the unit's weights.
+        """Takes over the changes that were made on the device while the unit was in use.
 
-        Nobody may hold it any more. The write waits until the block is evicted or `finish_writes`.
+        The unit must not be in use any more. The write waits until the block is evicted or
+        `finish_writes`.
         """
         weights = self.weights[unit]
         assert not weights.use_count and weights.state is WeightState.ATTACHED
@@ -410,10 +411,10 @@ class WeightCache:
             self._moves.mark_dirty(weights, weights.unit.weight_nbytes)
 
     def write_behind(self, unit: int) -> None:
-        """Nobody holds the unit now: if it was changed, it starts on its way to where it rests.
+        """Starts the write of a changed unit that is not in use any more.
 
-        Not when it is the next to be used: a write would only be in its way. A refusal is left to
-        the next one who asks the volume for something; the unit stays dirty.
+        A unit that is used next is not written, because the write would delay its use. If the write
+        is refused, the unit stays dirty, and the next request to the volume raises the error.
         """
         weights = self.weights[unit]
         if not weights.dirty_nbytes or weights.use_count or self._order.distance(unit) == 0:
