@@ -178,6 +178,25 @@ def test_a_state_dict_is_saved_copied_and_loaded_as_plain_tensors(pair: Any) -> 
     both(pair, lambda model: None)
 
 
+def test_a_value_with_an_address_shows_later_writes_at_that_address(pair: Any) -> None:
+    plain, ours = pair
+    states = plain.state_dict(), ours.state_dict()
+    addresses = [state["0.weight"].data_ptr() for state in states]
+
+    def scale(model: nn.Module) -> None:
+        with torch.no_grad():
+            model[0].weight.mul_(0.75)
+
+    both(pair, scale)
+    for state, address in zip(states, addresses, strict=True):
+        assert state["0.weight"].data_ptr() == address
+    expected, value = (state["0.weight"] for state in states)
+    assert torch.equal(expected, value.clone())
+    assert numpy.array_equal(expected.numpy(), value.numpy())
+    with pytest.raises(ValueError, match="read-only"):
+        value.numpy()[...] = 0
+
+
 # --- gradients --------------------------------------------------------------------------------
 
 
