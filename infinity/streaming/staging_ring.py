@@ -233,6 +233,14 @@ class StagingRing:
         """Whether every read of the chunk that was started is over."""
         return staged.slot is None or all(t.done() for t in staged.slot.transfers)
 
+    def awaited(self, chunk: Chunk) -> list[Transfer] | None:
+        """Returns the transfers that the chunk waits for: its reads if it was started, else those
+        of the next staging slot; None if it waits for no transfer."""
+        staged = self._started.get(_key(chunk))
+        if staged is not None:
+            return None if staged.slot is None else list(staged.slot.transfers)
+        return (list(self._slots[0].transfers) or None) if self._slots else None
+
     def await_reads(self, staged: StagedChunk) -> None:
         """Waits for the reads of a chunk. Raises StorageError."""
         if staged.slot is not None:
