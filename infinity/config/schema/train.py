@@ -96,8 +96,8 @@ class Train(Section):
     ] = Field(
         (),
         description="Trackers that get the loss, the learning rate, evaluations and the speed of "
-        'each log line. Each needs its package. trackio writes files, project "infinity"; W&B reads '
-        'WANDB_MODE, "offline" needs no account.',
+        'each log line. Each needs its package. trackio writes files, project "infinity"; '
+        'W&B reads WANDB_MODE, "offline" needs no account.',
     )
     run_name: Annotated[str | None, OrOff(Text("the name of the run"))] = Field(
         None, description="The name of the run in trackers. Default: that of the output directory."
