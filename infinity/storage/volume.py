@@ -47,8 +47,9 @@ class Volume:
     One thread at a time reserves and closes; any thread reads and writes. After a write has failed,
     every call raises that first error, because the content of the path is unknown. With `verify`,
     each written page gets a checksum, and waiting for a read raises CorruptionError if a page
-    differs from its last write. Without it the program computes with a changed page, and its
-    results get checksums that fit. The engine belongs to the caller and outlives the volume.
+    differs from its last write; `num_threads` compute checksums then. Without it the program
+    computes with a changed page, and its results get checksums that fit. The engine belongs to the
+    caller and outlives the volume.
 
     `num_spares` further files per path let as many contents be frozen at a time. Then checksums are
     always kept, for checkpoints of frozen content, and reads of frozen pages are always checked.
@@ -63,6 +64,7 @@ class Volume:
         *,
         stripe_nbytes: int = 4 * MIB,
         verify: bool = True,
+        num_threads: int = 1,
         num_spares: int = 0,
         adopted: Adopted | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class Volume:
         self._paths = tuple(paths)
         self._stripe_nbytes = stripe_nbytes
         self._verify = verify
+        self._num_threads = num_threads
         self.num_spares = num_spares
         self._jobs = adopted.jobs if adopted is not None else {}
         self._scratch: list[Extent] = []  # Buffers that a commit does not keep.
@@ -81,7 +84,7 @@ class Volume:
         # Checksums of the current bytes of each path, in any generation.
         self._checksums: BufferChecksums | None = None
         if verify or num_spares:
-            self._checksums = BufferChecksums(is_deferred=not verify)
+            self._checksums = BufferChecksums(is_deferred=not verify, num_threads=num_threads)
         self._reserving = threading.Lock()
         self._lock = threading.Lock()  # guards the four below
         self._maps = tuple(GenerationMap() for _ in paths)
@@ -396,7 +399,7 @@ class Volume:
             for run, checksums in self._checked(extent.path_index, found)
         ]
         ticket = self._engine.submit(operation, segments, priority)
-        return CheckedRead(ticket, expected) if expected else ticket
+        return CheckedRead(ticket, expected, self._num_threads) if expected else ticket
 
     def _checked(
         self, path_index: int, runs: Sequence[GenerationRun]
