@@ -126,10 +126,10 @@ def configuration_of(found: Translation, source: ConfigSource) -> SwapConfig:
         theirs = {place: entry.key for entry in found.entries for place in entry.settings}
         raise InvalidConfigError(
             (
-                Problem(f"{theirs[each.place]}, our {each.place}", each.text)
-                if each.place in theirs
-                else each
-                for each in error.problems
+                Problem(f"{theirs[problem.place]}, our {problem.place}", problem.text)
+                if problem.place in theirs
+                else problem
+                for problem in error.problems
             ),
             name=error.name,
         ) from None
