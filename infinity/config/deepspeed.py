@@ -221,7 +221,7 @@ Every key of the file is named with what became of it:
 - **refused**: it asks for something that is not there. So is a key that DeepSpeed does not know.
 
 With one that is refused nothing is written and the exit code is 1; `--skip-refused`, in a program
-`skip_refused=True`, goes on without. The verdicts below are those of a value that has an effect: a
+`skip_refused=True`, leaves it out. The verdicts below are those of a value that has an effect: a
 feature that is off is never refused. `"auto"`, which the Hugging Face Trainer fills in from its
 arguments, is left to the defaults here, and the report names the key to set. A file with comments
 (hjson) is not read.

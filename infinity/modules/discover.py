@@ -164,7 +164,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     tiles are no blocks.
 
     The lists of a PEFT layer are none: an adapter outside of the blocks, such as that of a head, is
-    one of two paths from the same input, whose gradients meet before they go on.
+    one of two paths from the same input, whose gradients are summed before that input.
     """
     if isinstance(module, Tiled):
         return

@@ -69,7 +69,7 @@ def place(
     """Chooses a tier for every state kind of every unit.
 
     `preferences` maps kind to tier names. `host_nbytes` and `device_nbytes` are the bytes that may
-    be filled for good (None: unlimited), without working memory. NVMe is not limited here: the
+    hold state at rest (None: unlimited), without working memory. NVMe is not limited here: the
     volume limits it. Raises CapacityError when a list ends on a tier that is full.
     """
     free_nbytes: dict[str, float] = {

@@ -9,8 +9,8 @@ A shard that lies elsewhere is a symbolic link in the directory; programs open i
   3. a link is renamed over the file of the directory, and the directory is synced
   4. places that the shard had by an earlier spread are removed
 
-Every point between two system calls leaves a directory that loads. What is repeated goes on. Gather
-undoes it by the record: the shards become files of the directory again.
+Every point between two system calls leaves a directory that loads. A repeated command continues.
+Gather undoes it by the record: the shards become files of the directory again.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _other_frozen(path: Path, rows: object) -> str:
     if rows is None:
         return (
             f"{path} holds its frozen weights, and those of this model rest in the files of "
-            'weights=; set placement.frozen = "copy" to go on with it'
+            'weights=; set placement.frozen = "copy" to continue from it'
         )
     return (
         f"{path} refers to frozen weights in {directory_of_base(path)} and does not hold them; "
