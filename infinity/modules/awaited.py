@@ -223,7 +223,7 @@ def _take(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(tensor, Awaited):
-        return tensor.to(*(_like(each) for each in args), **kwargs)
+        return tensor.to(*(_like(argument) for argument in args), **kwargs)
     if args and isinstance(args[0], torch.Tensor):
         device, dtype = args[0].device, args[0].dtype
     else:

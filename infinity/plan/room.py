@@ -67,7 +67,7 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
     try:
         return fit(config.schedule.tile, attempt_and_note, has_room_ahead, largest_nbytes(model))
     except CapacityError:
-        # Chunks of experts are tried first: the last refusal says what is missing.
+        # Chunks of experts are made before anything else is given up: what they lack is missing.
         raise refused[-1] if model.frozen is not None else refused[0] from None
 
 
