@@ -1,6 +1,6 @@
 """Weights between their tier and the device: fetched before use, kept, evicted, changed.
 
-`WeightCache` decides which unit moves, and when. It writes the holds and check-outs of a unit.
+`WeightCache` decides which unit moves, and when. It writes the uses and check-outs of a unit.
 `WeightMoves` makes the moves and is the only writer of residency; `weight_state.py` has the states.
 `WeightRoom` chooses the units that leave, and lets `WeightMoves` move them.
 
@@ -103,8 +103,8 @@ class WeightCache:
         """Makes the unit's weights usable on the device until `release`.
 
         A use without `is_of_pass` predicts no later use: it is not recorded, and nothing is fetched
-        ahead. Returns whether this is the first hold. Raises CapacityError when
-        the held units of this moment do not fit, StorageError when a read failed.
+        ahead. Returns whether this is the first use. Raises CapacityError when
+        the units in use do not fit, StorageError when a read failed.
         """
         weights = self.weights[unit]
         assert not weights.is_checked_out, f"{weights.unit.name} is being updated"
@@ -124,7 +124,7 @@ class WeightCache:
     def release(self, unit: int) -> bool:
         """Ends one use. Returns whether it was the last. The bytes stay until memory is needed."""
         weights = self.weights[unit]
-        assert weights.use_count > 0, f"{weights.unit.name} is not held"
+        assert weights.use_count > 0, f"{weights.unit.name} is not in use"
         weights.use_count -= 1
         self._device.end_use(weights.region, is_last=weights.use_count == 0)
         return weights.use_count == 0
@@ -132,7 +132,7 @@ class WeightCache:
     def join(self, unit: int) -> None:
         """Makes the unit, which is in use, usable for the stream that is current, too."""
         weights = self.weights[unit]
-        assert weights.use_count > 0, f"{weights.unit.name} is not held"
+        assert weights.use_count > 0, f"{weights.unit.name} is not in use"
         weights.copying.order()
         self._device.begin_use(weights.region)
 
@@ -265,7 +265,7 @@ class WeightCache:
         """Whether the unit has a use."""
         return self.weights[unit].use_count > 0
 
-    def is_last_hold(self, unit: int) -> bool:
+    def has_one_use(self, unit: int) -> bool:
         """Whether the unit has exactly one use."""
         return self.weights[unit].use_count == 1
 
