@@ -381,9 +381,11 @@ class WeightCache:
             self._moves.detach(weights)
 
     def discard(self, unit: int) -> None:
-        """Drops bytes that are out of date: who needs the unit next fetches it. Nobody holds it."""
+        """Drops bytes that are out of date: who needs the unit next fetches it. Nobody holds it.
+        No copy of bytes that stay where they rest is under way any more."""
         weights = self.weights[unit]
         assert not weights.use_count and not weights.is_checked_out, weights.unit.name
+        self._moves.finish_copy(weights)
         if not weights.rests_on_host and not weights.rests_on_device:
             self._moves.drop(weights)
 
