@@ -208,8 +208,8 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
     """Returns the configuration of this rank, and makes its swap directories.
 
     Every rank gets a directory of its own in each swap directory. Capacities of a node are divided
-    by its ranks; a percentage stays one, of the rank's part of the memory. Updates run in the step,
-    which all ranks enter together.
+    by its ranks; a percentage stays one, of the rank's part of the memory. In stages 1 and 2
+    updates run in the step: all ranks keep the weights, and exchange them before they leave it.
     """
     commits_steps = config.checkpoint is not None and config.checkpoint.durability == "step"
     if commits_steps and group.node_count < group.count:
@@ -224,7 +224,10 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
             f"job, and {group.count} hold this one: steps of others would be committed in its "
             'place. Use "checkpoint", with a directory for each model'
         )
+    schedule = config.schedule
     config, drives = with_part_of_node(config, group.node_count), []
+    if config.distributed.zero_stage == 3:
+        config = config.model_copy(update={"schedule": schedule})
     for tier in config.tiers.nvme:
         try:
             tier.path.mkdir(exist_ok=True)
@@ -236,7 +239,10 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
 
 
 def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
-    """Returns the configuration of each of so many ranks of a node. Pure."""
+    """Returns the configuration of each of so many ranks of a node. Pure.
+
+    Updates are in the step, as a forecast assumes them.
+    """
     count = node_count if config.distributed.budgets == "node" else 1
     host = config.tiers.host
     capacity = host.capacity if host.capacity.nbytes is None else _part(host.capacity, count)

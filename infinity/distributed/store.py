@@ -2,8 +2,8 @@
 
 For the weight cache, a full unit with sharded weights is on a remote tier: a read fetches its
 shards from all ranks, and a write stores this rank's shard. Shards are requested one-sidedly. That
-is safe without a lock: a shard changes only inside the optimizer's step, between two barriers of
-all ranks (design/0005).
+is safe without a lock: a shard changes only while no rank reads it (design/0005). A read of a shard
+that awaits the update of the last step waits for the update (`pending.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from infinity.distributed.partials import Fill, PartialGradient, PartialGradients
 from infinity.distributed.peer import RemoteRequest
+from infinity.distributed.pending import PendingShards
 from infinity.distributed.transport import PeerTransport
 from infinity.observe import Counters
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
@@ -95,6 +96,7 @@ class DistributedStore:
             window=self._taking[partition.rank],
             counters=counters,
         )
+        self.pending = PendingShards()
         self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
         # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
@@ -167,9 +169,10 @@ class DistributedStore:
     ) -> Transfer:
         """See `StateStore.read`. A sharded unit is read as a whole."""
         if not self.is_sharded(unit, kind):
-            return self.local.read(
-                unit, kind, block, priority=priority, offset_nbytes=offset_nbytes, nbytes=nbytes
-            )
+            place = {"offset_nbytes": offset_nbytes, "nbytes": nbytes}
+            if self.pending.is_pending(unit.index):
+                return self._in_own_thread(self._read_updated, unit, kind, block, priority, place)
+            return self.local.read(unit, kind, block, priority=priority, **place)
         assert offset_nbytes == 0 and nbytes is None
         whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
         return self.gather_weights(unit.index, whole, is_local_present=False)
@@ -268,10 +271,17 @@ class DistributedStore:
         nbytes = shard.unit.nbytes(state_kind)
         return [ShardSegment(0, 0, nbytes)] if nbytes else []
 
+    def _read_updated(
+        self, shard: Unit, kind: StateKind, block: Block, priority: Priority, place: dict[str, Any]
+    ) -> None:
+        self.pending.await_update(shard.index)
+        self.local.read(shard, kind, block, priority=priority, **place).wait()
+
     def _parts(
         self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int
     ) -> Iterator[memoryview]:
         """Yields the bytes of `segments` in parts. A part is valid until the next one."""
+        self.pending.await_update(shard.unit.index)
         unit, is_whole = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
             unit, is_whole = (
@@ -325,6 +335,7 @@ class DistributedStore:
     def _keep_local(self, index: int, whole: torch.Tensor) -> None:
         """Writes this rank's part of full weights to where the part rests."""
         shard = self.partition.shards[index][self.partition.rank]
+        self.pending.await_update(shard.unit.index)
         host_view = self.host_view(shard.unit, StateKind.PARAMETERS)
         block = self._reading[self.partition.rank]
         for segment in shard.segments:

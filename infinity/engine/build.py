@@ -268,6 +268,8 @@ def _assemble(
         in_backward=in_backward,
     )
     step = _step_parts(config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes)
+    if sharded is not None:
+        resources.callback(step.updater.abandon)  # Ends the thread that uses the tiers.
     activations, waiting = (
         ActivationStore(order, pool=pool, device=device, volume=tiers.volume, counters=counters)
         for order in (config.placement.activations, config.placement.experts)
@@ -334,7 +336,7 @@ def _add_reclaimers(
 ) -> None:
     """Tells the pool which parts give up blocks, in the order in which it asks them."""
     updater, gradients = step.updater, step.gradients
-    if config.schedule.updates == "at_step":
+    if config.schedule.updates == "at_step" or step.ranks.num_ranks > 1:
         pool.add_reclaimer(lambda _: updater.reclaim_idle())
     # Cheapest first: gradients on their way to the drive, weights that would be read again, and the
     # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would
