@@ -16,7 +16,7 @@ import torch.distributed as dist
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.distributed.buckets import GradientBuckets
-from infinity.distributed.collectives import Collectives, device_group
+from infinity.distributed.collectives import Collectives, device_group, leave
 from infinity.distributed.exchange import Buffers, DeviceExchange
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
@@ -97,22 +97,33 @@ class ShardingPlan:
             **sizes,
         )
 
+    def join_devices(self, device: DeviceAdapter, resources: ExitStack) -> Any:
+        """Returns the process group of the ranks' devices, or None if they do not exchange.
+
+        Destroyed with `resources`, after what is added later. A collective call.
+        """
+        if not self.is_collective:
+            return None
+        group = device_group(self.group, device.torch_device)
+        resources.callback(leave, group)
+        return group
+
     def exchange(
         self,
         store: DistributedStore,
         device: DeviceAdapter,
+        device_group: Any,
         counters: Counters,
         resources: ExitStack,
     ) -> tuple[Collectives | None, GradientBuckets | None, DeviceUnshard | None]:
         """Returns the exchange of weights and of gradients between devices, or None for each.
 
-        Closed with `resources`. A collective call.
+        `device_group`: of `join_devices`. Closed with `resources`.
         """
         if self.buffers is None:
             return None, None, None
         assert isinstance(device, StreamDevice)
-        group = device_group(self.group, device.torch_device)
-        collectives = Collectives(store.transport, group, device.torch_device, counters)
+        collectives = Collectives(store.transport, device_group, device.torch_device, counters)
         resources.callback(collectives.close)
         exchange = DeviceExchange(device, collectives, self.buffers)
         buckets = GradientBuckets(collectives, exchange, self.partition, counters)

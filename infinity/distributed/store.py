@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,10 +170,13 @@ class DistributedStore:
     ) -> Transfer:
         """See `StateStore.read`. A sharded unit is read as a whole."""
         if not self.is_sharded(unit, kind):
-            place = {"offset_nbytes": offset_nbytes, "nbytes": nbytes}
+            read = partial(
+                self.local.read, unit, kind, block,
+                priority=priority, offset_nbytes=offset_nbytes, nbytes=nbytes,
+            )  # fmt: skip
             if self.pending.is_pending(unit.index):
-                return self._in_own_thread(self._read_updated, unit, kind, block, priority, place)
-            return self.local.read(unit, kind, block, priority=priority, **place)
+                return self._in_own_thread(self._read_updated, unit.index, read)
+            return read()
         assert offset_nbytes == 0 and nbytes is None
         whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
         return self.gather_weights(unit.index, whole, is_local_present=False)
@@ -271,11 +275,9 @@ class DistributedStore:
         nbytes = shard.unit.nbytes(state_kind)
         return [ShardSegment(0, 0, nbytes)] if nbytes else []
 
-    def _read_updated(
-        self, shard: Unit, kind: StateKind, block: Block, priority: Priority, place: dict[str, Any]
-    ) -> None:
-        self.pending.await_update(shard.index)
-        self.local.read(shard, kind, block, priority=priority, **place).wait()
+    def _read_updated(self, shard: int, read: Callable[[], Transfer]) -> None:
+        self.pending.await_update(shard)
+        read().wait()
 
     def _parts(
         self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int

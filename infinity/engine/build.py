@@ -284,11 +284,13 @@ def _assemble(
 def _share(
     plan: ShardingPlan, local: LocalStore, tiers: OpenTiers, budgets: Budgets, resources: ExitStack
 ) -> _Sharded:
+    device_group = plan.join_devices(tiers.device, resources)
     store = plan.store(
         local, tiers.host, tiers.counters, resources,
         reduce_buffer_nbytes=budgets.reduce_buffer_nbytes,
     )  # fmt: skip
-    return _Sharded(plan, store, *plan.exchange(store, tiers.device, tiers.counters, resources))
+    exchange = plan.exchange(store, tiers.device, device_group, tiers.counters, resources)
+    return _Sharded(plan, store, *exchange)
 
 
 def _step_parts(

@@ -16,7 +16,7 @@ from infinity.errors import ConfigError
 # Rank 1 of two, which are ranks 1 and 3 of a job of four on one machine.
 GROUP = RankTopology(
     process_group=None, rank=1, count=2, job_rank=3, job_count=4, node_rank=3, node_count=4,
-    hosts=("a", "a"),
+    machines=(),
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_updates_are_in_the_step_where_every_rank_keeps_the_weights(
         ),
         (
             {"checkpoint": {"durability": "step"}},
-            replace(GROUP, node_count=1, hosts=("a", "b")),
+            replace(GROUP, node_count=1),
             "several machines",
         ),
     ],
