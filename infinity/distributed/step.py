@@ -7,8 +7,9 @@ DistributedMasters   masters of which this rank has a part
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -138,6 +139,10 @@ class DistributedUpdater(StepRunner):
             transport.all_gather("optimizer.step() is over", b"")
             if self._store.partition.shards_parameters:
                 self._full_units.prefetch_anew()
+
+    @override
+    def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
+        """Does nothing: no unit is updated before the step."""
 
     @override
     def defer(self, record: StepRecord) -> None:

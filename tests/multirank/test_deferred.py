@@ -26,9 +26,9 @@ from .work import (
     LR,
     NVME,
     Case,
-    assert_same,
+    assert_same_run,
     expected,
-    offloaded,
+    offload_case,
     one_step,
     read_weights,
     train,
@@ -84,7 +84,7 @@ def test_updates_after_the_step_have_the_bits_of_plain_torch(count: int) -> None
     cases = CASES[count - 2 :: 2]  # Each case on two ranks or on three.
     for rank, runs in enumerate(run_ranks(count, _train, cases)):
         for case, (found, num_updates) in zip(cases, runs, strict=True):
-            assert_same(found, expected(case, count)[rank], f"rank {rank} of {count}, {case}")
+            assert_same_run(found, expected(case, count)[rank], f"rank {rank} of {count}, {case}")
             assert num_updates > 0, case
 
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_updated_beside_training_is_updated_inside_the_step() -> 
     ]
     for rank, runs in enumerate(run_ranks(2, _train, cases)):
         for case, (found, num_updates) in zip(cases, runs, strict=True):
-            assert_same(found, expected(case, 2)[rank], str(case))
+            assert_same_run(found, expected(case, 2)[rank], str(case))
             assert num_updates == 0, case
 
 
@@ -107,7 +107,7 @@ def _looks(rank: int, case: Case) -> dict[str, Any]:
     that stay."""
     if case.updates != "at_step":
         _slow_updates(0.02 + 0.02 * rank)
-    model = offloaded(case, Path("swap-" + str(case.updates)))
+    model = offload_case(case, Path("swap-" + str(case.updates)))
     engine = infinity.engine_of(model)
     half = [list(model.blocks.parameters()), list(model.head.parameters())]
     optimizer = infinity.AdamW([{"params": params} for params in half], lr=LR, max_grad_norm=0.05)
@@ -172,7 +172,7 @@ def _one_waits_elsewhere(rank: int, updates: str) -> dict[str, Tensor]:
     if rank == 1:
         _slow_updates(0.1)
     case = Case(3, updates=updates)
-    model = offloaded(case, Path())
+    model = offload_case(case, Path())
     optimizer = infinity.AdamW(model, lr=LR)
     one_step(model, optimizer, rank, case, 0)
     if rank == 0:
@@ -201,7 +201,7 @@ def _close_at_once(rank: int) -> dict[str, Tensor]:
     if rank == 1:
         _slow_updates(0.1)
     case = Case(3)
-    model = offloaded(case, Path())
+    model = offload_case(case, Path())
     one_step(model, infinity.AdamW(model, lr=LR), rank, case, 0)
     found = read_weights(model) if rank == 0 else {}
     infinity.engine_of(model).close()
@@ -218,7 +218,7 @@ def _takes_all_memory(rank: int) -> int:
     """Memory that updates have borrowed comes back when somebody needs it."""
     _slow_updates(0.05)
     case = Case(3, NVME, capacity=ROOMY)
-    model = offloaded(case, Path(f"swap-{rank}"))
+    model = offload_case(case, Path(f"swap-{rank}"))
     engine = infinity.engine_of(model)
     one_step(model, infinity.AdamW(model, lr=LR), rank, case, 0)
     assert not engine.store.pending.are_resting
@@ -240,7 +240,7 @@ def test_memory_of_updates_comes_back_when_it_is_needed(tmp_path: Path) -> None:
 
 
 def _fails(rank: int) -> str:
-    model = offloaded(Case(3), Path())
+    model = offload_case(Case(3), Path())
     optimizer = infinity.AdamW(model, lr=LR)
     deferred = infinity.engine_of(model).updater.deferred  # type: ignore[attr-defined]
 
@@ -267,7 +267,7 @@ def test_an_update_that_fails_ends_all_ranks_and_is_named() -> None:
 def _killed_in_the_middle(rank: int, directory: str) -> None:
     """A checkpoint after the first step, and a death among the updates after the second."""
     case = Case(3, NVME, capacity=ROOMY)
-    model = offloaded(case, Path(directory) / "swap")
+    model = offload_case(case, Path(directory) / "swap")
     optimizer = infinity.AdamW(model, lr=LR)
     one_step(model, optimizer, rank, case, 0)
     infinity.checkpoint.save(f"{directory}/saved", model, optimizer)
@@ -288,7 +288,7 @@ def _killed_in_the_middle(rank: int, directory: str) -> None:
 def _go_on(rank: int, directory: str, steps: int) -> dict[str, Tensor]:
     """Continues with the batches of three ranks, whatever the number of ranks is now."""
     case = Case(3, NVME, capacity=ROOMY, is_shared=True)
-    model = offloaded(case, Path(directory) / f"again-{dist.get_world_size()}")
+    model = offload_case(case, Path(directory) / f"again-{dist.get_world_size()}")
     optimizer = infinity.AdamW(model, lr=LR)
     loaded = infinity.checkpoint.load(f"{directory}/saved", model, optimizer)
     assert (loaded.step, loaded.num_ranks) == (1, 3)

@@ -20,7 +20,7 @@ from infinity.errors import ConfigError
 from infinity.testing import SimulatedDevice
 
 from .processes import run_ranks
-from .work import Case, assert_same, build, expected, offloaded, train, train_model
+from .work import Case, assert_same_run, build, expected, offload_case, train, train_model
 
 BETWEEN = Case(3, simulated=True, exchange="collective", steps=2)
 
@@ -64,13 +64,13 @@ def test_parts_are_in_the_order_of_the_callers_group() -> None:
     wanted = expected(BETWEEN, 3)
     for rank, (place, found) in enumerate(run_ranks(3, _reversed)):
         assert place == [2, 0, 1].index(rank)
-        assert_same(found, wanted[place], f"rank {rank}")
+        assert_same_run(found, wanted[place], f"rank {rank}")
 
 
 def _destroy_first(rank: int, exchange: str) -> dict[str, Tensor]:
     """The program destroys its groups, and then closes the engine."""
     case = replace(BETWEEN, simulated=exchange == "collective", exchange=exchange)
-    model = offloaded(case, Path())
+    model = offload_case(case, Path())
     run = train_model(model, rank, case)
     dist.destroy_process_group()
     infinity.engine_of(model).close()
@@ -99,7 +99,7 @@ def _two_machines(rank: int, interface: str | None) -> Any:
 
 def test_machines_of_one_name_reach_each_other_by_the_named_interface() -> None:
     for rank, found in enumerate(run_ranks(2, _two_machines, "lo")):
-        assert_same(found, expected(Case(3, steps=2), 2)[rank], f"rank {rank}")
+        assert_same_run(found, expected(Case(3, steps=2), 2)[rank], f"rank {rank}")
 
 
 def test_machines_without_an_address_for_others_are_refused_on_all_ranks() -> None:

@@ -18,6 +18,7 @@ import infinity
 from infinity.errors import ConfigError
 from infinity.integrations.hf import prepare_accelerator, prepare_trainer
 from tests.integrations import test_hf as hf
+from tests.support.bits import assert_same
 
 from .processes import run_ranks
 
@@ -62,11 +63,6 @@ def close(model: Any) -> dict[str, Tensor]:
 
 def plain_weights(model: Any) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert [name for name, weight in wanted.items() if not torch.equal(found[name], weight)] == []
 
 
 # -- transformers.Trainer ------------------------------------------------------------------------
@@ -130,7 +126,7 @@ def test_trainer_of_two_processes_is_one_that_sees_both_batches(tmp_path: Path) 
     plain = _plain(tmp_path / "plain", _options(gradient_accumulation_steps=2))
     both = run_ranks(COUNT, _train, str(tmp_path / "both"), _options(gradient_accumulation_steps=1))
     for history, evaluation, weights in both:
-        assert_same(weights, plain[2])
+        assert_same(plain[2], weights)
         assert evaluation == plain[1]
         assert _without_norms(history) == _without_norms(plain[0])
         assert _norms(history) == pytest.approx(_norms(plain[0]), rel=1e-6)
@@ -170,14 +166,14 @@ def test_a_run_of_two_processes_is_resumed_by_two_and_by_one(tmp_path: Path) -> 
         whole,
         strict=True,
     ):
-        assert_same(found[2], wanted[2])
+        assert_same(wanted[2], found[2])
         assert found[0] == wanted[0]
     alone = options | {"gradient_accumulation_steps": 2}
     args = hf.arguments(tmp_path / "one", **alone)
     model = infinity.offload(model_without_dropout(), swap(tmp_path))
     trainer = hf.Trainer(model=model, args=args, train_dataset=hf.Tokens(40, 1))
     prepare_trainer(trainer, layer_major=False).train(resume_from_checkpoint=str(checkpoint))
-    assert_same(close(model), whole[0][2])
+    assert_same(whole[0][2], close(model))
 
 
 # -- TRL -----------------------------------------------------------------------------------------
@@ -209,7 +205,7 @@ def test_sft_of_two_processes_is_one_that_sees_both_batches(tmp_path: Path) -> N
     plain = _sft(tmp_path / "plain", 2)
     plain.train()
     for history, weights in run_ranks(COUNT, _train_sft, str(tmp_path / "both")):
-        assert_same(weights, plain_weights(plain.model))
+        assert_same(plain_weights(plain.model), weights)
         assert history == _without_norms(hf.history(plain))
 
 
@@ -244,7 +240,7 @@ def _accelerate(rank: int, directory: str) -> Any:
         weights = {name: weight.clone() for name, weight in _read(model).items()}
         losses += _loop(accelerator, model, optimizer, loader, norms)
         accelerator.load_state(f"{directory}/saved")
-        assert_same(_read(model), weights)
+        assert_same(weights, _read(model))
         more = _loop(accelerator, model, optimizer, loader, [])
         assert more == losses[-len(more) :]
         return losses, norms, close(model)
@@ -268,7 +264,7 @@ def test_an_accelerate_loop_over_processes_is_one_that_sees_both_batches(tmp_pat
     for found, found_norms, weights in run_ranks(COUNT, _accelerate, str(tmp_path)):
         assert found == pytest.approx(means, rel=1e-6)
         assert found_norms == pytest.approx(norms, rel=1e-6)
-        assert_same(weights, plain_weights(model))
+        assert_same(plain_weights(model), weights)
 
 
 # -- What is refused -----------------------------------------------------------------------------
