@@ -3,9 +3,12 @@ step and the use of what it changes."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,3 +312,25 @@ def test_a_rank_that_is_killed_among_its_updates_leaves_the_checkpoint_to_any_nu
     [alone] = run_ranks(1, _go_on, str(tmp_path), 2)
     for found in run_ranks(2, _go_on, str(tmp_path), 2):
         assert all(torch.equal(found[name], weight) for name, weight in alone.items())
+
+
+def _dropped(rank: int) -> list[str]:
+    """A model that nobody refers to any more, while updates are pending."""
+    _slow_updates(0.05)
+    case = Case(3, NVME, capacity=ROOMY)
+    swap = Path("swap")
+    model = offload_case(case, swap)
+    optimizer = infinity.AdamW(model, lr=LR)
+    one_step(model, optimizer, rank, case, 0)
+    engine = weakref.ref(infinity.engine_of(model))
+    del model, optimizer
+    gc.collect()
+    assert engine() is None
+    dist.barrier()
+    left = [path.name for path in swap.iterdir()]
+    return left + [each.name for each in threading.enumerate() if "updates" in each.name]
+
+
+def test_a_model_that_is_dropped_ends_its_updates_and_leaves_no_file(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    assert run_ranks(2, _dropped) == [[], []]
