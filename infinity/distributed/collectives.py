@@ -361,10 +361,14 @@ def device_group(group: RankTopology, device: torch.device) -> Any:
 
 
 def leave(device_group: Any) -> None:
-    """Destroys a group of `device_group`, with its communicator's memory, after all ranks have made
-    their last operation. Does nothing if the program has destroyed all groups."""
+    """Shuts a group of `device_group` down, which frees its communicator's memory, after all ranks
+    have made their last operation. Does nothing if the backend or the program has done so.
+
+    The group stays registered: `destroy_process_group` would free its name, and the next group of
+    these ranks would meet under the same keys of the store, where the addresses of this one are.
+    """
     with contextlib.suppress(Exception):
-        dist.destroy_process_group(device_group)
+        device_group.shutdown()
 
 
 def _refuse_split(group: RankTopology) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
-from infinity.distributed import addresses, collectives, group
+from infinity.distributed import addresses, collectives, group, setup
 from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
 from infinity.testing import SimulatedDevice
@@ -25,20 +25,25 @@ from .work import Case, assert_same_run, build, expected, offload_case, train, t
 BETWEEN = Case(3, simulated=True, exchange="collective", steps=2)
 
 
-def _groups() -> int:
-    return len(dist.distributed_c10d._world.pg_map)
+def _one_after_the_other(rank: int) -> list[tuple[Any, int]]:
+    """Three engines, and after each one the number of device groups that were left."""
+    left, leave = [0], collectives.leave
+
+    def counted(device_group: Any) -> None:
+        left[0] += 1
+        leave(device_group)
+
+    setup.leave = counted
+    return [(train(rank, BETWEEN), left[0]) for _ in range(3)]
 
 
-def _count_groups(rank: int) -> list[int]:
-    counts = [_groups()]
-    for _ in range(2):
-        train(rank, BETWEEN)
-        counts.append(_groups())
-    return counts
-
-
-def test_the_group_of_devices_ends_with_the_engine() -> None:
-    assert run_ranks(2, _count_groups) == [[1, 1, 1]] * 2
+def test_each_engine_has_a_group_of_devices_and_leaves_it() -> None:
+    """Groups of the same ranks do not meet at addresses of an earlier one."""
+    wanted = expected(BETWEEN, 3)
+    for rank, runs in enumerate(run_ranks(3, _one_after_the_other)):
+        assert [num_left for _, num_left in runs] == [1, 2, 3]
+        for found, _ in runs:
+            assert_same_run(found, wanted[rank], f"rank {rank}")
 
 
 def _reversed(rank: int) -> tuple[int, Any]:
