@@ -384,9 +384,10 @@ class WeightCache:
 
     def discard(self, unit: int) -> None:
         """Drops bytes that are out of date; the next use fetches the unit. It must not be in
-        use."""
+        use. No copy of bytes that stay where they rest is under way any more."""
         weights = self.weights[unit]
         assert not weights.use_count and not weights.is_checked_out, weights.unit.name
+        self._moves.finish_copy(weights)
         if not weights.rests_on_host and not weights.rests_on_device:
             self._moves.drop(weights)
 
