@@ -347,6 +347,7 @@ def _add_reclaimers(
     pool.add_reclaimer(lambda _: any(each.reclaim() for each in stores))
     pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())
+    pool.add_reclaimer(lambda _: weight_cache.give_up_zone())
 
 
 def _params(

@@ -76,7 +76,7 @@ class WeightCache:
         self._room = WeightRoom(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
-        self._moves.decoding.prepare(decoded_nbytes, lambda: self._room.reclaim_zone(self._order))
+        self._moves.decoding.prepare(decoded_nbytes, self._room.reclaim_zone)
 
     # -- Uses ------------------------------------------------------------------------------------
 
@@ -258,6 +258,11 @@ class WeightCache:
     def reclaim(self, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Called by the pool when it is out of memory."""
         return self._room.reclaim(self._order, wanted_nbytes)
+
+    def give_up_zone(self) -> bool:
+        """Frees host memory that is for decoded weights alone. Called by the pool when nobody else
+        has room to give. Returns whether there was any."""
+        return self._moves.decoding.give_up_zone()
 
     # -- Changing weights --------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +246,7 @@ def test_a_run_goes_on_exactly_from_its_checkpoint(base: Base, tmp_path: Path) -
     assert_same(base.expected, losses | second, is_ordered=False)
 
 
-@pytest.mark.parametrize("num_blocks", [13])
+@pytest.mark.parametrize("num_blocks", [9, 13])
 def test_memory_saves_the_reads_of_what_it_keeps(num_blocks: int, tmp_path: Path) -> None:
     """A sweep there and back over 16 blocks: what remains of the budget beside one block as stored
     and one as decoded is not read, in either direction."""
@@ -275,3 +277,44 @@ def test_memory_saves_the_reads_of_what_it_keeps(num_blocks: int, tmp_path: Path
         assert saved_nbytes >= 2 * (kept_nbytes - unit_nbytes)
     finally:
         infinity.close(model)
+
+
+def test_every_step_over_tiled_experts_reads_the_base_twice_less_what_is_kept(
+    tmp_path: Path,
+) -> None:
+    """In a budget of a third of the base, for one micro-batch and for five. Tiles are read ahead
+    in all but the first step, and a tile that is read ahead is not evicted for a decoded one."""
+    sizes = {"num_hidden_layers": 6, "hidden_size": 256, "moe_intermediate_size": 256}
+    base = tmp_path / "base"
+    plain = tiny_causal_lm("deepseek-v3", n_routed_experts=64, **sizes)
+    write_quantized(plain, base, "int4")
+    base_nbytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    budget_nbytes = base_nbytes // 3
+    reads: list[list[int]] = []
+    for num_micro_batches in (1, 5):
+        with infinity.init_empty_weights():
+            architecture = AutoConfig.from_pretrained(base)
+            model = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
+        lora = peft.LoraConfig(r=2, target_modules=["o_proj"])
+        model = peft.get_peft_model(model, lora)
+        config = config_of(
+            tmp_path,
+            tiers={"host": {"capacity": budget_nbytes}}, schedule={"tile": "1MiB"},
+            placement=dict.fromkeys(("master", "moments", "gradients", "activations"), "host"),
+        )  # fmt: skip
+        infinity.offload(model, config, weights=base)
+        try:
+            engine = infinity.engine_of(model)
+            ids = torch.arange(96).view(1, -1)
+            counts = [0]
+            for _ in range(4):
+                infinity.forward_backward(model, partial(loss_of, model), [ids] * num_micro_batches)
+                counts.append(int(engine.counters.snapshot()["shard_read_nbytes"]))
+            kept_nbytes = engine.weight_cache._window_nbytes
+        finally:
+            infinity.close(model)
+        reads.append([after - before for before, after in pairwise(counts)])
+    assert kept_nbytes > base_nbytes // 10
+    # At least half of what could be kept is kept, in each direction.
+    assert max(reads[0]) <= 2 * base_nbytes - kept_nbytes, reads
+    assert reads[0] == pytest.approx(reads[1], rel=0.01), "whatever the number of micro-batches"
