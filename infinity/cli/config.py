@@ -114,6 +114,7 @@ def import_(
     skip_refused: Annotated[
         bool, typer.Option("--skip-refused", help="Leave out keys that cannot be translated.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --report json.")] = False,
 ) -> None:
     """Translate a DeepSpeed configuration and report on every key.
 
@@ -128,6 +129,7 @@ def import_(
     is_good = skip_refused or not found.lost
     config = configuration_of(found, source)
     toml = _translated(config, found, file) if is_good else ""
+    report = "json" if as_json else report
     if report == "json":
         entries = [entry.to_dict() for entry in found.entries]
         answer = {"keys": entries, "config": found.settings, "train": found.train}

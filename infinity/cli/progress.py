@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Annotated, Any
 
 import typer
 
@@ -33,3 +34,35 @@ def bytes_bar(
             bar.update(task, advance=nbytes, description=name)
 
         yield advance
+
+
+def with_quiet(command: Any) -> Any:
+    """Returns the command, or the group of commands, with `--quiet` where a command has none.
+
+    Exit code and written files are then the answer. JSON that was asked for is still printed.
+    """
+    for each in getattr(command, "commands", {}).values():
+        with_quiet(each)
+    is_group = hasattr(command, "commands")
+    if is_group or any("--quiet" in param.opts for param in command.params):
+        return command
+    app = typer.Typer(add_completion=False)
+    app.command()(_only_quiet)
+    command.params.append(typer.main.get_command(app).params[0])
+    call = command.callback
+
+    def called(*, quiet: bool, **values: Any) -> Any:
+        with ExitStack() as stack:
+            if quiet:
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(redirect_stderr(nowhere))
+                if not values.get("as_json"):
+                    stack.enter_context(redirect_stdout(nowhere))
+            return call(**values)
+
+    command.callback = called
+    return command
+
+
+def _only_quiet(quiet: Quiet = False) -> None:
+    """Has the option and nothing else."""

@@ -63,6 +63,7 @@ def view(
             "--output", "-o", metavar="HTML", help="The page; FILE with the suffix .html."
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the page's path as JSON.")] = False,
 ) -> None:
     """Write a page for the browser: a timeline to zoom into, idle time by cause, bytes by link.
 
@@ -74,7 +75,10 @@ def view(
         raise ConfigError(f"the trace {str(file)!r} is empty: no step was over when it was written")
     page = file.with_suffix(".html") if out is None else out
     write_page(page, f"{file.name}: {len(steps)} steps", views_of(spans, steps))
-    typer.echo(f"wrote {page}; open it in a browser")
+    if as_json:
+        typer.echo(json.dumps({"page": str(page), "steps": len(steps)}))
+    else:
+        typer.echo(f"wrote {page}; open it in a browser")
 
 
 def lines_of(step: StepSummary) -> list[str]:

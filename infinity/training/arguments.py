@@ -56,7 +56,8 @@ def trainer_arguments(config: SwapConfig, data: JobData) -> Any:
         "greater_is_better": False,
         "restore_callback_states_from_checkpoint": True,
         "report_to": list(train.report_to),
-        "run_name": train.run_name,
+        "project": "infinity",  # Of trackio. W&B reads WANDB_PROJECT.
+        "run_name": train.run_name or config.output.directory.name,
         "use_cpu": config.tiers.device.kind == "cpu" or not torch.cuda.is_available(),
         "bf16": False,  # The precision is the model's.
         "activation_checkpointing": False,  # The model was built with it.

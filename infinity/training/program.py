@@ -21,6 +21,7 @@ the summary.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def train(
     keep_freed_memory()
     console = console or Console()
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # TRL reads what transformers has renamed; the reader of the log can do nothing about it.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         rank = stack.enter_context(job_rank(config))
         if not rank.is_first:
             console, trace = Console(quiet=True), None

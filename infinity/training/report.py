@@ -153,15 +153,16 @@ class MetricsRecord:
 
     def _parts(self, held_out_loss: float | None) -> list[str]:
         moved, epoch = self.moved_nbytes, self.outcome.epoch
-        parts = [
-            f"loss {self.outcome.loss:.3f}",
-            f"held-out {'-' if held_out_loss is None else format(held_out_loss, '.3f')}",
-            f"{self.tokens_per_s:,.0f} tokens/s",
-            f"read {moved['nvme_read_nbytes'] / self.elapsed_s / 1e9:.2f} GB/s",
-            f"write {moved['nvme_write_nbytes'] / self.elapsed_s / 1e9:.2f} GB/s",
-            f"stall {self.stall_share:.0%}",
-            f"host {format_nbytes(self.host_in_use_nbytes)}",
+        parts = [f"loss {self.outcome.loss:.3f}"]
+        if held_out_loss is not None:
+            parts.append(f"held-out {held_out_loss:.3f}")
+        parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        parts += [  # Rates of drives, where drives are used.
+            f"{direction} {nbytes / self.elapsed_s / 1e9:.2f} GB/s"
+            for direction in ("read", "write")
+            if (nbytes := moved[f"nvme_{direction}_nbytes"])
         ]
+        parts += [f"stall {self.stall_share:.0%}", f"host {format_nbytes(self.host_in_use_nbytes)}"]
         if epoch is not None:
             parts.insert(0, f"epoch {epoch:.2f}")
         if self.outcome.skipped is not None:
@@ -390,7 +391,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
         rows += [
             ("loss", f"{losses} ({fall}; the last is the mean of {num_last} steps)"),
-            ("held-out loss", held_out or "-"),
+            *([("held-out loss", held_out)] if held_out else []),
             ("speed", f"{speed}, {summary['step_median_s']:.2f} s a step (median)"),
         ]
     if summary["best_step"]:

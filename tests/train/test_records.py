@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
+import importlib.machinery
 import io
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +382,28 @@ def test_trackers_get_losses_rates_evaluations_and_bytes(tmp_path, table) -> Non
     tags = events.Tags()["scalars"]
     assert {"train/learning_rate", "train/grad_norm", "train/tokens_per_s"} <= set(tags)
     assert {"train/read_gb_per_s", "train/stall_share", "train/epoch"} <= set(tags)
+
+
+def test_trackio_gets_the_run_of_a_project_by_its_directory(tmp_path, table, monkeypatch) -> None:
+    calls: dict[str, Any] = {"logged": []}
+    trackio = types.ModuleType("trackio")
+    trackio.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
+    trackio.__version__ = "0.43.0"
+    trackio.config = type("Config", (dict,), {"update": lambda self, other, **_: None})()
+    trackio.context_vars = types.SimpleNamespace(current_space_id=contextvars.ContextVar("space"))
+    trackio.context_vars.current_space_id.set(None)
+    trackio.init = lambda **options: calls.update(options)
+    trackio.log = lambda values, **_: calls["logged"].append(values)
+    trackio.finish = lambda: calls.update(finished=True)
+    trackio.log_system = trackio.log_artifact = lambda *_, **__: None
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    table["train"] |= {"steps": 2, "report_to": "trackio"}
+    run(table)
+    assert calls["project"] == "infinity" and calls["name"] == "output"
+    assert calls["space_id"] is None, "nothing leaves the machine"
+    losses = [each["train/loss"] for each in calls["logged"] if "train/loss" in each]
+    assert losses == pytest.approx([loss for loss, _ in metrics(table)], rel=1e-6)
+    assert calls["finished"]
 
 
 def test_a_resumed_run_keeps_the_patience_and_the_place_in_its_epoch(tmp_path, table) -> None:

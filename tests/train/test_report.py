@@ -38,6 +38,15 @@ def test_line_shows_what_a_person_watches():
     )
 
 
+def test_line_leaves_out_drives_that_are_not_used_and_an_evaluation_that_was_not_made():
+    quiet = AFTER | {"nvme_read_nbytes": BEFORE["nvme_read_nbytes"]}
+    outcome = StepOutcome(step=1, loss=2.0, grad_norm=1.0, learning_rate=1e-3, num_tokens=1000)
+    found = MetricsRecord.between(BEFORE, quiet, outcome=outcome, elapsed_s=2.0)
+    assert found.to_line(9, None) == (
+        "step 1/9  loss 2.000  500 tokens/s  write 0.50 GB/s  stall 42%  host 1.0 MiB"
+    )
+
+
 def test_line_names_the_epoch_and_a_skipped_step():
     more = {"epoch": 1.25, "skipped": "the loss is not finite"}
     outcome = StepOutcome(step=1, loss=2.0, grad_norm=None, learning_rate=0.0, num_tokens=1, **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from infinity.cli import _COMMANDS, app
 
 RUNNER = CliRunner()
-GROUPS = {"config": ("check", "show", "schema", "import"), "trace": ("summary",)}
+GROUPS = {"config": ("check", "show", "schema", "import"), "trace": ("summary", "view")}
 COMMANDS = [
     (name, *more)
     for name in _COMMANDS
@@ -27,6 +28,33 @@ def test_help_gives_no_type_to_a_flag(command: tuple[str, ...]) -> None:
     result = RUNNER.invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "--help" in result.output and "<bool>" not in result.output
+
+
+@pytest.mark.parametrize(
+    "command", [each for each in COMMANDS if len(each) > 1 or each[0] not in GROUPS], ids=" ".join
+)
+def test_every_command_has_quiet_and_json(command: tuple[str, ...]) -> None:
+    words = RUNNER.invoke(app, [*command, "--help"], env={"COLUMNS": "200"}).output
+    assert "--quiet" in words and "-q" in words
+    assert "--json" in words or command == ("config", "schema"), "which prints nothing but JSON"
+
+
+def test_quiet_leaves_the_exit_code_json_and_errors(tmp_path: Path) -> None:
+    quiet = RUNNER.invoke(app, ["plan", "--list", "-q"])
+    assert (quiet.exit_code, quiet.output) == (0, "")
+    assert "models" in json.loads(RUNNER.invoke(app, ["plan", "--list", "-q", "--json"]).stdout)
+    refused = RUNNER.invoke(app, ["inspect", str(tmp_path / "nothing"), "--quiet"])
+    assert refused.exit_code == 2 and "nothing" in refused.output
+
+
+def test_the_list_of_machines_and_models_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom infinity.cli import app\n"
+        "app(['plan', '--list'], standalone_mode=False)\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules, 'numpy' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "False False False"
 
 
 def test_help_of_a_command_imports_neither_torch_nor_pydantic() -> None:

@@ -96,10 +96,11 @@ class Train(Section):
     ] = Field(
         (),
         description="Trackers that get the loss, the learning rate, evaluations and the speed of "
-        'each log line. Each needs its package. W&B reads WANDB_MODE; "offline" needs no account.',
+        'each log line. Each needs its package. trackio writes files, project "infinity"; '
+        'W&B reads WANDB_MODE, "offline" needs no account.',
     )
     run_name: Annotated[str | None, OrOff(Text("the name of the run"))] = Field(
-        None, description="The name of the run in trackers."
+        None, description="The name of the run in trackers. Default: that of the output directory."
     )
     dpo_beta: Annotated[float, Number(above=0)] = Field(
         0.1, description='Strength with which "dpo" holds to the model before training.'
