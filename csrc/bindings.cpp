@@ -22,6 +22,7 @@
 #include "infinity_io/crc32c.h"
 #include "infinity_io/engine.h"
 #include "infinity_io/probe.h"
+#include "page_checksums.h"
 
 namespace py = pybind11;
 using namespace std::chrono_literals;
@@ -475,18 +476,19 @@ const void* pages_at(std::uintptr_t address, std::size_t nbytes) {
   return reinterpret_cast<const void*>(address);  // NOLINT: addresses come as integers.
 }
 
-py::bytes crc32c_pages(std::uintptr_t address, std::size_t nbytes) {
+py::bytes checksums_of(std::uintptr_t address, std::size_t nbytes, std::size_t num_threads) {
   const void* pages = pages_at(address, nbytes);
   std::vector<std::uint32_t> checksums(nbytes / io::kChecksumPageNbytes);
   {
     const py::gil_scoped_release released;
-    io::crc32c_pages(pages, checksums.size(), checksums.data());
+    crc32c_pages(pages, checksums.size(), checksums.data(), num_threads);
   }
   return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof checksums[0]};
 }
 
 // -1: every page has the checksum that is expected.
-py::ssize_t first_bad_page(std::uintptr_t address, std::size_t nbytes, const py::bytes& expected) {
+py::ssize_t find_bad_page(std::uintptr_t address, std::size_t nbytes, const py::bytes& expected,
+                          std::size_t num_threads) {
   const void* pages = pages_at(address, nbytes);
   const std::size_t num_pages = nbytes / io::kChecksumPageNbytes;
   const std::string_view raw = expected;
@@ -496,7 +498,7 @@ py::ssize_t first_bad_page(std::uintptr_t address, std::size_t nbytes, const py:
   std::vector<std::uint32_t> checksums(num_pages);
   std::memcpy(checksums.data(), raw.data(), raw.size());
   const py::gil_scoped_release released;
-  const std::size_t bad = io::first_bad_page(pages, num_pages, checksums.data());
+  const std::size_t bad = first_bad_page(pages, num_pages, checksums.data(), num_threads);
   return bad == num_pages ? -1 : static_cast<py::ssize_t>(bad);
 }
 
@@ -508,7 +510,7 @@ std::vector<std::string> crc32c_kernels() {
 
 py::bytes crc32c_of_zeros() {
   const std::vector<unsigned char> zeros(io::kChecksumPageNbytes);
-  return crc32c_pages(reinterpret_cast<std::uintptr_t>(zeros.data()), zeros.size());
+  return checksums_of(reinterpret_cast<std::uintptr_t>(zeros.data()), zeros.size(), 1);
 }
 
 }  // namespace
@@ -521,9 +523,10 @@ PYBIND11_MODULE(_core, module) {
   module.attr("HAS_URING") = io::built_with_uring();
   module.def("probe_uring", &probe_uring, py::arg("ring_flags") = "auto");
   module.def("can_remap", &can_remap);
-  module.def("crc32c_pages", &crc32c_pages, py::arg("address"), py::arg("nbytes"));
-  module.def("first_bad_page", &first_bad_page, py::arg("address"), py::arg("nbytes"),
-             py::arg("expected"));
+  module.def("crc32c_pages", &checksums_of, py::arg("address"), py::arg("nbytes"),
+             py::arg("num_threads") = 1);
+  module.def("first_bad_page", &find_bad_page, py::arg("address"), py::arg("nbytes"),
+             py::arg("expected"), py::arg("num_threads") = 1);
   module.def("crc32c_kernels", &crc32c_kernels);
   module.def("crc32c_of_zeros", &crc32c_of_zeros);
   module.def(

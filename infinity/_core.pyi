@@ -33,10 +33,10 @@ def can_remap() -> bool: ...
 def direct_alignment(fd: int) -> tuple[int, int]:
     """Memory and offset alignment of an open file in bytes; (0, 0) when the kernel does not say."""
 
-def crc32c_pages(address: int, nbytes: int) -> bytes:
+def crc32c_pages(address: int, nbytes: int, num_threads: int = 1) -> bytes:
     """CRC32C of each page of 4096 bytes, 4 bytes each, in native order."""
 
-def first_bad_page(address: int, nbytes: int, expected: bytes) -> int:
+def first_bad_page(address: int, nbytes: int, expected: bytes, num_threads: int = 1) -> int:
     """Index of the first page without the expected checksum; -1 when there is none."""
 
 def crc32c_kernels() -> list[str]:

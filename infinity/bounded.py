@@ -43,7 +43,7 @@ _KINDS = (
 
 
 class MalformedError(ValueError):
-    """What was read is not what it should be. `line` and `column` count from 1, where known.
+    """The content that was read is malformed. `line` and `column` count from 1, if they are known.
 
     Never leaves the package: callers raise an error that names the file.
     """
@@ -55,14 +55,14 @@ class MalformedError(ValueError):
 
 
 def kind_of(mode: int) -> str:
-    """What a file with this `st_mode` is, in words: "a regular file", "a FIFO"."""
+    """Names the kind of file of an `st_mode`, in words: "a regular file", "a FIFO"."""
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "a regular file")
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """A descriptor of a regular file. Raises MalformedError for anything else, OSError as open(2).
 
-    Does not wait: the open of a FIFO would, until somebody writes to it.
+    Does not wait: the open of a FIFO would, until a process writes to it.
     """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
@@ -216,7 +216,7 @@ def _shown(value: Any) -> str:
 
 
 def _depth(content: bytes) -> int:
-    """How deep brackets nest, up to the first fault of the text; those in strings do not count."""
+    """Returns the depth of nested brackets up to the first fault of the text, strings left out."""
     brackets = _STRING.sub(b"", content).translate(None, _NO_BRACKETS)
     return max(accumulate(array("b", brackets.translate(_STEPS))), default=0)
 

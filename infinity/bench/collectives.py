@@ -1,8 +1,8 @@
 """Collectives between the ranks of a torchrun job, held against a plain exchange of neighbours.
 
-Bandwidth is the bytes that every rank has to send and receive over its link, as nccl-tests count
-it ("bus bandwidth"): all-gather and reduce-scatter move (n - 1) / n of the whole, all-reduce twice
-that.
+Bandwidth is the bytes that every rank has to send and receive over its link, as nccl-tests count it
+("bus bandwidth"): all-gather and reduce-scatter move (n - 1) / n of the full tensor, all-reduce
+twice that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RankProcesses:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         numel = align_down(self.nbytes // 4, 2 * self.count)
         self.nbytes = 4 * numel
-        self.whole = torch.zeros(numel, device=self.device)
+        self.full = torch.zeros(numel, device=self.device)
         self.shard = torch.zeros(numel // self.count, device=self.device)
 
 
@@ -52,7 +52,7 @@ class Collective(Contender):
     @override
     def run(self) -> Measurement:
         ranks = self._ranks
-        ranks.whole.fill_(ranks.rank + 1)
+        ranks.full.fill_(ranks.rank + 1)
         ranks.shard.fill_(ranks.rank + 1)
         _finish(ranks.device)
         dist.barrier()
@@ -79,20 +79,20 @@ def sweep(effort: Effort, device: torch.device) -> Iterator[Result]:
 
 
 def _all_gather(ranks: RankProcesses) -> None:
-    _gather_single(ranks.whole, ranks.shard)
+    _gather_single(ranks.full, ranks.shard)
 
 
 def _is_gathered(ranks: RankProcesses) -> bool:
     wanted = torch.arange(1.0, ranks.count + 1, device=ranks.device)
-    return bool((ranks.whole.view(ranks.count, -1) == wanted[:, None]).all())
+    return bool((ranks.full.view(ranks.count, -1) == wanted[:, None]).all())
 
 
 def _reduce_scatter(ranks: RankProcesses) -> None:
-    _scatter_single(ranks.shard, ranks.whole)
+    _scatter_single(ranks.shard, ranks.full)
 
 
 def _all_reduce(ranks: RankProcesses) -> None:
-    dist.all_reduce(ranks.whole)
+    dist.all_reduce(ranks.full)
 
 
 def _total(ranks: RankProcesses) -> float:
@@ -103,22 +103,22 @@ def _exchange(ranks: RankProcesses) -> None:
     """Each rank sends all to the next and receives from the one before: no arithmetic."""
     source = (ranks.rank - 1) % ranks.count
     target = (ranks.rank + 1) % ranks.count
-    half = ranks.whole.numel() // 2
+    half = ranks.full.numel() // 2
     operations = [
-        dist.P2POp(dist.isend, ranks.whole[:half], target),
-        dist.P2POp(dist.irecv, ranks.whole[half : 2 * half], source),
+        dist.P2POp(dist.isend, ranks.full[:half], target),
+        dist.P2POp(dist.irecv, ranks.full[half : 2 * half], source),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 
 def _is_exchanged(ranks: RankProcesses) -> bool:
-    half = ranks.whole.numel() // 2
+    half = ranks.full.numel() // 2
     source = (ranks.rank - 1) % ranks.count
-    return bool((ranks.whole[half : 2 * half] == source + 1).all())
+    return bool((ranks.full[half : 2 * half] == source + 1).all())
 
 
-# name -> operation, comparison, and the share of the whole that one link carries.
+# name -> operation, comparison, and the share of the full tensor that one link carries.
 _OPERATIONS: dict[
     str,
     tuple[Callable[[RankProcesses], None], Callable[[RankProcesses], bool], Callable[[int], float]],
@@ -131,7 +131,7 @@ _OPERATIONS: dict[
     ),
     "all-reduce": (
         _all_reduce,
-        lambda ranks: bool((ranks.whole == _total(ranks)).all()),
+        lambda ranks: bool((ranks.full == _total(ranks)).all()),
         lambda n: 2 * (n - 1) / n,
     ),
     "exchange": (_exchange, _is_exchanged, lambda _: 0.5),

@@ -25,7 +25,7 @@ _PIECE_NBYTES = 64 * MIB
 
 
 class ArenaToDevice(Contender):
-    """`nbytes` in pieces between arena and device: "in", "out", or half each at once ("both")."""
+    """`nbytes` in chunks between arena and device: "in", "out", or half each at once ("both")."""
 
     def __init__(self, device: DeviceAdapter, arena: Arena, direction: str, nbytes: int) -> None:
         self.name = f"infinity {direction}"
@@ -47,13 +47,13 @@ class ArenaToDevice(Contender):
         self._device.synchronize()
 
         def transfer() -> None:
-            pieces_in = self._pieces(0, half_nbytes)
-            pieces_out = self._pieces(half_nbytes, self._nbytes)
+            chunks_in = self._chunks(0, half_nbytes)
+            chunks_out = self._chunks(half_nbytes, self._nbytes)
             copies = []
-            for index in range(max(len(pieces_in), len(pieces_out))):
-                for pieces, inward in ((pieces_in, True), (pieces_out, False)):
-                    if index < len(pieces):
-                        copies.append(self._start(*pieces[index], inward=inward))
+            for index in range(max(len(chunks_in), len(chunks_out))):
+                for chunks, inward in ((chunks_in, True), (chunks_out, False)):
+                    if index < len(chunks):
+                        copies.append(self._start(*chunks[index], inward=inward))
             for copy in copies:
                 copy.wait()
 
@@ -67,7 +67,7 @@ class ArenaToDevice(Contender):
         return pattern.matches(memory, offset_nbytes=0, seed=STILL_SEED)
 
     def _copy(self, low: int, high: int, *, inward: bool) -> None:
-        for copy in [self._start(*piece, inward=inward) for piece in self._pieces(low, high)]:
+        for copy in [self._start(*chunk, inward=inward) for chunk in self._chunks(low, high)]:
             copy.wait()
 
     def _start(self, low: int, high: int, *, inward: bool) -> Copy:
@@ -75,12 +75,12 @@ class ArenaToDevice(Contender):
         return self._device.copy(here, there) if inward else self._device.copy(there, here)
 
     @staticmethod
-    def _pieces(low: int, high: int) -> list[tuple[int, int]]:
+    def _chunks(low: int, high: int) -> list[tuple[int, int]]:
         return [(at, min(at + _PIECE_NBYTES, high)) for at in range(low, high, _PIECE_NBYTES)]
 
 
 class PinnedCopy(Contender):
-    """The ceiling: one copy of torch's own pinned memory, in one piece per direction."""
+    """The ceiling: one copy of torch's own pinned memory, in one operation per direction."""
 
     def __init__(self, torch_device: torch.device, direction: str, nbytes: int) -> None:
         self.name = f"pinned {direction}"

@@ -1,4 +1,4 @@
-"""The environment of a run, for readers who compare two results, or doubt one."""
+"""Describes the environment of a run, so that two results can be compared."""
 
 from __future__ import annotations
 

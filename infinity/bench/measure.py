@@ -1,4 +1,4 @@
-"""The nouns of a measurement: a sample, who produces it, and the group it is compared in."""
+"""The nouns of a measurement: a sample, its contender, and the group of contenders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GB = 10**9
 class Measurement:
     """One timed transfer.
 
-    `nbytes` moved; `cpu_s` is the processor time of the whole process (None: unknown). `ok`: the
+    `nbytes` moved; `cpu_s` is the processor time of the process (None: unknown). `ok`: the
     bytes were compared and equal; None: nothing was compared. `latency_s` maps a quantile, 0 to 1,
     to the time of single requests, if it was measured.
     """

@@ -67,14 +67,14 @@ class RawRing(Contender):
             fds.append(os.open(path, flags))
             self._stack.callback(os.close, fds[-1])
         self._ring = self._stack.enter_context(_open_ring(self._depth))
-        # Registered in pieces of 1 GiB, the kernel's limit.
-        pieces = [
+        # Registered in buffers of 1 GiB, the kernel's limit.
+        regions = [
             Raw(arena.address + at, min(GIB, arena.capacity_nbytes - at))
             for at in range(0, arena.capacity_nbytes, GIB)
         ]
         buffers: list[RegisteredBuffer] = []
         with contextlib.suppress(RingError):  # The memlock limit: plain buffers then.
-            buffers = self._ring.register_buffers(pieces)
+            buffers = self._ring.register_buffers(regions)
         # A token names operation and block, so that a failure can be reported.
         self._requests: list[tuple[Operation, Segment, Raw | RegisteredBuffer]] = []
         for move in self._moves:

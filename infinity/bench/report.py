@@ -90,38 +90,6 @@ def to_json(results: Sequence[Result], environment: Mapping[str, Any]) -> dict[s
     }
 
 
-def from_json(document: Mapping[str, Any]) -> list[Row]:
-    """The rows of `to_json`, also after a file. Raises KeyError for another format."""
-    if document.get("format") != FORMAT:
-        raise KeyError(f"format {document.get('format')!r}, expected {FORMAT}")
-    return [_row(fields) for fields in document["rows"]]
-
-
-def _row(fields: Mapping[str, Any]) -> Row:
-    ceilings = tuple(
-        Against(
-            **{
-                **each,
-                "gb_per_s": SampleSummary(**each["gb_per_s"]),
-                "share": SampleSummary(**each["share"]),
-                "latency_s": _numbered(each["latency_s"]),
-            }
-        )
-        for each in fields["ceilings"]
-    )
-    changed = {
-        "gb_per_s": SampleSummary(**fields["gb_per_s"]),
-        "latency_s": _numbered(fields["latency_s"]),
-        "ceilings": ceilings,
-    }
-    return Row(**{**fields, **changed})
-
-
-def _numbered(latency_s: Mapping[str, float] | Mapping[float, float]) -> dict[float, float]:
-    """JSON has text keys only."""
-    return {float(point): value for point, value in latency_s.items()}
-
-
 def _against(subject: Sequence[Measurement], name: str, ceiling: Sequence[Measurement]) -> Against:
     return Against(
         name,

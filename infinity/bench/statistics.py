@@ -27,7 +27,7 @@ def summarize(values: Sequence[float]) -> SampleSummary:
 def paired_ratios(subject: Sequence[Measurement], ceiling: Sequence[Measurement]) -> SampleSummary:
     """Bandwidth of the subject over that of the ceiling, round by round.
 
-    The median of ratios, not the ratio of medians: a spell that slows whole rounds cancels.
+    The median of ratios, not the ratio of medians: a disturbance that slows full rounds cancels.
     """
     return summarize(
         [
@@ -40,7 +40,7 @@ def paired_ratios(subject: Sequence[Measurement], ceiling: Sequence[Measurement]
 def cpu_s_per_gb(samples: Sequence[Measurement]) -> float | None:
     """CPU seconds over all rounds per decimal GB moved; None when a sample does not know.
 
-    A sum, not a median: some report CPU time in whole milliseconds.
+    A sum, not a median: some report CPU time in full milliseconds.
     """
     times_s = [sample.cpu_s for sample in samples if sample.cpu_s is not None]
     if len(times_s) < len(samples):

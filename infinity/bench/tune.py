@@ -32,7 +32,7 @@ from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
 from infinity.storage.native import RingFlags
 from infinity.storage.probe import grants_ring_flags
 
-Who = TypeVar("Who", bound=Hashable)  # a Candidate or a RingSetup
+Setting = TypeVar("Setting", bound=Hashable)  # a Candidate or a RingSetup
 
 TOLERANCE = 0.05
 _HOPELESS = 0.2  # below the best, divided by the root of the rounds: gone
@@ -88,7 +88,7 @@ RING_SETUPS = tuple(
 )
 
 # kind -> candidate -> GB/s, the i-th of each list from round i.
-Rates = Mapping[TransferKind, Mapping[Who, Sequence[float]]]
+Rates = Mapping[TransferKind, Mapping[Setting, Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,40 +128,40 @@ class TunedSetting:
         return [round(path.combined_gb_per_s / slowest, 2) for path in self.paths]
 
 
-def scores(rates: Rates[Who]) -> dict[Who, float]:
+def scores(rates: Rates[Setting]) -> dict[Setting, float]:
     """The mean over kinds of a candidate's share of the best; 1.0 is best in everything.
 
     Rates are first divided by their round's median, so that a slow round weighs as much as a fast
     one. Only candidates that took part in every round are scored.
     """
     rounds = max(len(values) for of_kind in rates.values() for values in of_kind.values())
-    shares: dict[Who, list[float]] = {}
+    shares: dict[Setting, list[float]] = {}
     for of_kind in rates.values():
-        running = {who: values for who, values in of_kind.items() if len(values) == rounds}
+        running = {setting: values for setting, values in of_kind.items() if len(values) == rounds}
         levels = [statistics.median(column) for column in zip(*running.values(), strict=True)]
         typical = {
-            who: statistics.median(
+            setting: statistics.median(
                 value / level for value, level in zip(values, levels, strict=True)
             )
-            for who, values in running.items()
+            for setting, values in running.items()
         }
         best = max(typical.values())
-        for who, value in typical.items():
-            shares.setdefault(who, []).append(value / best)
-    return {who: statistics.mean(values) for who, values in shares.items()}
+        for setting, value in typical.items():
+            shares.setdefault(setting, []).append(value / best)
+    return {setting: statistics.mean(values) for setting, values in shares.items()}
 
 
-def survivors(found: Mapping[Who, float], rounds: int) -> list[Who]:
+def survivors(found: Mapping[Setting, float], rounds: int) -> list[Setting]:
     """Returns the remaining candidates: the margin narrows with the number of rounds."""
     margin = max(1.5 * TOLERANCE, _HOPELESS / math.sqrt(rounds))
     best = max(found.values())
-    return [who for who, score in found.items() if score >= best - margin]
+    return [setting for setting, score in found.items() if score >= best - margin]
 
 
 def choose(found: Mapping[Candidate, float]) -> Candidate:
     """The fewest bytes in flight within the tolerance of the best; of equals, the larger block:
     fewer requests cost less CPU."""
-    return min(_good(found), key=lambda who: (who.in_flight_nbytes, -who.block_nbytes))
+    return min(_good(found), key=lambda setting: (setting.in_flight_nbytes, -setting.block_nbytes))
 
 
 def choose_rings(rates: Rates[RingSetup], default: RingSetup) -> RingSetup:
@@ -169,21 +169,21 @@ def choose_rings(rates: Rates[RingSetup], default: RingSetup) -> RingSetup:
     rounds.
     """
     gains = {}
-    for who in {who for of_kind in rates.values() for who in of_kind} - {default}:
+    for setting in {setting for of_kind in rates.values() for setting in of_kind} - {default}:
         ratios = [
             here / there
             for of_kind in rates.values()
-            for here, there in zip(of_kind[who], of_kind[default], strict=False)
+            for here, there in zip(of_kind[setting], of_kind[default], strict=False)
         ]
         num_wins = sum(ratio > 1 for ratio in ratios)
         if num_wins >= _WINS * len(ratios) and statistics.median(ratios) > 1 + TOLERANCE:
-            gains[who] = statistics.median(ratios)
+            gains[setting] = statistics.median(ratios)
     return min(_good(gains), key=RING_SETUPS.index) if gains else default
 
 
-def _good(found: Mapping[Who, float]) -> list[Who]:
+def _good(found: Mapping[Setting, float]) -> list[Setting]:
     best = max(found.values())
-    return [who for who, score in found.items() if score >= best - TOLERANCE]
+    return [setting for setting, score in found.items() if score >= best - TOLERANCE]
 
 
 def ring_setups(grants: Callable[[RingFlags], bool]) -> list[RingSetup]:
@@ -205,15 +205,15 @@ def search(lab: Lab, *, limit_s: float) -> TunedSetting:
     rings: RingSetup | None = None
     ring_scores: dict[RingSetup, float] = {}
 
-    def settle(who: Candidate) -> dict[str, Any]:
-        return {"block_nbytes": who.block_nbytes, "depth": who.depth}
+    def settle(setting: Candidate) -> dict[str, Any]:
+        return {"block_nbytes": setting.block_nbytes, "depth": setting.depth}
 
-    def set_up(who: RingSetup) -> dict[str, Any]:
-        return {**settle(best), "num_rings": who.num_rings, "ring_flags": who.flags}
+    def set_up(setting: RingSetup) -> dict[str, Any]:
+        return {**settle(best), "num_rings": setting.num_rings, "ring_flags": setting.flags}
 
     with open_drives(lab, lab.directories) as drives:
         _, found, running, rounds = _search(drives, CANDIDATES, settle, start_s + limit_s * share)
-        best = choose({who: found[who] for who in running})
+        best = choose({setting: found[setting] for setting in running})
         if has_rings:
             setups = ring_setups(grants_ring_flags)
             default = setups[0]
@@ -221,7 +221,7 @@ def search(lab: Lab, *, limit_s: float) -> TunedSetting:
                 drives, setups, set_up, start_s + limit_s, stays=default
             )
             still = {
-                kind: {who: values for who, values in of_kind.items() if who in left}
+                kind: {setting: values for setting, values in of_kind.items() if setting in left}
                 for kind, of_kind in ring_rates.items()
             }
             rings = choose_rings(still, default)
@@ -236,27 +236,27 @@ def search(lab: Lab, *, limit_s: float) -> TunedSetting:
 
 def _search(
     drives: DriveSet,
-    candidates: Sequence[Who],
-    settings_of: Callable[[Who], dict[str, Any]],
+    candidates: Sequence[Setting],
+    settings_of: Callable[[Setting], dict[str, Any]],
     deadline_s: float,
     *,
-    stays: Who | None = None,
-) -> tuple[Rates[Who], dict[Who, float], list[Who], int]:
+    stays: Setting | None = None,
+) -> tuple[Rates[Setting], dict[Setting, float], list[Setting], int]:
     """Returns rates and scores of all candidates, the remaining ones, and the number of rounds.
 
     `stays` remains to the end.
     """
-    rates: dict[TransferKind, dict[Who, list[float]]] = {kind: {} for kind in KINDS}
+    rates: dict[TransferKind, dict[Setting, list[float]]] = {kind: {} for kind in KINDS}
     running = list(candidates)
-    found: dict[Who, float] = {}
+    found: dict[Setting, float] = {}
     for rounds in range(1, _MAXIMUM_ROUNDS + 1):
         for kind in KINDS:
-            for who, sample in _turns(drives, kind, running, settings_of, rounds):
-                rates[kind].setdefault(who, []).append(sample.gb_per_s)
+            for setting, sample in _turns(drives, kind, running, settings_of, rounds):
+                rates[kind].setdefault(setting, []).append(sample.gb_per_s)
         found |= scores(rates)
         if rounds >= _MINIMUM_ROUNDS:
-            good = survivors({who: found[who] for who in running}, rounds)
-            running = [who for who in running if who in good or who == stays]
+            good = survivors({setting: found[setting] for setting in running}, rounds)
+            running = [setting for setting in running if setting in good or setting == stays]
         is_late = time.monotonic() >= deadline_s
         if rounds >= _MINIMUM_ROUNDS and (is_late or len(running) == 1):
             break
@@ -266,21 +266,21 @@ def _search(
 def _turns(
     drives: DriveSet,
     kind: TransferKind,
-    running: Sequence[Who],
-    settings_of: Callable[[Who], dict[str, Any]],
+    running: Sequence[Setting],
+    settings_of: Callable[[Setting], dict[str, Any]],
     rounds: int,
-) -> Iterator[tuple[Who, Measurement]]:
-    """One transfer of every candidate. Who begins moves on with the rounds."""
+) -> Iterator[tuple[Setting, Measurement]]:
+    """One transfer of every candidate. The first candidate changes with the rounds."""
     lab = drives.lab
     turn = rounds % len(running)
-    for who in [*running[turn:], *running[:turn]]:
-        lab.on_step(f"round {rounds}: {kind}, {len(running)} candidates left, now {who}")
-        with lab.engine(**settings_of(who)) as engine:
+    for setting in [*running[turn:], *running[:turn]]:
+        lab.on_step(f"round {rounds}: {kind}, {len(running)} candidates left, now {setting}")
+        with lab.engine(**settings_of(setting)) as engine:
             sample = _transfer(
-                drives, FileSet(engine, drives.scratch, lab.arena), kind, str(who)
+                drives, FileSet(engine, drives.scratch, lab.arena), kind, str(setting)
             ).run()
-        _check([sample], f"{kind} with {who}")
-        yield who, sample
+        _check([sample], f"{kind} with {setting}")
+        yield setting, sample
 
 
 def _bandwidth(drives: DriveSet, settings: Mapping[str, Any]) -> tuple[PathBandwidth, float | None]:

@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The whole configuration, for keys whose meaning depends on another one."""
+    """The full configuration, for keys whose meaning depends on another one."""
 
     table: Mapping[str, Any]
 

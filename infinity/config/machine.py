@@ -53,8 +53,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         if ":" in line
     )
     available_nbytes = int(meminfo["MemAvailable"].split()[0]) * 1024
-    rooms = [HostMemory(available_nbytes), *_cgroup_rooms(root)]
-    return min(rooms, key=lambda room: room.nbytes)
+    limits = [HostMemory(available_nbytes), *_cgroup_limits(root)]
+    return min(limits, key=lambda limit: limit.nbytes)
 
 
 def available_memory_nbytes(root: Path = Path("/")) -> int:
@@ -62,7 +62,7 @@ def available_memory_nbytes(root: Path = Path("/")) -> int:
     return host_memory(root).nbytes
 
 
-def _cgroup_rooms(root: Path) -> Iterator[HostMemory]:
+def _cgroup_limits(root: Path) -> Iterator[HostMemory]:
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

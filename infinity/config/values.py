@@ -54,7 +54,7 @@ class Capacity:
     def resolve(self, total_nbytes: int, *, auto_percent: float = 100.0) -> int:
         """Returns the bytes of this budget, for a total of `total_nbytes`.
 
-        "auto" takes `auto_percent` of the total; a percentage is rounded down to whole bytes; a
+        "auto" takes `auto_percent` of the total; a percentage is rounded down to bytes; a
         size is returned as it is, even beyond the total: the tier refuses it.
         """
         if self.nbytes is not None:
@@ -119,7 +119,7 @@ class ValueType(ABC):
 
 @dataclass(frozen=True)
 class Size(ValueType):
-    """Bytes: "8GiB", "500MB" or a whole number of bytes."""
+    """Bytes: "8GiB", "500MB" or an integer."""
 
     minimum: int = 1
     maximum: int = MAX_NBYTES
@@ -223,7 +223,7 @@ def _number_detail(value: object) -> str:
 
 @dataclass(frozen=True)
 class Integer(ValueType):
-    """A whole number, not below `minimum` and not above `maximum`."""
+    """An integer, not below `minimum` and not above `maximum`."""
 
     minimum: int = 0
     maximum: int | None = None

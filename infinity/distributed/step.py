@@ -7,7 +7,9 @@ a part
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -123,6 +125,10 @@ class DistributedUpdater(StepRunner):
         except BaseException as error:
             transport.abort(f"in optimizer.step(): {type(error).__name__}: {error}")
             raise
+
+    @override
+    def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
+        """Does nothing: a rank updates its shards inside the step."""
 
     @override
     def defer(self, record: StepRecord) -> None:

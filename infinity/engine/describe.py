@@ -1,4 +1,4 @@
-"""What an offloaded model is right now: where its state rests, and what of it is in memory.
+"""Describes an offloaded model: where its state rests, and which part of it is in memory.
 
 `infinity.describe(model)` returns a `Residence`. It prints as a table; a notebook shows it as one.
 """

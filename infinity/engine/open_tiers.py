@@ -9,7 +9,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from infinity.config import SwapConfig
+from infinity.config.cores import threads_here
 from infinity.config.schema import NvmeTier
 from infinity.engine.devices import OwnDevice, device_node, open_device
 from infinity.observe import Counters
@@ -133,6 +136,7 @@ def _open_volume(
         paths,
         stripe_nbytes=config.io.stripe,
         verify=config.io.verify,
+        num_threads=threads_here(torch.get_num_threads()),
         num_spares=num_spares,
         adopted=adopted,
     )

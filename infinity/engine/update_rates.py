@@ -104,11 +104,11 @@ def time_updates(
     clock: Clock = time.perf_counter,
 ) -> Rates | None:
     """Returns None if the device would not give the host's bits, or if host memory is too small."""
-    room_nbytes = host.free_nbytes // 2
-    most_numel = align_down(room_nbytes // _ITEM_NBYTES, STATE_GRANULE)
+    free_nbytes = host.free_nbytes // 2
+    most_numel = align_down(free_nbytes // _ITEM_NBYTES, STATE_GRANULE)
     numel = min(chunk_nbytes // STATE_ITEM_NBYTES, unit.state_numel, most_numel)
     chunk_nbytes = _ITEM_NBYTES * max(numel, STATE_GRANULE)
-    num_chunks = max(1, min(_TIMED_NBYTES, room_nbytes) // chunk_nbytes)
+    num_chunks = max(1, min(_TIMED_NBYTES, free_nbytes) // chunk_nbytes)
     block = host.allocate(num_chunks * chunk_nbytes, "state to time updates with")
     if block is None:
         return None

@@ -11,7 +11,7 @@ without its base model. A tile of an operator that is too large for one unit
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from infinity.modules.tiling.layers import Tiled
+from infinity.state.units import units_by_block
 
 UnitRule = Literal["auto"] | Sequence[str]
 
@@ -89,22 +90,20 @@ class ModelLayout:
         each single block with the tiles in it."""
         needed = self.module_units()
         index_of = {id(hooked.module): index for index, hooked in enumerate(self.hooked_modules)}
-        outside: set[int] = set()
-        blocks: dict[int, set[int]] = {}
+        users: defaultdict[int, set[int | None]] = defaultdict(set)
 
-        def walk(module: nn.Module, into: set[int]) -> None:
+        def walk(module: nn.Module, block: int | None) -> None:
             index = index_of.get(id(module))
             if index is not None:
-                if into is outside and self.hooked_modules[index].is_block:
-                    into = blocks.setdefault(id(module), set())
-                into.update(needed[index])
+                if block is None and self.hooked_modules[index].is_block:
+                    block = index
+                for unit in needed[index]:
+                    users[unit].add(block)
             for child in module.children():
-                walk(child, into)
+                walk(child, block)
 
-        walk(self.root, outside)
-        uses = Counter(unit for block in blocks.values() for unit in block)
-        outside |= {unit for unit, count in uses.items() if count > 1}
-        return sorted(outside), [block - outside for block in blocks.values()]
+        walk(self.root, None)
+        return units_by_block(users)
 
 
 def discover_units(

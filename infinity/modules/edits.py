@@ -144,12 +144,12 @@ class WeightEdits:
     # -- Writes past the version counters --------------------------------------------------------
 
     def watch_raw(self, param: OffloadedParam) -> None:
-        """Remembers the bytes of a parameter in use, whose memory somebody is about to get."""
+        """Records the bytes of a parameter in use, before its memory is handed to a caller."""
         if param not in self._raw:
             self._raw[param] = _digest(param.compute)
 
     def note_raw(self, params: Iterable[OffloadedParam], given: weakref.ref[Any]) -> None:
-        """Remembers who got the memory of these parameters."""
+        """Records the object that was given the memory of these parameters."""
         for param in params:
             self._given[param] = [*self._alive(param), given]
 
@@ -157,7 +157,7 @@ class WeightEdits:
         return [given for given in self._given.pop(param, ()) if given() is not None]
 
     def _kept(self, unit: int) -> list[OffloadedParam]:
-        """Returns the parameters of a unit whose memory is still in somebody's hands."""
+        """Returns the parameters of a unit whose memory another object still has."""
         found = []
         for param in self._param_table.of_unit(unit) if self._given else ():
             alive = self._alive(param)
@@ -167,7 +167,7 @@ class WeightEdits:
         return found
 
     def refuse_changed_away(self, unit: int) -> None:
-        """Raises UnsupportedError, before a use of the unit begins, if somebody has changed its
+        """Raises UnsupportedError, before a use of the unit begins, if a caller has changed its
         parameters since the last one, through a reference that was kept there."""
         self._weight_cache.check_kept(unit)
         for param in self._param_table.of_unit(unit):

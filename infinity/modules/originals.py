@@ -6,7 +6,7 @@ object, without bytes, that stands for the handle in every operation. A follower
 value, and its gradient is added to the gradient of the parameter.
 
 Followers are made after the model has released its parameters, from the originals that are still
-alive. Who refers to them need not be known.
+alive. The objects that refer to them need not be known.
 """
 
 from __future__ import annotations

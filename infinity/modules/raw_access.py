@@ -3,12 +3,13 @@
 A write through `.data`, a numpy array or a DLPack capsule changes no version counter, so only a
 comparison of bytes finds it. `RawAccess` learns of every such access to the memory of its
 parameters, by the code of modules, of hooks and of functions outside the modules, and has the bytes
-compared when the use of the unit ends. What nobody accesses this way is never compared.
+compared when the use of the unit ends. A parameter that is not accessed this way is never compared.
 
 Note [Replaced attributes]
-  A plain parameter asks nobody when its `.data` is read, so three attributes of torch.Tensor are
-  replaced for the whole process. They give what the originals give. The class itself gives the
-  originals: `torch.Tensor.data` is what it was for `__torch_function__` and its tables.
+  PyTorch calls no hook when `.data` of a plain parameter is read, so three attributes of
+  torch.Tensor are replaced for the whole process. They give what the originals give. The class
+  itself gives the originals: `torch.Tensor.data` is what it was for `__torch_function__` and its
+  tables.
 
 Note [Kept tensors]
   A tensor over a parameter's memory may outlive the use of the unit. While it lives, the unit is

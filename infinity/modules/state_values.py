@@ -6,8 +6,10 @@ each operation, as the handle of the parameter does. As in plain PyTorch, it sho
 of the parameter. `clone`, `copy.deepcopy`, `torch.save` and conversions return plain tensors.
 
 Note [Storage]
-  A caller that needs memory (safetensors does, to find tensors that share it) gets the memory of a
-  copy. The value keeps the copy, because an address must not change, and reads it from then on.
+  A caller that asks for memory (safetensors does, to find tensors that share it) gets that of a
+  mirror (mirrors.py), which the value makes then and keeps: the address stays, and the bytes follow
+  the parameter. A value is no mirror from the start, because a dictionary of mirrors would hold the
+  full model.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class StateValue(torch.Tensor):
     """The value of one parameter, without a gradient."""
 
     handle: Handle
-    kept: torch.Tensor | None
+    mirror: torch.Tensor | None  # From the first question for memory on.
 
     @staticmethod
     def make(handle: Handle) -> StateValue:
@@ -44,15 +46,19 @@ class StateValue(torch.Tensor):
                 dtype=handle.dtype,
                 device=handle.device,
             )
-        value.handle, value.kept = handle, None
+        value.handle, value.mirror = handle, None
         return value
 
     def read(self) -> torch.Tensor:
-        """Returns a plain tensor: a new copy, or the copy that this value keeps."""
-        if self.kept is not None:
-            return self.kept
+        """Returns the present value: a plain tensor, a new copy."""
         with torch.no_grad():
             return self.handle.clone()
+
+    def memory(self) -> torch.Tensor:
+        """Returns the mirror that has the memory of this value."""
+        if self.mirror is None:
+            self.mirror = self.handle.detach()
+        return self.mirror
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(self.read())
@@ -82,7 +88,7 @@ class StateValue(torch.Tensor):
         if targets(func, *as_handles) or getattr(func, "__name__", "") == "__set__":
             return _write(func, args, kwargs, *as_handles)
         if func in _OF_STORAGE:
-            args[0].kept = args[0].read()
+            return func(args[0].memory(), *args[1:], **kwargs)
         args, kwargs = tree_map_only(StateValue, StateValue.read, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -128,9 +134,6 @@ def _write(
         return args[0]
     with torch.no_grad():
         func(*handles, **named)
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, StateValue):
-            each.kept = None
     return args[0] if args else None
 
 

@@ -1,4 +1,4 @@
-"""Detects parameters that were added to a model after `infinity.offload` and that nobody trains.
+"""Detects parameters that were added to a model after `infinity.offload` and are not trained.
 
 An adapter or a head that is added later has parameters in plain memory. An optimizer of torch may
 train them. Without such an optimizer they would silently keep their values.
@@ -27,7 +27,8 @@ class UnmanagedParams:
     def refuse_untrained(self, *, num_ranks: int = 1) -> None:
         """Raises ConfigError, before this step changes anything, if a parameter has a gradient and
         is in no optimizer of torch, or if it has not changed since the last step although it had a
-        gradient then, too. Over ranks every gradient is refused: nobody would average it."""
+        gradient then, too. Over ranks every gradient is refused, because it would not be
+        averaged."""
         model = self._model()
         if model is None or not _has_unmanaged_gradient(model):
             self._seen = {}

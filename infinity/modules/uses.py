@@ -41,10 +41,7 @@ Turns = Callable[[list[int], bool], None]  # See `Uses.yield_at_tile`.
 
 
 class UnitUses:
-    """Who uses which units, and which of them a backward has left. Any thread.
-
-    What hooks know as `Uses`, and `accumulate` as `Blocks`.
-    """
+    """Counts the uses of each unit, and knows which units a backward has left. Any thread."""
 
     def __init__(
         self,
@@ -145,7 +142,7 @@ class UnitUses:
 
     @contextmanager
     def using(self, units: list[int]) -> Iterator[None]:
-        """For whoever is no hooked module: reads from outside, and operations on handles."""
+        """Uses units outside hooked modules: for reads from outside and operations on handles."""
         is_in_backward = current_backward() != OUTSIDE_BACKWARD
         passes = self._passes
         is_in_pass = passes.is_in_forward or passes.is_layer_major or is_in_backward
@@ -197,7 +194,7 @@ class UnitUses:
             )
 
     def close(self) -> None:
-        """Nobody can hold a unit any more; those that are held show handles."""
+        """Refuses further uses; modules of units in use show handles."""
         self.is_closed = True
         for unit in self._units:
             if self._weight_cache.is_in_use(unit.index):

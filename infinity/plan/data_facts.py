@@ -26,8 +26,8 @@ _MARKS_NBYTES = 40  # and their bytes, where a token is a byte.
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What the files hold. Of text, `num_records` is 0. `longest` is the length in tokens of the
-    longest record that was tokenised. `is_exact`: all of the data was."""
+    """The content of the files. For text, `num_records` is 0. `longest`: the tokens of the longest
+    record that was tokenised. `is_exact`: all of the data was tokenised."""
 
     noun: str  # "conversations", "records" or "text".
     num_records: int

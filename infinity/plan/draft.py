@@ -41,7 +41,7 @@ _SPARE_NBYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What is to be trained, and where files go. `rank` is that of an adapter, None for all
+    """The wanted training, and where files go. `rank` is that of an adapter, None for all
     weights. `length` and `sequences` (of a step) are None where the data decide. `is_here`: whether
     the machine is this one, so that measured rates belong into the file."""
 

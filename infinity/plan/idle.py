@@ -1,4 +1,4 @@
-"""What a track of a simulated step waits for while it does nothing. Pure."""
+"""Finds the operations that an idle track of a simulated step waits for. Pure."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ModuleWork:
 
     def gradient_ratio(self, sequence_length: int) -> float:
         """Returns the FLOPs of gradients over those of the forward: 2 where all weights are
-        trained, 1 for frozen weights, whose own gradients nobody needs."""
+        trained, 1 for frozen weights, whose own gradients are not needed."""
         if self.trained_params is None:
             return 2.0
         attended = self.attention_width * sequence_length / 2

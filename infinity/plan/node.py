@@ -14,11 +14,12 @@ from infinity.errors import ConfigError
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
 from infinity.state.budgets import Budgets
+from infinity.state.units import units_by_block
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """How state is divided, and what one rank uses of its share, by tier: (bytes, of bytes).
+    """How state is sharded, and the bytes that one rank takes of each tier: (bytes, of bytes).
 
     The device's bytes are those of the engine: state at rest, units in use, and exchange buffers.
     `of` is None without a limit.
@@ -55,7 +56,7 @@ class NodeView:
         group = RankTopology(None, 0, count, 0, count, 0, count, ("this node",) * count)
         sharding = plan_sharding(
             model.units,
-            units_by_block(model),
+            _units_by_block(model),
             group,
             self.config_of_rank,
             is_collective=self.is_collective,
@@ -82,15 +83,13 @@ def _is_collective(config: SwapConfig, hardware: Hardware) -> bool:
         if wanted == "collective":
             raise ConfigError(
                 'distributed.exchange: "collective" is between devices with memory of their own, '
-                "and "
-                f'{hardware.name} computes on host memory; set it to "auto" or "one_sided"'
+                f'and {hardware.name} computes on host memory; set it to "auto" or "one_sided"'
             )
         return False
     if wanted != "one_sided" and hardware.device.gather_gb_per_s is None:
         raise ConfigError(
-            f"{hardware.name} has no device.gather_gb_per_s, what a device gets from the others; "
-            f"add "
-            "it to the hardware file, or --set distributed.exchange=one_sided"
+            f"{hardware.name} has no device.gather_gb_per_s, the rate at which a device receives "
+            "from the others; add it to the hardware file, or --set distributed.exchange=one_sided"
         )
     return wanted != "one_sided"
 
@@ -126,19 +125,10 @@ def blocks_of(model: PlannedModel) -> list[int | None]:
     return numbers
 
 
-def units_by_block(model: PlannedModel) -> tuple[list[int], list[set[int]]]:
-    """Returns the units that are used outside blocks or by several blocks, and the units of each
-    single block."""
+def _units_by_block(model: PlannedModel) -> tuple[list[int], list[set[int]]]:
+    """As `ModelLayout.units_by_block`."""
     users: defaultdict[int, set[int | None]] = defaultdict(set)
     for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True):
         for unit in hooked.units:
             users[unit].add(block)
-    blocks: defaultdict[int, set[int]] = defaultdict(set)
-    outside = []
-    for unit, of in users.items():
-        block = next(iter(of))
-        if len(of) > 1 or block is None:
-            outside.append(unit)
-        else:
-            blocks[block].add(unit)
-    return sorted(outside), list(blocks.values())
+    return units_by_block(users)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from infinity.simulate.fetches import Fetches
 from infinity.simulate.log import COMPUTE, H2D, OperationLog
+from infinity.simulate.spec import NOT_SHARDED
 from infinity.simulate.updates import UnitUpdates
 
 
@@ -21,26 +22,30 @@ class RankAgreement:
         """Waits until all ranks have updated their parts. A rank with all weights fetches the other
         parts."""
         loads = self._log.job.units
-        if all(loads[unit].divided is None for unit in units):
+        if all(loads[unit].sharded is NOT_SHARDED for unit in units):
             return
         last_writes = [self._log.written.weights.get(unit) for unit in units]
-        met = self._log.add(COMPUTE, "shards are updated", after=last_writes)
-        over = [self._refresh(unit, met) for unit in units]
-        self._fetches.agreed = self._log.add(COMPUTE, "all ranks have stepped", after=over)
+        updated = self._log.add(COMPUTE, "shards are updated", after=last_writes)
+        pulled = [self._pull(unit, updated) for unit in units]
+        self._fetches.agreed = self._log.add(COMPUTE, "all ranks have stepped", after=pulled)
 
-    def _refresh(self, unit: int, met: int) -> int:
+    def _pull(self, unit: int, updated: int) -> int:
         load = self._log.job.units[unit]
-        of, name = load.divided, f"weights of {load.name}"
-        if of is None or of.is_put_together or not of.got_nbytes:
-            return met
-        if of.are_weights_between_devices:
-            return self._log.send("got", name, of.got_nbytes, [met], is_by_device=True)
+        sharded, name = load.sharded, f"weights of {load.name}"
+        if sharded.is_gathered or not sharded.received_nbytes:
+            return updated
+        if sharded.are_weights_between_devices:
+            return self._log.send(
+                "received", name, sharded.received_nbytes, [updated], is_by_device=True
+            )
         own_nbytes = 0 if self._updates.stays(load) else load.weight_nbytes
-        read = self._fetches.read_parts(load, own_nbytes + of.served_nbytes, [met])
-        got = self._log.send("got", name, of.got_nbytes, [met, *read], is_by_device=False)
+        read = self._fetches.read_parts(load, own_nbytes + sharded.served_nbytes, [updated])
+        received = self._log.send(
+            "received", name, sharded.received_nbytes, [updated, *read], is_by_device=False
+        )
         if load.weights == "nvme":
-            self._updates.write_weights(unit, [got])
+            self._updates.write_weights(unit, [received])
             return self._log.written.weights[unit]
         if load.weights == "device" and not self._log.job.shares_host_memory:
-            return self._log.move(H2D, name, load.written_nbytes, [got])
-        return got
+            return self._log.move(H2D, name, load.written_nbytes, [received])
+        return received

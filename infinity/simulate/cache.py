@@ -46,7 +46,7 @@ def visits(
     trace = AccessOrder()
     for unit in order:
         trace.visit(unit)
-    there: dict[int, int] = {}  # Unit -> its last visit.
+    cached: dict[int, int] = {}  # Unit -> its last visit.
     used_nbytes = 0
     found: list[Visit] = []
     for number in range(num_passes):
@@ -54,25 +54,25 @@ def visits(
         fresh: set[int] = set()
         for place, unit in enumerate(order):
             trace.visit(unit)
-            if number in stale and unit in changing and unit not in fresh and unit in there:
-                del there[unit]
+            if number in stale and unit in changing and unit not in fresh and unit in cached:
+                del cached[unit]
                 used_nbytes -= nbytes[unit]
             fresh.add(unit)
             evicted = []
-            is_skipped = len(found) in skipped and unit not in there
-            is_hit = nbytes[unit] == 0 or unit in there or is_skipped
+            is_skipped = len(found) in skipped and unit not in cached
+            is_hit = nbytes[unit] == 0 or unit in cached or is_skipped
             needed_nbytes = 0 if is_hit else nbytes[unit]
-            room_nbytes = capacity_nbytes - (taken_nbytes[place] if taken_nbytes else 0)
-            while used_nbytes + needed_nbytes > room_nbytes:
+            space_nbytes = capacity_nbytes - (taken_nbytes[place] if taken_nbytes else 0)
+            while used_nbytes + needed_nbytes > space_nbytes:
                 kept = (unit, *held[place]) if held else (unit,)
-                others = (each for each in there if each not in kept)
+                others = (other for other in cached if other not in kept)
                 victim = choose_victim(trace, others, nbytes=nbytes, wanted_nbytes=needed_nbytes)
                 if victim is None:
                     break
-                evicted.append(there.pop(victim))
+                evicted.append(cached.pop(victim))
                 used_nbytes -= nbytes[victim]
             used_nbytes += needed_nbytes
             if nbytes[unit] and not is_skipped:
-                there[unit] = len(found)
+                cached[unit] = len(found)
             found.append(Visit(unit, is_hit, tuple(evicted)))
     return found

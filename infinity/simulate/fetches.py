@@ -58,7 +58,7 @@ class Fetches:
         ]
         changing = {index for index, unit in enumerate(job.units) if unit.is_changed}
         # A step makes gathered weights outdated.
-        outdated = {i for i in changing if (of := job.units[i].divided) and of.comes_to_host}
+        outdated = {index for index in changing if job.units[index].sharded.is_gathered_on_host}
         if job.device_cache_nbytes is None:
             device = [Visit(unit, True) for unit in order] * passes
             skipped: frozenset[int] = frozenset()
@@ -95,13 +95,16 @@ class Fetches:
         operation that the use waits for."""
         load, device = self._log.job.units[unit], self._device[self._visit - 1]
         if not device.is_hit:
-            room = [each for visit in device.evicts for each in self._device_free.get(visit, ())]
-            name, after = f"weights of {load.name}", [ready, *room, self.agreed]
+            freed = [
+                operation for seen in device.evicts for operation in self._device_free.get(seen, ())
+            ]
+            name, after = f"weights of {load.name}", [ready, *freed, self.agreed]
             if load.inward_nbytes:
                 ready = self._log.move(H2D, name, load.inward_nbytes, after)
-            if (of := load.divided) and of.is_put_together and of.are_weights_between_devices:
+            sharded = load.sharded
+            if sharded.is_gathered and sharded.are_weights_between_devices:
                 ready = self._log.send(
-                    "got", name, of.got_nbytes, [ready, *after], is_by_device=True
+                    "received", name, sharded.received_nbytes, [ready, *after], is_by_device=True
                 )  # fmt: skip
             if self._log.rates.gather is not None:
                 duration_s = load.weight_nbytes / self._log.rates.gather
@@ -114,17 +117,19 @@ class Fetches:
             return None
         load = self._log.job.units[unit]
         after: list[int | None]
-        after = [each for seen in visit.evicts for each in self._host_free.get(seen, ())]
+        after = [operation for seen in visit.evicts for operation in self._host_free.get(seen, ())]
         after.append(self._log.written.weights.get(unit))
         if not self._log.job.reads_ahead:
             after.append(self._log.last_on.get(COMPUTE))
-        name, of = f"weights of {load.name}", load.divided
-        if of is None or not of.comes_to_host:
+        name, sharded = f"weights of {load.name}", load.sharded
+        if not sharded.is_gathered_on_host:
             traffic = CHECKPOINT_READ if load.weights == "checkpoint" else READ
             return self._log.nvme(traffic, name, load.weight_nbytes, after)
         after.append(self.agreed)
-        ready = self.read_parts(load, load.weight_nbytes + of.served_nbytes, after)
-        return self._log.send("got", name, of.got_nbytes, [*after, *ready], is_by_device=False)
+        ready = self.read_parts(load, load.weight_nbytes + sharded.served_nbytes, after)
+        return self._log.send(
+            "received", name, sharded.received_nbytes, [*after, *ready], is_by_device=False
+        )
 
     def read_parts(
         self, load: UnitLoad, nbytes: int, after: Sequence[int | None]
@@ -138,7 +143,7 @@ class Fetches:
             return [self._log.move(D2H, name, nbytes, after)]
         return []
 
-    def let_go(self, use: Use, computed: int) -> None:
+    def release(self, use: Use, computed: int) -> None:
         """Frees the space of ended visits and writes changed weights."""
         first = self._visit - len(use.units)
         for visit in range(first, self._visit):

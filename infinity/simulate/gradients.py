@@ -27,10 +27,9 @@ class GradientTraffic:
         load = self._log.job.units[unit]
         tier, nbytes = load.sums
         name, out = f"gradients of {load.name}", self._log.last_on[COMPUTE]
-        of = load.divided
-        if of is not None and of.sums is None:
+        if load.sharded.sends_each_backward:
             if load.is_changed:
-                self._give(unit, [out], is_first=is_first)
+                self._send_gradients(unit, [out], is_first=is_first)
             return
         if not nbytes:
             return
@@ -38,14 +37,14 @@ class GradientTraffic:
             duration_s = load.weight_nbytes / self._log.rates.gather
             out = self._log.add(GATHER, name, duration_s, after=[out], nbytes=load.weight_nbytes,
                                 traffic=GATHER)  # fmt: skip
-        if of is not None:
+        if load.sharded.sums is not None:
             self.sums[unit] = out
         if tier == "device":
             self.out.append(out)
             return
-        room = self._room_for_gradients(tier)
+        freed = self._free_gradient_buffer(tier)
         if not self._log.job.shares_host_memory:
-            out = self._log.move(D2H, name, load.leaving_nbytes, [out, *room])
+            out = self._log.move(D2H, name, load.leaving_nbytes, [out, *freed])
         # The gradient is copied or added (it is read, and the sum is read and written), then read
         # for the norm.
         touched_nbytes = (2 if is_first else 3) * nbytes + nbytes
@@ -54,12 +53,12 @@ class GradientTraffic:
             if load.leaving_nbytes < nbytes:  # and they are widened.
                 touched_nbytes += load.leaving_nbytes + nbytes
         summed = self._sum_up(
-            unit, tier, nbytes, touched_nbytes, after=[out, *room], is_first=is_first
+            unit, tier, nbytes, touched_nbytes, after=[out, *freed], is_first=is_first
         )
-        if of is not None:
+        if load.sharded.sums is not None:
             self.sums[unit] = summed
 
-    def _room_for_gradients(self, tier: str) -> list[int | None]:
+    def _free_gradient_buffer(self, tier: str) -> list[int | None]:
         """Gradients on their way to NVMe are in memory, a few units at a time."""
         if tier == "nvme" and len(self.out) >= self._log.job.num_gradient_buffers:
             return [self.out[-self._log.job.num_gradient_buffers]]
@@ -83,52 +82,50 @@ class GradientTraffic:
         self.out.append(summed)
         return summed
 
-    def _give(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
+    def _send_gradients(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
         """Sends the device's gradients of the full unit to their owners; this rank sums its own
         part."""
         load = self._log.job.units[unit]
-        of, name = load.divided, f"gradients of {load.name}"
-        assert of is not None
-        if of.are_gradients_between_devices:
-            out = self._log.send("given", name, of.given_nbytes, after, is_by_device=True)
+        sharded, name = load.sharded, f"gradients of {load.name}"
+        if sharded.are_gradients_between_devices:
+            out = self._log.send("sent", name, sharded.sent_nbytes, after, is_by_device=True)
             if load.gradients == "device" or not load.gradient_nbytes:
                 self.out.append(out)
                 return
-            room = self._room_for_gradients(load.gradients)
-            out = self._log.move(D2H, name, load.gradient_nbytes, [out, *room])
+            freed = self._free_gradient_buffer(load.gradients)
+            out = self._log.move(D2H, name, load.gradient_nbytes, [out, *freed])
             touched_nbytes = (1 if is_first else 3) * load.gradient_nbytes
             self._sum_up(unit, load.gradients, load.gradient_nbytes, touched_nbytes,
-                         after=[out, *room], is_first=is_first)  # fmt: skip
+                         after=[out, *freed], is_first=is_first)  # fmt: skip
             return
         if not self._log.job.shares_host_memory:
             after = [self._log.move(D2H, name, load.leaving_nbytes, after)]
-        self._give_from_host(unit, after, is_first=is_first)
+        self._send_from_host(unit, after, is_first=is_first)
 
-    def _give_from_host(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
+    def _send_from_host(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
         load = self._log.job.units[unit]
-        of, name = load.divided, f"gradients of {load.name}"
-        assert of is not None
-        out = self._log.send("given", name, of.given_nbytes, after, is_by_device=False)
+        sharded, name = load.sharded, f"gradients of {load.name}"
+        out = self._log.send("sent", name, sharded.sent_nbytes, after, is_by_device=False)
         # Each rank's gradients are read, widened to fp32, divided and added; then the sum is
         # written.
-        touched_nbytes = (3 * of.count + (2 if is_first else 3)) * load.gradient_nbytes
-        room = self._room_for_gradients(load.gradients)
+        touched_nbytes = (3 * sharded.count + (2 if is_first else 3)) * load.gradient_nbytes
+        freed = self._free_gradient_buffer(load.gradients)
         summed = self._sum_up(unit, load.gradients, load.gradient_nbytes, touched_nbytes,
-                              after=[out, *room], is_first=is_first)  # fmt: skip
+                              after=[out, *freed], is_first=is_first)  # fmt: skip
         if load.gradients == "device" and not self._log.job.shares_host_memory:
             self.out[-1] = self._log.move(H2D, name, load.gradient_nbytes, [summed])
 
-    def give_sums(self, unit: int, ready: int) -> None:
+    def send_sums(self, unit: int, ready: int) -> None:
         """Sends the sums of a rank that sums its own gradients of a step first."""
         load = self._log.job.units[unit]
-        of, name = load.divided, f"gradients of {load.name}"
-        assert of is not None and of.sums is not None
+        sharded, name = load.sharded, f"gradients of {load.name}"
+        assert sharded.sums is not None
         after: list[int | None] = [ready, self._log.last_on[COMPUTE]]
-        if of.are_gradients_between_devices:
-            self._give(unit, after, is_first=True)
+        if sharded.are_gradients_between_devices:
+            self._send_gradients(unit, after, is_first=True)
             return
-        if of.sums == "nvme":
-            after.append(self._log.nvme(READ, name, of.sums_nbytes, after))
-        elif of.sums == "device" and not self._log.job.shares_host_memory:
-            after.append(self._log.move(D2H, name, of.sums_nbytes, after))
-        self._give_from_host(unit, after, is_first=True)
+        if sharded.sums == "nvme":
+            after.append(self._log.nvme(READ, name, sharded.sums_nbytes, after))
+        elif sharded.sums == "device" and not self._log.job.shares_host_memory:
+            after.append(self._log.move(D2H, name, sharded.sums_nbytes, after))
+        self._send_from_host(unit, after, is_first=True)

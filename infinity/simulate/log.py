@@ -59,7 +59,7 @@ class OperationLog:
 
         Returns its index.
         """
-        before = [each for each in after if each is not None]
+        before = [index for index in after if index is not None]
         if track in (COMPUTE, UPDATE) and track in self.last_on:
             before.append(self.last_on[track])
         index = len(self.operations)
@@ -83,7 +83,7 @@ class OperationLog:
     def send(
         self, verb: str, name: str, nbytes: int, after: Sequence[int | None], *, is_by_device: bool
     ) -> int:
-        """Adds a transfer from other ranks ("got") or to other ranks ("given")."""
+        """Adds a transfer from other ranks ("received") or to other ranks ("sent")."""
         track, rate = (GATHER, self.rates.peers) if is_by_device else (SOCKETS, self.rates.sockets)
         return self.add(
             track, name, nbytes / rate, after=after, nbytes=nbytes, traffic=f"{track}_{verb}"

@@ -68,24 +68,24 @@ def moves(
     2, the forward of a block is repeated. `keeps_experts`: the outputs of experts are kept for that
     forward, so that each direction uses each of their tiles once."""
     numbers = groupby(range(len(uses)), key=lambda index: uses[index].block)
-    stretches = [(block is not None, list(indexes)) for block, indexes in numbers]
+    segments = [(block is not None, list(indexes)) for block, indexes in numbers]
     num_groups = -(-num_fibers // tile_micro_batches)
     order = _OrderBuilder(uses, num_fibers, num_groups, backward_ratio, keeps_experts)
     found: list[Move] = []
-    for is_block, stretch in stretches:
+    for is_block, segment in segments:
         if is_block:
-            found += order.block_forward(stretch)
+            found += order.block_forward(segment)
             continue
         for _ in range(num_fibers):
-            found += order.forward(stretch)
-            if stretch is stretches[-1][1]:
-                found += order.backward(stretch)
-    for is_block, stretch in reversed(stretches):
+            found += order.forward(segment)
+            if segment is segments[-1][1]:
+                found += order.backward(segment)
+    for is_block, segment in reversed(segments):
         if is_block:
-            found += order.block_backward(stretch)
-        elif stretch is not stretches[-1][1]:
+            found += order.block_backward(segment)
+        elif segment is not segments[-1][1]:
             for _ in range(num_fibers):
-                found += order.backward(stretch)
+                found += order.backward(segment)
     return found
 
 
@@ -106,17 +106,17 @@ class _OrderBuilder:
         """Returns the FLOPs of a use's backward, with what it repeats, over its forward's."""
         return self._repeated(index) + self.uses[index].gradient_ratio
 
-    def forward(self, stretch: list[int]) -> Iterator[Move]:
-        for index in stretch:
+    def forward(self, segment: list[int]) -> Iterator[Move]:
+        for index in segment:
             yield Move(index, False, 1 / self.num_fibers)
 
-    def backward(self, stretch: list[int]) -> Iterator[Move]:
-        for index in reversed(stretch):
+    def backward(self, segment: list[int]) -> Iterator[Move]:
+        for index in reversed(segment):
             if self.uses[index].has_backward:
                 yield Move(index, True, self._ratio(index) / self.num_fibers, has_gradients=True)
 
-    def block_forward(self, stretch: list[int]) -> Iterator[Move]:
-        first, *tiles = stretch
+    def block_forward(self, segment: list[int]) -> Iterator[Move]:
+        first, *tiles = segment
         # A block with experts has all micro-batches in it.
         groups = 1 if any(self.uses[tile].is_experts for tile in tiles) else self.num_groups
         yield Move(first, False, 1.0)
@@ -124,8 +124,8 @@ class _OrderBuilder:
             for tile in tiles:
                 yield Move(tile, False, 1 / groups, self.uses[first].units)
 
-    def block_backward(self, stretch: list[int]) -> Iterator[Move]:
-        first, *tiles = stretch
+    def block_backward(self, segment: list[int]) -> Iterator[Move]:
+        first, *tiles = segment
         experts = [tile for tile in tiles if self.uses[tile].is_experts]
         others = [tile for tile in tiles if not self.uses[tile].is_experts]
         held, is_repeated = self.uses[first].units, self.backward_ratio > 2.0

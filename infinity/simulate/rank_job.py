@@ -12,7 +12,7 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.simulate.job import Batch, load_of, num_fibers_of
-from infinity.simulate.spec import Divided, UnitLoad
+from infinity.simulate.spec import ShardedLoad, UnitLoad
 from infinity.state.partition import Partition
 from infinity.state.placement import StatePlacement
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec
@@ -30,49 +30,49 @@ def rank_loads(
     `is_collective`: the devices of ranks exchange data directly."""
     is_summed = num_fibers_of(config, batch) > 1
     reduced = None if config.distributed.reduce_dtype == "auto" else torch.bfloat16
-    for whole, of_ranks in zip(partition.full_units, partition.shards, strict=True):
+    for full, of_ranks in zip(partition.full_units, partition.shards, strict=True):
         own = of_ranks[partition.rank]
         load = load_of(own.unit, placement, is_summed)
         stage, sums = partition.stage, None
         if stage < 3:
-            rests_on = placement.tier(whole, StateKind.PARAMETERS)
+            rests_on = placement.tier(full, StateKind.PARAMETERS)
             load = replace(
                 load,
                 weights=rests_on,
-                weight_nbytes=whole.weight_nbytes,
-                written_nbytes=whole.trainable_nbytes if own.unit.state_numel else 0,
+                weight_nbytes=full.weight_nbytes,
+                written_nbytes=full.trainable_nbytes if own.unit.state_numel else 0,
             )
-        if stage == 1 and whole.state_numel:
-            sums = placement.tier(whole, StateKind.GRADIENTS)
+        if stage == 1 and full.state_numel:
+            sums = placement.tier(full, StateKind.GRADIENTS)
         are_wide = is_summed or (stage == 1 and batch.num_micro_batches > 1)
-        got = [sum(each.nbytes for each in partition.served(shard)) for shard in of_ranks]
-        my_nbytes = got[partition.rank]
+        part_nbytes = [sum(part.nbytes for part in partition.served(shard)) for shard in of_ranks]
+        own_nbytes = part_nbytes[partition.rank]
         are_weights_between_devices = is_collective and (stage == 3 or load.weights == "device")
         # In stages 2 and 3 the bytes that leave a device are those sent; in other stages, those
         # received.
         leaves_as = reduced if stage > 1 and not is_summed else None
         yield replace(
             load,
-            name=whole.name,
+            name=full.name,
             leaving_nbytes=sum(
-                spec.numel * _itemsize(spec, leaves_as, is_summed) for spec in whole.trainable()
+                spec.numel * _itemsize(spec, leaves_as, is_summed) for spec in full.trainable()
             ),
-            divided=Divided(
+            sharded=ShardedLoad(
                 count=partition.count,
-                whole_nbytes=whole.weight_nbytes,
-                is_put_together=stage == 3,
+                full_nbytes=full.weight_nbytes,
+                is_gathered=stage == 3,
                 are_weights_between_devices=are_weights_between_devices,
                 are_gradients_between_devices=is_collective and sums in (None, "device"),
-                got_nbytes=sum(got) - my_nbytes,
-                served_nbytes=(partition.count - 1) * my_nbytes,
-                given_nbytes=sum(
+                received_nbytes=sum(part_nbytes) - own_nbytes,
+                served_nbytes=(partition.count - 1) * own_nbytes,
+                sent_nbytes=sum(
                     (share.stop - share.start) * _itemsize(share.whole, reduced, are_wide)
                     for shard in of_ranks
                     for share in shard.shares
                     if shard.rank != partition.rank
                 ),
                 sums=sums,
-                sums_nbytes=whole.state_numel * STATE_ITEM_NBYTES if sums else 0,
+                sums_nbytes=full.state_numel * STATE_ITEM_NBYTES if sums else 0,
             ),
         )
 

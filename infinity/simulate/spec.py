@@ -1,8 +1,7 @@
 """The input of the simulated step: the load of every unit, their uses, and caches. Pure.
 
 With ranks, the input is that of one rank, beside other ranks that do the same at the same time. A
-shared unit has a `Divided`, and every resource of the node that ranks share is given as this rank's
-part.
+shared unit has a `ShardedLoad`, and every rate of a resource that ranks share is this rank's part.
 """
 
 from __future__ import annotations
@@ -14,32 +13,42 @@ from infinity.simulate.order import Use
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class ShardedLoad:
     """The traffic of one rank for a unit whose state is shared by `count` ranks.
 
-    Data that the ranks' devices do not exchange directly passes between their hosts. `got_nbytes`
-    of weights are the other ranks' parts. If they pass between hosts, `served_nbytes` of this
-    rank's part are read from their tier for the others. `given_nbytes` of gradients are sent to
-    their owners.
+    Data that the ranks' devices do not exchange directly passes between their hosts.
+    `received_nbytes`: weights of the other ranks. `served_nbytes`: weights of this rank, read
+    from its tier for the other ranks if weights pass between hosts. `sent_nbytes`: gradients on
+    their way to their owners.
     """
 
     count: int
-    whole_nbytes: int  # Of weights, in the form in which they are used.
+    full_nbytes: int  # Of the unit's weights on all ranks, in the dtype of the computation.
     # Every fetch gathers the weights (stage 3); otherwise every rank has all of them.
-    is_put_together: bool
+    is_gathered: bool
     are_weights_between_devices: bool
     are_gradients_between_devices: bool
-    got_nbytes: int
+    received_nbytes: int
     served_nbytes: int
-    given_nbytes: int
+    sent_nbytes: int
     # Stage 1: the place where this rank sums its gradients of a step before it sends them.
     sums: str | None = None
     sums_nbytes: int = 0
 
     @property
-    def comes_to_host(self) -> bool:
-        """Whether a unit's weights come together in host memory."""
-        return self.is_put_together and not self.are_weights_between_devices
+    def is_gathered_on_host(self) -> bool:
+        """Whether a unit's weights are gathered in host memory."""
+        return self.is_gathered and not self.are_weights_between_devices
+
+    @property
+    def sends_each_backward(self) -> bool:
+        """Whether a backward sends gradients to their owners; else this rank sums them first, or
+        owns them all."""
+        return self.count > 0 and self.sums is None
+
+
+# One rank alone: nothing is gathered or sent.
+NOT_SHARDED = ShardedLoad(0, 0, False, False, False, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,47 +70,44 @@ class UnitLoad:
     gradients: str
     gradient_nbytes: int
     leaving_nbytes: int  # Of a gradient that leaves a device, in its own dtype.
-    divided: Divided | None = None
+    sharded: ShardedLoad = NOT_SHARDED
 
     @property
     def used_nbytes(self) -> int:
         """Bytes of weights that are computed with."""
-        return self.weight_nbytes if self.divided is None else self.divided.whole_nbytes
+        return self.sharded.full_nbytes if self.sharded.is_gathered else self.weight_nbytes
 
     @property
     def fetched_nbytes(self) -> int:
         """Bytes of weights that a use fetches to host memory."""
-        if self.divided is not None and self.divided.comes_to_host:
-            return self.divided.whole_nbytes
+        if self.sharded.is_gathered_on_host:
+            return self.sharded.full_nbytes
         return self.weight_nbytes if self.weights in ("nvme", "checkpoint") else 0
 
     @property
     def inward_nbytes(self) -> int:
         """Bytes of weights that a use copies from the host to a device."""
-        if self.divided is None or not self.divided.is_put_together:
+        if not self.sharded.is_gathered:
             return self.weight_nbytes
-        if self.divided.comes_to_host:
-            return self.divided.whole_nbytes
+        if self.sharded.is_gathered_on_host:
+            return self.sharded.full_nbytes
         return self.weight_nbytes if self.weights != "device" else 0
 
     @property
     def is_away(self) -> bool:
         """Whether the weights rest off the device."""
-        is_put_together = self.divided is not None and self.divided.is_put_together
-        return is_put_together or self.weights != "device"
+        return self.sharded.is_gathered or self.weights != "device"
 
     @property
     def is_changed(self) -> bool:
         """Whether a step changes the unit, on any rank."""
-        return self.update_nbytes > 0 or (
-            self.divided is not None and self.divided.given_nbytes > 0
-        )
+        return self.update_nbytes > 0 or self.sharded.sent_nbytes > 0
 
     @property
     def sums(self) -> tuple[str, int]:
         """The place where the backward sums gradients, and the fp32 bytes there."""
-        if self.divided is not None and self.divided.sums is not None:
-            return self.divided.sums, self.divided.sums_nbytes
+        if self.sharded.sums is not None:
+            return self.sharded.sums, self.sharded.sums_nbytes
         return self.gradients, self.gradient_nbytes
 
 

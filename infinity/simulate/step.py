@@ -60,7 +60,7 @@ def predict(job: StepSpec, rates: Rates) -> Prediction:
     begin_s, end_s = (
         timeline.finish_s[decided] for decided in draft.log.decided[SHOWN - 1 : SHOWN + 1]
     )
-    shown = [i for i, each in enumerate(operations) if each.step == SHOWN]
+    shown = [i for i, operation in enumerate(operations) if operation.step == SHOWN]
     busy_s: defaultdict[str, float] = defaultdict(float)
     moved_nbytes: defaultdict[str, int] = defaultdict(int)
     for index in shown:
@@ -113,7 +113,7 @@ def _pass(operation: Operation) -> str:
     return operation.name.partition(":")[0]
 
 
-# Among these the best is looked for; a run finds its own share while it trains.
+# The prediction takes the best of these shares; a run finds its own share while it trains.
 EARLY_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Units between a unit's gradients and its early update: its chunks are read in the meantime.
 _EARLY_LAG = 2
@@ -141,13 +141,13 @@ class _Draft:
         self._updated: set[int] = set()  # In the backward of the last step.
 
     def _early_units(self) -> set[int]:
-        """Returns the units that are updated in the backward, if it gets to them."""
+        """Returns the units to update in the backward, if their gradients complete in time."""
         job = self.log.job
         if not job.is_deferred or not job.early_share:
             return set()
         nbytes: dict[int, int] = {}
         for move in self._fetches.moves:
-            for unit in self._given_by(move):
+            for unit in self._gradients_of(move):
                 load = job.units[unit]
                 nbytes.pop(unit, None)  # Of several uses the last one counts.
                 if load.weights == "nvme" and load.state_write_nbytes.get("nvme"):
@@ -158,7 +158,7 @@ class _Draft:
         job = self.log.job
         self.log.step = step
         is_updating = step > 0
-        given: set[int] = set()  # Units with a gradient sum in this step.
+        summed: set[int] = set()  # Units with a gradient sum in this step.
         if is_updating and not job.is_deferred:
             self.log.pass_name = "update"
             units = list(dict.fromkeys(unit for use in job.uses for unit in use.units))
@@ -179,7 +179,9 @@ class _Draft:
                 self._updated = set()
             complete: list[int] = []  # Early units, in the order of their gradients.
             forward_pass = self.log.pass_name
-            left = Counter(unit for move in self._fetches.moves for unit in self._given_by(move))
+            left = Counter(
+                unit for move in self._fetches.moves for unit in self._gradients_of(move)
+            )
             for move in self._fetches.moves:
                 use = job.uses[move.use]
                 if not move.is_backward:
@@ -188,19 +190,19 @@ class _Draft:
                     self._save(move.use, use)
                     continue
                 self.log.pass_name = "backward"
-                self._backward(move, self._take_back(move.use, use))
-                for unit in self._given_by(move):
+                self._backward(move, self._restore(move.use, use))
+                for unit in self._gradients_of(move):
                     left[unit] -= 1
                     if left[unit] == 0 or self._leaves_early(unit, use):
-                        self._gradients.leave(unit, is_first=unit not in given)
-                        given.add(unit)
+                        self._gradients.leave(unit, is_first=unit not in summed)
+                        summed.add(unit)
                     if is_updating and is_last and left[unit] == 0 and unit in self._early:
                         complete.append(unit)
                 if len(complete) > _EARLY_LAG:
                     self._update_early(complete.pop(0))
         self.log.pass_name = "backward"
         for unit, ready in self._gradients.sums.items():
-            self._gradients.give_sums(unit, ready)
+            self._gradients.send_sums(unit, ready)
         self._gradients.sums.clear()
         # The optimizer reads all gradients and waits until they are at rest.
         after = [*self._gradients.out, self.log.last_on.get(self.log.update_track)]
@@ -208,7 +210,7 @@ class _Draft:
         self.log.decided.append(self.log.add(COMPUTE, "optimizer decides", after=after))
 
     def _update_early(self, unit: int) -> None:
-        """Updates a unit in the backward. Those that the backward does not get to are pending."""
+        """Updates a unit in the backward. Units that are not updated there stay pending."""
         done = self._updates.update(unit, self.log.last_on[COMPUTE])
         if unit in self._updates.unwritten:
             self._updates.write_weights(unit, [self._updates.unwritten.pop(unit), done])
@@ -218,15 +220,14 @@ class _Draft:
         """Whether a sum leaves memory before all micro-batches are added: inside blocks, if
         micro-batches pass in groups; outside blocks, if no memory is left to keep it. Gradients for
         other ranks have separate memory until then."""
-        of = self.log.job.units[unit].divided
-        if of is not None and of.sums is None:
+        if self.log.job.units[unit].sharded.sends_each_backward:
             return False
         if use.block is None:
             return self.log.job.num_fibers > 1 and not self.log.job.weights_cache_nbytes
         is_in_groups = self.log.job.num_fibers > self.log.job.tile_micro_batches
         return is_in_groups and not use.is_experts and use.block in self._blocks_in_groups
 
-    def _given_by(self, move: Move) -> tuple[int, ...]:
+    def _gradients_of(self, move: Move) -> tuple[int, ...]:
         return self.log.job.uses[move.use].units if move.has_gradients else ()
 
     def _forward(self, move: Move, pending: set[int]) -> None:
@@ -234,7 +235,7 @@ class _Draft:
         for unit in use.units:
             is_pending = unit in pending
             pending.discard(unit)
-            ready.append(self._bring_in(unit, is_pending=is_pending))
+            ready.append(self._fetch(unit, is_pending=is_pending))
         duration_s = use.forward_flops * move.forwards / self.log.rates.flops + self._hold_s(use)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
@@ -242,22 +243,22 @@ class _Draft:
         for unit in use.units:
             if unit in self._updates.unwritten:
                 self._updates.write_weights(unit, [self._updates.unwritten.pop(unit), computed])
-        self._fetches.let_go(use, computed)
+        self._fetches.release(use, computed)
 
     def _backward(self, move: Move, saved: int | None) -> None:
         use = self.log.job.uses[move.use]
-        ready = [*(self._bring_in(unit) for unit in self._fetches.units_of(move)), saved]
+        ready = [*(self._fetch(unit) for unit in self._fetches.units_of(move)), saved]
         ready.append(self._pass_in(move))
         duration_s = use.forward_flops * move.forwards / self.log.rates.flops
         duration_s += self._hold_s(use)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
         self._pass_out(move, computed)
-        self._fetches.let_go(use, computed)
+        self._fetches.release(use, computed)
 
     def _pass_in(self, move: Move) -> int | None:
-        """Copies what a tile adds to, of all micro-batches, to the device while the use before
-        computes."""
+        """Copies the tensors that a tile adds to, for all micro-batches, to the device while the
+        previous use computes."""
         use = self.log.job.uses[move.use]
         if not use.passing_nbytes[0]:
             return None
@@ -281,22 +282,22 @@ class _Draft:
             out = self.log.nvme(WRITE, name, use.saved_nbytes, [out])
         self._saved[index] = out
 
-    def _take_back(self, index: int, use: Use) -> int | None:
+    def _restore(self, index: int, use: Use) -> int | None:
         """Restores the input while the previous use, in the backward's order, computes."""
         if index not in self._saved:
             return None
         name = f"input of {self._name(use)}"
         after = [self._saved.pop(index), self._computed[-2] if len(self._computed) > 1 else None]
-        back: int | None = after[0]
+        restored: int | None = after[0]
         if self.log.job.saved_on == "nvme":
-            back = self.log.nvme(READ, name, use.saved_nbytes, after)
+            restored = self.log.nvme(READ, name, use.saved_nbytes, after)
         if not self.log.job.shares_host_memory:
-            back = self.log.move(H2D, name, use.saved_nbytes, [back, after[1]])
-        return back
+            restored = self.log.move(H2D, name, use.saved_nbytes, [restored, after[1]])
+        return restored
 
     def _hold_s(self, use: Use) -> float:
-        """Returns the time of the engine's own work in the place of a computation: weights are
-        decoded, and on the host mapped."""
+        """Returns the time that the engine works before a computation: it decodes weights, and maps
+        them on the host."""
         decode_s = use.decoded_nbytes / self.log.rates.decode
         if not self.log.job.shares_host_memory:
             return decode_s
@@ -306,7 +307,7 @@ class _Draft:
     def _name(self, use: Use) -> str:
         return "+".join(self.log.job.units[unit].name for unit in use.units)
 
-    def _bring_in(self, unit: int, *, is_pending: bool = False) -> int | None:
+    def _fetch(self, unit: int, *, is_pending: bool = False) -> int | None:
         """Fetches weights to the place of use; returns the operation that the use waits for."""
         is_updated = is_pending and self.log.job.units[unit].update_nbytes > 0
         ready = self._fetches.to_host(unit, is_updated=is_updated)

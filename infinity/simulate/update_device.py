@@ -74,7 +74,8 @@ def settled(
 def choose(job: StepSpec, rates: Rates) -> UpdateDevice:
     """Chooses the host, unless steps with updates on the device take clearly less time."""
     on_host, on_device = (
-        predict(replace(job, updates_on_device=there), rates) for there in (False, True)
+        predict(replace(job, updates_on_device=is_on_device), rates)
+        for is_on_device in (False, True)
     )
     place: Place = "device" if LEAST_GAIN * on_device.step_s < on_host.step_s else "host"
     is_known = any(use.forward_flops for use in job.uses)

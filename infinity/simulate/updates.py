@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
-from infinity.simulate.spec import UnitLoad
+from infinity.simulate.spec import NOT_SHARDED, UnitLoad
 
 
 class UnitUpdates:
@@ -19,8 +19,7 @@ class UnitUpdates:
         # The bytes if everything that reaches host memory were kept: with ranks, parts beside the
         # gathered weights.
         self._all_fetched_nbytes = sum(
-            unit.fetched_nbytes
-            + (unit.weight_nbytes if unit.divided is not None and unit.divided.comes_to_host else 0)
+            unit.fetched_nbytes + (unit.weight_nbytes if unit.sharded.is_gathered_on_host else 0)
             for unit in log.job.units
         )
 
@@ -38,7 +37,7 @@ class UnitUpdates:
         if not load.update_nbytes:
             return
         ready = None
-        if load.weights == "nvme" and not (load.divided is not None and self.stays(load)):
+        if load.weights == "nvme" and not (load.sharded is not NOT_SHARDED and self.stays(load)):
             last = self._log.written.weights.get(unit)
             name = f"weights of {load.name}"
             ready = self._log.nvme(READ, name, load.weight_nbytes, [last, self._log.decided[-1]])
@@ -104,9 +103,11 @@ class UnitUpdates:
         if job.updates_on_device and not job.shares_host_memory:
             # All state moves to the device, and changed state returns.
             changed_nbytes = share((load.update_nbytes - load.gradient_nbytes) // 2)
-            there = changed_nbytes + share(load.gradient_nbytes)
+            inward_nbytes = changed_nbytes + share(load.gradient_nbytes)
             # Until then the target memory on the device may be in use.
-            arrived = self._log.move(H2D, name, there, [*before, self._log.last_on.get(COMPUTE)])
+            arrived = self._log.move(
+                H2D, name, inward_nbytes, [*before, self._log.last_on.get(COMPUTE)]
+            )
             duration_s = share(load.update_nbytes) / self._log.rates.device_update
             updated = self._log.add(COMPUTE, name, duration_s, after=[arrived])
             updated = self._log.move(D2H, name, changed_nbytes, [updated])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from infinity.config import SwapConfig
 from infinity.state.units import MomentFormat, Moments, StateKind
 
-_PIECES = {
+_MOMENTS = {
     "adamw": (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ),
     "adam": (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ),
     "lion": (StateKind.EXP_AVG,),
@@ -15,5 +15,5 @@ _PIECES = {
 
 def moments_of(config: SwapConfig) -> Moments:
     """Returns the moments that a model reserves space for at offload."""
-    kinds = _PIECES[config.optimizer.name][: config.optimizer.num_moments]
+    kinds = _MOMENTS[config.optimizer.name][: config.optimizer.num_moments]
     return Moments(kinds, MomentFormat(config.precision.moments))

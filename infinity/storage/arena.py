@@ -28,7 +28,7 @@ _VMA = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 class Arena:
     """One anonymous, populated mapping: aligned to 2 MiB, of huge pages where the kernel has them.
 
-    The capacity is rounded up to whole pages of 4096 bytes. Not inherited by forked children.
+    The capacity is rounded up to full pages of 4096 bytes. Not inherited by forked children.
     Views returned by `memory` keep the memory alive, also after `close`; it is unmapped when the
     last of them, and of the engines that were opened with it, is gone. `numa_node`: where its pages
     shall lie as long as there are free ones, usually that of the device; mbind(2).
@@ -106,7 +106,7 @@ class Window:
     ) -> None:
         """Moves pages of the arena into the window.
 
-        All three numbers are multiples of 4096; multiples of 2 MiB keep huge pages whole. Nothing
+        All three numbers are multiples of 4096; multiples of 2 MiB do not split huge pages. Nothing
         may be in flight in the range. Raises ValueError for a bad range, OSError when the kernel
         refuses.
         """

@@ -21,7 +21,7 @@ _NUM_ROUNDS = 2
 def measure_bandwidth(engine: StorageEngine, file: int) -> float:
     """Bytes per second of writing and reading the first 32 MiB of a file, better of two rounds.
 
-    The file must have that length, and nobody may need what is in it. Raises StorageError.
+    The file must have that length; its content is lost. Raises StorageError.
     """
     with mmap.mmap(-1, SAMPLE_NBYTES) as memory:
         anchor = ctypes.c_char.from_buffer(memory)

@@ -23,9 +23,9 @@ from infinity.storage.protocol import Ticket
 CHECKSUM_NBYTES = 4
 
 
-def digest(address: int, nbytes: int) -> bytes:
+def digest(address: int, nbytes: int, num_threads: int = 1) -> bytes:
     """CRC32C of each page in memory, 4 bytes each in native order. Without the GIL."""
-    return _core.crc32c_pages(address, nbytes)
+    return _core.crc32c_pages(address, nbytes, num_threads)
 
 
 _UNKNOWN, _KNOWN = 0, 1
@@ -42,7 +42,7 @@ class PageChecksums:
     """
 
     def __init__(self, *, is_fresh: bool = True) -> None:
-        self._table = bytearray()  # Only whole slices are copied in and out, under the GIL.
+        self._table = bytearray()  # Only full slices are copied in and out, under the GIL.
         self._lock = threading.Lock()  # guards the one below
         self._known = GenerationMap(_KNOWN if is_fresh else _UNKNOWN)
         self._zeros = _core.crc32c_of_zeros()
@@ -53,7 +53,7 @@ class PageChecksums:
         self._table.extend(self._zeros * max(0, missing))
 
     def of(self, offset_nbytes: int, nbytes: int) -> bytes:
-        """The checksums of a range of whole pages."""
+        """Returns the checksums of a range of full pages."""
         found = bytes(self._table[_entries(offset_nbytes, nbytes)])
         assert len(found) == nbytes // PAGE_NBYTES * CHECKSUM_NBYTES, (
             "the file was not grown so far"
@@ -98,9 +98,9 @@ class ExpectedRange:
     checksums: bytes
     label: str = ""
 
-    def check(self) -> CorruptionError | None:
+    def check(self, num_threads: int = 1) -> CorruptionError | None:
         """None when the bytes in memory are the expected ones."""
-        page = _core.first_bad_page(self.address, self.nbytes, self.checksums)
+        page = _core.first_bad_page(self.address, self.nbytes, self.checksums, num_threads)
         if page < 0:
             return None
         what = f"{self.label}: " if self.label else ""
@@ -147,13 +147,17 @@ class DigestedWrite:
 
 
 class CheckedRead:
-    """A ticket whose wait() compares checksums, once, on the thread that waits first."""
+    """A ticket whose wait() compares checksums, once, on the thread that waits first and up to
+    `num_threads` - 1 others."""
 
-    def __init__(self, inner: Ticket, ranges: Sequence[ExpectedRange]) -> None:
+    def __init__(
+        self, inner: Ticket, ranges: Sequence[ExpectedRange], num_threads: int = 1
+    ) -> None:
         self._inner = inner
+        self._num_threads = num_threads
         self._ranges = tuple(ranges)
         self._error: CorruptionError | None = None
-        self._lock = threading.Lock()  # guards the two above
+        self._lock = threading.Lock()  # guards the ranges and the error
 
     def done(self) -> bool:
         """See `Ticket.done`; `wait` compares the checksums."""
@@ -173,6 +177,6 @@ class CheckedRead:
         with self._lock:
             ranges, self._ranges = self._ranges, ()  # Later the memory is the caller's to change.
             for each in ranges:
-                self._error = self._error or each.check()
+                self._error = self._error or each.check(self._num_threads)
             if self._error is not None:
                 raise self._error.with_traceback(None)

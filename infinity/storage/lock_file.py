@@ -97,7 +97,7 @@ def pid_in(holder: dict[str, Any]) -> int | None:
 
 
 def write_holder(fd: int, path: str, holder: dict[str, Any]) -> None:
-    """Puts `holder` into the lock. What was there is whole until the new one is. Raises
+    """Writes `holder` into the lock. The old content is valid until the new content is. Raises
     StorageError; a file that was empty is removed then, so that a full drive keeps no trace."""
     content = json.dumps(holder).encode()
     was_empty = os.fstat(fd).st_size == 0

@@ -71,7 +71,7 @@ class PageReader:
         self._fds.clear()
 
     def read(self, path: Path, offset_nbytes: int, nbytes: int, checksums: bytes) -> memoryview:
-        """The bytes of a range of whole pages, valid until the next read.
+        """Returns the bytes of a range of full pages, valid until the next read.
 
         `checksums`: CRC32C of each page, 4 bytes each. Raises CorruptionError naming the first bad
         page, also where the file ends too early, and StorageError where it cannot be read.

@@ -131,8 +131,8 @@ class SwapDirectory:
 
     @contextlib.contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
-        """The file is so long for a while, to be measured; then it is as it was. Nothing may be in
-        flight at the end. Only before the file has grown for good."""
+        """Grows the empty file to this length for a measurement, and truncates it afterwards. No
+        request may be in flight at the end. Only before the first `grow`."""
         assert self.size_nbytes == 0 and not any(self._adopted_sizes)
         self.grow(nbytes)
         try:
@@ -143,8 +143,8 @@ class SwapDirectory:
             self.size_nbytes = 0
 
     def refusal_of_direct_io(self) -> str | None:
-        """None when direct I/O in units of 4096 bytes works, found by doing it behind the end of
-        the file; else why not."""
+        """Tries direct I/O in units of 4096 bytes behind the end of the file. Returns None if it
+        works, else the reason."""
         end_nbytes = max(self.size_nbytes, self._adopted_sizes[0])
         try:
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW
@@ -165,7 +165,8 @@ class SwapDirectory:
             os.close(fd)
 
     def close(self, *, remove: bool) -> None:
-        """Removes the swap files, or leaves them for good, and releases the lock. Idempotent."""
+        """Removes the swap files, or leaves them to checkpoints, and releases the lock.
+        Idempotent."""
         if not self._fds:
             return
         self._close_files(remove=remove)
@@ -186,7 +187,9 @@ class SwapDirectory:
 
 
 class DirectoryLock:
-    """The flock on `infinity.lock`. `kept` names swap files that earlier holders left for good."""
+    """The flock on `infinity.lock`. `kept` names swap files that checkpoints of earlier holders
+    use.
+    """
 
     def __init__(self, directory: str, job: str) -> None:
         self._path = os.path.join(directory, LOCK_NAME)

@@ -47,11 +47,12 @@ class Volume:
     One thread at a time reserves and closes; any thread reads and writes. After a write has failed,
     every call raises that first error, because the content of the path is unknown. With `verify`,
     each written page gets a checksum, and waiting for a read raises CorruptionError if a page
-    differs from its last write. Without it the program computes with a changed page, and its
-    results get checksums that fit. The engine belongs to the caller and outlives the volume.
+    differs from its last write; `num_threads` compute checksums then. Without it the program
+    computes with a changed page, and its results get checksums that fit. The engine belongs to the
+    caller and outlives the volume.
 
     `num_spares` further files per path let as many contents be frozen at a time. Then checksums are
-    always kept, for those who store frozen content, and reads of frozen pages are always checked.
+    always kept, for checkpoints of frozen content, and reads of frozen pages are always checked.
     With `adopted` swap files fresh buffers hold their former bytes, for a caller that will
     `restore` a content.
     """
@@ -63,6 +64,7 @@ class Volume:
         *,
         stripe_nbytes: int = 4 * MIB,
         verify: bool = True,
+        num_threads: int = 1,
         num_spares: int = 0,
         adopted: Adopted | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class Volume:
         self._paths = tuple(paths)
         self._stripe_nbytes = stripe_nbytes
         self._verify = verify
+        self._num_threads = num_threads
         self.num_spares = num_spares
         self._jobs = adopted.jobs if adopted is not None else {}
         self._scratch: list[Extent] = []  # Buffers that a commit does not keep.
@@ -81,7 +84,7 @@ class Volume:
         # Checksums of the current bytes of each path, in any generation.
         self._checksums: BufferChecksums | None = None
         if verify or num_spares:
-            self._checksums = BufferChecksums(is_deferred=not verify)
+            self._checksums = BufferChecksums(is_deferred=not verify, num_threads=num_threads)
         self._reserving = threading.Lock()
         self._lock = threading.Lock()  # guards the four below
         self._maps = tuple(GenerationMap() for _ in paths)
@@ -148,8 +151,8 @@ class Volume:
     ) -> list[tuple[Extent, ...]]:
         kept = sizes_nbytes if spared_nbytes is None else spared_nbytes
         heads = [(head or 0) if self.num_spares else 0 for head in kept]
-        rooms = spaces_of(self._open, self._weights)
-        spaces = share_with_spares(rooms, sizes_nbytes, heads, num_spares=self.num_spares)
+        free = spaces_of(self._open, self._weights)
+        spaces = share_with_spares(free, sizes_nbytes, heads, num_spares=self.num_spares)
         buffers = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
         ends = [each.directory.size_nbytes for each in self._open]
         spared: list[list[tuple[int, int]]] = [[] for _ in self._paths]
@@ -169,7 +172,7 @@ class Volume:
             end - each.directory.size_nbytes + self.num_spares * sum(nbytes for _, nbytes in ranges)
             for end, each, ranges in zip(ends, self._open, spared, strict=True)
         ]
-        check_growths(self._open, growths, rooms, num_spares=self.num_spares)
+        check_growths(self._open, growths, free, num_spares=self.num_spares)
         for each, end_nbytes, ranges in zip(self._open, ends, spared, strict=True):
             each.directory.grow(end_nbytes, spared=ranges)
         if self._checksums is not None:
@@ -396,7 +399,7 @@ class Volume:
             for run, checksums in self._checked(extent.path_index, found)
         ]
         ticket = self._engine.submit(operation, segments, priority)
-        return CheckedRead(ticket, expected) if expected else ticket
+        return CheckedRead(ticket, expected, self._num_threads) if expected else ticket
 
     def _checked(
         self, path_index: int, runs: Sequence[GenerationRun]
@@ -436,8 +439,8 @@ class Volume:
                 offset_nbytes=extent.offset_nbytes,
                 nbytes=extent.nbytes,
                 detail=f"{len(self._frozen)} commits are kept and there are {self.num_spares} "
-                "spare generations; one that could not be given up is kept for good. Resume from "
-                "the newest checkpoint",
+                "spare generations; a commit that could not be released keeps its generation. "
+                "Resume from the newest checkpoint",
             )
         return runs
 
@@ -449,10 +452,9 @@ class Volume:
         address: int,
         priority: Priority,
     ) -> Ticket:
-        """Recorded once the write is queued: a refused one leaves the old bytes, where they are,
-        and their checksums."""
+        """Queues the write, then records it: a refused write leaves the old bytes and checksums."""
         checksums = self._checksums
-        # With `verify` before the write: who reads next must find them.
+        # With `verify`, before the write: the next read needs the checksums.
         digests = None if checksums is None else checksums.digests(parts, address)
         ticket = self._engine.submit("write", segments, priority)
         if checksums is not None:

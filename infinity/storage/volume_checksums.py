@@ -17,9 +17,11 @@ class BufferChecksums:
 
     With `is_deferred` a thread of this object computes the checksums of a write beside the
     transfer, in the order of the writes; they are needed when something is frozen, not before.
+    Else the caller of a write computes them, on up to `num_threads` threads.
     """
 
-    def __init__(self, *, is_deferred: bool) -> None:
+    def __init__(self, *, is_deferred: bool, num_threads: int = 1) -> None:
+        self._num_threads = num_threads
         self._tables: list[PageChecksums] = []
         self._digester = ThreadPoolExecutor(1) if is_deferred else None
 
@@ -75,7 +77,7 @@ class BufferChecksums:
         """
         if self._digester is not None:
             return None
-        return [digest(address + at, extent.nbytes) for extent, at in parts]
+        return [digest(address + at, extent.nbytes, self._num_threads) for extent, at in parts]
 
     def record(
         self,

@@ -27,7 +27,7 @@ class PathSpace:
     weight, a number proportional to its bandwidth."""
 
     start_nbytes: int
-    room_nbytes: int
+    space_nbytes: int
     weight: float = 1.0
 
 
@@ -50,19 +50,19 @@ def stripe(
     if any(space.weight <= 0 for space in spaces):
         raise ConfigError(f"weights must be positive, got {[space.weight for space in spaces]}")
     rounded = [align_up(nbytes, PAGE_NBYTES) for nbytes in sizes_nbytes]
-    rooms = [max(0, align_down(space.room_nbytes, PAGE_NBYTES)) for space in spaces]
-    if sum(rounded) > sum(rooms):
-        per_path = ", ".join(f"path {i}: {format_nbytes(room)}" for i, room in enumerate(rooms))
+    free = [max(0, align_down(space.space_nbytes, PAGE_NBYTES)) for space in spaces]
+    if sum(rounded) > sum(free):
+        per_path = ", ".join(f"path {i}: {format_nbytes(nbytes)}" for i, nbytes in enumerate(free))
         raise CapacityError(
             "nvme",
             needed_nbytes=sum(rounded),
-            available_nbytes=sum(rooms),
+            available_nbytes=sum(free),
             key="tiers.nvme.capacity",
             remedy="free space there, add another [[tiers.nvme]] path, or raise "
             "tiers.nvme.capacity where that is the limit",
             detail=f"the swap paths are too small ({per_path})",
         )
-    cursor = _Cursor(spaces, rooms)
+    cursor = _Cursor(spaces, free)
     return [cursor.lay_out(nbytes, stripe_nbytes) for nbytes in rounded]
 
 
@@ -83,7 +83,7 @@ def share_with_spares(
     spare_nbytes = num_spares * sum(spared_nbytes)
     if not spare_nbytes:
         return list(spaces)
-    available_nbytes = sum(max(0, space.room_nbytes) for space in spaces)
+    available_nbytes = sum(max(0, space.space_nbytes) for space in spaces)
     if needed_nbytes + spare_nbytes > available_nbytes:
         raise CapacityError(
             "nvme",
@@ -98,7 +98,7 @@ def share_with_spares(
     share = needed_nbytes / (needed_nbytes + spare_nbytes)
     # Rounding must not make a sum that fits look as if it did not.
     return [
-        PathSpace(space.start_nbytes, int(space.room_nbytes * share) + PAGE_NBYTES, space.weight)
+        PathSpace(space.start_nbytes, int(space.space_nbytes * share) + PAGE_NBYTES, space.weight)
         for space in spaces
     ]
 
@@ -106,9 +106,9 @@ def share_with_spares(
 class _Cursor:
     """The fill of each path while buffers are laid out."""
 
-    def __init__(self, spaces: Sequence[PathSpace], rooms: Sequence[int]) -> None:
+    def __init__(self, spaces: Sequence[PathSpace], free_nbytes: Sequence[int]) -> None:
         self._spaces = spaces
-        self._rooms = rooms
+        self._free_nbytes = free_nbytes
         self._used = [0] * len(spaces)
 
     # INV-1: an extent has one owner; space is handed out once.
@@ -117,7 +117,7 @@ class _Cursor:
         while nbytes > 0:
             want_nbytes = min(nbytes, stripe_nbytes)
             path_index = self._least_loaded(want_nbytes)
-            taken_nbytes = min(want_nbytes, self._rooms[path_index] - self._used[path_index])
+            taken_nbytes = min(want_nbytes, self._free_nbytes[path_index] - self._used[path_index])
             offset_nbytes = self._spaces[path_index].start_nbytes + self._used[path_index]
             self._used[path_index] += taken_nbytes
             nbytes -= taken_nbytes
@@ -125,7 +125,7 @@ class _Cursor:
         return tuple(extents)
 
     def _least_loaded(self, want_nbytes: int) -> int:
-        open_paths = [i for i, used in enumerate(self._used) if used < self._rooms[i]]
+        open_paths = [i for i, used in enumerate(self._used) if used < self._free_nbytes[i]]
         return min(
             open_paths, key=lambda i: ((self._used[i] + want_nbytes) / self._spaces[i].weight, i)
         )

@@ -82,26 +82,26 @@ def find_weights(paths: Sequence[OpenPath], engine: StorageEngine) -> tuple[floa
     If a path has no space for the measurement, every path without a weight gets the weight 1: a
     guess for one path is no better than that.
     """
-    given = [each.path.weight for each in paths]
-    if len(given) == 1:
-        return (given[0] or 1.0,)
-    if not all(each.path.weight is not None or _has_room_to_measure(each) for each in paths):
+    configured = [path.path.weight for path in paths]
+    if len(configured) == 1:
+        return (configured[0] or 1.0,)
+    if not all(path.path.weight is not None or _can_be_measured(path) for path in paths):
         _log.info("swap paths too small to be measured are striped evenly")
-        return tuple(weight or 1.0 for weight in given)
+        return tuple(weight or 1.0 for weight in configured)
     found = []
-    for each, weight in zip(paths, given, strict=True):
+    for path, weight in zip(paths, configured, strict=True):
         if weight is None:
-            with each.directory.scratch(SAMPLE_NBYTES):
-                weight = measure_bandwidth(engine, each.files[0]) / 1e9
-            _log.info("swap path %r moves %.2f GB/s", each.directory.path, weight)
+            with path.directory.scratch(SAMPLE_NBYTES):
+                weight = measure_bandwidth(engine, path.files[0]) / 1e9
+            _log.info("swap path %r moves %.2f GB/s", path.directory.path, weight)
         found.append(weight)
     return tuple(found)
 
 
-def _has_room_to_measure(each: OpenPath) -> bool:
+def _can_be_measured(path: OpenPath) -> bool:
     return all(
         nbytes is None or nbytes >= SAMPLE_NBYTES
-        for nbytes in (each.path.capacity_nbytes, each.directory.free_nbytes())
+        for nbytes in (path.path.capacity_nbytes, path.directory.free_nbytes())
     )
 
 
@@ -109,33 +109,33 @@ def spaces_of(paths: Sequence[OpenPath], weights: Sequence[float]) -> list[PathS
     """Returns the bytes by which each path may grow. Paths on one device share its space by
     weight."""
     spaces = []
-    together = list(zip(paths, weights, strict=True))
-    for each, weight in together:
-        path, directory = each.path, each.directory
+    weighted = list(zip(paths, weights, strict=True))
+    for opened, weight in weighted:
+        path, directory = opened.path, opened.directory
         sharing = [
             other_weight
-            for other, other_weight in together
+            for other, other_weight in weighted
             if other.directory.device == directory.device and other.path.capacity_nbytes is None
         ]
         free_nbytes = directory.free_nbytes()
         if free_nbytes is not None:
             free_nbytes += directory.adopted_nbytes
         if path.capacity_nbytes is not None:
-            room_nbytes = max(0, path.capacity_nbytes - directory.size_nbytes)
+            space_nbytes = max(0, path.capacity_nbytes - directory.size_nbytes)
             if free_nbytes is not None:
-                room_nbytes = min(room_nbytes, free_nbytes)
+                space_nbytes = min(space_nbytes, free_nbytes)
         elif free_nbytes is None:
-            room_nbytes = 1 << 62
+            space_nbytes = 1 << 62
         else:
-            room_nbytes = int(free_nbytes * (weight / sum(sharing)))
-        spaces.append(PathSpace(directory.size_nbytes, room_nbytes, weight))
+            space_nbytes = int(free_nbytes * (weight / sum(sharing)))
+        spaces.append(PathSpace(directory.size_nbytes, space_nbytes, weight))
     return spaces
 
 
 def check_growths(
     paths: Sequence[OpenPath],
     growths: Sequence[int],
-    rooms: Sequence[PathSpace],
+    spaces: Sequence[PathSpace],
     *,
     num_spares: int,
 ) -> None:
@@ -143,32 +143,32 @@ def check_growths(
 
     growths: bytes of each path, spare files included
     """
-    together = [
-        (each.directory, growth, room)
-        for each, growth, room in zip(paths, growths, rooms, strict=True)
+    growing = [
+        (path.directory, growth, space)
+        for path, growth, space in zip(paths, growths, spaces, strict=True)
     ]
-    for directory, growth_nbytes, room in together:
+    for directory, growth_nbytes, space in growing:
         free_nbytes = directory.free_nbytes()
-        same = [other for other, _, _ in together if other.device == directory.device]
-        on_device = sum(each for other, each, _ in together if other in same)
+        same = [other for other, _, _ in growing if other.device == directory.device]
+        on_device = sum(growth for other, growth, _ in growing if other in same)
         if free_nbytes is not None:
             free_nbytes += sum(other.adopted_nbytes for other in same)
-        if growth_nbytes > room.room_nbytes:
-            _refuse(directory, growth_nbytes, room.room_nbytes, "the swap path", num_spares)
+        if growth_nbytes > space.space_nbytes:
+            _refuse(directory, growth_nbytes, space.space_nbytes, "the swap path", num_spares)
         if free_nbytes is not None and on_device > free_nbytes:
             _refuse(directory, on_device, free_nbytes, "the device", num_spares)
 
 
 def _refuse(
-    directory: SwapDirectory, needed_nbytes: int, room_nbytes: int, what: str, num_spares: int
+    directory: SwapDirectory, needed_nbytes: int, space_nbytes: int, what: str, num_spares: int
 ) -> NoReturn:
     spares = f", {num_spares} spare generations included" if num_spares else ""
     raise CapacityError(
         "nvme",
         needed_nbytes=needed_nbytes,
-        available_nbytes=room_nbytes,
+        available_nbytes=space_nbytes,
         key="tiers.nvme.capacity",
         remedy=SPARES_REMEDY if num_spares else "",
         detail=f"{what} of {directory.path!r} is too full "
-        f"({format_nbytes(room_nbytes)} free{spares})",
+        f"({format_nbytes(space_nbytes)} free{spares})",
     )

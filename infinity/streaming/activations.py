@@ -58,7 +58,7 @@ class SavedInput:
 
     @property
     def span_nbytes(self) -> int:
-        """The bytes of its block and of its extents: whole pages."""
+        """The bytes of its block and of its extents: full pages."""
         return align_up(self.nbytes, PAGE_NBYTES)
 
 
@@ -197,11 +197,11 @@ class ActivationStore:
         saved.copying.wait()
         saved.copying = FINISHED
 
-    # -- Giving blocks back ------------------------------------------------------------------------
+    # -- Freeing blocks ----------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Frees blocks whose write is over, and starts writes of blocks that may leave. Never
-        waits.
+        """Frees blocks whose write is done, and starts writes of blocks that are bound for NVMe.
+        Never waits.
         """
         while self._leaving and self._leaving[0][0].done():
             self._free_leaving()

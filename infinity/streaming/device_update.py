@@ -35,22 +35,22 @@ def update_on_device(
     device: DeviceAdapter, spans: Sequence[StateSpan], settings: Settings, grad_scale: float
 ) -> None:
     """One step of every span, in place. Arrays are in the host's arena; done when it returns."""
-    slices = [each for span in spans for each in _slices(span)]
-    on_their_way: deque[list[Copy]] = deque()
+    slices = [part for span in spans for part in _slices(span)]
+    copying: deque[list[Copy]] = deque()
     returned: list[Copy] = []
-    following = _bring(device, slices[0]) if slices else None
-    for index, here in enumerate(slices):
+    following = _copy_in(device, slices[0]) if slices else None
+    for index, on_host in enumerate(slices):
         assert following is not None
-        there, copies = following
-        following = _bring(device, slices[index + 1]) if index + 1 < len(slices) else None
+        on_device, copies = following
+        following = _copy_in(device, slices[index + 1]) if index + 1 < len(slices) else None
         for copy in copies:
             copy.order()
-        reference_span_(there, settings, grad_scale)
-        copies = [device.copy(new, old) for new, old in _changed(there, here)]
+        reference_span_(on_device, settings, grad_scale)
+        copies = [device.copy(new, old) for new, old in _changed(on_device, on_host)]
         returned += copies
-        on_their_way.append(copies)
-        if len(on_their_way) > 1:
-            for copy in on_their_way.popleft():
+        copying.append(copies)
+        if len(copying) > 1:
+            for copy in copying.popleft():
                 copy.order()  # Their memory on the device may be used again.
     for copy in returned:
         copy.wait()
@@ -68,21 +68,23 @@ def _states(span: StateSpan) -> list[torch.Tensor]:
     return [state for state in span.states if isinstance(state, torch.Tensor)]
 
 
-def _bring(device: DeviceAdapter, span: StateSpan) -> tuple[StateSpan, list[Copy]]:
+def _copy_in(device: DeviceAdapter, span: StateSpan) -> tuple[StateSpan, list[Copy]]:
     copies: list[Copy] = []
 
-    def bring(array: torch.Tensor) -> torch.Tensor:
-        there = torch.empty_like(array, device=device.torch_device)
-        copies.append(device.copy(array, there))
-        return there
+    def copy_in(array: torch.Tensor) -> torch.Tensor:
+        target = torch.empty_like(array, device=device.torch_device)
+        copies.append(device.copy(array, target))
+        return target
 
-    residual = None if span.residual is None else bring(span.residual)
-    states = tuple(bring(state) for state in _states(span))
-    return StateSpan(bring(span.weight), bring(span.gradient), states, residual), copies
+    residual = None if span.residual is None else copy_in(span.residual)
+    states = tuple(copy_in(state) for state in _states(span))
+    return StateSpan(copy_in(span.weight), copy_in(span.gradient), states, residual), copies
 
 
-def _changed(there: StateSpan, here: StateSpan) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    yield there.weight, here.weight
-    yield from zip(_states(there), _states(here), strict=True)
-    if there.residual is not None and here.residual is not None:
-        yield there.residual, here.residual
+def _changed(
+    on_device: StateSpan, on_host: StateSpan
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield on_device.weight, on_host.weight
+    yield from zip(_states(on_device), _states(on_host), strict=True)
+    if on_device.residual is not None and on_host.residual is not None:
+        yield on_device.residual, on_host.residual

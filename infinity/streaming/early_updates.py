@@ -18,19 +18,29 @@ Note [Nobody sees an early update]
   Before the decision, whoever needs the weights or the state of a unit gets the old ones: the early
   update is taken back first. Gradients are only read, so nothing is lost but time.
 
-`early_policy.py` predicts which units, and whether at all.
+`early_policy.py` predicts which units, and whether at all. `update_worker.py` says which thread
+updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.old_generation import OldGeneration
 from infinity.state.placement import STATE_KINDS
-from infinity.state.store import LocalStore, NvmeLocation, changing_kinds, rewritten_nbytes
+from infinity.state.store import (
+    LocalStore,
+    NvmeLocation,
+    Transfer,
+    changing_kinds,
+    rewritten_nbytes,
+)
 from infinity.state.units import Chunk, TensorSpec, Unit
 from infinity.streaming.early_policy import EarlyPolicy
 from infinity.streaming.gradients import GradientStore
@@ -38,8 +48,10 @@ from infinity.streaming.parameters import WeightCache
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import StepRecord
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of, updates_of
+from infinity.streaming.update_worker import UpdateWorker
 
 _WAITS = ("read_wait_s", "write_wait_s")
+_MOST_CHECKED_OUT = 2  # Units whose weights are checked out for the worker at once.
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +103,7 @@ class EarlyUpdates:
         self._old: OldGeneration | None = None  # Since the first early update of the step.
         self._num_undone = 0  # Taken back before the step has decided.
         self._is_advancing = False
+        self._worker: UpdateWorker | None = None
         # For `wait_share`: the waits and the time at the last decision.
         self._waits_before_s = 0.0
         self._forward_wait_s = 0.0
@@ -101,6 +114,11 @@ class EarlyUpdates:
             and rewritten_nbytes(unit, kind) is not None
             for kind in changing_kinds(unit)
         )
+
+    def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
+        """From now on a thread of its own updates, until `resources` are closed."""
+        self._worker = UpdateWorker(lock, self._turn)
+        resources.callback(self._worker.close)
 
     # -- The backward ------------------------------------------------------------------------------
 
@@ -142,26 +160,67 @@ class EarlyUpdates:
         self._complete[unit] = early
 
     def advance(self) -> None:
-        """Updates the chunks whose state is there, in the order of the gradients, and reads ahead.
-        Never waits."""
+        """Updates the chunks whose state is there, in the order of the gradients, or lets the
+        worker do so, and reads ahead. Never waits."""
         if not self._planned or self._is_advancing:
             return
         self._is_advancing = True
         try:
-            while self._complete and self._advance_first():
-                pass
-            self._ring.start_more(self._to_read(), with_gradients=False)
+            if self._worker is None:
+                while self._complete and self._advance_first():
+                    pass
+            elif self._check_out_first():
+                self._worker.wake()
+            self._read_ahead()
         finally:
             self._is_advancing = False
+
+    def _check_out_first(self) -> bool:
+        """Checks weights out for the worker. Returns whether the worker has any."""
+        first = [each for each, _ in zip(self._complete, range(_MOST_CHECKED_OUT), strict=False)]
+        for index in first:
+            early = self._complete[index]
+            assert early.update is not None
+            if self._can_update(early):
+                self._chunks.check_out(early.update)
+        return any(self._is_checked_out(index) for index in first)
+
+    def _is_checked_out(self, unit: int) -> bool:
+        update = self._complete[unit].update
+        return update is not None and update.weights is not None
+
+    def _turn(self) -> Sequence[Transfer] | None:
+        """A turn of the worker, see `UpdateWorker`: updates a chunk."""
+        first = next(iter(self._complete), None)
+        if first is None or self._is_advancing or not self._is_checked_out(first):
+            return None
+        self._is_advancing = True
+        try:
+            update = self._complete[first].update
+            assert update is not None
+            is_done = self._advance_first()
+            with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
+                self._read_ahead()
+            if is_done or first not in self._complete:
+                return ()
+            return self._ring.awaited(update.left[0])
+        finally:
+            self._is_advancing = False
+
+    def _can_update(self, early: _Early) -> bool:
+        """Whether the gradients are in their sums, and the weights are or can be checked out."""
+        update = early.update
+        assert update is not None
+        return self._gradients.is_complete(early.unit) and (
+            update.weights is not None or self._weight_cache.can_check_out(early.unit.index)
+        )
 
     def _advance_first(self) -> bool:
         """Updates the next chunk, if it can be now. Returns whether it was."""
         index, early = next(iter(self._complete.items()))
         update = early.update
         assert update is not None
-        if not self._gradients.is_complete(early.unit) or not (
-            update.weights is not None or self._weight_cache.can_check_out(index)
-        ):
+        if not self._can_update(early):
             return False
         if self._old is None:
             self._old = OldGeneration(self._store)
@@ -179,6 +238,9 @@ class EarlyUpdates:
             self._chunks.check_in(update, write_now=True)
             self._done[index] = self._complete.pop(index)
         return True
+
+    def _read_ahead(self) -> None:
+        self._ring.start_more(self._to_read(), with_gradients=False)
 
     def _to_read(self) -> Iterator[Chunk]:
         """Chunks in the order in which they will be updated; of planned units all of them."""
@@ -207,6 +269,8 @@ class EarlyUpdates:
                 if early.is_done and record.clip_factor is not None:
                     used = [spec for spec in early.unit.trainable() if spec in record.settings]
                     self._gradients.note_clipped(used, record.clip_factor)
+            else:
+                self._chunks.check_in(early.update, write_now=False)  # If the worker has them.
         self._counters.add("early_updates_kept", len(kept))
         missed = [unit for unit, early in self._planned.items() if not early.is_done]
         self.policy.end_step(

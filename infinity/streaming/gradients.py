@@ -48,7 +48,7 @@ from infinity.tiers.pool import HostPool
 
 
 class GradientStore:
-    """The gradients of units whose state is this process's own. Called under the engine's lock."""
+    """The gradients of units whose state this process owns. Called under the engine's lock."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class GradientStore:
     def put(
         self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
     ) -> None:
-        """Changes the sum so far, or makes it: any float dtype, the parameter's shape. `is_other`:
-        to those who look at it this is another gradient from now on."""
+        """Sets the sum of this step: any float dtype, the parameter's shape. `is_other`: the stamp
+        changes, so that callers see another gradient from now on."""
         self.finish_copies()
         before = self._tensors[spec].stamp
         self.forget(spec)
@@ -134,7 +134,7 @@ class GradientStore:
         return (known.stamp or (0, 0)) if known.is_present else None
 
     def _await_more(self, sums: UnitGradients) -> None:
-        """Another gradient comes to a sum that may be due to be written."""
+        """Takes a sum that may be due to be written back, for another gradient."""
         self._due.pop(sums.unit, None)
         sums.await_more()
 
@@ -154,7 +154,7 @@ class GradientStore:
             self._add_staged(unit, spec, flat, flat_of(self._array(unit), spec))
 
     def sum_on_device(self, units: Iterable[Unit]) -> None:
-        """Several gradients will come to each parameter of these units, until `write_out`."""
+        """Sums the gradients of these units on the device until `write_out`."""
         if not self._device.shares_host_memory:
             for unit in units:
                 if not any(self.has(spec) for spec in unit.trainable()):
@@ -188,7 +188,7 @@ class GradientStore:
         self.finish_copies()
 
     def _end_sums(self, units: Sequence[Unit]) -> None:
-        """No more gradients come to these units: what was summed on the device leaves it."""
+        """Sends the sums of these units from the device; no more gradients are added to them."""
         for unit in units:
             self._sums[unit.index].is_summed_on_device = False
         for unit in units:
@@ -464,7 +464,7 @@ class GradientStore:
     # -- After a step ------------------------------------------------------------------------------
 
     def note_clipped(self, specs: Iterable[TensorSpec], scale: torch.Tensor) -> None:
-        """The update used these gradients times `scale`; who looks at them shall see that."""
+        """Records that the update used gradients times `scale`; later reads return the product."""
         for spec in specs:
             known = self._tensors[spec]
             known.norm = None
@@ -474,7 +474,7 @@ class GradientStore:
                 self._scaled.add(spec)
 
     def apply_scales(self, unit: Unit) -> None:
-        """What was noted is done, before somebody reads the unit's gradients where they rest."""
+        """Applies the recorded scales before the unit's gradients are read where they rest."""
         if not self._scaled.isdisjoint(unit.trainable()) and self.resting_on_device(unit) is None:
             self._array(unit)
 

@@ -1,6 +1,6 @@
 """The fp32 value behind a narrower parameter, tensor by tensor, outside the optimizer's stream.
 
-Beside bf16 it is kept as a residual, beside fp16 as the whole value (`Unit.master_dtype`).
+Beside bf16 it is kept as a residual, beside fp16 as the full value (`Unit.master_dtype`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MasterWeights(Protocol):
 
 
 class Masters(MasterWeights):
-    """Masters of tensors whose state is this process's own. Called under the engine's lock.
+    """Masters of tensors whose state this process owns. Called under the engine's lock.
 
     `narrow` is always the tensor's weight on the host, flat, in memory order and in its own dtype.
     """

@@ -18,8 +18,10 @@ Note [Pending units]
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from typing_extensions import override
 
@@ -59,6 +61,7 @@ class Updater(StepRunner):
         self._gradients = gradients
         self.chunk_nbytes = settings.chunk_nbytes
         self._reads_ahead = settings.reads_ahead
+        self._is_on_host = settings.on_device is None
         self._ring = StagingRing(
             store,
             pool,
@@ -78,6 +81,11 @@ class Updater(StepRunner):
         self._is_applying = False
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
         self._decided_s = time.monotonic()  # The last decision.
+
+    @override
+    def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
+        if self._early is not None and self._is_on_host:
+            self._early.start_worker(lock, resources)
 
     # -- Pending updates -------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@
 
 Note [Feeders]
   A `WeightProvider` may fill a unit's device region from another unit, its feeder, and from
-  elsewhere (the shards that other ranks have). Such a unit needs no host block: what is read ahead
-  is the feeder, a unit that is never held. The unit is ARRIVING until the source says that it
-  comes; it takes its room on the device before. If it does not come, it is read into a host block
-  like any other.
+  elsewhere (the shards of other ranks). Such a unit needs no host block: the feeder, a unit that is
+  never in use itself, is read ahead instead. The unit is ARRIVING, with its memory on the device,
+  until the provider reports that it has arrived. If the provider cancels the arrival, the unit is
+  read into a host block like any other.
 
 Note [Changed weights]
   `check_out` hands the host bytes to the optimizer (or to a user who modifies them) and `check_in`
@@ -63,7 +63,7 @@ class WeightCache:
         self._counters = counters
         self._window_nbytes = window_nbytes  # 0: nothing is fetched ahead.
         feeders = self._source.feeders()
-        # None for a device without streams, so that nobody asks it for every node of a backward.
+        # None for a device without streams, so that a backward does not ask at every node.
         self.current_stream = None if device.shares_host_memory else device.current_stream
         self.orders = {"train": AccessOrder(feeders), "eval": AccessOrder(feeders)}
         self._order = self.orders["train"]
@@ -81,20 +81,20 @@ class WeightCache:
     # -- Uses ------------------------------------------------------------------------------------
 
     def begin_pass(self, kind: str, *, is_new: bool = True) -> None:
-        """A forward of the model starts; `kind` is "train" or "eval". Where it is not new, the last
-        of its kind goes on."""
+        """Records the start of a forward of the model; `kind` is "train" or "eval". If it is not
+        new, it continues the last pass of its kind."""
         self._order = self.orders[kind]
         if is_new:
             self._order.begin()
         self._source.note_pass(is_training=kind == "train")
 
     def begin_backward(self) -> None:
-        """Of a training pass, which goes on: a pass of another kind may have come in between."""
+        """Continues the training pass with its backward. An evaluation may have run in between."""
         self._order = self.orders["train"]
         self._source.note_pass(is_training=True)
 
     def end_training(self) -> None:
-        """Nothing begins any more before the next pass: ends what is under way."""
+        """Records that no use begins before the next pass, and ends pending arrivals."""
         self._source.note_pass(is_training=False)
         for weights in self.weights:
             self._moves.settle(weights)
@@ -102,8 +102,8 @@ class WeightCache:
     def acquire(self, unit: int, priority: Priority, *, is_of_pass: bool = True) -> bool:
         """Makes the unit's weights usable on the device until `release`.
 
-        A use that is not `is_of_pass` says nothing of those to come: it is not recorded, and
-        nothing is fetched ahead. Returns whether this is the first hold. Raises CapacityError when
+        A use without `is_of_pass` predicts no later use: it is not recorded, and nothing is fetched
+        ahead. Returns whether this is the first hold. Raises CapacityError when
         the held units of this moment do not fit, StorageError when a read failed.
         """
         weights = self.weights[unit]
@@ -122,7 +122,7 @@ class WeightCache:
         return True
 
     def release(self, unit: int) -> bool:
-        """Ends one use. Returns whether it was the last. The bytes stay until room is needed."""
+        """Ends one use. Returns whether it was the last. The bytes stay until memory is needed."""
         weights = self.weights[unit]
         assert weights.use_count > 0, f"{weights.unit.name} is not held"
         weights.use_count -= 1
@@ -198,7 +198,7 @@ class WeightCache:
             self._room.refuse_device(weights.unit, self.in_use())
         self._moves.attach(weights)
 
-    # -- Fetching ahead, and letting go ------------------------------------------------------------
+    # -- Fetching ahead and evicting ---------------------------------------------------------------
 
     def _prefetch(self, priority: Priority) -> None:
         """Starts reads for the next units of the prediction, up to the window."""
@@ -226,7 +226,7 @@ class WeightCache:
                 has_device_room = self._attach_ahead(weights)
 
     def _read_ahead(self, weights: Weights, priority: Priority) -> bool:
-        """Starts a read if room can be had without dropping anything needed sooner."""
+        """Starts a read if there is space without dropping weights that are needed sooner."""
         block = self._room.find_block(self._order, weights)
         if block is None:
             return False
@@ -234,8 +234,8 @@ class WeightCache:
         return True
 
     def _attach_ahead(self, weights: Weights) -> bool:
-        """Starts the copy to the device, if room can be had without dropping what is needed
-        sooner. Returns whether there may be room for more."""
+        """Starts the copy to the device if there is space without dropping weights that are needed
+        sooner. Returns whether there may be space for more."""
         if weights.is_checked_out or weights.awaits_update:
             return True
         has_room = self._room.make_device_room(self._order, weights.unit, is_ahead=True)
@@ -244,9 +244,10 @@ class WeightCache:
         return has_room
 
     def forget(self) -> None:
-        """Drops every copy of weights that rest on NVMe: what rests there is going to be other.
+        """Drops every copy of weights that rest on NVMe, because the bytes there are going to
+        change.
 
-        Nobody holds a unit, and no write is due.
+        No unit is in use, and no write is due.
         """
         for weights in self.weights:
             assert not weights.use_count and not weights.is_checked_out and not weights.dirty_nbytes
@@ -255,7 +256,7 @@ class WeightCache:
                 self._moves.drop(weights)
 
     def reclaim(self, wanted_nbytes: int) -> bool:
-        """Frees a block that is needed late. Called by the pool when it is out of room."""
+        """Frees a block that is needed late. Called by the pool when it is out of memory."""
         return self._room.reclaim(self._order, wanted_nbytes)
 
     # -- Changing weights --------------------------------------------------------------------------
@@ -269,7 +270,8 @@ class WeightCache:
         return self.weights[unit].use_count == 1
 
     def await_update(self, unit: int, is_awaited: bool) -> None:
-        """Between a step's decision and the update of the unit, its weights are out of date."""
+        """Sets whether the unit awaits an update. Between the decision of a step and the update,
+        the weights are out of date."""
         self.weights[unit].awaits_update = is_awaited
 
     def is_evictable(self, unit: int) -> bool:
@@ -282,7 +284,7 @@ class WeightCache:
         self.weights[unit].kept_check = check
 
     def check_kept(self, unit: int) -> None:
-        """Calls what `keep_check` was given, if it has not been called."""
+        """Calls the `check` of `keep_check`, if it has not been called."""
         check_kept(self.weights[unit])
 
     def refuse_change(self, unit: int) -> None:
@@ -290,13 +292,13 @@ class WeightCache:
         refuse_change(self.weights[unit].unit)
 
     def can_check_out(self, unit: int) -> bool:
-        """Whether `check_out` would neither wait nor allocate: nobody holds the unit, and its host
-        block has what rests on its tier."""
+        """Whether `check_out` would neither wait nor allocate: the unit is not in use, and its host
+        block has the bytes of its tier."""
         weights = self.weights[unit]
         is_idle = not weights.use_count and not weights.is_checked_out and not weights.dirty_nbytes
-        is_there = weights.state in (WeightState.READY, WeightState.ATTACHED)
+        is_present = weights.state in (WeightState.READY, WeightState.ATTACHED)
         is_quiet = weights.copying.done() and (weights.writing is None or weights.writing.done())
-        return is_idle and is_there and is_quiet and weights.block is not None
+        return is_idle and is_present and is_quiet and weights.block is not None
 
     def _check_out_decoded(self, weights: Weights) -> torch.Tensor:
         """The weights made of stored bytes, in a block that `check_in` frees."""
@@ -313,8 +315,8 @@ class WeightCache:
     def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
         """The unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
 
-        With `read` false the caller overwrites all of it, so nothing is fetched. Nobody may hold
-        the unit. Ends with `check_in`. Stored weights can be looked at, not changed.
+        With `read` false the caller overwrites all of it, so nothing is fetched. The unit must not
+        be in use. Ends with `check_in`. Stored weights can be read, not changed.
         """
         weights = self.weights[unit]
         assert not weights.use_count and not weights.is_checked_out, weights.unit.name
@@ -381,16 +383,18 @@ class WeightCache:
             self._moves.detach(weights)
 
     def discard(self, unit: int) -> None:
-        """Drops bytes that are out of date: who needs the unit next fetches it. Nobody holds it."""
+        """Drops bytes that are out of date; the next use fetches the unit. It must not be in
+        use."""
         weights = self.weights[unit]
         assert not weights.use_count and not weights.is_checked_out, weights.unit.name
         if not weights.rests_on_host and not weights.rests_on_device:
             self._moves.drop(weights)
 
     def absorb(self, unit: int) -> None:
-        """What was changed on the device since the unit was held becomes the unit's weights.
+        """Takes over the changes that were made on the device while the unit was in use.
 
-        Nobody may hold it any more. The write waits until the block is evicted or `finish_writes`.
+        The unit must not be in use any more. The write waits until the block is evicted or
+        `finish_writes`.
         """
         weights = self.weights[unit]
         assert not weights.use_count and weights.state is WeightState.ATTACHED
@@ -407,10 +411,10 @@ class WeightCache:
             self._moves.mark_dirty(weights, weights.unit.weight_nbytes)
 
     def write_behind(self, unit: int) -> None:
-        """Nobody holds the unit now: if it was changed, it starts on its way to where it rests.
+        """Starts the write of a changed unit that is not in use any more.
 
-        Not when it is the next to be used: a write would only be in its way. A refusal is left to
-        the next one who asks the volume for something; the unit stays dirty.
+        A unit that is used next is not written, because the write would delay its use. If the write
+        is refused, the unit stays dirty, and the next request to the volume raises the error.
         """
         weights = self.weights[unit]
         if not weights.dirty_nbytes or weights.use_count or self._order.distance(unit) == 0:

@@ -1,27 +1,26 @@
-"""When a pass begins in a loop that does not call the model itself.
+"""Finds where a pass begins in a loop that does not call the model itself.
 
-A call of the model is a pass, and begins one. Where parts are called (two encoders in a ModuleDict,
-`model.encode` and a head) the order of uses repeats all the same: from the first part of a step to
-the end of its backward. So a pass begins where the hooked module that began the last one is
-entered again:
-in training with a backward or a step in between, for one part may run several times in a forward;
-without gradients at once.
+A call of the model begins a pass. A loop may call parts instead (two encoders in a ModuleDict,
+`model.encode` and a head); the order of uses repeats then, too, from the first part of a step to
+the end of its backward. So a pass begins when the hooked module that began the last pass is entered
+again. In training, a backward or a step must lie in between, because one part may run several times
+in a forward.
 
-A call of the model that follows parts (an embedding that is called beforehand) belongs to the pass
-that they have begun. Pure: no torch, no clock. Kinds are "train" and "eval".
+A call of the model after calls of parts (an embedding that is called beforehand) belongs to the
+pass that the parts have begun. Pure: no torch, no clock. Kinds are "train" and "eval".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Where the first hooked module of a pass never comes again, passes begin all the same.
+# After so many backwards any hooked module begins a pass, if the first one is never entered again.
 _MOST_BACKWARDS = 16
 
 
 @dataclass(eq=False, slots=True)
 class _Pass:
-    """The last one of its kind. `first` is None where a call of the model began it."""
+    """The last pass of its kind. `first` is None if a call of the model began it."""
 
     first: str | None
     has_model: bool
@@ -30,13 +29,14 @@ class _Pass:
 
 
 class Beginnings:
-    """What was entered so far, as far as it decides where the next pass begins."""
+    """Records entered modules, and decides where the next pass begins."""
 
     def __init__(self) -> None:
         self._passes: dict[str, _Pass] = {}
 
     def ask_model(self, kind: str) -> bool:
-        """The model is called. Returns whether that begins a pass; else the last goes on."""
+        """Records a call of the model. Returns whether it begins a pass, or continues the last
+        one."""
         here = self._passes.get(kind)
         if here is None or here.has_model or not here.is_used:
             self._passes[kind] = _Pass(None, has_model=True)
@@ -45,7 +45,7 @@ class Beginnings:
         return False
 
     def ask_hooked(self, kind: str, name: str) -> bool:
-        """A hooked module is entered, and the model is not running: as `ask_model`."""
+        """Records that a hooked module is entered outside a call of the model; see `ask_model`."""
         here = self._passes.get(kind)
         if here is None or self._is_over(here, kind, name):
             self._passes[kind] = _Pass(name, has_model=False)
@@ -58,7 +58,7 @@ class Beginnings:
         return comes_again and (kind == "eval" or not here.is_used)
 
     def end_backward(self) -> None:
-        """A backward is over, or a step was made."""
-        for each in self._passes.values():
-            each.num_backwards += each.is_used
-            each.is_used = False
+        """Records the end of a backward, or a step."""
+        for last in self._passes.values():
+            last.num_backwards += last.is_used
+            last.is_used = False

@@ -54,7 +54,7 @@ class StagingRing:
                 for unit in store.units
             )
         ]
-        # What travels, and the room that a staging slot has for it.
+        # The state kinds that travel, and the bytes that a staging slot has for each.
         self._travelling = staging_nbytes(store.units, travelling, chunk_nbytes)
         self._block: Block | None = None
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
@@ -63,7 +63,7 @@ class StagingRing:
     # -- The block -------------------------------------------------------------------------------
 
     def take(self, *, or_none: bool = False) -> bool:
-        """Takes the block if it is not there. With `or_none`, only if there is room."""
+        """Takes the block if it is not there. With `or_none`, only if memory is free."""
         if self._block is not None or not self._travelling:
             return True
         count = self._num_slots
@@ -114,7 +114,7 @@ class StagingRing:
     def due(self, chunk: Chunk) -> StagedChunk:
         """Returns a chunk that is needed now, with its gradients: read ahead already, or started
         here. The caller ends with `give_back`."""
-        staged = self.taken(chunk)
+        staged = self.take_started(chunk)
         if staged is None:
             if self._travelling and not self._slots:
                 self._drop_last()  # Read ahead for later; what is due goes first.
@@ -126,16 +126,19 @@ class StagingRing:
             raise
         return staged
 
-    def taken(self, chunk: Chunk) -> StagedChunk | None:
-        """Takes a chunk that was started; None if it was not."""
-        staged = self._started.pop(_key(chunk), None)
+    def started(self, chunk: Chunk) -> StagedChunk | None:
+        """Returns a chunk that was started; None if it was not. It stays the ring's."""
+        staged = self._started.get(_key(chunk))
         if staged is not None:
             staged.chunk = chunk  # It may have fewer slices than were expected.
         return staged
 
-    def put(self, staged: StagedChunk) -> None:
-        """Puts a chunk back that was `taken` and is not ready: it is the next one to be taken."""
-        self._started = {_key(staged.chunk): staged, **self._started}
+    def take_started(self, chunk: Chunk) -> StagedChunk | None:
+        """As `started`, and the caller ends with `give_back`."""
+        staged = self.started(chunk)
+        if staged is not None:
+            del self._started[_key(chunk)]
+        return staged
 
     def start_more(self, chunks: Iterable[Chunk], *, with_gradients: bool = True) -> None:
         """Starts reading into staging slots that are free already, in order, until none is left.
@@ -229,6 +232,14 @@ class StagingRing:
     def is_there(staged: StagedChunk) -> bool:
         """Whether every read of the chunk that was started is over."""
         return staged.slot is None or all(t.done() for t in staged.slot.transfers)
+
+    def awaited(self, chunk: Chunk) -> list[Transfer] | None:
+        """Returns the transfers that the chunk waits for: its reads if it was started, else those
+        of the next staging slot; None if it waits for no transfer."""
+        staged = self._started.get(_key(chunk))
+        if staged is not None:
+            return None if staged.slot is None else list(staged.slot.transfers)
+        return (list(self._slots[0].transfers) or None) if self._slots else None
 
     def await_reads(self, staged: StagedChunk) -> None:
         """Waits for the reads of a chunk. Raises StorageError."""

@@ -1,8 +1,10 @@
-"""The decision of one optimizer step, and the interfaces of those who carry it out."""
+"""The decision of one optimizer step, and the interfaces of the classes that carry it out."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +70,10 @@ class StepRunner(Protocol):
     """
 
     chunk_nbytes: int  # The fp32 bytes of a unit that are updated at a time.
+
+    def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
+        """From now on a thread updates early what the host updates, until `resources` are closed.
+        `lock` is the engine's."""
 
     def apply(self, record: StepRecord) -> None:
         """Updates every unit of the record.

@@ -124,27 +124,22 @@ class ChunkUpdates:
         """As `run_next` where the state of the chunk was read ahead and is there; never waits for
         it. `sums`: the unit's gradients, as `StagingRing.bring_gradients` takes them. Returns
         whether the chunk was updated."""
-        staged = self._ring.taken(update.left[0])
-        if staged is None:
+        chunk = update.left[0]
+        staged = self._ring.started(chunk)
+        if staged is None or not self._ring.is_there(staged):
             return False
-        is_there = False
+        # `sums` may be taken away later: a chunk looks at them only when it is updated.
+        self._ring.bring_gradients(staged, sums)
+        if not self._ring.is_there(staged):
+            return False
+        self._ring.take_started(chunk)
         try:
-            # `sums` may be taken away later: a chunk looks at them only when it is updated.
-            if self._ring.is_there(staged):
-                self._ring.bring_gradients(staged, sums)
-                is_there = self._ring.is_there(staged)
-            if is_there:
-                self.check_out(update)
-                self._ring.await_reads(staged)  # Over, but they may have failed.
-                self._update(update, staged)
-        except BaseException:
+            self.check_out(update)
+            self._ring.await_reads(staged)  # Over, but they may have failed.
+            self._update(update, staged)
+        finally:
             self._ring.give_back(staged)
-            raise
-        if is_there:
-            self._ring.give_back(staged)
-        else:
-            self._ring.put(staged)
-        return is_there
+        return True
 
     def _update(self, update: UnitUpdate, staged: StagedChunk) -> None:
         assert update.weights is not None

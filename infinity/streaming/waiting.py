@@ -1,9 +1,9 @@
 """Memory of tensors that wait on a tier while something else computes.
 
-A tensor that has to wait may have other owners: variables of the code that waits, with views of it.
-So the memory is given up in its storage (`UntypedStorage.resize_`, as FSDP does with parameters),
-and comes back in the same storage: every owner sees the same bytes again. Nobody may touch the
-tensor, or a view of it, in between.
+A tensor that waits may have other owners: variables of the waiting code, and views. So the memory
+is freed in the tensor's storage (`UntypedStorage.resize_`, as FSDP does with parameters), and is
+allocated in the same storage again: every owner sees the same bytes. No code may touch the tensor,
+or a view of it, in between.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class _Away:
 
 
 class WaitingMemory:
-    """Gives up the memory of tensors for some time. The store is nobody else's.
+    """Moves the content of tensors to a tier while they wait. Owns the store.
 
-    Where the store leaves a tensor on the device nothing happens. One thread at a time.
+    If the store leaves a tensor on the device, nothing happens. One thread at a time.
     """
 
     def __init__(self, store: ActivationStore) -> None:
@@ -54,7 +54,7 @@ class WaitingMemory:
         storage.resize_(0)
 
     def fetch(self, tensor: torch.Tensor) -> None:
-        """Starts to bring the content back. Never waits."""
+        """Starts to read the content. Never waits."""
         away = self._away.get(place_of(tensor))
         if away is not None:
             self._store.fetch(away.saved)
@@ -68,7 +68,7 @@ class WaitingMemory:
             _content_of(away.storage).copy_(content)
 
     def clear(self) -> None:
-        """Ends every `put_away`. The content is lost: what waits will not run again."""
+        """Ends every `put_away`. The content is lost: the waiting code will not run again."""
         for away in self._away.values():
             away.storage.resize_(away.nbytes)
         self._away.clear()

@@ -5,13 +5,13 @@ Note [Stored weights]
   of the files, which may be quantised, and attaching decodes them: on a device with memory of its
   own after the copy, into the region; on the host into a second block (`decoded`), whose pages the
   region shows. The decoded block lives while the unit is ATTACHED, and costs no read to make again,
-  so it is the first to go when room is needed. The block of stored bytes may go at any time.
+  so it is freed first when memory is needed. The block of stored bytes may be freed at any time.
 
 Note [Zone]
-  A decoded block may be several times as large as a stored one. To find room for it among kept
-  blocks, many of them would have to go until those that went are neighbours. So one range of host
-  memory, as large as the decoded weights that nested modules hold at once, is for decoded weights
-  alone. They are elsewhere, too, where memory is free.
+  A decoded block may be several times as large as a stored one. To allocate it among kept blocks,
+  the pool would have to free many of them until the freed ones are neighbours. So one range of host
+  memory, the zone, is for decoded weights alone. The zone is as large as the decoded weights that
+  nested modules need at once. If other memory is free, decoded weights may lie there, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from infinity.tiers.ranges import Range, RangeAllocator
 class WeightDecoding:
     """Decodes stored weights. Writes `decoded` and `is_decoding` of `Weights`, nothing else.
 
-    Under the engine's lock. The pool may ask for room in each call that needs a block.
+    Under the engine's lock. The pool may call reclaimers in each call that needs a block.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class WeightDecoding:
             self._zone = None
 
     def is_in_zone(self, weights: Weights) -> bool:
-        """Whether dropping the decoded block makes no room for other blocks."""
+        """Whether dropping the decoded block frees no space for other blocks."""
         return weights.decoded in self._in_zone
 
-    def _room(self, unit: Unit) -> Block:
+    def _allocate(self, unit: Unit) -> Block:
         """Returns a block for the decoded weights. Raises CapacityError."""
         nbytes, label = unit.weight_nbytes, f"decoded parameters of {unit.name}"
         while self._zone is not None:
@@ -102,7 +102,7 @@ class WeightDecoding:
         """Fills the region with the weights made of the stored bytes in `block`.
 
         On a device that computes on host memory the region shows the pages of a second block.
-        Raises CapacityError if there is no room for that block.
+        Raises CapacityError if there is no space for that block.
         """
         unit, region = weights.unit, weights.region
         stored = unit.stored
@@ -121,7 +121,7 @@ class WeightDecoding:
         assert unit.stored is not None and weights.decoded is None
         weights.is_decoding = True
         try:
-            decoded = self._room(unit)
+            decoded = self._allocate(unit)
         finally:
             weights.is_decoding = False
         memory = self._pool.tensor(decoded)
@@ -153,11 +153,11 @@ class WeightDecoding:
 
     def differs(self, weights: Weights, digests: Sequence[bytes]) -> bool:
         """Returns whether the stored weights have other digests than these. Code may write a
-        parameter without changing it. The weights are not attached any more, so the room of the
+        parameter without changing it. The weights are not attached any more, so the space of the
         decoded block is free for the stored bytes."""
         unit, stored = weights.unit, weights.unit.stored
         assert stored is not None
-        block, self_made = weights.block, weights.block is None
+        block, is_own = weights.block, weights.block is None
         weights.is_decoding = True
         try:
             if block is None:
@@ -165,20 +165,20 @@ class WeightDecoding:
         finally:
             weights.is_decoding = False
         try:
-            if self_made:
+            if is_own:
                 kind, urgency = StateKind.PARAMETERS, Priority.STATE
                 self._store.read(unit, kind, block, priority=urgency).wait()
 
-            def beside(name: str, piece: StoredPiece) -> torch.Tensor:
+            def target(name: str, piece: StoredPiece) -> torch.Tensor:
                 return torch.empty(piece.shape, dtype=unit.spec(name).facts.dtype)
 
-            decoded = stored.decoded(self._pool.tensor(block), beside)
+            decoded = stored.decoded(self._pool.tensor(block), target)
             return any(
                 _digest(expected) != digest
                 for (_, _, expected), digest in zip(decoded, digests, strict=True)
             )
         finally:
-            if self_made:
+            if is_own:
                 self._pool.free(block)
 
 

@@ -67,8 +67,8 @@ class WeightMoves:
         return Weights(unit, region, False, False)
 
     def there(self) -> list[Weights]:
-        """Returns the units with a host block or device memory that is not theirs for good, by
-        index. A model may have tens of thousands of units, of which few are in memory."""
+        """Returns the units with a host block or device memory besides where they rest, by index. A
+        model may have tens of thousands of units, of which few are in memory."""
         for weights in list(self._there.values()):
             if weights.state is WeightState.ABSENT and not (weights.block or weights.decoded):
                 del self._there[weights.unit.index]

@@ -1,4 +1,4 @@
-"""One unit's weights between their tier and the device: the states, and who writes them.
+"""One unit's weights between their tier and the device: the states, and their writers.
 
 A unit's weights are, at any moment, in one of these states:
 
@@ -42,7 +42,7 @@ class Weights:
     """One unit's weights on their way.
 
     `WeightMoves` writes the residency (with its `WeightDecoding`: `decoded` and `is_decoding`),
-    `WeightCache` writes what callers do with the unit. Nobody else writes a field.
+    `WeightCache` writes the uses and check-outs of the unit. No other class writes a field.
     """
 
     unit: Unit

@@ -5,7 +5,7 @@ threads. The caller computes immediately; copies run after a random delay. Two m
 forgotten wait fail on a machine without a GPU:
 
 * Bytes. A read before `Copy.order()` returns NaN, and so does a read after `detach`, whose memory
-  is filled with NaN. Memory that nobody keeps during its copy is gone when the copy runs.
+  is filled with NaN. Memory that is not kept during its copy is freed before the copy runs.
 * Order. Every stream knows the moment up to which it follows every other stream and the host, from
   events (vector clocks: Mattern, "Virtual time and global states of distributed systems", 1989).
   `UnorderedAccess` is raised, for any timing of the threads, by a copy that does not follow the
@@ -19,7 +19,7 @@ stream must follow the copy by then, or the host know that the copy is over.
 
 Streams of computation run their tasks at once, in the caller. There may be several: the one of
 `computing_on` is current in its thread, as with `torch.cuda.stream`. A stream of transfers holds
-`queue_limit` tasks; as with CUDA, who submits one more waits until there is room.
+`queue_limit` tasks; as with CUDA, submitting one more waits until there is space.
 """
 
 from __future__ import annotations

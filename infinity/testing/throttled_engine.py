@@ -15,7 +15,7 @@ from infinity.testing.wrapped_engine import WrappedEngine
 
 
 class Clock:
-    """Replaces the module `time`. Time advances only while somebody waits."""
+    """Replaces the module `time`. Time advances only during a wait."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

@@ -155,7 +155,7 @@ def pin(
 
 
 def unpin(arena: Arena, runtime: Any, *, piece_nbytes: int = PINNED_PIECE_NBYTES) -> None:
-    """Before the arena is unmapped. A failure is told and no more: the pages are going anyway."""
+    """Ends the registrations before the arena is unmapped. A failure is logged, not raised."""
     _unregister(runtime, _pieces(arena, piece_nbytes))
 
 

@@ -92,17 +92,16 @@ class DeviceAdapter(Protocol):
         """The stream that is current in this thread; None for a device without streams."""
 
     def begin_use(self, region: Region) -> None:
-        """The stream that is current will do something with the region until the last `end_use`.
-        Said once for each stream."""
+        """Records that the current stream uses the region until the last `end_use`. Called once for
+        each stream."""
 
     def end_use(self, region: Region, *, is_last: bool = True) -> None:
-        """What was issued so far is all that this thread's stream, and those of `begin_use`, do
-        with the region for now. `is_last`: no other use of it is left."""
+        """Records the end of a use: the region is free after the operations issued so far on this
+        thread's stream and on those of `begin_use`. `is_last`: no other use of it is left."""
 
     def bring_back(self, region: Region, block: Block) -> Copy:
-        """Starts making the block, from which the region was attached or any other, hold the
-        region's bytes. Valid for the host after `Copy.wait` and, where memory is shared,
-        `detach`."""
+        """Starts copying the region's bytes to a block, the one that it was attached from or
+        another. The host may read them after `Copy.wait` and, if memory is shared, `detach`."""
 
     def detach(self, region: Region) -> None:
         """Takes the memory away, ordered after the uses that have ended. A copy into the region may
@@ -163,7 +162,7 @@ _POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
 
 
 class ResizedRegion:
-    """A region whose storage is resized between nothing and all of it.
+    """A region whose storage is resized between 0 and `nbytes`.
 
     A tensor that still points there has no memory then: on CUDA its use is an illegal address,
     reported by a later call, after which no call of the process succeeds. With the environment

@@ -70,7 +70,7 @@ class HostBlocks:
             return block
 
     def carve(self, block: Block, offset_nbytes: int, nbytes: int) -> Block:
-        """A part of a lent block, in whole pages. It is given back with the whole, never by
+        """Returns a part of a lent block, in full pages. It is freed with the lent block, never by
         itself."""
         assert offset_nbytes + nbytes <= block.range.nbytes
         part = Range(block.range.offset_nbytes + offset_nbytes, nbytes)

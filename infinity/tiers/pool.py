@@ -1,14 +1,13 @@
-"""Working memory on the host tier: blocks that are found by letting go of others.
+"""Working memory on the host tier: `require` frees blocks of other owners to find space.
 
-Whoever keeps blocks it could do without registers a reclaimer. `require` asks the reclaimers, in
-the order they registered, until a block of the wanted size exists or none has anything left to
-give.
+An owner of blocks that can be freed registers a reclaimer. `require` calls the reclaimers, in the
+order of their registration, until a block of the wanted size is free or no reclaimer frees one.
 
 Note [Tight budgets]
-  A block that is in use cannot be moved, so what is kept around it may leave holes that are all too
-  small. Where memory is scarce the pool therefore keeps nothing: everything that can be reclaimed
-  is reclaimed before a block is taken, so blocks come and go like a stack and leave no holes. This
-  is what makes the smallest stated budget work.
+  A block that is in use cannot be moved, so kept blocks around it may leave only holes that are too
+  small. If memory is scarce, the pool therefore keeps nothing: before it allocates a block, it
+  reclaims every block that can be reclaimed. Blocks are then allocated and freed like a stack, and
+  leave no holes. The smallest stated budget works because of this.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class HostPool:
         return self._host.capacity_nbytes - self._host.free_nbytes
 
     def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
-        """`reclaim(wanted_nbytes)` frees at least one block, waiting if it must, or returns False;
-        it is told what the room is for."""
+        """`reclaim(wanted_nbytes)` frees at least one block and may wait for it, or returns False.
+        `wanted_nbytes` is the size of the block that is needed."""
         self._reclaimers.append(reclaim)
 
     def try_allocate(self, nbytes: int, label: str) -> Block | None:

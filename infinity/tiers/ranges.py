@@ -1,8 +1,8 @@
 """The free byte ranges of an arena: a pure first-fit allocator.
 
 Large ranges come from the bottom, aligned to huge pages; small ones come from the top, aligned to
-pages. Kept apart like this a small range never splits a huge page that a large one needs whole,
-and long-lived small ranges do not scatter over the space large ones are taken from.
+pages. So a small range never splits a huge page that a large range needs, and long-lived small
+ranges do not scatter over the space of large ones.
 
 No range lies across a border. Devices register the arena in pieces that end at borders, and a copy
 across two registrations may be refused.
@@ -30,7 +30,8 @@ class Range:
 
 
 def rounded_nbytes(nbytes: int) -> int:
-    """Bytes that `allocate(nbytes)` takes: whole huge pages when large, whole pages when small."""
+    """Returns the bytes that `allocate(nbytes)` takes: full huge pages if large, else full
+    pages."""
     granule = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else PAGE_NBYTES
     return align_up(max(nbytes, 1), granule)
 
@@ -51,8 +52,8 @@ class RangeAllocator:
         self._ends: list[int] = [self.capacity_nbytes] if self.capacity_nbytes else []
 
     def allocate(self, nbytes: int) -> Range | None:
-        """A free range of `rounded_nbytes(nbytes)`, or None when no hole is large enough, or it is
-        larger than a piece."""
+        """Returns a free range of `rounded_nbytes(nbytes)`; None if no hole is large enough, or if
+        the range is larger than `piece_nbytes`."""
         size_nbytes = rounded_nbytes(nbytes)
         if self._piece_nbytes is not None and size_nbytes > self._piece_nbytes:
             return None

@@ -1,34 +1,35 @@
 """Compute on a device with streams: a bounded window of weights, copies beside the computation.
 
-What is done here is order, and nothing else: `Streams` is the little that is asked of a runtime.
-CUDA is one (`tiers/cuda.py`); the simulated one, which finds out what is not ordered, another.
+`StreamDevice` orders operations on the streams of a runtime. `Streams` is the interface of the
+runtime: CUDA (`tiers/cuda.py`), or the simulated device, which reports operations without an order.
 
 Note [Streams]
-  Three streams: the one that computes, whichever is current, `in` for host -> device and `out` for
-  device -> host; and a fourth, `link`, where ranks exchange between their devices
-  (distributed/exchange.py). A stream waits for another by an event, and the host for none of them,
-  but in `Copy.wait`.
+  Three streams: the current stream, which computes; `in` for copies host -> device; `out` for
+  copies device -> host. A fourth, `link`, carries the exchange between the devices of ranks
+  (distributed/exchange.py). A stream waits for another one by an event. The host waits for a stream
+  only in `Copy.wait`.
 
-  * Memory of regions is taken and given back on `in`, so it goes from region to region, and never
-    to activations or from them: what is reserved for weights does not grow with time. The
-    allocator hands on freed memory to later work of the stream it came from; `detach` therefore
-    makes `in` wait for the last uses of the region. They are noted when they end (`end_use`) and
-    not when the region is given up: a copy into the room of the unit before the last does not
-    wait for the last, and runs beside it.
+  * Memory of regions is allocated and freed on `in`, so it passes from region to region, and never
+    to or from activations: the memory reserved for weights does not grow with time. The allocator
+    reuses freed memory for later work of the stream that freed it; `detach` therefore makes `in`
+    wait for the last uses of the region. The end of a use is recorded by `end_use`, not by
+    `detach`. So a copy into the memory of an earlier unit does not wait for the unit that computes
+    now, and runs beside its computation.
   * A region is used after `Copy.order`, by which the stream that is current waits for the copy.
     Branches of a module may run on streams of their own. In a forward the model's own waits order
     them; a backward may begin with a node of any of them, so each stream of a node that is reached
     waits for the copy, and the end of the use is noted for all.
   * Other device memory (gradients, activations, what rests there) belongs to the stream that was
     current when its copy was asked for. The copy waits for what that stream has to do until then,
-    and keeps the tensor until that stream waits for the copy (`order`), or the host knows that it
-    is over. So memory goes back without `record_stream`, which would hold it until the host
-    happens to look.
+    and keeps the tensor until that stream waits for the copy (`order`), or until the host has seen
+    that the copy is done. So memory is freed without `record_stream`, which would keep it until the
+    host polls.
 
 Note [Backward]
   Autograd runs a node, its hooks included, in a thread of its own with the stream of the node's
   forward as the current one, and makes the caller's stream wait for all of them at the end
-  (torch/csrc/autograd/engine.cpp, "Streaming backwards"). So the current stream is right there.
+  (torch/csrc/autograd/engine.cpp, "Streaming backwards"). So in a backward, too, the current stream
+  is the one that computes.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class StreamDevice(DeviceAdapter):
         self._clock: _DeviceClock | None = None  # Made when a trace needs it: it waits once.
         self._stored: ResizedRegion | None = None  # Bytes that are decoded into regions.
         self._copying = threading.RLock()
-        # Copies that nobody need remember: what they keep is safe until they are over.
+        # Copies without another owner: the tensors that they keep live until they are done.
         self._under_way: deque[StreamCopy] = deque()
 
     # -- Regions -----------------------------------------------------------------------------------
@@ -338,7 +339,7 @@ class StreamDevice(DeviceAdapter):
     # -------------------------------
 
     def bring(self, on_host: torch.Tensor, on_device: torch.Tensor) -> StreamCopy:
-        """Issues a copy to memory that nothing else uses, but for what `inward_waits` has said."""
+        """Issues a copy to memory whose earlier uses `inward_waits` has ordered."""
         return self._issue(self._in, on_host, on_device)
 
     def inward_waits(self, event: Event) -> None:
@@ -352,7 +353,8 @@ class StreamDevice(DeviceAdapter):
         return event
 
     def watch_link(self, link: Stream, keep: object, *, owner: Stream | None = None) -> StreamCopy:
-        """The end of what was issued on the link. `keep`: tensors whose memory is `owner`'s."""
+        """Returns a copy that is done when the link has run the operations issued so far. `keep`:
+        tensors whose memory belongs to `owner`."""
         event = self.streams.new_event()
         event.record(link)
         return StreamCopy(self.streams, event, owner=owner, keep=keep, traced=None)
@@ -386,7 +388,7 @@ class StreamDevice(DeviceAdapter):
         return copy
 
     def _trace(self, nbytes: int) -> _TracedCopy | None:
-        """Events with times for a copy, while somebody traces."""
+        """Returns events with times for a copy while a trace is written, else None."""
         if not self.counters.tracer.is_on:
             return None
         self._clock = self._clock or _DeviceClock(self.streams)

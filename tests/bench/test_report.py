@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from infinity.bench import plots, table
 from infinity.bench.measure import GB, ContenderGroup, Measurement, Result
-from infinity.bench.report import from_json, rows_of, to_json
+from infinity.bench.report import rows_of, to_json
 from infinity.errors import UnsupportedError
 from infinity.sizes import KIB, MIB
 
@@ -73,17 +74,13 @@ def test_row_holds_medians_shares_and_cpu() -> None:
     assert fast.latency_s == {}  # Not every round took it.
 
 
-def test_json_keeps_every_sample_and_comes_back_the_same() -> None:
+def test_json_keeps_every_row_and_every_sample() -> None:
     document = json.loads(json.dumps(to_json(RESULTS, {"kernel": "6"})))
-    assert from_json(document) == rows_of(RESULTS)
+    assert document["format"] == 1
+    assert document["rows"] == json.loads(json.dumps([asdict(row) for row in rows_of(RESULTS)]))
     assert document["environment"] == {"kernel": "6"}
     rounds = document["samples"][0]["rounds"]
     assert [each["seconds"] for each in rounds] == [0.5, 1.0]
-
-
-def test_json_of_another_format_is_refused() -> None:
-    with pytest.raises(KeyError, match="expected 1"):
-        from_json({"format": 2, "rows": []})
 
 
 def test_tables_show_figures_ceilings_and_verdicts() -> None:

@@ -155,12 +155,6 @@ def run(
         infinity.engine_of(model).close()
 
 
-def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
-    assert list(expected) == list(actual)
-    different = [name for name in expected if not torch.equal(expected[name], actual[name])]
-    assert not different, f"other bits in {different}"
-
-
 def durable(directory: Path, **options: Any) -> dict[str, Any]:
     """A `[checkpoint]` section, by which state on NVMe is linked."""
     return {"directory": str(directory), **options}

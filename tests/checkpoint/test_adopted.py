@@ -12,9 +12,10 @@ import pytest
 import infinity
 from infinity.errors import CorruptionError
 from infinity.testing import SimulatedDevice
+from tests.support.bits import assert_same
 from tests.support.forked import context
 
-from .harness import Run, assert_same, durable, run
+from .harness import Run, durable, run
 from .killed_run import ROOM, section, train
 from .test_linked import flip, table
 

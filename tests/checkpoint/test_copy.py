@@ -17,9 +17,10 @@ from infinity.engine import durability
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.storage.protocol import Priority
 from infinity.testing.wrapped_engine import WrappedEngine
+from tests.support.bits import assert_same
 from tests.support.file_systems import seem_elsewhere
 
-from .harness import Run, assert_same, content, durable, run
+from .harness import Run, content, durable, run
 from .test_linked import flip, table
 
 

@@ -17,9 +17,10 @@ from infinity.checkpoint.run.load import read_program
 from infinity.checkpoint.run.manifest import DIGEST_NAME, MANIFEST_NAME, SCHEMA, digest_line
 from infinity.checkpoint.run.removal import remove_own
 from infinity.errors import ConfigError, CorruptionError, InfinityError, UnsupportedError
+from tests.support.bits import assert_same
 from tests.support.forked import COMMAND, run_script
 
-from .harness import assert_same, content, run
+from .harness import content, run
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,8 @@ from infinity.checkpoint import (
 from infinity.checkpoint.dcp import export_state
 from infinity.errors import ConfigError, CorruptionError, StorageError
 from infinity.testing.models import Mlp
-from tests.checkpoint.harness import Net, assert_same, content, run
+from tests.checkpoint.harness import Net, content, run
+from tests.support.bits import assert_same
 from tests.support.forked import Script
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -10,8 +10,9 @@ import infinity
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.storage.probe import find_uring_refusal
 from infinity.testing import SimulatedDevice
+from tests.support.bits import assert_same
 
-from .harness import MAX_NORM, Net, assert_same, content, run
+from .harness import MAX_NORM, Net, content, run
 
 ELSEWHERE = {
     "same": {},

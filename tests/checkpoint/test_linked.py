@@ -15,9 +15,10 @@ import infinity
 from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
+from tests.support.bits import assert_same
 from tests.support.file_systems import ext4_on_loop
 
-from .harness import assert_same, content, durable, run
+from .harness import content, durable, run
 from .test_exact import ELSEWHERE
 from .test_faults import EFFECTS, Ladder
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 import infinity
 from infinity.errors import ConfigError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, State8Bit, decode, num_scales
+from tests.support.bits import assert_same
 
-from .harness import assert_same, run
+from .harness import run
 from .test_exact import ELSEWHERE
 
 EIGHT_BIT = {"moments": "8bit"}

@@ -21,9 +21,10 @@ from infinity.checkpoint import Saving
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from infinity.checkpoint.run.manifest import MANIFEST_NAME
 from infinity.storage.volume import Volume
+from tests.support.bits import assert_same
 from tests.support.file_systems import seem_elsewhere
 
-from .harness import assert_same, durable, run
+from .harness import durable, run
 from .power_cut import Disk, Event, Named, Recorder, Renamed, Returned, Synced, Wrote
 from .test_copy import save
 

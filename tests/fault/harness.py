@@ -26,8 +26,8 @@ from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.models import Mlp
 from infinity.testing.wrapped_engine import WrappedEngine
+from tests.support import offloading
 
-KINDS = ("parameters", "master", "moments", "gradients")
 WIDTH = 96  # A block of it is some 150 KiB: larger than a chunk of the update.
 
 Named = dict[str, Tensor]
@@ -111,32 +111,17 @@ def mlp(seed: int = 0) -> nn.Module:
 def swap_config(
     directory: Path | None,
     *,
-    placement: str | Mapping[str, Any] = "nvme",
     host_nbytes: int | str = "1MiB",
-    compute: str = "float32",
-    prefetch: bool = True,
-    nvme_nbytes: int | str = "64MiB",
-    updates: str = "deferred",
     moments: str = "float32",
     checkpoint: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """A swap-tier table with chunks, blocks and stripes so small that tiny models cross them."""
-    if isinstance(placement, str):
-        placement = dict.fromkeys(KINDS, placement)
-    tiers: dict[str, Any] = {
-        "device": {"kind": "cpu"},
-        "host": {"capacity": host_nbytes, "huge_pages": False},
-    }
-    if directory is not None:
-        tiers["nvme"] = [{"path": str(directory), "capacity": nvme_nbytes}]
-    return {
-        "tiers": tiers,
-        "placement": {kind: placement.get(kind, "host") for kind in KINDS},
-        "io": {"engine": "threads", "block_size": "64KiB", "stripe": "32KiB", "queue_depth": 2,
-               "threads": 2},
-        "schedule": {"prefetch": prefetch, "update_chunk": "64KiB", "updates": updates},
-        "precision": {"compute": compute, "moments": moments},
-    } | ({} if checkpoint is None else {"checkpoint": checkpoint})  # fmt: skip
+    """`offloading.swap_config` with a host budget that holds little, and state on one small drive."""
+    options = {"nvme_nbytes": "64MiB", "stripe": "32KiB", **options}
+    config = offloading.swap_config(directory, host_nbytes=host_nbytes, **options)
+    config["precision"]["moments"] = moments
+    config["schedule"]["update_on"] = "auto"
+    return config | ({} if checkpoint is None else {"checkpoint": checkpoint})
 
 
 def offload(model: nn.Module, config: dict[str, Any], **options: Any) -> Engine:
@@ -227,12 +212,6 @@ def offloaded_steps(model: nn.Module, count: int) -> Named:
 def weights_of(model: nn.Module) -> Named:
     engine = infinity.engine_of(model)
     return {name: engine.read_parameter(name) for name in engine.parameter_names()}
-
-
-def assert_same(expected: Named, actual: Named) -> None:
-    assert list(expected) == list(actual)
-    different = [name for name in expected if not torch.equal(expected[name], actual[name])]
-    assert not different, f"other bits in {different}"
 
 
 # -- What must hold after a failure ----------------------------------------------------------------

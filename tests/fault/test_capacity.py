@@ -16,10 +16,10 @@ from infinity.errors import CapacityError, ConfigError, InfinityError, StorageEr
 from infinity.sizes import PAGE_NBYTES
 from infinity.testing.models import ALL
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import assert_same
 
 from .harness import (
     Named,
-    assert_same,
     loss_of,
     mlp,
     offload,

@@ -18,10 +18,10 @@ from infinity.state.store import NvmeLocation
 from infinity.storage.frozen_content import FileRange
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import assert_same
 
 from .harness import (
     WIDTH,
-    assert_same,
     loss_of,
     mlp,
     offload,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError, StorageError
+from infinity.testing.simulated_device import SimulatedDevice
 from tests.parity.test_early_updates import (
     Run,
     config_of,
@@ -33,6 +36,12 @@ def reference() -> list[torch.Tensor]:
 
 def ladder() -> list[int]:
     return [*range(1, 8), *range(8, 120, 9)]
+
+
+@pytest.fixture(params=["host", "worker"])
+def options(request: pytest.FixtureRequest) -> Callable[[], dict[str, Any]]:
+    """Who updates early: the thread that trains, or a worker beside a device."""
+    return lambda: {} if request.param == "host" else {"device": SimulatedDevice()}
 
 
 def run_of(model: nn.Module) -> Run:
@@ -62,12 +71,12 @@ def go_on(run: Run) -> bool:
 
 
 def test_each_read_that_fails_around_early_updates_is_told_or_made_again(
-    swap_directory: Path,
+    swap_directory: Path, options: Callable[[], dict[str, Any]]
 ) -> None:
     expected, failures, swallowed = reference(), 0, 0
     for rung in ladder():
         model = make()
-        with trapped(model, config_of(swap_directory)) as (engine, trap):
+        with trapped(model, config_of(swap_directory), **options()) as (engine, trap):
             run = run_of(model)
             steps(run, BEFORE)
             engine.flush()
@@ -91,12 +100,12 @@ def test_each_read_that_fails_around_early_updates_is_told_or_made_again(
 
 @pytest.mark.parametrize("code", [EIO, ENOSPC])
 def test_no_write_that_fails_around_early_updates_is_forgotten(
-    swap_directory: Path, code: int
+    swap_directory: Path, code: int, options: Callable[[], dict[str, Any]]
 ) -> None:
     failures = 0
     for rung in ladder():
         model = make()
-        with trapped(model, config_of(swap_directory)) as (engine, trap):
+        with trapped(model, config_of(swap_directory), **options()) as (engine, trap):
             run = run_of(model)
             steps(run, BEFORE)
             engine.flush()

@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.engine.engine import Engine
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import assert_same
+from tests.support.offloading import KINDS
 
 from .harness import (
-    KINDS,
     Named,
     assert_everything_comes_back,
     assert_nothing_leaked,
-    assert_same,
     loss_of,
     offload,
     offloaded_step,

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from infinity.modules.interrupts import uninterrupted
+from tests.support.bits import assert_same
 
 from .harness import (
-    assert_same,
     loss_of,
     mlp,
     offload,

@@ -15,6 +15,7 @@ import infinity
 from infinity.engine.engine import Engine
 from infinity.errors import StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
+from tests.support.bits import assert_same
 
 from .harness import (
     EIO,
@@ -25,7 +26,6 @@ from .harness import (
     assert_everything_comes_back,
     assert_nothing_leaked,
     assert_poisoned,
-    assert_same,
     loss_of,
     mlp,
     offload,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import SwapLockedError
+from tests.support.bits import assert_same
 from tests.support.forked import Script, wait_until
 
 from .harness import (
-    assert_same,
     mlp,
     offload,
     offloaded_steps,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from parity import exchanges
-from parity.harness import offloaded, swap_config
 from torch import Tensor, nn
 
 import infinity
 from infinity.testing.models import TinyDecoder
+from tests.support.offloading import offloaded, swap_config
 
 pytestmark = pytest.mark.timeout(300)
 

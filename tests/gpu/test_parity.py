@@ -25,17 +25,16 @@ from parity.harness import (
     PlainSide,
     Plan,
     Record,
-    assert_same,
+    assert_same_run,
     held_units,
-    offloaded,
     run,
-    swap_config,
 )
 from parity.zoo import ZOO, Entry
 from torch import Tensor, nn
 
 import infinity
 from infinity.testing import models
+from tests.support.offloading import offloaded, swap_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -98,7 +97,7 @@ def test_trains_like_plain_pytorch(name: str, swap_directory: Path) -> None:
     config = cuda_config(swap_directory, placement="nvme")
     with offloaded(entry.build(0), config) as model:
         assert next(model.parameters()).device.type == CUDA
-        assert_same(expected, run(entry, OffloadedSide(model), plan, device=CUDA))
+        assert_same_run(expected, run(entry, OffloadedSide(model), plan, device=CUDA))
 
 
 def _decoder(seed: int) -> nn.Module:
@@ -133,7 +132,7 @@ def test_every_placement_has_the_same_bits(
         config["tiers"]["device"]["capacity"] = 3 * unit_nbytes + (1 << 20)
     with offloaded(entry.build(0), config) as model:
         record = run(entry, OffloadedSide(model), plan, device=CUDA)
-    assert_same(_long_reference(entry, plan), record)
+    assert_same_run(_long_reference(entry, plan), record)
 
 
 _KEPT: dict[int, Record] = {}

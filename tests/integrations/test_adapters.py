@@ -24,6 +24,7 @@ from infinity.checkpoint import load, save
 from infinity.engine import lay_out
 from infinity.errors import InfinityError
 from infinity.modules import discover
+from tests.support.offloading import small_tiers
 
 IDS = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
 KINDS = ("parameters", "master", "moments", "gradients")
@@ -42,10 +43,9 @@ def lora(seed: int = 0) -> Any:
 
 def swap(directory: Path, host: str = "12MiB", **schedule: Any) -> dict[str, Any]:
     """All state on the drive, however much host memory there is."""
-    nvme = [{"path": str(directory / "swap"), "capacity": "64MiB"}]
     return {
         "placement": {kind: ["nvme"] for kind in KINDS},
-        "tiers": {"host": {"capacity": host, "huge_pages": False}, "nvme": nvme},
+        "tiers": small_tiers(directory / "swap", host),
         "schedule": schedule,
     }
 

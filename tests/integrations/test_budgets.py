@@ -24,6 +24,7 @@ from transformers import (
 
 import infinity
 from infinity.errors import CapacityError
+from tests.support.offloading import small_tiers
 
 IDS = torch.randint(0, 200, (2, 8), generator=torch.Generator().manual_seed(1))
 SIZES = {
@@ -86,10 +87,7 @@ WAYS["adapters over files"] = lambda name, config, directory: infinity.offload(
 
 def configured(capacity: str, swap: Path, **more: Any) -> dict[str, Any]:
     return {
-        "tiers": {
-            "host": {"capacity": capacity, "huge_pages": False},
-            "nvme": [{"path": str(swap), "capacity": "64MiB"}],
-        },
+        "tiers": small_tiers(swap, capacity),
         "schedule": {"tile": 0},
     } | more
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from tests.support.offloading import small_tiers
 
 diffusers = pytest.importorskip("diffusers", reason="pip install diffusers")
 
@@ -57,9 +58,7 @@ def test_a_denoiser_gives_the_same_run(make: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = make().train()
     torch.manual_seed(0)
-    nvme = [{"path": str(tmp_path / "swap"), "capacity": "64MiB"}]
-    tiers = {"host": {"capacity": "8MiB", "huge_pages": False}, "nvme": nvme}
-    model = infinity.offload(make().train(), {"tiers": tiers})
+    model = infinity.offload(make().train(), {"tiers": small_tiers(tmp_path / "swap", "8MiB")})
     with infinity.engine_of(model) as engine:
         theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
         mine = infinity.AdamW(model, lr=1e-2, max_grad_norm=0.5)

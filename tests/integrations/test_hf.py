@@ -21,6 +21,7 @@ from transformers import (
 import infinity
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.integrations.hf import prepare_accelerator, prepare_trainer
+from tests.support.offloading import small_tiers
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -68,9 +69,7 @@ def make_trainer(model: Any, directory: Path, **options: Any) -> Trainer:
 
 
 def swap(directory: Path, **precision: str) -> dict[str, Any]:
-    nvme = [{"path": str(directory / "swap"), "capacity": "64MiB"}]
-    tiers = {"host": {"capacity": "16MiB", "huge_pages": False}, "nvme": nvme}
-    return {"tiers": tiers, "precision": precision}
+    return {"tiers": small_tiers(directory / "swap"), "precision": precision}
 
 
 def history(trainer: Trainer) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import infinity
 from infinity.testing.models import Mlp
+from tests.support.offloading import small_tiers
 
 lightning = pytest.importorskip("lightning", reason="pip install lightning")
 
@@ -60,9 +61,7 @@ def fit(task: Task, directory: Path, clip: float | None) -> float:
 def test_fit_gives_the_same_run_and_ends_well(clip: float | None, tmp_path: Path) -> None:
     plain, mine = Task(is_offloaded=False), Task(is_offloaded=True)
     expected = fit(plain, tmp_path, clip)
-    nvme = [{"path": str(tmp_path / "swap"), "capacity": "64MiB"}]
-    tiers = {"host": {"capacity": "8MiB", "huge_pages": False}, "nvme": nvme}
-    infinity.offload(mine.model, {"tiers": tiers})
+    infinity.offload(mine.model, {"tiers": small_tiers(tmp_path / "swap", "8MiB")})
     with infinity.engine_of(mine.model) as engine:
         assert fit(mine, tmp_path, clip) == expected
         assert mine.losses == plain.losses

@@ -14,6 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError, SwapLockedError
+from tests.support.offloading import small_tiers
 
 CELL = """
 torch.manual_seed(0)
@@ -34,11 +35,10 @@ class Notebook:
     """What a kernel does with cells: each has a name of its own, Out keeps what they gave."""
 
     def __init__(self, directory: Path) -> None:
-        nvme = [{"path": str(directory / "swap"), "capacity": "64MiB"}]
-        tiers = {"host": {"capacity": "16MiB", "huge_pages": False}, "nvme": nvme}
+        config = {"tiers": small_tiers(directory / "swap")}
         self.out: dict[int, Any] = {}
         self.names: dict[str, Any] = {
-            "torch": torch, "nn": nn, "infinity": infinity, "config": {"tiers": tiers},
+            "torch": torch, "nn": nn, "infinity": infinity, "config": config,
             "Out": self.out,
         }  # fmt: skip
 

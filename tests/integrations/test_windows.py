@@ -31,6 +31,7 @@ from transformers import (
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.integrations.hf import prepare_trainer
+from tests.support.offloading import small_tiers
 
 LORA = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.1)
 
@@ -140,8 +141,7 @@ def make_trainer(cls: Any, model: Any, directory: Path, **options: Any) -> Any:
 
 
 def swap(directory: Path, **host: Any) -> dict[str, Any]:
-    nvme = [{"path": str(directory / "swap"), "capacity": "64MiB"}]
-    return {"tiers": {"host": {"capacity": "16MiB", "huge_pages": False} | host, "nvme": nvme}}
+    return {"tiers": small_tiers(directory / "swap", **host)}
 
 
 def events(trainer: Any) -> list[Any]:

@@ -18,9 +18,9 @@ from .work import (
     NVME,
     Case,
     Run,
-    assert_same,
+    assert_same_run,
     micro_batches,
-    offloaded,
+    offload_case,
     train,
     train_model,
 )
@@ -40,7 +40,7 @@ CASES = [
 def smallest_nbytes(case: Case, swap: Path) -> int:
     """As the refusal of less states it."""
     with pytest.raises(CapacityError) as refused:
-        offloaded(replace(case, capacity="64KiB"), swap)
+        offload_case(replace(case, capacity="64KiB"), swap)
     return refused.value.needed_nbytes
 
 
@@ -49,7 +49,7 @@ def train_in_the_smallest(rank: int, case: Case, swap: Path) -> tuple[Run, Run]:
     told = replace(case, micro_batch=4)
     needed_nbytes = smallest_nbytes(told, swap)
     with pytest.raises(CapacityError, match=f"{needed_nbytes >> 20}"):
-        offloaded(replace(told, capacity=needed_nbytes - 4096), swap)
+        offload_case(replace(told, capacity=needed_nbytes - 4096), swap)
     small = train(rank, replace(told, capacity=needed_nbytes))
     return small, train(rank, case)
 
@@ -58,7 +58,7 @@ def accumulate_untold(rank: int, swap: Path) -> None:
     """The file does not set the number of micro-batches: the budget is enough for a backward of
     each."""
     case = replace(LAYER_MAJOR, capacity=smallest_nbytes(LAYER_MAJOR, swap))
-    model = offloaded(case, swap)
+    model = offload_case(case, swap)
     calls: list[Any] = []
     least = smallest_nbytes(replace(LAYER_MAJOR, micro_batch=4), swap)
     with pytest.raises(
@@ -78,4 +78,4 @@ def work(rank: int, swap: Path) -> list[tuple[Run, Run]]:
 def test_the_smallest_budget_accumulates_and_less_is_refused_at_once(tmp_path: Path) -> None:
     for rank, runs in enumerate(run_ranks(2, work, tmp_path)):
         for case, (small, roomy) in zip(CASES, runs, strict=True):
-            assert_same(small, roomy, f"rank {rank}, {case}")
+            assert_same_run(small, roomy, f"rank {rank}, {case}")

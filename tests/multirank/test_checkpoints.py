@@ -23,11 +23,12 @@ from infinity.errors import ConfigError, CorruptionError, InfinityError, Storage
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.storage.page_reader import PageReader
 from tests.support import forked
+from tests.support.bits import assert_same
 from tests.support.file_systems import seem_elsewhere
 
 from .models import batch
 from .processes import Ranks, run_ranks
-from .work import LR, MIXED, NVME, Case, offloaded, read_weights
+from .work import LR, MIXED, NVME, Case, offload_case, read_weights
 
 TIME_LIMIT_S = 120.0
 
@@ -38,7 +39,7 @@ class Run:
     def __init__(self, rank: int, case: Case, directory: str, **options: Any) -> None:
         self.rank = rank
         torch.manual_seed(100 + rank)
-        self.model = offloaded(case, Path(directory) / "swap", **options)
+        self.model = offload_case(case, Path(directory) / "swap", **options)
         self.engine = infinity.engine_of(self.model)
         self.optimizer = infinity.AdamW(self.model, lr=LR, max_grad_norm=1.0)
         self.dtype = getattr(torch, case.compute)
@@ -74,11 +75,8 @@ def content(path: Path) -> dict[tuple[str, str], Tensor]:
         return found | {(info.name, info.kind): source.tensor(info) for info in masters}
 
 
-def assert_same(found: Path, wanted: Path) -> None:
-    one, other = content(found), content(wanted)
-    assert one.keys() == other.keys()
-    different = [key for key in one if not torch.equal(one[key], other[key])]
-    assert not different, different[:3]
+def assert_same_content(found: Path, wanted: Path) -> None:
+    assert_same(content(wanted), content(found), is_ordered=False)
 
 
 def assert_plain(found: dict[str, dict[str, Tensor]], saved: Path) -> None:
@@ -175,7 +173,7 @@ def test_state_is_the_same_at_any_number_of_ranks(
 ) -> None:
     """Saved by four ranks, gone on with by four to the bit; loaded and saved by others in turn."""
     plain, *_ = run_ranks(4, _train_and_save, case, str(tmp_path), linked)
-    assert_same(tmp_path / "exact" / "step-00000004", tmp_path / "later" / "step-00000004")
+    assert_same_content(tmp_path / "exact" / "step-00000004", tmp_path / "later" / "step-00000004")
     assert_plain(plain, tmp_path / "exact" / "step-00000004")
     source = tmp_path / "saved"
     saved = source / "step-00000002"
@@ -196,7 +194,7 @@ def test_state_is_the_same_at_any_number_of_ranks(
             for name, weight in weights.items():
                 kind = "master" if (name, "master") in wanted else "weight"
                 assert torch.equal(weight, wanted[name, kind]), name
-        assert_same(target / "step-00000002", saved)
+        assert_same_content(target / "step-00000002", saved)
         source = target
     assert all(files == exported[0] for files in exported), "as one rank writes them"
 
@@ -345,7 +343,7 @@ def test_checkpoints_of_ranks_are_verified_and_exported(tmp_path: Path) -> None:
     saved = tmp_path / "saved" / "step-00000001"
     infinity.checkpoint.export_checkpoint_dcp(saved, tmp_path / "dcp")
     read = run_ranks(3, _import, str(tmp_path))
-    assert_same(tmp_path / "imported" / "step-00000001", saved)
+    assert_same_content(tmp_path / "imported" / "step-00000001", saved)
     [seen] = infinity.checkpoint.inspect(saved)
     there = sum(linked.nbytes for linked in seen.linked)
     assert there <= sum(read) < 1.3 * there, "a rank reads what it keeps"

@@ -23,9 +23,9 @@ from .work import (
     MODELS,
     NVME,
     Case,
-    assert_same,
+    assert_same_run,
     expected,
-    offloaded,
+    offload_case,
     read_weights,
     train_all,
 )
@@ -103,7 +103,7 @@ def test_ranks_have_the_bits_of_a_sum_in_rank_order(job: str) -> None:
         cases, zip(*run_ranks(count, train_all, cases), strict=True), strict=True
     ):
         for rank, (found, wanted) in enumerate(zip(runs, expected(case, count), strict=True)):
-            assert_same(found, wanted, f"rank {rank} of {count}, {case}")
+            assert_same_run(found, wanted, f"rank {rank} of {count}, {case}")
             if case.reduce_buffer != "auto":
                 assert found.counters["ranks_reduce_buffer_high_water_nbytes"] <= case.reduce_buffer
                 assert found.counters["ranks_reduce_buffer_spilled_nbytes"] > case.reduce_buffer
@@ -122,14 +122,14 @@ def test_ranks_that_see_one_batch_have_the_bits_of_one_rank() -> None:
     [alone] = run_ranks(1, train_all, cases)
     for runs in run_ranks(2, train_all, cases):
         for case, found, wanted in zip(cases, runs, alone, strict=True):
-            assert_same(found, wanted, str(case))
+            assert_same_run(found, wanted, str(case))
 
 
 def test_one_rank_is_as_without_ranks() -> None:
     case = Case(3, steps=2)
     [[found]] = run_ranks(1, train_all, [case])
     [wanted] = expected(case, 1)
-    assert_same(found, wanted, "one rank")
+    assert_same_run(found, wanted, "one rank")
     assert not any(name.startswith("ranks_") for name in found.counters)
 
 
@@ -162,7 +162,7 @@ def _goes_its_own_way(rank: int, exchange: str) -> tuple[dict[str, torch.Tensor]
     collectives.PATIENCE_S = 0.3
     case = Case(3, steps=4, exchange=exchange, simulated=True)
     width = MODELS[case.model].width
-    model = offloaded(case, Path())
+    model = offload_case(case, Path())
     optimizer = infinity.AdamW(model, lr=LR)
     transport = infinity.engine_of(model).ranks.transport
     is_waited_for, await_backwards = [], transport.await_backwards

@@ -18,7 +18,7 @@ from infinity.errors import InfinityError, NonFiniteError, RankError
 
 from .models import loss_of
 from .processes import Ranks, run_ranks
-from .work import LR, Case, build, micro_batches, offloaded, train_model
+from .work import LR, Case, build, micro_batches, offload_case, train_model
 
 VICTIM = 2
 TIME_LIMIT_S = 30.0
@@ -44,7 +44,7 @@ def _die_in(
     if signal_number is None:
         transport._CAUSE_S = TIME_LIMIT_S  # Its word is on its way, however late it is read.
     case = Case(3, steps=50, exchange=exchange, simulated=exchange == "collective")
-    model = offloaded(case, None)  # type: ignore[arg-type]
+    model = offload_case(case, None)  # type: ignore[arg-type]
     engine = infinity.engine_of(model)
 
     def die(*unused: Any) -> None:
@@ -126,7 +126,7 @@ def _misuse(rank: int) -> dict[str, str]:
             found[what] = f"{type(error).__name__}: {error}"
 
     case = Case(2)
-    model = offloaded(case, None)  # type: ignore[arg-type]
+    model = offload_case(case, None)  # type: ignore[arg-type]
     optimizer = infinity.AdamW(model, lr=LR, max_grad_norm=1.0, error_if_nonfinite=True)
     before = {n: infinity.engine_of(model).read_parameter(n) for n in ("head.weight",)}
     [(x, _)] = micro_batches(Case(2, steps=1), rank, 0)
@@ -150,7 +150,7 @@ def _misuse(rank: int) -> dict[str, str]:
     unlike = _config() | {"distributed": {"exchange": ("one_sided", "collective")[rank]}}
     note("other exchange", InfinityError, lambda: infinity.offload(build(case), unlike))
 
-    model = offloaded(case, None)  # type: ignore[arg-type]
+    model = offload_case(case, None)  # type: ignore[arg-type]
     optimizer = infinity.AdamW(model, lr=LR)
     if rank == 0:
         infinity.engine_of(model).close()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import infinity
 from infinity.errors import CapacityError
 from tests.integrations.test_budgets import IDS, MODELS, WAYS
+from tests.support.offloading import small_tiers
 
 from .processes import run_ranks
 
@@ -20,10 +21,7 @@ COUNT = 2
 
 def train(rank: int, capacity: str, swap: Path, way: str, sharing: dict[str, Any]) -> list[Any]:
     config = {
-        "tiers": {
-            "host": {"capacity": capacity, "huge_pages": False},
-            "nvme": [{"path": str(swap), "capacity": "64MiB"}],
-        },
+        "tiers": small_tiers(swap, capacity),
         "distributed": sharing["distributed"],
         "precision": sharing["precision"],
         "schedule": {"tile": 0},

@@ -22,7 +22,7 @@ from .work import (
     Case,
     build,
     make_optimizer,
-    offloaded,
+    offload_case,
     one_step,
     read_weights,
     train_model,
@@ -32,7 +32,7 @@ from .work import (
 def _look(rank: int, stage: int, compute: str, swap: str) -> dict[str, Any]:
     """Uses of a model that rank 0 makes alone, and those that all ranks make."""
     case = Case(stage, MIXED, compute=compute, steps=1)
-    model = offloaded(case, Path(swap))
+    model = offload_case(case, Path(swap))
     engine = infinity.engine_of(model)
     fresh = {name: engine.read_parameter(name, master=True) for name in engine.parameter_names()}
     given = {n: p for n, p in build(case).named_parameters() if p.requires_grad}
@@ -83,7 +83,7 @@ def test_weights_are_read_and_set_as_on_one_rank(tmp_path: Path) -> None:
 def _moments(rank: int, stage: int, moments: str, swap: str) -> dict[str, Any]:
     """`optimizer.state[p]`: read by rank 0 alone while the others begin the next step; by all."""
     case = Case(stage, MIXED, compute="bfloat16", steps=2, moments=moments)
-    model = offloaded(case, Path(swap))
+    model = offload_case(case, Path(swap))
     optimizer = make_optimizer(model, case)
     seen: dict[str, Any] = {}
 
@@ -272,7 +272,7 @@ def test_layer_inputs_are_sharded_over_the_ranks_that_compute_one_layer(tmp_path
 
 def _train_the_head(rank: int, stage: int) -> dict[str, Tensor]:
     """Some units have gradients that no optimizer takes, and one rank alone evaluates."""
-    model = offloaded(Case(stage), None)  # type: ignore[arg-type]
+    model = offload_case(Case(stage), None)  # type: ignore[arg-type]
     optimizer = infinity.AdamW(model.head.parameters(), lr=LR)
     for step in range(3):
         if rank == 0:
@@ -299,7 +299,7 @@ def test_a_part_of_the_model_trains_alone() -> None:
 
 def _zero_in_place(rank: int, stage: int) -> tuple[dict[str, Tensor], list[float]]:
     """Rank 0 alone uses the last block, and only before its gradient is made zero."""
-    model = offloaded(Case(stage), None)  # type: ignore[arg-type]
+    model = offload_case(Case(stage), None)  # type: ignore[arg-type]
     optimizer = infinity.AdamW(model, lr=LR, max_grad_norm=1.0)
     norms = []
     for step in range(3):

@@ -28,7 +28,7 @@ from infinity.tiers.host import HostBlocks
 
 from .models import batch, loss_of
 from .processes import run_ranks
-from .work import LR, Case, offloaded
+from .work import LR, Case, offload_case
 
 BUDGET = 10_000
 WINDOW = 4096
@@ -120,7 +120,7 @@ def test_without_a_drive_a_sender_waits_for_space(
 def _without_room(rank: int) -> torch.Tensor:
     """Rank 1 has no batch, waits for the step at once, and has no space for half of what
     arrives."""
-    model = offloaded(Case(2), None)  # type: ignore[arg-type]
+    model = offload_case(Case(2), None)  # type: ignore[arg-type]
     engine = infinity.engine_of(model)
     engine.store.partials.budget_nbytes = 24 << 10
     optimizer = infinity.AdamW(model, lr=LR)

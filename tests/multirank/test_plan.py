@@ -28,8 +28,8 @@ from .processes import run_ranks
 from .work import NVME, Case, build, counted_in_a_step
 
 LINKS = {
-    "ranks_gathered_nbytes": ("sockets_got", "gather_got"),
-    "ranks_reduced_nbytes": ("sockets_given", "gather_given"),
+    "ranks_gathered_nbytes": ("sockets_received", "gather_received"),
+    "ranks_reduced_nbytes": ("sockets_sent", "gather_sent"),
     "device_in_nbytes": ("h2d",),
     "device_out_nbytes": ("d2h",),
     "nvme_read_nbytes": ("nvme_read",),

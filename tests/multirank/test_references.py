@@ -24,7 +24,7 @@ from .work import (
     build,
     counted_in_a_step,
     micro_batches,
-    offloaded,
+    offload_case,
     read_weights,
     train_all,
 )
@@ -85,7 +85,7 @@ def _one_step_with_large_eps(rank: int, stage: int) -> tuple[dict[str, Tensor], 
     for module in (*sharded.blocks, sharded.frozen, sharded.head):
         fully_shard(module)
     fully_shard(sharded)
-    ours = offloaded(case, None)  # type: ignore[arg-type]
+    ours = offload_case(case, None)  # type: ignore[arg-type]
     options: dict[str, Any] = {"lr": LR, "eps": 1.0, "weight_decay": 0.0}
     [(x, _)] = micro_batches(case, rank, 0)
     optimizers = (
@@ -116,7 +116,7 @@ def _volume(rank: int, cases: list[Case]) -> list[tuple[float, float]]:
     """(given, got) in a step, by case."""
     found = []
     for case in cases:
-        model = offloaded(case, Path(tempfile.gettempdir(), "swap"))
+        model = offload_case(case, Path(tempfile.gettempdir(), "swap"))
         names = ("ranks_reduced_nbytes", "ranks_gathered_nbytes")
         given, got = counted_in_a_step(model, rank, case, names).values()
         found.append((given, got))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.ops.split_master import split
 from infinity.testing import SimulatedDevice
+from tests.support.bits import differences
 from tests.support.lion import PlainLion
 
 from .models import Blocks, Experts, WideBlocks, batch, loss_of
@@ -88,7 +89,7 @@ class Run:
     placed: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-def offloaded(
+def offload_case(
     case: Case, swap: Path, *, checkpoint: dict[str, Any] | None = None, resume: Any = None
 ) -> nn.Module:
     config: dict[str, Any] = {
@@ -123,7 +124,7 @@ def offloaded(
 
 def train(rank: int, case: Case) -> Run:
     """Trains over the ranks of this job."""
-    model = offloaded(case, Path(tempfile.gettempdir(), "swap"))
+    model = offload_case(case, Path(tempfile.gettempdir(), "swap"))
     try:
         return train_model(model, rank, case)
     finally:
@@ -292,7 +293,7 @@ def _round(parameters: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]
                 parameter.copy_(wide)
 
 
-def assert_same(found: Run, wanted: Run, what: str) -> None:
+def assert_same_run(found: Run, wanted: Run, what: str) -> None:
     assert found.losses == wanted.losses, what
-    for name, weight in wanted.weights.items():
-        assert torch.equal(found.weights[name], weight), f"{what}: {name}"
+    compared = {name: found.weights[name] for name in wanted.weights}
+    assert not (lines := differences(wanted.weights, compared)), f"{what}: {lines[:3]}"

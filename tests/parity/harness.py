@@ -10,12 +10,9 @@ where a docstring derives one.
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -24,6 +21,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import CapacityError
+from tests.support.bits import differences
+from tests.support.offloading import offloaded
 
 from .zoo import Entry
 
@@ -210,49 +209,7 @@ def run(
 # --- comparing --------------------------------------------------------------------------------
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal shape, dtype and values; NaN equals NaN, so that a poisoned run is not excused."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or (
-        a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
-    )
-
-
-def describe(a: Tensor | None, b: Tensor | None) -> str:
-    """How two tensors differ, in one line: expected, then what came."""
-    if a is None or b is None:
-        return f"expected {'None' if a is None else 'a tensor'}, got {'None' if b is None else 'a tensor'}"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"expected {tuple(a.shape)} {a.dtype}, got {tuple(b.shape)} {b.dtype}"
-    if not a.is_floating_point():
-        return f"expected {a.flatten()[:8].tolist()}, got {b.flatten()[:8].tolist()}"
-    gap = (a.double() - b.double()).abs()
-    return (
-        f"{int((a != b).sum())} of {a.numel()} differ, largest {gap.max().item():.3g}; "
-        f"first values {a.flatten()[:3].tolist()} against {b.flatten()[:3].tolist()}"
-    )
-
-
-def differences(
-    expected: Mapping[str, Tensor | None], actual: Mapping[str, Tensor | None]
-) -> list[str]:
-    """One line per name whose tensors are not the same bits."""
-    found = [f"{name}: missing" for name in expected if name not in actual]
-    found += [f"{name}: unexpected" for name in actual if name not in expected]
-    for name, tensor in expected.items():
-        if name not in actual:
-            continue
-        other = actual[name]
-        if tensor is None or other is None:
-            if tensor is not other:
-                found.append(f"{name}: {describe(tensor, other)}")
-        elif not same_bits(tensor, other):
-            found.append(f"{name}: {describe(tensor, other)}")
-    return found
-
-
-def assert_same(expected: Record, actual: Record) -> None:
+def assert_same_run(expected: Record, actual: Record) -> None:
     """Every loss, gradient, norm, weight, buffer and token of two runs is the same bits."""
 
     def by_step(tensors: list[Tensor]) -> dict[str, Tensor | None]:
@@ -279,49 +236,6 @@ def assert_same(expected: Record, actual: Record) -> None:
 
 # --- the swap-tier file -----------------------------------------------------------------------
 
-KINDS = ("parameters", "master", "moments", "gradients")
-
-
-def swap_config(
-    directory: Path | None,
-    *,
-    placement: str | Mapping[str, Any] = "nvme",
-    host_nbytes: int | str = "8MiB",
-    device_nbytes: int | str | None = None,
-    engine: str = "threads",
-    prefetch: bool = True,
-    updates: str = "deferred",
-    compute: str = "float32",
-    update_chunk: int | str = "64KiB",
-    **more: Mapping[str, Any],
-) -> dict[str, Any]:
-    """A swap-tier table for tests: small blocks and stripes so that tiny models cross them.
-
-    `placement` is one tier for every kind, or a mapping of kind to a tier or list of tiers, kinds
-    left out going to the host. `more` adds or overrides sections.
-    """
-    if isinstance(placement, str):
-        placement = {kind: [placement] for kind in KINDS}
-    table: dict[str, Any] = {
-        "tiers": {
-            "device": {"kind": "cpu"} if device_nbytes is None else
-            {"kind": "cpu", "capacity": device_nbytes},
-            "host": {"capacity": host_nbytes, "huge_pages": False},
-        },
-        "placement": {kind: placement.get(kind, ["host"]) for kind in KINDS},
-        "io": {"engine": engine, "block_size": "64KiB", "stripe": "16KiB", "queue_depth": 2,
-               "threads": 2},
-        "schedule": {"prefetch": prefetch, "update_chunk": update_chunk, "updates": updates,
-                     "update_on": "host"},
-        "precision": {"compute": compute},
-    }  # fmt: skip
-    if directory is not None:
-        table["tiers"]["nvme"] = [{"path": str(directory), "capacity": "256MiB"}]
-    for section, values in more.items():
-        table[section] = {**table.get(section, {}), **values}
-    return table
-
-
 LEAST_HOST_NBYTES = 256 << 10  # Four of the smallest update chunks, which the configuration needs.
 
 
@@ -342,18 +256,6 @@ def smallest_host_nbytes(
         return error.needed_nbytes
     infinity.engine_of(model).close()
     return LEAST_HOST_NBYTES
-
-
-@contextmanager
-def offloaded(model: nn.Module, config: dict[str, Any], **options: Any) -> Iterator[nn.Module]:
-    """`infinity.offload` for the length of a block; the engine is closed and collected after it."""
-    model = infinity.offload(model, config, **options)
-    try:
-        yield model
-    finally:
-        infinity.engine_of(model).close()
-        del model
-        gc.collect()
 
 
 def plain_run(entry: Entry, plan: Plan, *, seed: int = 0, **options: Any) -> Record:

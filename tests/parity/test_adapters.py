@@ -16,8 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
-
-from .harness import swap_config
+from tests.support.offloading import swap_config
 
 IDS = torch.arange(12).view(2, 6)
 LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
@@ -115,7 +114,7 @@ def by_hand(model: Any) -> list[Tensor]:
     return [loss_of(model), *train(model)]
 
 
-def offloaded(model: Any, directory: Path) -> Any:
+def on_nvme(model: Any, directory: Path) -> Any:
     return infinity.offload(model, swap_config(directory, host_nbytes="16MiB"))
 
 
@@ -127,7 +126,7 @@ def test_adapters_are_used_after_offload_as_without_it(
 ) -> None:
     plain = build()
     expected = use(plain)
-    model = offloaded(build(), tmp_path)
+    model = on_nvme(build(), tmp_path)
     engine = infinity.engine_of(model)
     assert all(torch.equal(a, b) for a, b in zip(expected, use(model), strict=True))
     for name, parameter in plain.named_parameters():
@@ -191,7 +190,7 @@ def test_further_methods_train_over_a_base_in_memory_as_without_offload(
 
 
 def test_an_adapter_that_cannot_be_trained_is_named(tmp_path: Path) -> None:
-    model = offloaded(two(), tmp_path)
+    model = on_nvme(two(), tmp_path)
     model.set_adapter("other")
     with pytest.raises(UnsupportedError, match=r"other\.weight.* set requires_grad before"):
         train(model)
@@ -199,7 +198,7 @@ def test_an_adapter_that_cannot_be_trained_is_named(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_came_after_offload_is_not_left_untrained(tmp_path: Path) -> None:
-    model = offloaded(one(), tmp_path)
+    model = on_nvme(one(), tmp_path)
     optimizer = optimizer_of(model)
     model.add_adapter("late", peft.LoraConfig(r=2, **LORA))
     model.set_adapter("late")
@@ -222,7 +221,7 @@ def test_an_adapter_that_came_after_offload_trains_with_an_optimizer_of_torch(
     tmp_path: Path,
 ) -> None:
     """And is refused when that optimizer makes no steps."""
-    model = offloaded(one(), tmp_path)
+    model = on_nvme(one(), tmp_path)
     optimizer = optimizer_of(model)
     model.add_adapter("late", peft.LoraConfig(r=2, **LORA))
     model.set_adapter("late")
@@ -244,7 +243,7 @@ def test_an_adapter_that_came_after_offload_trains_with_an_optimizer_of_torch(
 
 
 def test_another_vocabulary_is_refused_and_the_same_is_not(tmp_path: Path) -> None:
-    model = offloaded(base(), tmp_path)
+    model = on_nvme(base(), tmp_path)
     before = loss_of(model)
     model.resize_token_embeddings(64)
     with pytest.raises(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import infinity
 from infinity.errors import ConfigError
+from tests.support.bits import assert_same
+from tests.support.offloading import offloaded
 
 PROJECTIONS = ["q_proj", "v_proj"]
 TOKENS = torch.arange(32).reshape(2, 16)
@@ -70,23 +71,18 @@ def on_meta() -> Any:
     return model
 
 
-@contextmanager
-def offloaded(model: Any, tmp_path: Path, weights: Path | None, **precision: str) -> Iterator[Any]:
+def on_nvme(model: Any, tmp_path: Path, weights: Path | None, **precision: str) -> Any:
     config = {"tiers": {"nvme": [{"path": str(tmp_path / "swap")}], "host": {"capacity": "32MiB"}}}
-    infinity.offload(model, config | {"precision": precision}, weights=weights)
-    try:
-        yield model
-    finally:
-        infinity.engine_of(model).close()
+    return offloaded(model, config | {"precision": precision}, weights=weights)
 
 
 def loss_of(model: Any) -> torch.Tensor:
     return model.train()(input_ids=TOKENS, labels=TOKENS).loss
 
 
-def assert_same(plain: Any, model: Any) -> None:
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name).detach()), name
+def assert_same_model(plain: Any, model: Any) -> None:
+    values = {name: model.get_parameter(name).detach() for name, _ in plain.named_parameters()}
+    assert_same(dict(plain.named_parameters()), values)
     assert torch.equal(loss_of(plain), loss_of(model))
 
 
@@ -98,8 +94,8 @@ def test_a_new_adapter_starts_as_over_a_base_in_memory(
     torch.manual_seed(3)
     plain = peft.get_peft_model(plain, ADAPTERS[kind]())
     torch.manual_seed(3)
-    with offloaded(peft.get_peft_model(model, ADAPTERS[kind]()), tmp_path, checkpoint) as model:
-        assert_same(plain, model)
+    with on_nvme(peft.get_peft_model(model, ADAPTERS[kind]()), tmp_path, checkpoint) as model:
+        assert_same_model(plain, model)
 
 
 @pytest.mark.filterwarnings("error:.*no-op.*")
@@ -117,8 +113,8 @@ def test_a_loaded_adapter_keeps_its_values(
     model = peft.PeftModel.from_pretrained(
         on_meta(), tmp_path / "adapter", is_trainable=True, low_cpu_mem_usage=low_cpu_mem_usage
     )
-    with offloaded(model, tmp_path, checkpoint) as model:
-        assert_same(plain, model)
+    with on_nvme(model, tmp_path, checkpoint) as model:
+        assert_same_model(plain, model)
 
 
 def small_llama() -> LlamaForCausalLM:
@@ -157,8 +153,8 @@ def test_values_that_derive_from_small_base_weights_are_those_of_the_checkpoint(
         model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
     else:
         model = peft.get_peft_model(model, ADAPTERS[kind]())
-    with offloaded(model, tmp_path, tmp_path / "base") as model:
-        assert_same(plain, model)
+    with on_nvme(model, tmp_path, tmp_path / "base") as model:
+        assert_same_model(plain, model)
 
 
 def test_transformers_own_load_adapter_keeps_the_values(checkpoint: Path, tmp_path: Path) -> None:
@@ -169,7 +165,7 @@ def test_transformers_own_load_adapter_keeps_the_values(checkpoint: Path, tmp_pa
     plain.save_pretrained(tmp_path / "adapter")
     model = on_meta()
     model.load_adapter(tmp_path / "adapter", is_trainable=True)
-    with offloaded(model, tmp_path, checkpoint) as model:
+    with on_nvme(model, tmp_path, checkpoint) as model:
         assert torch.equal(loss_of(plain), loss_of(model))
 
 
@@ -181,9 +177,9 @@ def test_fp32_adapters_over_a_bf16_base_start_as_plain(checkpoint: Path, tmp_pat
     plain = peft.get_peft_model(plain, ADAPTERS["dora"]())
     torch.manual_seed(3)
     model = peft.get_peft_model(model, ADAPTERS["dora"]())
-    with offloaded(model, tmp_path, checkpoint, compute="bfloat16") as model:
+    with on_nvme(model, tmp_path, checkpoint, compute="bfloat16") as model:
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
-        assert_same(plain, model)
+        assert_same_model(plain, model)
 
 
 def test_lora_on_packed_experts_starts_as_over_a_base_in_memory(tmp_path: Path) -> None:
@@ -208,8 +204,8 @@ def test_lora_on_packed_experts_starts_as_over_a_base_in_memory(tmp_path: Path) 
     plain.save_pretrained(tmp_path / "base")
     with infinity.init_empty_weights():
         model = mixtral()
-    with offloaded(adapted(model), tmp_path, tmp_path / "base") as model:
-        assert_same(adapted(plain), model)
+    with on_nvme(adapted(model), tmp_path, tmp_path / "base") as model:
+        assert_same_model(adapted(plain), model)
 
 
 def test_random_weights_leave_an_adapter_as_peft_made_it(tmp_path: Path) -> None:
@@ -217,7 +213,7 @@ def test_random_weights_leave_an_adapter_as_peft_made_it(tmp_path: Path) -> None
     torch.manual_seed(3)
     model = peft.get_peft_model(model, ADAPTERS["saved-head-and-norm"]())
     expected = {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" in n}
-    with offloaded(model, tmp_path, None) as model:
+    with on_nvme(model, tmp_path, None) as model:
         for name, value in expected.items():
             assert torch.equal(value, model.get_parameter(name).detach()), name
         head = model.base_model.model.lm_head
@@ -242,7 +238,7 @@ def test_an_adapter_made_on_meta_is_refused_by_name(checkpoint: Path, tmp_path: 
     for model in (peft.get_peft_model(elsewhere, ADAPTERS["lora"]()), within):
         with (
             pytest.raises(ConfigError, match="lora_A.default.weight of an adapter has no value"),
-            offloaded(model, tmp_path, checkpoint),
+            on_nvme(model, tmp_path, checkpoint),
         ):
             pass
 
@@ -251,8 +247,8 @@ def test_a_state_dict_loaded_into_a_base_on_meta_is_kept(checkpoint: Path, tmp_p
     plain, model = in_memory(checkpoint), on_meta()
     model.load_state_dict(plain.state_dict())
     assert not any(parameter.is_meta for parameter in model.parameters())
-    with offloaded(model, tmp_path, None) as model:
-        assert_same(plain, model)
+    with on_nvme(model, tmp_path, None) as model:
+        assert_same_model(plain, model)
 
 
 def test_a_write_that_would_be_lost_is_refused() -> None:
@@ -276,7 +272,7 @@ def test_a_small_parameter_that_was_set_after_init_keeps_its_value(tmp_path: Pat
     model = on_meta()
     torch.nn.init.constant_(model.model.norm.weight, 0.5)
     other = model.model.layers[0].input_layernorm.weight
-    with offloaded(model, tmp_path, None) as model:
+    with on_nvme(model, tmp_path, None) as model:
         assert torch.equal(model.model.norm.weight.detach(), torch.full((256,), 0.5))
         assert torch.equal(other, torch.ones(256))
 
@@ -312,6 +308,6 @@ def test_an_adapter_that_starts_from_weights_to_come_is_refused_over_small_ones_
     model = peft.get_peft_model(base, configs[method]())
     with (
         pytest.raises(ConfigError, match="build the base in memory"),
-        offloaded(model, tmp_path, None),
+        on_nvme(model, tmp_path, None),
     ):
         pass

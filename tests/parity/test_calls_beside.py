@@ -29,17 +29,16 @@ from transformers import (
 import infinity
 from infinity.errors import InfinityError
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import differences
+from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
     Named,
     OffloadedSide,
     PlainSide,
-    differences,
     held_units,
-    offloaded,
     seed_everything,
     smallest_host_nbytes,
-    swap_config,
 )
 
 SIZES = {

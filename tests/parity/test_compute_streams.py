@@ -25,8 +25,7 @@ from infinity.testing.simulated_device import (
     UnorderedAccess,
 )
 from infinity.tiers.streams import StreamCopy, StreamDevice
-
-from .harness import offloaded, swap_config
+from tests.support.offloading import offloaded, swap_config
 
 WIDTH, BLOCKS = 16, 6
 BLOCK_NBYTES = 8 << 10

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 import infinity
 from infinity.modules.expert_adapters.factors import AdaptedWeight
 from infinity.modules.tiling.experts import TiledExperts
+from tests.support.bits import same_bits
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import offloaded, same_bits, swap_config
 from .zoo import ZOO
 
 MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")

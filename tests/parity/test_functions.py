@@ -22,17 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import InfinityError, UnsupportedError
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import (
-    Named,
-    OffloadedSide,
-    PlainSide,
-    Plan,
-    Side,
-    offloaded,
-    seed_everything,
-    swap_config,
-)
+from .harness import Named, OffloadedSide, PlainSide, Plan, Side, seed_everything
 from .test_library import compare, finish
 
 PLAN = Plan(lr=1e-2, weight_decay=0.1, max_norm=0.05)

@@ -26,17 +26,16 @@ import infinity
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.testing.models import DecoderBlock, TinyDecoder
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import differences
+from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
     Named,
     OffloadedSide,
     PlainSide,
-    differences,
     held_units,
-    offloaded,
     seed_everything,
     smallest_host_nbytes,
-    swap_config,
     to_device,
 )
 from .test_zoo import FailAt

@@ -24,8 +24,10 @@ from infinity.modules.tiling.experts_call import ExpertsCall
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import same_bits
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import held_units, offloaded, same_bits, swap_config
+from .harness import held_units
 from .zoo import DECODER, VOCAB, configuration
 
 EXPERTS = 6
@@ -103,7 +105,7 @@ def layer_major_steps(model: Any, count: int, steps: int) -> list[torch.Tensor]:
     return losses
 
 
-def assert_same(
+def assert_same_training(
     plain: Any, losses: list[torch.Tensor], model: Any, found: list[torch.Tensor]
 ) -> None:
     assert all(map(same_bits, losses, found))
@@ -143,7 +145,7 @@ def test_no_bit_depends_on_tile_size_or_budget(kind: str, count: int, swap_direc
         config["placement"]["experts"] = waiting
         with offloaded(build(kind), config, device=device) as model:
             assert num_tiles(model) == ({-(-EXPERTS // experts)} if experts < EXPERTS else set())
-            assert_same(plain, losses, model, layer_major_steps(model, count, 2))
+            assert_same_training(plain, losses, model, layer_major_steps(model, count, 2))
             assert not held_units(model)
 
 
@@ -164,7 +166,7 @@ def test_one_micro_batch_after_the_other_has_the_same_bits(kind: str, swap_direc
                 loss.backward()
                 found.append(loss.detach())
             optimizer.step()
-            assert_same(plain, losses, model, found)
+            assert_same_training(plain, losses, model, found)
 
 
 @pytest.mark.parametrize(("experts", "activations"), [(1, "host"), (3, "nvme")])
@@ -180,7 +182,7 @@ def test_trained_experts_have_the_same_bits(
         | {"activations": [activations]},
     )  # fmt: skip
     with offloaded(build("qwen3_moe", adapters=False), config, device=SimulatedDevice(3)) as model:
-        assert_same(plain, losses, model, layer_major_steps(model, 5, 2))
+        assert_same_training(plain, losses, model, layer_major_steps(model, 5, 2))
 
 
 def test_a_frozen_base_below_the_first_adapter(swap_directory: Path) -> None:
@@ -192,7 +194,7 @@ def test_a_frozen_base_below_the_first_adapter(swap_directory: Path) -> None:
                 parameter.requires_grad_(False)
     losses = plain_steps(plain, 5, 1)
     with offloaded(other, cut_config(swap_directory, "qwen3_moe", 2)) as model:
-        assert_same(plain, losses, model, layer_major_steps(model, 5, 1))
+        assert_same_training(plain, losses, model, layer_major_steps(model, 5, 1))
 
 
 class Twice(nn.Module):
@@ -399,7 +401,7 @@ def test_a_device_budget_of_one_expert_is_enough(swap_directory: Path) -> None:
     losses = plain_steps(plain, 6, 1)
     device = SimulatedDevice(5)
     with offloaded(build("qwen3_moe"), config, device=device) as model:
-        assert_same(plain, losses, model, layer_major_steps(model, 6, 1))
+        assert_same_training(plain, losses, model, layer_major_steps(model, 6, 1))
         assert 0 < device.attached_high_water_nbytes <= window_nbytes
 
 
@@ -498,7 +500,7 @@ def test_a_failure_anywhere_leaves_a_model_that_trains(count: int, swap_director
             model.zero_grad()
         for hook in hooks:
             hook.remove()
-        assert_same(plain, losses, model, layer_major_steps(model, count, 1))
+        assert_same_training(plain, losses, model, layer_major_steps(model, count, 1))
 
 
 # --- losses that need more than the logits ----------------------------------------------------

@@ -27,19 +27,10 @@ import infinity
 from infinity.errors import InfinityError, NonFiniteError, SwapLockedError
 from infinity.testing import models
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import differences
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import (
-    Named,
-    OffloadedSide,
-    PlainSide,
-    Plan,
-    Side,
-    differences,
-    held_units,
-    offloaded,
-    seed_everything,
-    swap_config,
-)
+from .harness import Named, OffloadedSide, PlainSide, Plan, Side, held_units, seed_everything
 from .zoo import ZOO, module_loss
 
 Scenario = Callable[[Side], Named]

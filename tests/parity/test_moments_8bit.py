@@ -20,8 +20,10 @@ from infinity.ops.optimizers import reference_update_
 from infinity.ops.span import StateSpan
 from infinity.ops.split_master import split
 from infinity.state.moments_8bit import GRANULE_NUMEL
+from tests.support.bits import same_bits
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import OffloadedSide, Record, offloaded, run, same_bits, seed_everything, swap_config
+from .harness import OffloadedSide, Record, run, seed_everything
 from .test_placements import (
     MANY_STEPS,
     MODELS,

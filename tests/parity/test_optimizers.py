@@ -20,9 +20,9 @@ from transformers import get_cosine_schedule_with_warmup
 import infinity
 from infinity.errors import ConfigError, InfinityError, NonFiniteError, UnsupportedError
 from infinity.testing.models import Mlp
+from tests.support.bits import differences
 from tests.support.lion import PlainLion
-
-from .harness import differences, swap_config
+from tests.support.offloading import swap_config
 
 STEPS = 4
 MAX_NORM = 0.02  # Acts in every step of these models.

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import InfinityError, UnsupportedError
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, OffloadedSide, Plan, Side, offloaded, swap_config
+from .harness import Named, OffloadedSide, Plan, Side
 from .test_library import compare, finish
 
 PLAN = Plan(lr=1e-2, weight_decay=0.1)

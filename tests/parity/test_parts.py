@@ -12,17 +12,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.streaming.pass_starts import Beginnings
+from tests.support.bits import differences
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import (
-    Named,
-    OffloadedSide,
-    PlainSide,
-    Plan,
-    Side,
-    differences,
-    offloaded,
-    swap_config,
-)
+from .harness import Named, OffloadedSide, PlainSide, Plan, Side
 from .test_library import finish
 
 PLAN = Plan(lr=1e-2, weight_decay=0.1)

@@ -35,20 +35,18 @@ import infinity
 from infinity.errors import CapacityError
 from infinity.testing import models
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import same_bits
+from tests.support.offloading import KINDS, offloaded, swap_config
 
 from .harness import (
-    KINDS,
     OffloadedSide,
     Plan,
     Record,
-    assert_same,
-    offloaded,
+    assert_same_run,
     plain_run,
     run,
-    same_bits,
     seed_everything,
     smallest_host_nbytes,
-    swap_config,
 )
 from .zoo import ZOO, Batch, Entry, configuration, constructor, seeded
 
@@ -270,7 +268,7 @@ def test_fp32_has_the_bits_of_plain_pytorch(
     ) as model:
         check_places(model, case)
         record = run(entry, OffloadedSide(model), plan, groups=groups)
-        assert_same(reference(case.model, steps), record)
+        assert_same_run(reference(case.model, steps), record)
 
 
 LISTS = [
@@ -297,7 +295,7 @@ def test_lists_of_tiers_fill_in_order(
         )
         config["tiers"]["device"]["capacity"] = "16MiB"
     with offloaded(entry.build(0), config) as model:
-        assert_same(reference("decoder"), run(entry, OffloadedSide(model), PLAN, groups=groups))
+        assert_same_run(reference("decoder"), run(entry, OffloadedSide(model), PLAN, groups=groups))
 
 
 def test_several_compute_threads_and_several_drives(
@@ -323,7 +321,7 @@ def test_several_compute_threads_and_several_drives(
             config = swap_config(tmp_path / engine, placement="nvme", engine=engine)
             config["tiers"]["nvme"].append({"path": str(tmp_path / "second"), "weight": 2.5})
             with offloaded(entry.build(0), config) as model:
-                assert_same(expected, run(entry, OffloadedSide(model), plan, groups=groups))
+                assert_same_run(expected, run(entry, OffloadedSide(model), plan, groups=groups))
     finally:
         torch.set_num_threads(threads)
 
@@ -336,7 +334,7 @@ def test_the_chunk_of_the_update_does_not_matter(
     entry = MODELS["decoder"]
     config = swap_config(swap_directory, placement="nvme", update_chunk=chunk)
     with offloaded(entry.build(0), config, units=units) as model:
-        assert_same(reference("decoder"), run(entry, OffloadedSide(model), PLAN, groups=groups))
+        assert_same_run(reference("decoder"), run(entry, OffloadedSide(model), PLAN, groups=groups))
 
 
 def test_the_smallest_budget_works_and_less_is_refused(swap_directory: Path) -> None:
@@ -351,7 +349,7 @@ def test_the_smallest_budget_works_and_less_is_refused(swap_directory: Path) -> 
     assert refused.value.needed_nbytes == smallest
     config["tiers"]["host"]["capacity"] = smallest
     with offloaded(entry.build(0), config) as model:
-        assert_same(reference("gpt2"), run(entry, OffloadedSide(model), PLAN, groups=groups))
+        assert_same_run(reference("gpt2"), run(entry, OffloadedSide(model), PLAN, groups=groups))
 
 
 # --- bf16 -------------------------------------------------------------------------------------

@@ -15,17 +15,10 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import CapacityError, InfinityError
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import differences
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import (
-    Named,
-    OffloadedSide,
-    PlainSide,
-    Plan,
-    Side,
-    differences,
-    offloaded,
-    swap_config,
-)
+from .harness import Named, OffloadedSide, PlainSide, Plan, Side
 from .test_library import compare, finish
 
 PLAN = Plan(lr=3e-2, weight_decay=0.1)

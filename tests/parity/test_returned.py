@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from infinity.errors import UnsupportedError
 from infinity.modules.outputs import detach_from_parameters, tensors_in
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, Plan, Side, offloaded, swap_config
+from .harness import Named, Plan, Side
 from .test_library import compare, finish
 
 PLAN = Plan(lr=1e-2, weight_decay=0.1)

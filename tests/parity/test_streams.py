@@ -32,8 +32,7 @@ from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import pin, unpin
 from infinity.tiers.device import FINISHED
 from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
-
-from .harness import offloaded, swap_config
+from tests.support.offloading import offloaded, swap_config
 
 WIDTH, LAYERS = 32, 9
 BLOCK_NBYTES = 20 << 10  # In whole pages.

@@ -26,19 +26,10 @@ from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.split import Tiling
 from infinity.state.tiles import name_of_whole
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import differences, same_bits
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import (
-    OffloadedSide,
-    Plan,
-    Record,
-    assert_same,
-    differences,
-    offloaded,
-    plain_run,
-    run,
-    same_bits,
-    swap_config,
-)
+from .harness import OffloadedSide, Plan, Record, assert_same_run, plain_run, run
 from .zoo import DECODER, ZOO, Entry, configuration
 
 EXPERT_NBYTES = 3 * 96 * 64 * 4
@@ -182,7 +173,7 @@ def test_training_is_that_of_the_untiled_model(
         experts = [module for module in model.modules() if isinstance(module, TiledExperts)]
         assert [len(each.tiles) for each in experts] == [4, 4]
         actual = run(MIXTRAL, OffloadedSide(model), PLAN)
-    assert_same(expected, by_whole(actual))
+    assert_same_run(expected, by_whole(actual))
 
 
 def test_gradient_hooks_of_a_tile_see_and_change_its_gradient(swap_directory: Path) -> None:
@@ -227,7 +218,7 @@ def test_experts_four_times_the_window_train(swap_directory: Path) -> None:
     ) as m:
         actual = run(MIXTRAL, OffloadedSide(m), PLAN)
         assert 0 < device.attached_high_water_nbytes <= window_nbytes
-    assert_same(plain_run(MIXTRAL, PLAN), by_whole(actual))
+    assert_same_run(plain_run(MIXTRAL, PLAN), by_whole(actual))
 
 
 def test_names_export_and_checkpoints(swap_directory: Path, tmp_path: Path) -> None:

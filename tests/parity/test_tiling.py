@@ -35,21 +35,19 @@ from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
 from infinity.modules.tiling.split import Tiling, named_parameters_of
 from infinity.testing.models import TinyDecoder
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.bits import differences, same_bits
+from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
     OffloadedSide,
     PlainSide,
     Plan,
     Record,
-    assert_same,
-    differences,
+    assert_same_run,
     held_units,
-    offloaded,
     plain_run,
     run,
-    same_bits,
     smallest_host_nbytes,
-    swap_config,
 )
 from .zoo import ZOO, Entry
 
@@ -233,7 +231,7 @@ def test_the_same_bits_wherever_tiles_rest(
         swap_directory, placement=placement, prefetch=prefetch, updates=updates, engine=engine,
         host_nbytes="16MiB",
     )  # fmt: skip
-    assert_same(expected, engine_run(config, device=SimulatedDevice(3) if simulated else None))
+    assert_same_run(expected, engine_run(config, device=SimulatedDevice(3) if simulated else None))
 
 
 def test_training_is_close_to_that_of_the_untiled_model(expected: Record) -> None:
@@ -293,7 +291,7 @@ def test_a_layer_four_times_the_window_trains(swap_directory: Path) -> None:
     model = wide()
     limit_nbytes = 64 * 257 * 4
     plain = run(WIDE, PlainSide(cut(model, limit_nbytes)), PLAN)
-    assert_same(plain, actual)
+    assert_same_run(plain, actual)
 
 
 def test_auto_tiles_no_layer_that_fits(swap_directory: Path) -> None:
@@ -322,7 +320,7 @@ def test_auto_on_the_cpu_trains_in_less_host_memory(swap_directory: Path) -> Non
     num_tiles = len(names) // 2
     rows = 256 // num_tiles
     plain = run(WIDE, PlainSide(cut(wide(), rows * 257 * 4)), PLAN)
-    assert_same(plain, actual)
+    assert_same_run(plain, actual)
 
 
 # --- what cannot be cut -----------------------------------------------------------------------
@@ -705,7 +703,7 @@ def test_checkpointed_activations_and_bf16(swap_directory: Path) -> None:
         assert isinstance(model.model.embed_tokens, TiledEmbedding)  # type: ignore[union-attr]
         assert isinstance(model.lm_head, TiledLinear)
         actual = run(entry, OffloadedSide(model), plan)
-    assert_same(run(entry, PlainSide(cut(build(0))), plan), actual)
+    assert_same_run(run(entry, PlainSide(cut(build(0))), plan), actual)
     config = tiled_config(swap_directory, host_nbytes="16MiB", compute="bfloat16", tile="64KiB")
     with offloaded(build(0), config) as model:
         optimizer = infinity.AdamW(model, lr=1e-2)
@@ -751,7 +749,7 @@ def test_adapters_over_a_tiled_base(swap_directory: Path) -> None:
         actual = run(entry, OffloadedSide(model), plan)
         adapter = peft.get_peft_model_state_dict(model)
         assert adapter and not any("tiles" in name for name in adapter)
-    assert_same(run(entry, PlainSide(cut(build(0))), plan), actual)
+    assert_same_run(run(entry, PlainSide(cut(build(0))), plan), actual)
 
 
 def _step(model: nn.Module, optimizer: Any, seed: int) -> float:

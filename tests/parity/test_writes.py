@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, InfinityError, ParameterNotResident, UnsupportedError
+from tests.support.bits import differences
+from tests.support.offloading import offloaded, swap_config
 
-from .harness import differences, held_units, offloaded, swap_config
+from .harness import held_units
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -174,6 +176,25 @@ def test_a_state_dict_is_saved_copied_and_loaded_as_plain_tensors(pair: Any) -> 
     with pytest.raises(RuntimeError, match=r"no parameter can be made of it; clone\(\) it first"):
         build(1).load_state_dict(state, assign=True)
     both(pair, lambda model: None)
+
+
+def test_a_value_with_an_address_shows_later_writes_at_that_address(pair: Any) -> None:
+    plain, ours = pair
+    states = plain.state_dict(), ours.state_dict()
+    addresses = [state["0.weight"].data_ptr() for state in states]
+
+    def scale(model: nn.Module) -> None:
+        with torch.no_grad():
+            model[0].weight.mul_(0.75)
+
+    both(pair, scale)
+    for state, address in zip(states, addresses, strict=True):
+        assert state["0.weight"].data_ptr() == address
+    expected, value = (state["0.weight"] for state in states)
+    assert torch.equal(expected, value.clone())
+    assert numpy.array_equal(expected.numpy(), value.numpy())
+    with pytest.raises(ValueError, match="read-only"):
+        value.numpy()[...] = 0
 
 
 # --- gradients --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
     LEAST_HOST_NBYTES,
@@ -27,13 +28,11 @@ from .harness import (
     PlainSide,
     Plan,
     Record,
-    assert_same,
+    assert_same_run,
     held_units,
-    offloaded,
     offloaded_run,
     run,
     smallest_host_nbytes,
-    swap_config,
 )
 from .zoo import MODULES, PEFT, TRANSFORMERS, ZOO
 
@@ -100,14 +99,14 @@ def test_trains_like_plain_pytorch(name: str, where: str, swap_directory: Path) 
         config = swap_config(None, placement="host")
         device = SimulatedDevice(seed=3, delay_s=2e-4)
     with offloaded(model, config, device=device) as model:
-        assert_same(expected, run(entry, OffloadedSide(model), plan_for(name, False)))
+        assert_same_run(expected, run(entry, OffloadedSide(model), plan_for(name, False)))
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if ZOO[name].checkpointing])
 def test_trains_like_plain_pytorch_with_checkpointing(name: str, swap_directory: Path) -> None:
     """`gradient_checkpointing_enable(use_reentrant=False)` on both sides."""
     config = swap_config(swap_directory, placement="nvme")
-    assert_same(reference(name, True), offloaded_run(ZOO[name], plan_for(name, True), config))
+    assert_same_run(reference(name, True), offloaded_run(ZOO[name], plan_for(name, True), config))
 
 
 # --- exceptions -------------------------------------------------------------------------------
@@ -181,4 +180,4 @@ def test_no_unit_is_in_use_after_an_exception(
         assert failed_in == {"forward", "backward"}
         model.zero_grad()
         # Random numbers were drawn and buffers may have moved; these models have neither.
-        assert_same(reference(name, checkpointing), run(entry, OffloadedSide(model), plan))
+        assert_same_run(reference(name, checkpointing), run(entry, OffloadedSide(model), plan))

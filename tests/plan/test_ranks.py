@@ -17,7 +17,7 @@ from infinity.plan import forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
 from infinity.simulate.job import Batch, load_of
 from infinity.simulate.rank_job import rank_loads
-from infinity.simulate.spec import UnitLoad
+from infinity.simulate.spec import NOT_SHARDED, UnitLoad
 from infinity.state.partition import STAGES, partition
 from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit
@@ -61,16 +61,18 @@ def test_all_ranks_read_and_write_the_bytes_of_one_and_receive_what_others_send(
         for name in ("state_read_nbytes", "state_write_nbytes"):
             moved = [sum(getattr(load, name).values()) for load in loads]
             assert sum(moved) == sum(getattr(alone, name).values())
-        of_ranks = [load.divided for load in loads if load.divided is not None]
+        of_ranks = [load.sharded for load in loads if load.sharded is not NOT_SHARDED]
         assert len(of_ranks) == count
         weights = unit.weight_nbytes if stage == 3 else unit.trainable_nbytes
         gradients = sum(spec.weight_nbytes for spec in unit.trainable())
-        assert sum(each.got_nbytes for each in of_ranks) == (count - 1) * weights
-        assert sum(each.given_nbytes for each in of_ranks) == (count - 1) * gradients
-        assert sum(each.served_nbytes for each in of_ranks) == sum(e.got_nbytes for e in of_ranks)
+        assert sum(each.received_nbytes for each in of_ranks) == (count - 1) * weights
+        assert sum(each.sent_nbytes for each in of_ranks) == (count - 1) * gradients
+        assert sum(each.served_nbytes for each in of_ranks) == sum(
+            e.received_nbytes for e in of_ranks
+        )
         if count == 1:
             [load] = loads
-            assert replace(load, divided=None, leaving_nbytes=alone.leaving_nbytes) == alone
+            assert replace(load, sharded=NOT_SHARDED, leaving_nbytes=alone.leaving_nbytes) == alone
 
 
 def plan(*arguments: str) -> str:
@@ -103,7 +105,7 @@ def test_a_rank_reads_and_writes_its_shard(exchange: str) -> None:
         wanted = weights_nbytes / count if ranks.is_collective else weights_nbytes
         assert moved["h2d"] == pytest.approx(wanted, rel=0.01), "once: the device has room"
         track = "gather" if ranks.is_collective else "sockets"
-        for link in (f"{track}_got", f"{track}_given"):
+        for link in (f"{track}_received", f"{track}_sent"):
             assert moved[link] == pytest.approx(weights_nbytes * (count - 1) / count, rel=0.01)
         written.append(count * moved["nvme_write"])
     assert written[0] == pytest.approx(written[1], rel=0.001)

@@ -8,13 +8,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import CorruptionError, StorageError
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.storage.checksums import PageChecksums, digest
+from infinity.storage.checksums import ExpectedRange, PageChecksums, digest
 from infinity.storage.protocol import Priority, StorageEngine
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
@@ -184,3 +185,24 @@ def test_pages_that_another_job_left_are_unknown_until_written() -> None:
     ]
     table.put(0, bytes(4 * 8))
     assert table.known(0, 8 * PAGE_NBYTES) == [(0, 8 * PAGE_NBYTES)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_pages=st.integers(1, 700), bad=st.sets(st.integers(0, 699), max_size=3),
+    num_threads=st.integers(1, 5),
+)  # fmt: skip
+def test_threads_change_no_checksum_and_find_the_first_bad_page(
+    num_pages: int, bad: set[int], num_threads: int
+) -> None:
+    pages = bytearray(random.Random(num_pages).randbytes(num_pages * PAGE_NBYTES))
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    expected = digest(memory.data_ptr(), len(pages))
+    assert digest(memory.data_ptr(), len(pages), num_threads) == expected
+    for page in bad:
+        if page < num_pages:
+            pages[page * PAGE_NBYTES + page] ^= 1
+    whole = ExpectedRange("file", 0, memory.data_ptr(), len(pages), expected)
+    error = whole.check(num_threads)
+    first = min((page for page in bad if page < num_pages), default=None)
+    assert (None if error is None else error.offset_nbytes // PAGE_NBYTES) == first

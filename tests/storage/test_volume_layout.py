@@ -17,7 +17,7 @@ spaces = st.lists(
     st.builds(
         PathSpace,
         start_nbytes=pages,
-        room_nbytes=st.integers(0, 400 * PAGE_NBYTES),
+        space_nbytes=st.integers(0, 400 * PAGE_NBYTES),
         weight=st.floats(0.25, 8),
     ),
     min_size=1,
@@ -29,7 +29,7 @@ stripes = st.integers(1, 16).map(lambda count: count * PAGE_NBYTES)
 
 def fits(sizes_nbytes: list[int], spaces: list[PathSpace]) -> bool:
     need = sum(align_up(nbytes, PAGE_NBYTES) for nbytes in sizes_nbytes)
-    return need <= sum(space.room_nbytes // PAGE_NBYTES * PAGE_NBYTES for space in spaces)
+    return need <= sum(space.space_nbytes // PAGE_NBYTES * PAGE_NBYTES for space in spaces)
 
 
 @given(sizes=sizes, spaces=spaces, stripe_nbytes=stripes)
@@ -52,7 +52,7 @@ def test_extents_cover_each_buffer_and_no_byte_twice(
         assert extent.nbytes % PAGE_NBYTES == extent.offset_nbytes % PAGE_NBYTES == 0
         assert extent.offset_nbytes >= space.start_nbytes
         end_nbytes = extent.offset_nbytes + extent.nbytes
-        assert end_nbytes <= space.start_nbytes + space.room_nbytes
+        assert end_nbytes <= space.start_nbytes + space.space_nbytes
     for left, right in itertools.pairwise(extents):
         if left.path_index == right.path_index:
             assert left.offset_nbytes + left.nbytes <= right.offset_nbytes

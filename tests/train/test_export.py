@@ -19,6 +19,7 @@ from infinity.checkpoint.reader import CheckpointSource
 from infinity.cli import app
 from infinity.config import SwapConfig
 from infinity.training import program
+from tests.support.bits import assert_same
 
 from .jobs import CONFIG, write_job
 
@@ -47,11 +48,6 @@ def infinity(*arguments: str | Path) -> Any:
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(directory)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 def test_hf_is_what_the_run_itself_exported(job: Path, tmp_path: Path) -> None:

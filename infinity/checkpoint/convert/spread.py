@@ -133,7 +133,7 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
         source, place = _source(path), folder / path.name
         if source != path and source not in known.get(path.name, ()) and mode == "move":
             raise ConfigError(
-                f"{path} is a link to {source}, a file of somebody else that --move would remove; "
+                f"{path} is a link to {source}, a file elsewhere that --move would remove; "
                 "use --copy, which leaves it"
             )
         moves.append(_planned(path, nbytes, source, place))

@@ -69,7 +69,7 @@ class SuspendedExperts:
 
     @property
     def module(self) -> tuple[int, ...]:
-        """What tells calls of one module from those of another: the ids of its tiles."""
+        """Returns a key of the called module: the ids of its tiles."""
         assert self.call is not None
         return tuple(map(id, self.call.tiles))
 

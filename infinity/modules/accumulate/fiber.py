@@ -1,6 +1,6 @@
 """Fibers: forwards that are suspended and resumed, with the state of their threads.
 
-A thread is the only way in Python to suspend a function of somebody else. One thread runs at a
+A thread is the only way in Python to suspend a function of another package. One thread runs at a
 time: the schedule or one of its fibers. `run_on` and `pause_at` hand control over.
 """
 

@@ -107,7 +107,8 @@ class AdaptedWeight:
         return AdaptedWeight(lambda: row, left, right, self._scaling)
 
     def transpose(self, first: int, second: int) -> Any:
-        """As of a tensor: lazy if the last two dimensions swap, else of the merged weight."""
+        """Transposes as `torch.Tensor.transpose`; lazy if the last two dimensions swap, else
+        merged."""
         ndim = self.weight.dim()
         if {first % ndim, second % ndim} != {ndim - 2, ndim - 1}:
             return self.merged().transpose(first, second)
@@ -117,16 +118,16 @@ class AdaptedWeight:
 
     @property
     def mT(self) -> Any:  # noqa: N802  # PyTorch's name.
-        """As of a tensor."""
+        """The transpose of the last two dimensions, lazy."""
         return self.transpose(-2, -1)
 
     @property
     def T(self) -> Any:  # noqa: N802  # PyTorch's name.
-        """As of a tensor."""
+        """The transpose; lazy with two dimensions."""
         return self.transpose(-2, -1) if self.weight.dim() == 2 else self.merged().T
 
     def t(self) -> Any:
-        """As of a tensor."""
+        """Returns the transpose of two dimensions, lazy."""
         return self.transpose(-2, -1)
 
     def __getattr__(self, name: str) -> Any:

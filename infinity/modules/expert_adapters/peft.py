@@ -28,7 +28,7 @@ _INSTEAD_OF = "_activate_lora"  # PEFT's method that replaces the parameter by t
 
 
 class Adaptation(Protocol):
-    """What an adapter does to a parameter with one row per expert."""
+    """The effect of an adapter on a parameter with one row per expert."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Returns its tensors. Each has one row per expert."""

@@ -48,8 +48,8 @@ Recipe = tuple[str, int, Callable[..., Adaptation]]
 class Pairs:
     """The pairs of token and expert, ordered by expert, then by a token's choice, then by token.
 
-    indices: [tokens, k], the experts of each token; an index past the last expert is nobody's.
-    starts: the first expert of every tile, then the number of experts.
+    indices: [tokens, k], the experts of each token; an index past the last expert belongs to no
+    expert. starts: the first expert of every tile, then the number of experts.
     """
 
     def __init__(self, indices: torch.Tensor, starts: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ class ExpertsCall:
 
 
 class _Arguments:
-    """What a call has while it runs."""
+    """The tensors of a running call."""
 
     out: torch.Tensor | None = None  # The output so far; in a backward, its gradient.
     needs: tuple[bool, ...] = ()  # Which of hidden states, routing weights, factors.

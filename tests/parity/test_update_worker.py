@@ -1,0 +1,155 @@
+"""Updates in the backward on a device with memory of its own: a thread of the engine's makes them.
+
+The bits are those of plain PyTorch whatever the thread has got to when somebody else looks.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.streaming.early_updates import EarlyUpdates
+from infinity.streaming.optimizer_step import Updater
+from infinity.testing.simulated_device import SimulatedDevice
+
+from .test_early_updates import Run, config_of, loss_of, make, plain_run, steps
+
+Body = Callable[[Run], list[torch.Tensor]]
+WORKER = "infinity-updates"
+
+
+def offloaded(directory: Path, seed: int = 0, **changes: object) -> Run:
+    model = infinity.offload(
+        make(), config_of(directory, **changes), device=SimulatedDevice(seed, delay_s=1e-4)
+    )
+    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+
+
+def early_of(run: Run) -> EarlyUpdates:
+    updater = infinity.engine_of(run.model).updater
+    assert isinstance(updater, Updater) and updater._early is not None
+    return updater._early
+
+
+def let_worker_finish(run: Run) -> None:
+    """Waits until the worker has updated every unit whose weights it has."""
+    if run.is_plain:
+        return
+    early, deadline_s = early_of(run), time.monotonic() + 60
+    while any(early._is_checked_out(unit) for unit in list(early._complete)):
+        assert time.monotonic() < deadline_s, "the worker does not go on by itself"
+        time.sleep(1e-3)
+
+
+def workers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == WORKER]
+
+
+def compare(body: Body, run: Run) -> dict[str, float]:
+    expected = plain_run(body)
+    actual = [*body(run), *run.values().values()]
+    counters = infinity.engine_of(run.model).counters.snapshot()
+    infinity.close(run.model)
+    assert all(map(torch.equal, expected, actual))
+    assert len(expected) == len(actual)
+    return counters
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_the_worker_updates_while_nobody_calls_the_engine(
+    swap_directory: Path, gradients: str
+) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        for number in range(6):
+            loss_of(run.model, number).backward()
+            let_worker_finish(run)
+            run.step()
+        return []
+
+    run = offloaded(swap_directory, gradients=gradients)
+    assert len(workers()) == 1
+    counters = compare(body, run)
+    assert counters["early_updates_kept"] > 0
+    assert not counters.get("early_updates_undone")
+    assert not workers(), "closing ends the thread"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_worker_that_is_interrupted_anywhere_changes_no_bit(
+    swap_directory: Path, seed: int
+) -> None:
+    """Looks, clipping and further backwards come while the worker is somewhere."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def body(run: Run) -> list[torch.Tensor]:
+        draw.manual_seed(seed)
+        seen = steps(run, 3)
+        for number in range(3, 12):
+            loss_of(run.model, number).backward()
+            time.sleep(0.004 * float(torch.rand((), generator=draw)))
+            event = int(torch.randint(5, (), generator=draw))
+            if event == 0:
+                seen.append(run.weight("blocks.3.up.weight"))
+            elif event == 1:
+                loss_of(run.model, 100 + number).backward()
+            elif event == 2:
+                with torch.no_grad():
+                    seen.append(loss_of(run.model, 200 + number))
+            run.step(1e-3 if event == 3 else 1e6)
+        return seen
+
+    compare(body, offloaded(swap_directory, seed))
+
+
+def test_layer_major_backwards_feed_the_worker(swap_directory: Path) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        for step in range(5):
+            numbers = [2 * step, 2 * step + 1]
+            if run.is_plain:
+                for number in numbers:
+                    (loss_of(run.model, number) / 2).backward()
+            else:
+                infinity.forward_backward(
+                    run.model, lambda number: loss_of(run.model, number) / 2, numbers
+                )
+            let_worker_finish(run)
+            run.step()
+        return []
+
+    assert compare(body, offloaded(swap_directory))["early_updates_kept"] > 0
+
+
+def test_what_the_worker_raises_reaches_the_thread_that_trains(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = offloaded(swap_directory)
+    steps(run, 3)
+
+    def fail(early: EarlyUpdates) -> bool:
+        raise ZeroDivisionError("a mistake in an update")
+
+    monkeypatch.setattr(EarlyUpdates, "_advance_first", fail)
+    with pytest.raises(ZeroDivisionError, match="a mistake in an update"):
+        for number in range(3, 9):
+            loss_of(run.model, number).backward()
+            time.sleep(0.05)
+            run.step()
+    infinity.close(run.model)
+
+
+def test_a_model_that_is_dropped_ends_its_worker(swap_directory: Path) -> None:
+    run = offloaded(swap_directory)
+    steps(run, 3)
+    del run
+    gc.collect()
+    deadline_s = time.monotonic() + 30
+    while workers():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
