@@ -182,7 +182,7 @@ def test_further_methods_train_over_a_base_in_memory_as_without_offload(
     plain = build()
     expected = run(plain)
     assert len({float(loss) for loss in expected}) == 3
-    model = offloaded(build(), tmp_path)
+    model = on_nvme(build(), tmp_path)
     with infinity.engine_of(model) as engine:
         assert all(map(torch.equal, expected, run(model)))
         for name, parameter in plain.named_parameters():

@@ -282,7 +282,7 @@ def test_an_adapter_made_of_weights_without_a_value_is_refused(method: str, tmp_
     """DEFT leaves its own memory as it finds it where the base is on meta: any values, or NaN."""
     config = getattr(peft, method)(target_modules=PROJECTIONS)
     with pytest.raises(ConfigError, match="outside of"):
-        offloaded(peft.get_peft_model(on_meta(), config), tmp_path, None).__enter__()
+        on_nvme(peft.get_peft_model(on_meta(), config), tmp_path, None).__enter__()
 
 
 @pytest.mark.parametrize("method", ["cpt", "delora", "pissa"])
