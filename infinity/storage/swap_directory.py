@@ -324,7 +324,12 @@ def _ensure_directory(path: str) -> bool:
     parent = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         if not os.access(path, os.W_OK | os.X_OK):
-            raise _unusable(path, _writability_errno(path), "the swap directory is not writable")
+            code = _writability_errno(path)
+            why = (
+                "its file system is mounted read-only" if code == errno.EROFS else "check its mode"
+            )
+            detail = f"the swap directory is not writable: {why}, or give a directory of your own"
+            raise _unusable(path, code, detail)
         return False
     if os.path.lexists(path):
         raise _unusable(path, errno.ENOTDIR, "the swap path exists and is not a directory")
