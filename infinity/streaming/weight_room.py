@@ -40,6 +40,8 @@ class WeightRoom:
         self._pool = pool
         self._device = device
         self._device_window_nbytes = device_window_nbytes
+        # Stored blocks, tiles of them and decoded blocks have very different sizes.
+        self._has_stored = any(each.unit.stored is not None for each in weights)
 
     def make_device_room(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
         """Detaches the units whose next use is furthest away until the unit fits the device window.
@@ -86,13 +88,13 @@ class WeightRoom:
         unit, nbytes = weights.unit, self._moves.nbytes[weights.unit.index]
         label = f"parameters of {unit.name}"
         while (block := self._pool.try_allocate(nbytes, label)) is None:
-            if self._pool.is_tight or not self._free_neighbours(order, nbytes, unit.index):
+            if self._pool.is_tight or not self._make_room(order, nbytes, unit.index):
                 return None
         return block
 
     def reclaim(self, order: AccessOrder, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Returns whether there was one."""
-        if self._free_neighbours(order, wanted_nbytes) or self._free_one(order, wanted_nbytes):
+        if self._make_room(order, wanted_nbytes) or self._free_one(order, wanted_nbytes):
             return True
         victim = self._choose(order, self._feeding(), wanted_nbytes)
         if victim is None:
@@ -111,6 +113,14 @@ class WeightRoom:
             self._moves.detach(weights)
         return bool(dropped)
 
+    def _make_room(
+        self, order: AccessOrder, wanted_nbytes: int, nearer_than: int | None = None
+    ) -> bool:
+        """Frees what makes the wanted room, or, where all weights are blocks of similar sizes, one
+        block. Returns whether something was freed."""
+        make = self._free_neighbours if self._has_stored else self._free_one
+        return make(order, wanted_nbytes, nearer_than)
+
     def _free_neighbours(
         self, order: AccessOrder, wanted_nbytes: int, nearer_than: int | None = None
     ) -> bool:
@@ -123,15 +133,16 @@ class WeightRoom:
             self._free(each)
         return bool(chosen)
 
-    def _free_one(self, order: AccessOrder, wanted_nbytes: int) -> bool:
-        """Frees a block. Returns whether there was one. Other kinds of state are its neighbours,
-        which may go, too."""
-        blocks = list(self._freeable(order))
-        fitting = [each for each in blocks if each.range.nbytes >= wanted_nbytes]
-        chosen = max(fitting or blocks, key=lambda each: each.distance, default=None)
-        if chosen is not None:
-            self._free(chosen)
-        return chosen is not None
+    def _free_one(
+        self, order: AccessOrder, wanted_nbytes: int, nearer_than: int | None = None
+    ) -> bool:
+        """Frees a block, of a unit that is used later than `nearer_than`. Returns whether there was
+        one."""
+        blocks = {each.unit: each for each in self._freeable(order)}
+        victim = self._choose(order, blocks, wanted_nbytes, nearer_than=nearer_than)
+        if victim is not None:
+            self._free(blocks[victim])
+        return victim is not None
 
     def _freeable(self, order: AccessOrder) -> Iterator[Evictable]:
         """Yields the blocks that may be freed. A decoded block whose stored bytes are in memory,
