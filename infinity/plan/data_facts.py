@@ -16,7 +16,7 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.training.data import Tokenizer, collect_files
-from infinity.training.records import load_records
+from infinity.training.records import kind_of_columns, load_records
 
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
@@ -62,12 +62,13 @@ def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
     if first is None:
         return _text(file, tokenizer)
     marks = _MARKS_NBYTES if tokenizer.name == "bytes" else _MARKS
-    is_chat = isinstance(first.get("messages"), list)
+    is_chat = kind_of_columns(list(first), str(file)) == "conversations"
     lengths: list[int] = []
     sampled_nbytes, is_exact = 0, True
     for record in chain([first], records):
         texts = list(_strings(record))
-        messages = len(record["messages"]) if isinstance(record.get("messages"), list) else 2
+        turns = record.get("messages", record.get("conversations"))
+        messages = len(turns) if isinstance(turns, list) else 2
         lengths.append(sum(len(tokenizer.encode(text)) for text in texts) + marks * messages)
         sampled_nbytes += sum(len(text.encode(errors="replace")) for text in texts)
         if sampled_nbytes >= _SAMPLE_NBYTES:

@@ -21,17 +21,22 @@ from infinity.training.text import READERS
 _log = logging.getLogger("infinity")
 
 Kind = Literal["conversations", "completions", "preferences", "texts", "tokens"]
-# The columns that make a kind, the first that fits. The second names of a conversation are
-# ShareGPT's, which TRL rewrites.
+# The columns that make a kind, the first that fits. `load_records` rewrites those of ShareGPT and
+# Alpaca as messages.
 _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("tokens", ("input_ids",)),
     ("preferences", ("chosen", "rejected")),
     ("completions", ("prompt", "completion")),
     ("conversations", ("messages",)),
     ("conversations", ("conversations",)),
+    ("conversations", ("instruction", "output")),
     ("texts", ("text",)),
 )
-_ALL_COLUMNS = "messages; prompt and completion; chosen and rejected; text; or input_ids"
+_ALL_COLUMNS = (
+    "messages (or ShareGPT's conversations); prompt and completion; instruction and output; chosen "
+    "and rejected; text; or input_ids"
+)
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 _LONGEST_LINE_NBYTES = 1 << 28
 
 
@@ -57,27 +62,69 @@ def load_records(paths: Sequence[Path]) -> Any:
             raise _unreadable(files, error) from error
     if sum(map(len, parts)) == 0:
         raise ConfigError(f"data.paths: {paths[0]} has no records ({len(paths)} files in all)")
+    parts = [_as_messages(part) for part in parts]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except ValueError as error:
         raise ConfigError(f"data.paths: the files differ in their columns: {error}") from error
 
 
+def _as_messages(dataset: Any) -> Any:
+    """Returns the records of ShareGPT (conversations) and Alpaca (instruction, output) as messages,
+    others as they are."""
+    columns = dataset.column_names
+    if {"prompt", "messages"} & set(columns):
+        return dataset
+    if "conversations" in columns:
+        return dataset.map(_from_sharegpt, remove_columns=["conversations"])
+    if {"instruction", "output"} <= set(columns):
+        own = [name for name in ("instruction", "input", "output") if name in columns]
+        return dataset.map(_from_alpaca, remove_columns=own)
+    return dataset
+
+
+def _from_sharegpt(record: dict[str, Any]) -> dict[str, Any]:
+    turns = record["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return {"messages": []}  # `check_messages` names the record.
+    messages = []
+    for turn in turns:
+        role = turn.get("role") or turn.get("from")
+        content = turn.get("content") if turn.get("value") is None else turn["value"]
+        messages.append({"role": _SHAREGPT_ROLES.get(role, role), "content": content})
+    return {"messages": messages}
+
+
+def _from_alpaca(record: dict[str, Any]) -> dict[str, Any]:
+    asked = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+    return {
+        "messages": [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": record["output"]},
+        ]
+    }
+
+
 def kind_of(dataset: Any, *, method: str, place: str) -> Kind:
     """Returns the kind of records by their columns. Raises ConfigError for other columns, and for
     a kind that `train.method` cannot learn."""
-    columns = dataset.column_names
-    kind = next((kind for kind, wanted in _KINDS if set(wanted) <= set(columns)), None)
-    if kind is None:
-        raise ConfigError(
-            f"data.paths: the records of {place} have the columns {', '.join(columns)}; expected "
-            f"{_ALL_COLUMNS}"
-        )
+    kind = kind_of_columns(dataset.column_names, place)
     if (kind == "preferences") != (method == "dpo"):
         remedy = 'set train.method = "dpo"' if method == "sft" else "expected chosen and rejected"
         raise ConfigError(
             f'data.paths: {place} holds {kind}, which train.method = "{method}" does not learn; '
             f"{remedy}"
+        )
+    return kind
+
+
+def kind_of_columns(columns: Sequence[str], place: str) -> Kind:
+    """Returns the kind of records with these columns. Raises ConfigError for other columns."""
+    kind = next((kind for kind, wanted in _KINDS if set(wanted) <= set(columns)), None)
+    if kind is None:
+        raise ConfigError(
+            f"data.paths: the records of {place} have the columns {', '.join(columns)}; expected "
+            f"{_ALL_COLUMNS}"
         )
     return kind
 

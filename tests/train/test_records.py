@@ -27,6 +27,7 @@ from infinity.training.chat import CHATML
 from infinity.training.data import ByteTokenizer
 from infinity.training.job_data import measure, open_data
 from infinity.training.ranks import JobRank
+from infinity.training.records import load_records
 from infinity.training.trainer import make_trainer
 
 from . import plain
@@ -256,6 +257,43 @@ def test_the_template_decides_what_is_learned(tmp_path, table, template, expecte
     table["data"]["assistant_only_loss"] = False
     whole = rows_of(table, template)[0]
     assert len(whole) == 1 and whole[0][0] == whole[0][1]
+
+
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]}
+]  # fmt: skip
+ALPACA = [{"instruction": "a?", "input": "", "output": "b"}]
+ALPACA_INPUT = [{"instruction": "a", "input": "?", "output": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("records", "asked"), [(SHAREGPT, "a?"), (ALPACA, "a?"), (ALPACA_INPUT, "a\n\n?")]
+)
+def test_records_of_sharegpt_and_alpaca_are_read_as_conversations(tmp_path, records, asked) -> None:
+    found = load_records([write(tmp_path / "records.jsonl", records)])
+    assert found.column_names == ["messages"]
+    assert found[0]["messages"] == [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": "b"},
+    ]
+
+
+def test_a_run_over_sharegpt_is_the_run_over_the_same_messages(tmp_path, table) -> None:
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [
+        {
+            "conversations": [
+                {"from": names[m["role"]], "value": m["content"]} for m in c["messages"]
+            ]
+        }
+        for c in CHAT
+    ]
+    table["train"]["steps"] = 2
+    run(table)
+    expected = metrics(table)
+    table["data"]["paths"] = [str(write(tmp_path / "sharegpt.jsonl", turns))]
+    run(table)
+    assert metrics(table) == expected
 
 
 def test_only_what_completes_a_prompt_is_learned(tmp_path, table) -> None:
