@@ -9,6 +9,10 @@ import json
 import os
 import platform
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,6 +80,24 @@ class Results:
     @property
     def rows(self) -> list[dict[str, Any]]:
         return list(self._rows.values())
+
+
+@contextmanager
+def progress(what: str, done: Callable[[], str], every_s: float = 30.0) -> Iterator[None]:
+    """Says `what`, the seconds so far and `done()` every `every_s` seconds of a `with` block."""
+    over, begun = threading.Event(), time.perf_counter()
+
+    def run() -> None:
+        while not over.wait(every_s):
+            say(f"  {what}: {time.perf_counter() - begun:.0f} s, {done()}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def say(text: str) -> None:

@@ -205,12 +205,14 @@ def random_fill(seed: int, std: float = 0.02) -> Fill:
     """Returns a fill with random codes, and scales that give weights of about `std`."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randint(0, 256, (_POOL_NBYTES,), generator=generator, dtype=torch.uint8).numpy()
+    # Slices of one pool, each from another place: drawing takes longer than writing.
+    drawn = torch.randn(_POOL_NBYTES // 2, generator=generator).mul_(std).bfloat16()
+    drawn = drawn.view(torch.int16).numpy()
     used = 0
 
     def fill(name: str, dtype: str, shape: tuple[int, ...]) -> bytes | None:
         nonlocal used
         if name.endswith("_packed"):
-            # Slices of one pool, each from another place: drawing takes longer than writing.
             nbytes = _numel(shape) * ITEM_NBYTES[dtype]
             used = (used + 4099) % (_POOL_NBYTES - nbytes)
             return bytes(pool[used : used + nbytes])
@@ -221,6 +223,10 @@ def random_fill(seed: int, std: float = 0.02) -> Fill:
             return torch.ones(shape).bfloat16().view(torch.int16).numpy().tobytes()
         if dtype == "F32":
             return torch.zeros(shape).numpy().tobytes()
+        count = _numel(shape)
+        if count < len(drawn):
+            used = (used + 4099) % (len(drawn) - count)
+            return drawn[used : used + count].tobytes()
         weights = torch.randn(shape, generator=generator) * std
         return weights.bfloat16().view(torch.int16).numpy().tobytes()
 

@@ -1,6 +1,6 @@
 """A LoRA step over Kimi-K2's real shape: 61 layers, 384 experts, 1.03 trillion parameters.
 
-    python bench/trillion.py --path /mnt/nvme0 --save trillion.json
+    python bench/trillion.py --path /mnt/nvme0 --save bench/results/trillion.json
     python bench/trillion.py --layers 3 --experts 32     does it run?
 
 The base has the names, sizes and layout of the INT4 checkpoint, as files of holes: 594 GB that take
@@ -9,13 +9,15 @@ choose experts of their own; the other weights are zeros. What is measured is re
 headers are parsed, every byte that a step needs is read with O_DIRECT, checked, decoded and
 multiplied with, and the adapter is saved. A frozen expert that no token chose is not read, so few
 tokens read a part of the base; the row says how much.
+
+The result file is written after the start-up, after every step and at the end. The defaults take
+some 15 minutes on two cores. Progress is printed every 30 seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import shutil
 import tempfile
@@ -23,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import environment, high_water_nbytes, moved_since, process_io, say
+from common import Results, high_water_nbytes, moved_since, process_io, progress, say
 from quantized_base import KIMI_K2, sparse_fill, write_base
 
 GIB = 1 << 30
@@ -34,23 +36,22 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path.cwd())
     parser.add_argument("--layers", type=int, default=KIMI_K2.layers)
     parser.add_argument("--experts", type=int, default=KIMI_K2.experts)
-    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--host", default="6GiB")
-    parser.add_argument("--tile", default="200MiB")
+    parser.add_argument("--tile", default="100MiB")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="infinity-trillion-", dir=given.path))
     try:
-        row = run(given, directory)
+        settings = {name: v for name, v in vars(given).items() if name not in ("path", "save")}
+        run(given, directory, Results(given.save, settings))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    if given.save is not None:
-        given.save.write_text(json.dumps({**environment(), **row}, indent=1) + "\n")
 
 
-def run(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Writes the base, trains, and returns what was measured."""
+def run(given: argparse.Namespace, directory: Path, results: Results) -> None:
+    """Writes the base and trains. Keeps a row of what was measured, again after each part."""
     shape = dataclasses.replace(KIMI_K2, layers=given.layers, experts=given.experts)
     base = directory / "base"
     base_nbytes = write_base(shape, base, sparse_fill(list(range(given.tokens)), shape.hidden))
@@ -62,7 +63,7 @@ def run(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
     import infinity
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     begun = time.perf_counter()
     with infinity.init_empty_weights():
         config = AutoConfig.from_pretrained(base)
@@ -77,7 +78,8 @@ def run(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     }
     begun = time.perf_counter()
     before = process_io()
-    infinity.offload(model, settings, weights=base)
+    with progress("offload", lambda: f"peak RSS {high_water_nbytes() / GIB:.2f} GiB"):
+        infinity.offload(model, settings, weights=base)
     offload_s = time.perf_counter() - begun
     start_up = moved_since(before)
     say(f"offload: {offload_s:.1f} s, {start_up['read_nbytes'] / 1e6:.1f} MB read, peak RSS "
@@ -85,39 +87,49 @@ def run(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     optimizer = infinity.AdamW(model, lr=1e-4)
     engine = infinity.engine_of(model)
     tokens = torch.arange(given.tokens).view(1, -1)
-    seconds, losses, moved = [], [], []
+    row: dict[str, Any] = {
+        "name": "lora", "parameters": shape.num_parameters, "base_nbytes": base_nbytes,
+        "built_s": built_s, "offload_s": offload_s,
+        "start_up_read_nbytes": start_up["read_nbytes"], "steps": [],
+        "peak_rss_nbytes": high_water_nbytes(),
+    }  # fmt: skip
+    results.keep(row)
     for _ in range(given.steps):
         begun, before = time.perf_counter(), process_io()
         counted = engine.counters.snapshot()
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.flush()
-        seconds.append(time.perf_counter() - begun)
-        losses.append(loss.item())
+
+        def so_far(earlier: float = counted.get("shard_read_nbytes", 0)) -> str:
+            nbytes = engine.counters.snapshot().get("shard_read_nbytes", 0) - earlier
+            return f"{nbytes / 1e9:.1f} GB of the base read"
+
+        with progress("step", so_far):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
         now = engine.counters.snapshot()
-        moved.append({
-            **moved_since(before),
+        row["steps"].append({
+            "seconds": time.perf_counter() - begun, "loss": loss.item(), **moved_since(before),
             **{name: now.get(name, 0) - counted.get(name, 0)
                for name in ("shard_read_nbytes", "decode_s", "read_wait_s", "fetches")},
         })  # fmt: skip
-        say(f"step: {seconds[-1]:.1f} s, {moved[-1]['shard_read_nbytes'] / 1e9:.1f} GB of the base "
-            f"read, loss {losses[-1]:.3f}, peak {high_water_nbytes() / GIB:.2f} GiB")  # fmt: skip
-    begun = time.perf_counter()
+        last, row["peak_rss_nbytes"] = row["steps"][-1], high_water_nbytes()
+        results.keep(row)
+        say(f"step: {last['seconds']:.1f} s, {last['shard_read_nbytes'] / 1e9:.1f} GB of the base "
+            f"read, loss {last['loss']:.3f}, peak {high_water_nbytes() / GIB:.2f} GiB")  # fmt: skip
+    begun, before = time.perf_counter(), process_io()
     model.save_pretrained(directory / "adapter")
     save_s = time.perf_counter() - begun
     adapter_nbytes = (directory / "adapter" / "adapter_model.safetensors").stat().st_size
     say(f"adapter saved: {adapter_nbytes / 1e6:.1f} MB in {save_s:.1f} s")
     infinity.close(model)
-    return {
-        "layers": shape.layers, "experts": shape.experts, "tokens": given.tokens,
-        "parameters": shape.num_parameters, "base_nbytes": base_nbytes, "host": given.host,
-        "tile": given.tile, "built_s": built_s, "offload_s": offload_s,
-        "start_up_read_nbytes": start_up["read_nbytes"], "step_s": seconds, "losses": losses,
-        "moved": moved, "adapter_nbytes": adapter_nbytes, "adapter_save_s": save_s,
+    row |= {
+        "adapter_nbytes": adapter_nbytes, "adapter_save_s": save_s,
+        "adapter_read_nbytes": moved_since(before)["read_nbytes"],
         "peak_rss_nbytes": high_water_nbytes(),
     }  # fmt: skip
+    results.keep(row)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def _malformed_toml(text: str, reason: str) -> MalformedError:
 def check_depth(value: Any, *, max_depth: int = MAX_DEPTH) -> None:
     """Raises MalformedError where lists and tables are nested deeper. Does not recurse."""
     level, depth = [value], 0
-    while level := [child for each in level for child in _children(each)]:
+    while level := [child for value in level for child in _children(value)]:
         depth += 1
         if depth > max_depth:
             raise MalformedError(f"it is nested too deeply: more than {max_depth} levels")
@@ -257,8 +257,10 @@ _STRICT: dict[str, Any] = {
 def _refuse_lone_surrogates(value: Any) -> None:
     level = [value]
     while level:
-        texts = [t for each in level for t in (each if isinstance(each, dict) else [each])]
+        texts = [t for value in level for t in (value if isinstance(value, dict) else [value])]
         for text in texts:
-            if isinstance(text, str) and any("\ud800" <= each <= "\udfff" for each in text):
+            if isinstance(text, str) and any(
+                "\ud800" <= character <= "\udfff" for character in text
+            ):
                 raise MalformedError("not valid JSON: half of a surrogate pair")
-        level = [child for each in level for child in _children(each)]
+        level = [child for value in level for child in _children(value)]

@@ -109,5 +109,5 @@ def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
                 [*ring(", random", far), *fio_of("random")],
             ),
         ]
-        for each in groups:
-            yield lab.measure(each, lab.effort.rounds)
+        for compared in groups:
+            yield lab.measure(compared, lab.effort.rounds)

@@ -47,7 +47,7 @@ class StreamingCopy(Contender):
     @override
     def run(self) -> Measurement:
         def transfer() -> None:
-            for _ in self._threads.map(lambda each: ctypes.memmove(*each), self._slices):
+            for _ in self._threads.map(lambda move: ctypes.memmove(*move), self._slices):
                 pass
 
         return Measurement(self._moved_nbytes, *clock(transfer))

@@ -90,11 +90,11 @@ class DriveSet:
             "fio search", f"{kind}, {self.name}", contenders, labels=self.labels(kind)
         )
         result = self.lab.measure(group, self.lab.effort.search_rounds, warm_ups=0)
-        contenders.sort(key=lambda each: -_gb_per_s(result, each))
+        contenders.sort(key=lambda contender: -_gb_per_s(result, contender))
         best = contenders[0]
         if self.lab.arena.huge_page_nbytes and not self._best_fio and not best.huge_page_nbytes():
             self._fio_note = "fio had 4 KiB pages, the arena huge ones: its ceiling is too low"
-        self._best_fio[kind] = [each.settings for each in contenders[:_NUM_FIO]]
+        self._best_fio[kind] = [contender.settings for contender in contenders[:_NUM_FIO]]
         yield result
 
     def ceilings(

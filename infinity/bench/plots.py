@@ -179,7 +179,9 @@ def _median_of(size: float, rows: Sequence[Row]) -> str:
     if not times_ms:
         return text
     text += f": {min(times_ms):.2g} ms"
-    others = [1e3 * each.latency_s[0.5] for each in rows[0].ceilings if 0.5 in each.latency_s]
+    others = [
+        1e3 * ceiling.latency_s[0.5] for ceiling in rows[0].ceilings if 0.5 in ceiling.latency_s
+    ]
     return f"{text}\n({rows[0].ceilings[0].name}: {others[0]:.2g} ms)" if others else text
 
 

@@ -61,7 +61,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                     cpu_s_per_gb=cpu_s_per_gb(samples),
                     ok=verdict(samples),
                     latency_s=_median_latency(samples),
-                    ceilings=tuple(sorted(ceilings, key=lambda each: -each.gb_per_s.median)),
+                    ceilings=tuple(sorted(ceilings, key=lambda against: -against.gb_per_s.median)),
                     labels=group.labels,
                     note=group.note,
                 )

@@ -66,8 +66,8 @@ def _add_subject(table: Table, row: Row) -> None:
         f"  {row.subject}",
         f"{row.gb_per_s.median:.2f}",
         _spread(row),
-        "".join(f"{each.median:.2f}" for each in share),
-        "".join(f"{each.low:.2f} - {each.high:.2f}" for each in share),
+        "".join(f"{summary.median:.2f}" for summary in share),
+        "".join(f"{summary.low:.2f} - {summary.high:.2f}" for summary in share),
         _cpu(row.cpu_s_per_gb),
         _verdict(row.ok),
     )

@@ -126,10 +126,10 @@ def configuration_of(found: Translation, source: ConfigSource) -> SwapConfig:
         theirs = {place: entry.key for entry in found.entries for place in entry.settings}
         raise InvalidConfigError(
             (
-                Problem(f"{theirs[each.place]}, our {each.place}", each.text)
-                if each.place in theirs
-                else each
-                for each in error.problems
+                Problem(f"{theirs[problem.place]}, our {problem.place}", problem.text)
+                if problem.place in theirs
+                else problem
+                for problem in error.problems
             ),
             name=error.name,
         ) from None
@@ -221,7 +221,7 @@ Every key of the file is named with what became of it:
 - **refused**: it asks for something that is not there. So is a key that DeepSpeed does not know.
 
 With one that is refused nothing is written and the exit code is 1; `--skip-refused`, in a program
-`skip_refused=True`, goes on without. The verdicts below are those of a value that has an effect: a
+`skip_refused=True`, leaves it out. The verdicts below are those of a value that has an effect: a
 feature that is off is never refused. `"auto"`, which the Hugging Face Trainer fills in from its
 arguments, is left to the defaults here, and the report names the key to set. A file with comments
 (hjson) is not read.

@@ -23,7 +23,7 @@ def require_transformers(what: str) -> None:
         raise ConfigError(
             f"{what} needs {wanted}, which is not installed: pip install 'infinity-offload[hf]'"
         ) from None
-    numbers = tuple(int(each) for each in re.findall(r"\d+", found)[:2])
+    numbers = tuple(int(digits) for digits in re.findall(r"\d+", found)[:2])
     if not TRANSFORMERS[0] <= numbers < TRANSFORMERS[1]:
         raise ConfigError(f"{what} needs {wanted}, got {found}: pip install 'infinity-offload[hf]'")
 

@@ -269,7 +269,9 @@ class SwapConfig(Section):
     @property
     def commit_directories(self) -> list[Path]:
         """All directories of the first swap directory that may hold committed steps."""
-        return [each for each in (self.commit_directory, self.copying_directory) if each]
+        return [
+            directory for directory in (self.commit_directory, self.copying_directory) if directory
+        ]
 
     @property
     def source(self) -> ConfigSource:

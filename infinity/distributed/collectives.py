@@ -10,11 +10,12 @@ each owner.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +42,7 @@ _RARE = 8
 _MOST_PAUSED = 64
 _WORD = struct.Struct("<BxxxIIIQ")  # verb, step, key
 _NO_KEY: Key = (0, 0, 0)
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Proposal:
@@ -61,7 +63,7 @@ class Proposal:
 class Collectives:
     """Proposes collective operations and begins them. The training thread proposes.
 
-    `group` has the backend of `device`. The constructor is a collective call; `open` follows it.
+    `group` has the backend of `device`. `open` follows the constructor.
     """
 
     def __init__(
@@ -332,7 +334,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def device_group(group: RankTopology, device: torch.device) -> Any:
-    """Returns a process group of its own for the ranks' devices.
+    """Returns a process group of its own for the ranks' devices, which ends with `leave`.
 
     Operations of other groups are issued in another order. A collective call. Raises ConfigError.
     """
@@ -343,10 +345,60 @@ def device_group(group: RankTopology, device: torch.device) -> Any:
             f"{backend!r} of torch.distributed, which this build of PyTorch lacks; "
             'set it to "one_sided"'
         )
-    return dist.new_group(
-        dist.get_process_group_ranks(group.process_group),
-        timeout=timedelta(seconds=TIMEOUT_S),
-        backend=backend,
-        use_local_synchronization=True,
-        sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
-    )
+    if backend == "nccl":
+        _refuse_split(group)
+    with _watchdog_that_ends_no_process():
+        made = dist.new_group(
+            dist.get_process_group_ranks(group.process_group),
+            timeout=timedelta(seconds=TIMEOUT_S),
+            backend=backend,
+            use_local_synchronization=True,
+            sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
+        )
+    # INV-19: row r of an operation is the part of rank r.
+    assert dist.get_rank(made) == group.rank, "ranks of the group were sorted"
+    return made
+
+
+def leave(device_group: Any) -> None:
+    """Shuts a group of `device_group` down, which frees its communicator's memory, after all ranks
+    have made their last operation. Does nothing if the backend or the program has done so.
+
+    The group stays registered: `destroy_process_group` would free its name, and the next group of
+    these ranks would meet under the same keys of the store, where the addresses of this one are.
+    """
+    with contextlib.suppress(Exception):
+        device_group.shutdown()
+
+
+def _refuse_split(group: RankTopology) -> None:
+    """Raises ConfigError where making a group would wait for ranks that do not offload.
+
+    With `init_process_group(device_id=...)` NCCL makes further groups by ncclCommSplit, in which
+    all ranks of the job take part.
+    """
+    world = dist.group.WORLD
+    if getattr(world, "bound_device_id", None) is not None and group.count < group.job_count:
+        raise ConfigError(
+            f"init_process_group(device_id=...) makes all {group.job_count} ranks take part in "
+            f"each new group, and {group.count} of them offload this model; leave device_id out, "
+            'or set distributed.exchange to "one_sided"'
+        )
+
+
+@contextlib.contextmanager
+def _watchdog_that_ends_no_process() -> Iterator[None]:
+    """Makes groups whose watchdog ends no process, in the block, unless the user has chosen.
+
+    By default NCCL's watchdog ends the process when another rank is gone, before the transport
+    has named that rank. 2: it aborts the communicators of the group only. Source: PyTorch's
+    documentation of ProcessGroupNCCL's environment variables.
+    """
+    if _WATCHDOG in os.environ:
+        yield
+        return
+    os.environ[_WATCHDOG] = "2"
+    try:
+        yield
+    finally:
+        del os.environ[_WATCHDOG]

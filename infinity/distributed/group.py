@@ -14,6 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from infinity.distributed.addresses import (
+    LOOPBACK,
+    Machine,
+    choose_address,
+    refusal,
+    this_machine,
+)
 from infinity.distributed.messages import Purpose
 from infinity.distributed.peer import Peer
 from infinity.distributed.transport import PeerTransport
@@ -34,7 +41,7 @@ class RankTopology:
     job_count: int
     node_rank: int  # Among the ranks of this node.
     node_count: int  # Ranks of this node, those of other groups included where torchrun says so.
-    hosts: tuple[str, ...]
+    machines: tuple[Machine, ...]  # By rank of the group.
 
 
 def path_of_rank(path: Path, rank: int) -> Path:
@@ -61,9 +68,9 @@ def find_group(group: Any = None) -> RankTopology | None:
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     if count == 1:
         return None
-    hosts: list[Any] = [None] * count
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    here = [other for other in range(count) if hosts[other] == hosts[rank]]
+    machines: list[Any] = [None] * count
+    dist.all_gather_object(machines, this_machine(), group=group)
+    here = [other for other in range(count) if machines[rank].is_node_of(machines[other])]
     node_count = max(len(here), int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     return RankTopology(
         process_group=group,
@@ -73,7 +80,7 @@ def find_group(group: Any = None) -> RankTopology | None:
         job_count=dist.get_world_size(),
         node_rank=here.index(rank),
         node_count=node_count,
-        hosts=tuple(hosts),
+        machines=tuple(machines),
     )
 
 
@@ -95,14 +102,17 @@ def process_group(group: Any) -> Any:
 
 
 def connect(group: RankTopology, counters: Counters) -> PeerTransport:
-    """Returns the transport between the ranks, not open yet. A collective call."""
-    address = "127.0.0.1" if len(set(group.hosts)) == 1 else _address_for_others()
+    """Returns the transport between the ranks, not open yet. A collective call.
+
+    Raises ConfigError, on all ranks, if a rank cannot be reached from another machine.
+    """
+    address = choose_address(group.rank, group.machines)
     # Strangers may connect before any rank is admitted.
     backlog = len(Purpose) * group.count + _STRANGERS
-    listener = socket.create_server((address, 0), backlog=backlog)
+    listener = socket.create_server((address or LOOPBACK, 0), backlog=backlog)
     me = Peer(
         group.rank,
-        group.hosts[group.rank],
+        group.machines[group.rank].host,
         os.getpid(),
         address,
         listener.getsockname()[1],
@@ -110,20 +120,13 @@ def connect(group: RankTopology, counters: Counters) -> PeerTransport:
     )
     peers: list[Any] = [None] * group.count
     dist.all_gather_object(peers, me, group=group.process_group)
+    unreachable = {peer.rank: group.machines[peer.rank] for peer in peers if not peer.address}
+    if unreachable:
+        listener.close()
+        raise ConfigError(refusal(unreachable))
     transport = PeerTransport(group.rank, peers, listener, counters)
     _tell_of_uncaught_exceptions(transport)
     return transport
-
-
-def _address_for_others() -> str:
-    """The address of this node that routes to the node of rank 0. Nothing is sent."""
-    master = os.environ.get("MASTER_ADDR", "")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
 
 
 def _tell_of_uncaught_exceptions(transport: PeerTransport) -> None:

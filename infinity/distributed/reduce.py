@@ -17,7 +17,7 @@ from infinity.distributed.buckets import Contribution, GradientBuckets
 from infinity.distributed.grad_memory import SumsMemory
 from infinity.distributed.norms import block_sums, first_block, norms_of
 from infinity.distributed.ordered_sum import OrderedReduction
-from infinity.distributed.partials import PATIENCE_S, PartialGradient, PartialGradients
+from infinity.distributed.partials import PATIENCE_S, PartialGradient
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.transport import PeerTransport
 from infinity.errors import RankError, UnsupportedError
@@ -94,7 +94,7 @@ class DistributedGradients(GradientSink):
         for shard in store.partition.local:
             for share in shard.shares:
                 self._local_shares[self._index[share.whole]] = shard.unit, share
-        self._partials: PartialGradients = store.partials
+        self._pending, self._partials = store.pending, store.partials
         self._reduce_buffer: OrderedReduction[PartialGradient] = OrderedReduction(
             self._partition.count, combine=self._combine, drop=self._partials.drop
         )
@@ -105,10 +105,8 @@ class DistributedGradients(GradientSink):
         self._may_give = self._waits_for_others = True
         # For local sums of a single gradient: the dtype that holds them exactly.
         self._sent_as: dict[TensorSpec, torch.dtype | None] = {}
-        self._given: set[TensorSpec] = (
-            set()
-        )  # Tensors whose gradient this rank has sent since the last step.
-        self._known: set[TensorSpec] = set()  # Tensors of which some rank has sent a gradient.
+        self._given: set[TensorSpec] = set()  # Sent by this rank since the last step.
+        self._known: set[TensorSpec] = set()  # Sent by some rank.
         self._all_norms: dict[TensorSpec, torch.Tensor] | None = None
 
     # -- In ----------------------------------------------------------------------------------------
@@ -164,6 +162,7 @@ class DistributedGradients(GradientSink):
             return
         if self._reduce_buffer.pass_over(index, number):
             unit, share = self._local_shares[index]
+            self._pending.await_update(unit.index)  # It reads the gradients of the last step.
             self.owned.add(unit, share.part, mean)
         else:
             partial = self._keep(self._on_host(mean), is_mean=True)
@@ -240,6 +239,7 @@ class DistributedGradients(GradientSink):
     def _sum_up(self, *, all_are_there: bool) -> None:
         for tensor, partial in self._reduce_buffer.take(all_are_there=all_are_there):
             unit, share = self._local_shares[tensor]
+            self._pending.await_update(unit.index)
             self.owned.add(unit, share.part, self._part_of_mean(partial), is_on_host=True)
             self._partials.drop(partial)
 
@@ -287,6 +287,7 @@ class DistributedGradients(GradientSink):
 
         `decision` is this rank's; returns that of rank 0.
         """
+        self._pending.await_all()
         self._take_buckets(all_of_them=True)
         if not self._partition.shards_gradients:
             for unit in self._partition.full_units:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.distributed.buckets import GradientBuckets
-from infinity.distributed.collectives import Collectives, device_group
+from infinity.distributed.collectives import Collectives, device_group, leave
 from infinity.distributed.exchange import Buffers, DeviceExchange
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
@@ -97,22 +97,33 @@ class ShardingPlan:
             **sizes,
         )
 
+    def join_devices(self, device: DeviceAdapter, resources: ExitStack) -> Any:
+        """Returns the process group of the ranks' devices, or None if they do not exchange.
+
+        Destroyed with `resources`, after what is added later. A collective call.
+        """
+        if not self.is_collective:
+            return None
+        group = device_group(self.group, device.torch_device)
+        resources.callback(leave, group)
+        return group
+
     def exchange(
         self,
         store: DistributedStore,
         device: DeviceAdapter,
+        device_group: Any,
         counters: Counters,
         resources: ExitStack,
     ) -> tuple[Collectives | None, GradientBuckets | None, DeviceUnshard | None]:
         """Returns the exchange of weights and of gradients between devices, or None for each.
 
-        Closed with `resources`. A collective call.
+        `device_group`: of `join_devices`. Closed with `resources`.
         """
         if self.buffers is None:
             return None, None, None
         assert isinstance(device, StreamDevice)
-        group = device_group(self.group, device.torch_device)
-        collectives = Collectives(store.transport, group, device.torch_device, counters)
+        collectives = Collectives(store.transport, device_group, device.torch_device, counters)
         resources.callback(collectives.close)
         exchange = DeviceExchange(device, collectives, self.buffers)
         buckets = GradientBuckets(collectives, exchange, self.partition, counters)
@@ -208,8 +219,8 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
     """Returns the configuration of this rank, and makes its swap directories.
 
     Every rank gets a directory of its own in each swap directory. Capacities of a node are divided
-    by its ranks; a percentage stays one, of the rank's part of the memory. Updates run in the step,
-    which all ranks enter together.
+    by its ranks; a percentage stays one, of the rank's part of the memory. In stages 1 and 2
+    updates run in the step: all ranks keep the weights, and exchange them before they leave it.
     """
     commits_steps = config.checkpoint is not None and config.checkpoint.durability == "step"
     if commits_steps and group.node_count < group.count:
@@ -224,7 +235,10 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
             f"job, and {group.count} hold this one: steps of others would be committed in its "
             'place. Use "checkpoint", with a directory for each model'
         )
+    schedule = config.schedule
     config, drives = with_part_of_node(config, group.node_count), []
+    if config.distributed.zero_stage == 3:
+        config = config.model_copy(update={"schedule": schedule})
     for tier in config.tiers.nvme:
         try:
             tier.path.mkdir(exist_ok=True)
@@ -236,7 +250,10 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
 
 
 def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
-    """Returns the configuration of each of so many ranks of a node. Pure."""
+    """Returns the configuration of each of so many ranks of a node. Pure.
+
+    Updates are in the step, as a forecast assumes them.
+    """
     count = node_count if config.distributed.budgets == "node" else 1
     host = config.tiers.host
     capacity = host.capacity if host.capacity.nbytes is None else _part(host.capacity, count)

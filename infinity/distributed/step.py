@@ -1,21 +1,22 @@
 """The optimizer step over sharded state: each rank updates its shards; all begin and end together.
 
-ShardWeights         the weights of a shard, for the updater DistributedUpdater   updates this
-rank's shards, between two barriers of all ranks DistributedMasters   masters of which this rank has
-a part
+ShardWeights         the weights of a shard, for updates inside the step
+DistributedUpdater   updates this rank's shards, inside the step or after it
+DistributedMasters   masters of which this rank has a part
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from infinity.distributed.reduce import DistributedGradients
+from infinity.distributed.shard_updates import ShardUpdates, can_update_beside
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sync import flush_owned, pull_updated
 from infinity.distributed.unshard import DeviceUnshard
@@ -33,6 +34,7 @@ from infinity.streaming.step_record import (
     UpdatedWeights,
     UpdateSettings,
 )
+from infinity.streaming.unit_update import UnitUpdate, updates_of
 from infinity.tiers.pool import HostPool
 
 
@@ -81,8 +83,11 @@ class ShardWeights(UpdatedWeights):
 class DistributedUpdater(StepRunner):
     """The optimizer step over this rank's shards. All ranks enter it and leave it together.
 
-    A `StepRunner` that has an `Updater` of the shards, `local`. Every step is complete when `apply`
-    returns, so no unit of the model is ever pending.
+    A `StepRunner` that has an `Updater` of the shards, `local`, for updates inside the step, and a
+    `ShardUpdates` for updates after it, `deferred`. `deferred` is None where every rank keeps the
+    weights, where memory is tight, and where a device computes updates or has state of them; then
+    `defer` does what `apply` does. No unit of the model is ever pending: pending shards are known
+    to the store, which makes each read of them wait.
     """
 
     def __init__(
@@ -99,9 +104,22 @@ class DistributedUpdater(StepRunner):
         self.local = Updater(store, pool, shards, gradients.owned, counters, settings)
         self.chunk_nbytes = self.local.chunk_nbytes
         self._store = store
+        self._num_full = len(store.partition.full_units)
         self._full_units = weight_cache
         self._gathering = None if store.partition.shards_parameters else gathering
         self._parts = {share.whole: share.part for s in store.partition.local for share in s.shares}
+        self._gradients = gradients.owned
+        self.deferred: ShardUpdates | None = None
+        shard_units = [shard.unit for shard in store.partition.local]
+        if (
+            store.partition.shards_parameters
+            and settings.reads_ahead
+            and settings.on_device is None
+            and can_update_beside(store.local, shard_units)
+        ):
+            self.deferred = ShardUpdates(
+                store.local, store.pending, pool, counters, settings, store.transport.abort
+            )
 
     def apply(self, record: StepRecord) -> None:
         """Updates this rank's shards, and makes the new weights visible to every rank.
@@ -109,37 +127,77 @@ class DistributedUpdater(StepRunner):
         A failure ends all ranks: the other ranks have made a step that this one has not.
         """
         transport = self._store.transport
-        try:
+        with self._failing_all():
             self._full_units.finish_writes()  # Weights that the program has set since.
-            # INV-18: shards change between two barriers of all ranks.
+            # INV-18: all ranks have entered the step, and none leaves it before all are here.
             self.local.apply(self._local_of(record))
             changed = self._changed_by(record)
             flush_owned(self._store, self._full_units, changed)
-            transport.all_gather("shards are updated", b"")
+            if not self._store.partition.shards_parameters:
+                transport.all_gather("shards are updated", b"")
             pull_updated(self._store, self._full_units, changed, self._gathering)
             transport.all_gather("optimizer.step() is over", b"")
             if self._store.partition.shards_parameters:
                 self._full_units.prefetch_anew()
-        except RankError:
-            raise
-        except BaseException as error:
-            transport.abort(f"in optimizer.step(): {type(error).__name__}: {error}")
-            raise
 
     @override
     def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
-        """Does nothing: a rank updates its shards inside the step."""
+        """Does nothing: no unit is updated before the step."""
 
     @override
     def defer(self, record: StepRecord) -> None:
-        self.local.defer(self._local_of(record))
+        """Makes this rank's shards pending, and starts their updates. The other ranks read the
+        shards from the end of `defer` on, and get the new ones."""
+        if self.deferred is None:
+            self.apply(record)
+            return
+        with self._failing_all():
+            self._full_units.finish_writes()  # Weights that the program has set since.
+            self._store.pending.await_all()
+            for unit in self._changed_by(record):
+                self._full_units.discard(unit.index)
+                self._full_units.discard(self._num_full + unit.index)
+            self.deferred.start(self._updates_of(self._local_of(record)))
+            # INV-18: all ranks have entered the step, so none reads the old shards any more; none
+            # reads the new ones before they are pending on every rank.
+            self._store.transport.all_gather("optimizer.step() is over", b"")
+            self._full_units.prefetch_anew()
+
+    def _updates_of(self, record: StepRecord) -> dict[int, UnitUpdate]:
+        """Returns the updates of this rank's shards, those that are needed next first."""
+        expected = [self._num_full + unit for unit in self._full_units.expected()]
+        shards = {shard.unit.index: shard.unit for shard in self._store.partition.local}
+        updates = {}
+        for index in dict.fromkeys([*expected, *shards]):
+            update = updates_of(shards[index], record, self.chunk_nbytes)
+            if update is not None:
+                updates[index] = update
+                if record.clip_factor is not None:
+                    used = [s for s in update.unit.trainable() if s in record.settings]
+                    self._gradients.note_clipped(used, record.clip_factor)
+        return updates
+
+    @contextmanager
+    def _failing_all(self) -> Iterator[None]:
+        """Ends all ranks if the block fails: they make a step that this rank does not make."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            cause = f"in optimizer.step(): {type(error).__name__}: {error}"
+            self._store.transport.abort(cause)
+            raise
 
     @override
     def is_pending(self, unit: int) -> bool:
         return False
 
+    @override
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
-        """Does nothing: no update is pending."""
+        """Raises InfinityError if an update after the step has failed. Whoever reads a pending
+        shard waits for its update."""
+        self._store.pending.check()
 
     @override
     def note_gradient(self, unit: int) -> None:
@@ -156,17 +214,22 @@ class DistributedUpdater(StepRunner):
     @override
     def advance(self) -> None:
         self.local.advance()
+        if self.deferred is not None:
+            self.deferred.release(waits=False)
 
     @override
     def withdraw(self, unit: int) -> None:
+        self._store.pending.await_update(self._num_full + unit)
         self.local.finish_writes()
 
     @override
     def apply_pending(self) -> None:
+        self._store.pending.await_all()
         self.local.apply_pending()
 
     @override
     def settle(self) -> None:
+        self._store.pending.await_all()
         self.local.settle()
 
     @override
@@ -175,14 +238,24 @@ class DistributedUpdater(StepRunner):
 
     @override
     def abandon(self) -> None:
-        self.local.abandon()
+        """Ends the updates. Those that are pending are made first, because the other ranks may
+        still read the shards; but not after the end of a rank."""
+        try:
+            if self.deferred is not None:
+                self.deferred.close(finishes=not self._store.transport.is_broken)
+        finally:
+            self.local.abandon()
 
     @override
     def reclaim_idle(self) -> bool:
+        if self.deferred is not None and self.deferred.release(waits=False):
+            return True
         return self.local.reclaim_idle()
 
     @override
     def reclaim(self) -> bool:
+        if self.deferred is not None and self.deferred.release(waits=True):
+            return True
         return self.local.reclaim()
 
     def _changed_by(self, record: StepRecord) -> list[Unit]:

@@ -2,14 +2,15 @@
 
 For the weight cache, a full unit with sharded weights is on a remote tier: a read fetches its
 shards from all ranks, and a write stores this rank's shard. Shards are requested one-sidedly. That
-is safe without a lock: a shard changes only inside the optimizer's step, between two barriers of
-all ranks (design/0005).
+is safe without a lock: a shard changes only while no rank reads it (design/0005). A read of a shard
+that awaits the update of the last step waits for the update (`pending.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from infinity.distributed.partials import Fill, PartialGradient, PartialGradients
 from infinity.distributed.peer import RemoteRequest
+from infinity.distributed.pending import PendingShards
 from infinity.distributed.transport import PeerTransport
 from infinity.observe import Counters
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
@@ -95,6 +97,7 @@ class DistributedStore:
             window=self._taking[partition.rank],
             counters=counters,
         )
+        self.pending = PendingShards()
         self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
         # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
@@ -167,9 +170,13 @@ class DistributedStore:
     ) -> Transfer:
         """See `StateStore.read`. A sharded unit is read as a whole."""
         if not self.is_sharded(unit, kind):
-            return self.local.read(
-                unit, kind, block, priority=priority, offset_nbytes=offset_nbytes, nbytes=nbytes
-            )
+            read = partial(
+                self.local.read, unit, kind, block,
+                priority=priority, offset_nbytes=offset_nbytes, nbytes=nbytes,
+            )  # fmt: skip
+            if self.pending.is_pending(unit.index):
+                return self._in_own_thread(self._read_updated, unit.index, read)
+            return read()
         assert offset_nbytes == 0 and nbytes is None
         whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
         return self.gather_weights(unit.index, whole, is_local_present=False)
@@ -268,10 +275,15 @@ class DistributedStore:
         nbytes = shard.unit.nbytes(state_kind)
         return [ShardSegment(0, 0, nbytes)] if nbytes else []
 
+    def _read_updated(self, shard: int, read: Callable[[], Transfer]) -> None:
+        self.pending.await_update(shard)
+        read().wait()
+
     def _parts(
         self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int
     ) -> Iterator[memoryview]:
         """Yields the bytes of `segments` in parts. A part is valid until the next one."""
+        self.pending.await_update(shard.unit.index)
         unit, is_whole = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
             unit, is_whole = (
@@ -325,6 +337,7 @@ class DistributedStore:
     def _keep_local(self, index: int, whole: torch.Tensor) -> None:
         """Writes this rank's part of full weights to where the part rests."""
         shard = self.partition.shards[index][self.partition.rank]
+        self.pending.await_update(shard.unit.index)
         host_view = self.host_view(shard.unit, StateKind.PARAMETERS)
         block = self._reading[self.partition.rank]
         for segment in shard.segments:

@@ -88,6 +88,7 @@ class DeviceUnshard:
         self._exchange.take(region)
 
         def issue() -> tuple[Copy, Copy]:
+            self._store.pending.await_update(self.shard_of(unit))
             if reading is not None:
                 reading.wait()
             self._count(ranges)

@@ -43,4 +43,4 @@ def missing(subject: str, found: str, *, cost: str, remedy: str = "") -> Finding
 
 def worst(findings: Iterable[Finding]) -> Status:
     """Returns the status of the whole report: that of its worst line."""
-    return max((each.status for each in findings), key=_ORDER.index, default="ok")
+    return max((finding.status for finding in findings), key=_ORDER.index, default="ok")

@@ -113,7 +113,7 @@ def _is_of_first_values(parameter: torch.Tensor, layer: Any, adapter: str) -> bo
     if weight.is_meta or not is_to_come(weight):
         return False
     if is_dora:
-        expected = _magnitude(layer, adapter, lambda each: each)
+        expected = _magnitude(layer, adapter, lambda tensor: tensor)
     else:
         expected = weight[layer.token_indices[adapter]]
     return torch.equal(parameter.detach().to(expected.dtype), expected.detach())
@@ -130,7 +130,7 @@ def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
         for name, (layer, adapter) in wanted.items():
             if hasattr(layer, "lora_magnitude_vector"):
                 value = _magnitude(
-                    layer, adapter, lambda each: engine.read_parameter(names[id(each)])
+                    layer, adapter, lambda tensor: engine.read_parameter(names[id(tensor)])
                 )
             else:
                 value = layer.weight[layer.token_indices[adapter]]  # type: ignore[index]

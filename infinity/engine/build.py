@@ -268,6 +268,8 @@ def _assemble(
         in_backward=in_backward,
     )
     step = _step_parts(config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes)
+    if sharded is not None:
+        resources.callback(step.updater.abandon)  # Ends the thread that uses the tiers.
     activations, waiting = (
         ActivationStore(order, pool=pool, device=device, volume=tiers.volume, counters=counters)
         for order in (config.placement.activations, config.placement.experts)
@@ -282,11 +284,13 @@ def _assemble(
 def _share(
     plan: ShardingPlan, local: LocalStore, tiers: OpenTiers, budgets: Budgets, resources: ExitStack
 ) -> _Sharded:
+    device_group = plan.join_devices(tiers.device, resources)
     store = plan.store(
         local, tiers.host, tiers.counters, resources,
         reduce_buffer_nbytes=budgets.reduce_buffer_nbytes,
     )  # fmt: skip
-    return _Sharded(plan, store, *plan.exchange(store, tiers.device, tiers.counters, resources))
+    exchange = plan.exchange(store, tiers.device, device_group, tiers.counters, resources)
+    return _Sharded(plan, store, *exchange)
 
 
 def _step_parts(
@@ -334,7 +338,7 @@ def _add_reclaimers(
 ) -> None:
     """Tells the pool which parts give up blocks, in the order in which it asks them."""
     updater, gradients = step.updater, step.gradients
-    if config.schedule.updates == "at_step":
+    if config.schedule.updates == "at_step" or step.ranks.num_ranks > 1:
         pool.add_reclaimer(lambda _: updater.reclaim_idle())
     # Cheapest first: gradients on their way to the drive, weights that would be read again, and the
     # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would
@@ -343,6 +347,7 @@ def _add_reclaimers(
     pool.add_reclaimer(lambda _: any(each.reclaim() for each in stores))
     pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())
+    pool.add_reclaimer(lambda _: weight_cache.give_up_zone())
 
 
 def _params(

@@ -100,15 +100,18 @@ def describe(engine: Engine) -> Residence:
     if store.volume is not None:
         places["nvme"] = ", ".join(str(tier.path) for tier in engine.config.tiers.nvme)
     if store.shards is not None:
-        stored = [each.stored for each in map(_checkpoint_of, store.placed().values()) if each]
-        resting["parameters"]["checkpoint"] = sum(each.nbytes for each in stored)  # As stored.
+        stored = [
+            location.stored for location in map(_checkpoint_of, store.placed().values()) if location
+        ]
+        # As stored, not as decoded.
+        resting["parameters"]["checkpoint"] = sum(weights.nbytes for weights in stored)
         folders = sorted({os.path.dirname(path) for path in store.shards.identities})
         places["checkpoint"] = "read in place from " + ", ".join(folders)
     parameters = list(engine.model.parameters())
     return Residence(
         model=type(engine.model).__name__,
         num_params=sum(parameter.numel() for parameter in parameters),
-        num_trainable=sum(each.numel() for each in parameters if each.requires_grad),
+        num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         num_units=len(store.units),
         resting={kind: resting[kind] for kind in KINDS if any(resting.get(kind, {}).values())},
         host_capacity_nbytes=engine.pool.capacity_nbytes,

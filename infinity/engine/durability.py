@@ -122,8 +122,8 @@ def free_nvme_nbytes(config: SwapConfig) -> float:
 
 
 def _nearest(path: Path) -> Path:
-    """Returns the path, or its nearest parent that exists."""
-    while not path.exists() and path != path.parent:
+    """Returns the path, or its nearest parent that exists and can be reached."""
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent
     return path
 

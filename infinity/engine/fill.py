@@ -22,7 +22,7 @@ def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     """Fills the tiers: first values that are in memory, then values that are read or
     initialised."""
     names = {id(param.original): param.name for param in engine.params}
-    wanted = {names[each]: place for each, place in derived_parameters(engine.model).items()}
+    wanted = {names[derived]: place for derived, place in derived_parameters(engine.model).items()}
     kept, without, to_come = values_of_adapters(engine.model), set[str](), set(wanted)
     for param in engine.params:
         original = param.original

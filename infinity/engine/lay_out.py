@@ -77,12 +77,12 @@ def lay_out(
             raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
         moments = moments_of(config)
         laid_out = [
-            layout_unit(index, name, [facts_of(each, dtypes) for each in members], moments)
+            layout_unit(index, name, [facts_of(param, dtypes) for param in members], moments)
             for index, (name, members) in enumerate(layout.units)
         ]
         for index, (_, members) in enumerate(layout.units):
             if id(members[0].parameter) in in_files:
-                tensors = {each.name: in_files[id(each.parameter)] for each in members}
+                tensors = {param.name: in_files[id(param.parameter)] for param in members}
                 laid_out[index] = replace(laid_out[index], stored=lay_out_stored(tensors))
         sharding = None
         if ranks is not None:

@@ -242,8 +242,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Replaces `torch.nn.utils.clip_grad_norm_` in loops that call it before every step. None, 0
         and infinity clip nothing. `error_if_nonfinite` holds for this call; the default is the
-        optimizer's option.
+        optimizer's option. With several ranks, all of them make the call, after their last
+        backward of the step.
         """
+        if self.engine.num_ranks > 1:
+            self.engine.begin_step()  # Else this rank has its own gradients only.
         self.max_grad_norm = max_norm if max_norm and math.isfinite(max_norm) else None
         kept = self.always_norm, self.error_if_nonfinite, self.skip_if_nonfinite
         self.always_norm = True

@@ -41,14 +41,14 @@ class FetchedMoment(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            fetched = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
-            before = [each._version for each in fetched]
+            fetched = [state for state in tree_leaves((args, kwargs)) if isinstance(state, cls)]
+            before = [state._version for state in fetched]
             answer = function(*args, **kwargs)
-            if before != [each._version for each in fetched]:
+            if before != [state._version for state in fetched]:
                 raise UnsupportedError(
                     _READ_ONLY.format(getattr(function, "__name__", str(function)))
                 )
-            memory = {each.untyped_storage().data_ptr() for each in fetched}
+            memory = {state.untyped_storage().data_ptr() for state in fetched}
             if hasattr(answer, "setflags"):  # A numpy array over the same memory.
                 answer.setflags(write=False)
 
@@ -165,7 +165,7 @@ class OptimizerState:
 
     def __iter__(self) -> Iterator[Any]:
         groups = self._owner().param_groups
-        return (each for group in groups for each in group["params"] if each in self)
+        return (parameter for group in groups for parameter in group["params"] if parameter in self)
 
     def keys(self) -> list[Any]:
         """Returns the parameters that have state."""

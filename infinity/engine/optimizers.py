@@ -188,7 +188,7 @@ class SGD(OffloadedOptimizer):
         )
 
     def _note_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
-        self._begun.update(spec for spec, each in settings.items() if each.state_names)
+        self._begun.update(spec for spec, own in settings.items() if own.state_names)
 
     @override
     def state_names_of(self, param: OffloadedParam) -> list[str]:
@@ -257,5 +257,5 @@ class Lion(OffloadedOptimizer):
 
 
 OPTIMIZERS: dict[str, type[OffloadedOptimizer]] = {
-    each.name: each for each in (AdamW, Adam, SGD, Lion)
+    optimizer.name: optimizer for optimizer in (AdamW, Adam, SGD, Lion)
 }

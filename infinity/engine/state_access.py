@@ -153,8 +153,8 @@ class StateAccess:
                 for part in chunk.slices:
                     start = part.state_start - chunk.start
                     stop = start + part.stop - part.start
-                    for each in _parts(unit, kind, memory, numel, part.tensor, start, stop):
-                        yield replace(each, start=part.start + each.start)
+                    for inner in _parts(unit, kind, memory, numel, part.tensor, start, stop):
+                        yield replace(inner, start=part.start + inner.start)
                 if keep:
                     self.store.write(unit, kind, block, **place).wait()
         finally:
@@ -172,8 +172,8 @@ class StateAccess:
                 part = share.part
                 start, stop = part.state_offset, part.state_offset + part.numel
                 numel = shard.unit.state_numel
-                for each in _parts(shard.unit, kind, memory, numel, part, start, stop):
-                    yield replace(each, spec=share.whole, start=share.start + each.start)
+                for inner in _parts(shard.unit, kind, memory, numel, part, start, stop):
+                    yield replace(inner, spec=share.whole, start=share.start + inner.start)
 
     def has_gradient(self, spec: TensorSpec) -> bool:
         """Whether this step has a gradient of the tensor."""

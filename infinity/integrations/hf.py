@@ -7,7 +7,9 @@
 Trainer works on the offloaded model as it is, but for a few places where it would do by itself what
 the engine does: wrap the model, build the optimizer, clip gradients, and save or load state that
 does not fit in memory. `OffloadedTrainer` answers those, and runs accumulation windows layer-major
-(`windows.py`). Written against transformers 5.23 and accelerate 1.15.
+(`windows.py`). Under torchrun every process is a rank of the engine, which averages gradients and
+divides the state; Trainer and accelerate divide the data. Written against transformers 5.23 and
+accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -68,8 +70,9 @@ def prepare_trainer(
         inputs wait on the tiers that `[placement] activations` names
 
     Checkpoints contain, beside Trainer's files, `infinity/` with everything that an exact
-    continuation needs. `save_model` and checkpoints export weights shard by shard. Raises
-    ConfigError for arguments that conflict with an offloaded model, before anything changes.
+    continuation needs. `save_model` and checkpoints export weights shard by shard. With several
+    processes, all of them call `prepare_trainer`; the model is offloaded after they have joined.
+    Raises ConfigError for arguments that conflict with an offloaded model, before anything changes.
     """
     missing = [name for name in _ANSWERED if not hasattr(trainer, name)]
     if missing:
@@ -78,7 +81,7 @@ def prepare_trainer(
             "5.23, install that"
         )
     given: Any = trainer
-    _check_arguments(given.args, is_over_ranks=getattr(given, "is_over_ranks", False))
+    _check_arguments(given.args)
     if window is not None and (isinstance(window, bool) or window < 1):
         raise ConfigError(f"expected window to be a number of micro-batches or None, got {window}")
     if given.optimizer is not None and not isinstance(given.optimizer, OffloadedOptimizer):
@@ -88,6 +91,7 @@ def prepare_trainer(
             "model, ...), scheduler)"
         )
     _offload(given.model, config)
+    _check_ranks(given.model, given.args.world_size)
     _refuse_strays(given.model)
     _stream_exports(given.model)
     given.is_layer_major, given.most_together = choose_order(given, layer_major), window
@@ -98,19 +102,14 @@ def prepare_trainer(
     return trainer
 
 
-def _check_arguments(args: Any, *, is_over_ranks: bool) -> None:
+def _check_arguments(args: Any) -> None:
     """Raises ConfigError that names arguments for tasks of the engine, or for tasks it cannot
-    do. `is_over_ranks`: the trainer leaves to the engine what concerns all ranks."""
+    do."""
     faults = [
         (args.fp16 or args.bf16, "fp16/bf16", "the precision is the model's: load it in bfloat16"),
         (bool(args.deepspeed), "deepspeed", "state is offloaded by infinity.offload already"),
         (bool(args.fsdp), "fsdp", "state is offloaded by infinity.offload already"),
         (args.n_gpu > 1, "n_gpu", "one process uses one GPU: set CUDA_VISIBLE_DEVICES"),
-        (
-            args.world_size > 1 and not is_over_ranks,
-            "world_size",
-            "one process; ranks are not supported yet",
-        ),
         (args.torch_compile, "torch_compile", "compile the model's blocks before offloading"),
         (
             str(getattr(args.optim, "value", args.optim)) not in _OPTIMIZERS,
@@ -121,6 +120,17 @@ def _check_arguments(args: Any, *, is_over_ranks: bool) -> None:
     wrong = [f"args.{name}: {text}" for is_wrong, name, text in faults if is_wrong]
     if wrong:
         raise ConfigError("an offloaded model cannot be trained so: " + "; ".join(wrong))
+
+
+def _check_ranks(model: nn.Module, num_processes: int) -> None:
+    """Raises ConfigError unless the engines of all processes train one model together."""
+    num_ranks = engine_of(model).num_ranks
+    if num_ranks != num_processes:
+        raise ConfigError(
+            f"expected a model that {num_processes} processes have offloaded together, got one of "
+            f"{num_ranks}; call infinity.offload after the processes have joined: after "
+            "TrainingArguments, Accelerator() or torch.distributed.init_process_group"
+        )
 
 
 def _refuse_strays(model: nn.Module) -> None:
@@ -187,14 +197,12 @@ def _save_over(
     directory: Path, model: nn.Module, optimizer: OffloadedOptimizer, *, step: int | None = None
 ) -> None:
     """Replaces the state of an earlier run, as Trainer does with the rest of a checkpoint. If
-    writing fails, the earlier state is restored."""
+    writing fails, the earlier state is restored. All ranks call it, and rank 0 replaces."""
+    engine, has_before = engine_of(model), False
     before = directory.with_name(f".{directory.name}.replaced")
-    with reporting("replace", before):
-        if before.exists():
-            shutil.rmtree(before)
-        has_before = directory.exists()
-        if has_before:
-            directory.rename(before)
+    with engine.collective_section("replace a saved state"):
+        if engine.rank == 0:
+            has_before = _move_away(directory, before)
     own = _frozen_in(model, directory)
     try:
         save(directory, model, optimizer, step=step)
@@ -204,7 +212,20 @@ def _save_over(
             shutil.rmtree(directory, ignore_errors=True)
             before.rename(directory)
         raise
-    shutil.rmtree(before, ignore_errors=True)
+    with engine.collective_section("remove the saved state that was replaced"):
+        if engine.rank == 0:
+            shutil.rmtree(before, ignore_errors=True)
+
+
+def _move_away(directory: Path, before: Path) -> bool:
+    """Renames a directory. Returns whether it was there."""
+    with reporting("replace", before):
+        if before.exists():
+            shutil.rmtree(before)
+        if not directory.exists():
+            return False
+        directory.rename(before)
+        return True
 
 
 def _frozen_in(model: nn.Module, directory: Path) -> set[str]:
@@ -219,7 +240,6 @@ class OffloadedTrainer(LayerMajorSteps):
     """The methods in which a Trainer differs for an offloaded model. `prepare_trainer` mixes
     them in."""
 
-    is_over_ranks = False
     state: Any
     optimizer: Any
 
@@ -267,15 +287,16 @@ def prepare_accelerator(
 
     Pass data loaders and schedulers to `accelerator.prepare` as usual. `accumulate`, `backward`,
     `clip_grad_norm_` of all the model's parameters, `save_state` and `load_state` work; the latter
-    two keep all state in `infinity/` of their directory. Returns model and optimizer.
+    two keep all state in `infinity/` of their directory. With several processes, all of them make
+    these calls. Returns model and optimizer.
     """
-    if accelerator.num_processes > 1 or accelerator.mixed_precision != "no":
+    if accelerator.mixed_precision != "no":
         raise ConfigError(
-            "expected one process and mixed_precision 'no', got "
-            f"{accelerator.num_processes} and {accelerator.mixed_precision!r}; the precision is "
+            f"expected mixed_precision 'no', got {accelerator.mixed_precision!r}; the precision is "
             "the model's: load it in bfloat16"
         )
     _offload(model, config)
+    _check_ranks(model, accelerator.num_processes)
     _stream_exports(model)
     wrapped = AcceleratedOptimizer(optimizer, device_placement=False)
     wrapped._is_accelerate_prepared = True

@@ -30,12 +30,14 @@ def install() -> None:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, Follower):
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Follower):
             args = tuple(map(_followed, args))
-            return _apply(cls, *args, **{key: _followed(each) for key, each in kwargs.items()})
-        if isinstance(each, Handle):
-            return _apply_to_parameters(cls, each.owner, args, kwargs)
+            return _apply(
+                cls, *args, **{key: _followed(argument) for key, argument in kwargs.items()}
+            )
+        if isinstance(argument, Handle):
+            return _apply_to_parameters(cls, argument.owner, args, kwargs)
     return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
 
@@ -49,14 +51,18 @@ def _apply_to_parameters(
     """Replaces the handles of one owner. Handles of another owner are replaced when the function is
     applied again. Lists stay the same objects, because no gradient flows into their elements."""
     given = [*args, *kwargs.values()]
-    own = {id(each): each for each in given if isinstance(each, Handle) and each.owner is owner}
+    own = {
+        id(handle): handle
+        for handle in given
+        if isinstance(handle, Handle) and handle.owner is owner
+    }
 
     def apply(*parameters: Any) -> Any:
         real = dict(zip(own, parameters, strict=True))
         return _apply(
             cls,
-            *(real.get(id(each), each) for each in args),
-            **{key: real.get(id(each), each) for key, each in kwargs.items()},
+            *(real.get(id(argument), argument) for argument in args),
+            **{key: real.get(id(argument), argument) for key, argument in kwargs.items()},
         )
 
     # INV-23: gradients arrive at the compute parameters and nowhere else.

@@ -181,9 +181,12 @@ def _get_device(tensor: torch.Tensor) -> torch.device:
 
 
 def _get_is_meta(tensor: torch.Tensor) -> bool:
-    # load_state_dict warns that a copy to meta is lost; this copy is kept.
-    loads = sys._getframe(2).f_code is nn.Module._load_from_state_dict.__code__
-    return tensor.is_meta and not loads
+    # load_state_dict warns that a copy to meta is lost; this copy is kept. A tuner of PEFT leaves
+    # its own memory as it finds it where the base is on meta; its initialisation is refused.
+    frame = sys._getframe(2)
+    loads = frame.f_code is nn.Module._load_from_state_dict.__code__
+    attaches = frame.f_globals.get("__name__", "").startswith("peft.tuners.")
+    return tensor.is_meta and not loads and not attaches
 
 
 def _get_data(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,7 +226,7 @@ def _take(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(tensor, Awaited):
-        return tensor.to(*(_like(each) for each in args), **kwargs)
+        return tensor.to(*(_like(argument) for argument in args), **kwargs)
     if args and isinstance(args[0], torch.Tensor):
         device, dtype = args[0].device, args[0].dtype
     else:

@@ -126,15 +126,15 @@ def discover_units(
     _visit(model, "", None, is_block, walk)
     hooked_modules, found = walk.hooked_modules, walk.found
     groups: dict[tuple[tuple[int, ...], str], list[FoundParam]] = {}
-    for each in found.values():
+    for param in found.values():
         kind = "frozen"
-        if each.parameter.requires_grad:
+        if param.parameter.requires_grad:
             kind = "trained"
-        elif id(each.parameter) in stored:
+        elif id(param.parameter) in stored:
             kind = "stored"
-        elif id(each.parameter) in adapters:
+        elif id(param.parameter) in adapters:
             kind = "frozen adapter"
-        groups.setdefault((tuple(each.hooked_modules), kind), []).append(each)
+        groups.setdefault((tuple(param.hooked_modules), kind), []).append(param)
     units = []
     for (used_by, kind), members in groups.items():
         name = _unit_name(members, hooked_modules)
@@ -164,7 +164,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     tiles are no blocks.
 
     The lists of a PEFT layer are none: an adapter outside of the blocks, such as that of a head, is
-    one of two paths from the same input, whose gradients meet before they go on.
+    one of two paths from the same input, whose gradients are summed before that input.
     """
     if isinstance(module, Tiled):
         return
@@ -219,12 +219,12 @@ def _visit(
         if parameter is None:
             continue
         full_name = f"{name}.{attribute}" if name else attribute
-        each = walk.found.setdefault(id(parameter), FoundParam(full_name, parameter))
+        param = walk.found.setdefault(id(parameter), FoundParam(full_name, parameter))
         if id(module) not in walk.seen:
-            each.registrations.append(Registration(module, attribute))
+            param.registrations.append(Registration(module, attribute))
         assert hooked is not None
-        if hooked not in each.hooked_modules:
-            each.hooked_modules.append(hooked)
+        if hooked not in param.hooked_modules:
+            param.hooked_modules.append(hooked)
     walk.seen.add(id(module))
     if isinstance(module, Tiled):
         block, is_block = None, _never

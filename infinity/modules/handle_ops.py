@@ -211,7 +211,7 @@ class HandleOps(Owner, Original):
                 if self._initialising is None:
                     self._take_changes(lent.values())
             if self._initialising is not None:
-                by_compute = {id(each.tensor): each.param.handle for each in lent.values()}
+                by_compute = {id(loan.tensor): loan.param.handle for loan in lent.values()}
                 return by_compute.get(id(answer), answer)
             return self._shown(units, answer, first, lent.values())
 
@@ -233,34 +233,34 @@ class HandleOps(Owner, Original):
             tensor = self._read_gradient(handle)
         else:
             tensor = param.place.detach() if handle.is_data else param.compute
-        is_target = any(handle is each for each in changes)
+        is_target = any(handle is changed for changed in changes)
         return _Lent(handle, param, tensor, tensor._version, is_target)
 
     def _take_changes(self, lent: Iterable[_Lent]) -> None:
         """Makes the changes of a function the state of its parameters."""
-        for each in lent:
-            if not each.was_changed:
+        for loan in lent:
+            if not loan.was_changed:
                 continue
-            if each.handle.is_gradient:
-                self._grads.put(each.param, each.tensor)
+            if loan.handle.is_gradient:
+                self._grads.put(loan.param, loan.tensor)
                 continue
-            each.param.changes += 1
-            self._edits.expect([each.param.unit.index])
-            if each.param.compute.grad_fn is not None:
-                each.param.compute.detach_()
+            loan.param.changes += 1
+            self._edits.expect([loan.param.unit.index])
+            if loan.param.compute.grad_fn is not None:
+                loan.param.compute.detach_()
                 raise UnsupportedError(
-                    f"{each.param.name!r} would become the result of an operation that needs a "
+                    f"{loan.param.name!r} would become the result of an operation that needs a "
                     "gradient, and a parameter is none; change it under torch.no_grad()"
                 )
 
     def _shown(self, units: list[int], answer: Any, first: int, lent: Iterable[_Lent]) -> Any:
         """Returns the result in a form that the caller may keep."""
-        for each in lent:
-            if answer is each.tensor and each.was_changed:
-                return each.handle
+        for loan in lent:
+            if answer is loan.tensor and loan.was_changed:
+                return loan.handle
             answer = mirrored(
-                answer, each.tensor, each.param.handle.note_alias, self, each.param.name,
-                is_gradient=each.handle.is_gradient, is_copy=each.handle.is_gradient,
+                answer, loan.tensor, loan.param.handle.note_alias, self, loan.param.name,
+                is_gradient=loan.handle.is_gradient, is_copy=loan.handle.is_gradient,
             )  # fmt: skip
         return self._watch_fault(units, answer, first)
 

@@ -233,7 +233,7 @@ class Handle(torch.Tensor):
             if answer is not NotImplemented:
                 return answer
         if "_foreach_" in getattr(func, "__name__", ""):
-            count = max(len(each) for each in args if isinstance(each, (tuple, list)))
+            count = max(len(sequence) for sequence in args if isinstance(sequence, (tuple, list)))
             if count > 1:
                 return _one_by_one(func, args, kwargs, count)
         owner = _first_handle((args, kwargs)).owner
@@ -270,9 +270,9 @@ def find_handles(tree: Any) -> list[Handle]:
     if isinstance(tree, Handle):
         return [tree]
     if isinstance(tree, (tuple, list)):
-        return [handle for each in tree for handle in find_handles(each)]
+        return [handle for branch in tree for handle in find_handles(branch)]
     if isinstance(tree, Mapping):
-        return [handle for each in tree.values() for handle in find_handles(each)]
+        return [handle for branch in tree.values() for handle in find_handles(branch)]
     return []
 
 
@@ -281,10 +281,10 @@ def replace_handles(tree: Any, replace: Callable[[Handle], torch.Tensor]) -> Any
     if isinstance(tree, Handle):
         return replace(tree)
     if isinstance(tree, tuple):
-        parts = [replace_handles(each, replace) for each in tree]
+        parts = [replace_handles(branch, replace) for branch in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
     if isinstance(tree, list):
-        return [replace_handles(each, replace) for each in tree]
+        return [replace_handles(branch, replace) for branch in tree]
     if isinstance(tree, dict):
         return {key: replace_handles(value, replace) for key, value in tree.items()}
     return tree
@@ -301,8 +301,8 @@ def _one_by_one(
 
     answers: list[Any] = []
     for index in range(count):
-        given = [part(each, index) for each in args]
-        named = {key: part(each, index) for key, each in kwargs.items()}
+        given = [part(argument, index) for argument in args]
+        named = {key: part(argument, index) for key, argument in kwargs.items()}
         answers += func(*given, **named) or ()
     return answers or None
 

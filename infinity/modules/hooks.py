@@ -434,5 +434,7 @@ def nodes_since(first: int, output: Any) -> ForwardNodes:
 
 def _behind(nodes: set[Node]) -> set[Node]:
     """Returns the nodes that receive gradients from these, without the nodes of parameters."""
-    following = {each for node in nodes for each, _ in node.next_functions if each is not None}
-    return {each for each in following - nodes if each._sequence_nr() < _ACCUMULATES}
+    following = {
+        behind for node in nodes for behind, _ in node.next_functions if behind is not None
+    }
+    return {behind for behind in following - nodes if behind._sequence_nr() < _ACCUMULATES}

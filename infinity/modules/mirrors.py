@@ -120,11 +120,11 @@ class Mirror(torch.Tensor):
         if special is not None:
             return special(func, *args, **kwargs)
         plain: dict[int, _Plain] = {}
-        given = [_map(each, lambda t: _lend(t, plain)) for each in args]
-        named = {key: _map(each, lambda t: _lend(t, plain)) for key, each in kwargs.items()}
-        for each in _tensors(given[:1] if says_it_writes(func) else named.get("out")):
+        given = [_map(argument, lambda t: _lend(t, plain)) for argument in args]
+        named = {key: _map(argument, lambda t: _lend(t, plain)) for key, argument in kwargs.items()}
+        for target in _tensors(given[:1] if says_it_writes(func) else named.get("out")):
             for lent in plain.values():
-                lent.is_target |= lent.tensor is each
+                lent.is_target |= lent.tensor is target
         try:
             answer = func(*given, **named)
         finally:
@@ -178,12 +178,12 @@ def _lend(tensor: torch.Tensor, plain: dict[int, _Plain]) -> torch.Tensor:
 def _wrap(tensor: torch.Tensor, plain: Any) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return tensor
-    for each in plain:
-        origin = each.mirror._origin
-        if tensor is each.tensor:
-            mirror: torch.Tensor = each.mirror
+    for lent in plain:
+        origin = lent.mirror._origin
+        if tensor is lent.tensor:
+            mirror: torch.Tensor = lent.mirror
             return mirror
-        if not origin.is_lost and tensor.untyped_storage()._cdata == each.storage:
+        if not origin.is_lost and tensor.untyped_storage()._cdata == lent.storage:
             return _as_mirror(tensor, origin)
     return tensor
 
@@ -197,7 +197,9 @@ def _as_mirror(tensor: torch.Tensor, origin: Origin) -> Mirror:
 def _tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
-    return [t for each in tree for t in _tensors(each)] if isinstance(tree, (list, tuple)) else []
+    return (
+        [t for branch in tree for t in _tensors(branch)] if isinstance(tree, (list, tuple)) else []
+    )
 
 
 def _map(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -205,9 +207,9 @@ def _map(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, list):
-        return [_map(each, change) for each in tree]
+        return [_map(branch, change) for branch in tree]
     if isinstance(tree, tuple):
-        parts = [_map(each, change) for each in tree]
+        parts = [_map(branch, change) for branch in tree]
         if all(new is old for new, old in zip(parts, tree, strict=True)):
             return tree  # Named tuples of torch have other constructors.
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)

@@ -82,10 +82,10 @@ def _followed(tree: Any) -> Any:
     if isinstance(tree, Follower):
         return tree.handle
     if isinstance(tree, tuple):
-        parts = [_followed(each) for each in tree]
+        parts = [_followed(branch) for branch in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
     if isinstance(tree, list):
-        return [_followed(each) for each in tree]
+        return [_followed(branch) for branch in tree]
     if isinstance(tree, dict):
         return {key: _followed(value) for key, value in tree.items()}
     return tree
@@ -187,6 +187,6 @@ def _tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in [*module._buffers.items(), *own]:
         if isinstance(value, Mapping):
             value = tuple(value.values())
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
-                yield name, each
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+                yield name, tensor

@@ -88,7 +88,7 @@ def _parts_of(tree: Any) -> list[tuple[Any, Any]]:
     if isinstance(tree, Mapping):
         return list(tree.items())
     if isinstance(tree, (set, frozenset)):
-        return [(each, each) for each in tree]
+        return [(leaf, leaf) for leaf in tree]
     if isinstance(tree, _NOT_LOOKED_INTO):
         return []
     names = [*getattr(tree, "__dict__", ()), *_params_of(type(tree))]
@@ -117,7 +117,7 @@ def _with(tree: Any, changed: dict[Any, Any]) -> Any:
     if isinstance(tree, tuple):
         return _tuple_with(tree, changed)
     if isinstance(tree, frozenset):
-        return type(tree)(changed.get(each, each) for each in tree)
+        return type(tree)(changed.get(leaf, leaf) for leaf in tree)
     if isinstance(tree, set):
         tree.difference_update(changed)
         tree.update(changed.values())
@@ -136,7 +136,7 @@ def _with(tree: Any, changed: dict[Any, Any]) -> Any:
 
 
 def _tuple_with(tree: tuple[Any, ...], changed: dict[int, Any]) -> Any:
-    parts = [changed.get(index, each) for index, each in enumerate(tree)]
+    parts = [changed.get(index, leaf) for index, leaf in enumerate(tree)]
     if hasattr(tree, "n_sequence_fields"):  # torch.return_types
         return type(tree)(parts)
     new = tuple.__new__(type(tree), parts)

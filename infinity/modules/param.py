@@ -111,7 +111,9 @@ class ParamTable:
             self._by_unit.setdefault(param.unit.index, []).append(param)
         # What every use of a unit walks through, twice: parameter, module, attribute.
         self._places: dict[int, list[tuple[OffloadedParam, Any, str]]] = {
-            unit: [(each, at.module, at.attribute) for each in params for at in each.registrations]
+            unit: [
+                (param, at.module, at.attribute) for param in params for at in param.registrations
+            ]
             for unit, params in self._by_unit.items()
         }
         self._rnns = {unit: _rnns_of(params) for unit, params in self._by_unit.items()}

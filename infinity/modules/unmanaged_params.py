@@ -91,9 +91,9 @@ def _in_optimizers() -> set[int]:
     """
     return {
         id(parameter)
-        for each in gc.get_objects()
-        if issubclass(type(each), torch.optim.Optimizer)
-        for group in getattr(each, "param_groups", ())
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.optim.Optimizer)
+        for group in getattr(found, "param_groups", ())
         for parameter in _parameters(group["params"])
     }
 

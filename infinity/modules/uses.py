@@ -1,6 +1,6 @@
 """Units in use: what the hooks of modules and of autograd call.
 
-A unit is held from the first of its uses that overlap to the last: its weights are on the device
+A unit is in use from the first of its overlapping uses to the last: its weights are on the device
 and its modules show real parameters (INV-5). When a backward has left a unit, its gradients go to
 where they rest; not at once, for the last of them arrive right after the unit's last node has run,
 but when the backward comes to the next unit.
@@ -130,7 +130,7 @@ class UnitUses:
         refusal = None
         with UNINTERRUPTED, self._lock, self._tracer.during(Track.ENGINE, "leave"):
             for unit in units:
-                if self._weight_cache.is_last_hold(unit):
+                if self._weight_cache.has_one_use(unit):
                     refusal = self._changes.put_back(unit) or refusal
                     self._changes.note_raw_writes(unit)
                 if self._weight_cache.release(unit):

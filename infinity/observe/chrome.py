@@ -121,10 +121,10 @@ def _span(event: dict[str, Any], tracks: dict[int, str]) -> Span:
     args = dict(table_of(event.get("args", {}), "the arguments of an event"))
     if "transfers" in args:
         numbers = list_of(args["transfers"], "the transfers of a stall")
-        args["transfers"] = [whole_number(each, "a transfer's number") for each in numbers]
+        args["transfers"] = [whole_number(entry, "a transfer's number") for entry in numbers]
     if "waits_for" in args:
         names = list_of(args["waits_for"], "what a stall waits for")
-        args["waits_for"] = [text_of(each, "what a stall waits for") for each in names]
+        args["waits_for"] = [text_of(cause, "what a stall waits for") for cause in names]
     name = text_of(event.get("name"), "the name of an event")
     end_ns = start_ns + _time(event, "dur")
     return Span(tracks[_thread(event)], name, start_ns, end_ns, args)
@@ -137,7 +137,7 @@ def _transfer_of(key: str, events: list[dict[str, Any]]) -> Span:
     about = table_of(asked.get("args"), "the arguments of a transfer")
     number = whole_number(about.get("transfer"), "a transfer's number")
     nbytes = whole_number(about.get("nbytes"), "the bytes of a transfer")
-    times = [_time(each, "ts") for each in (asked, issued, completed)]
+    times = [_time(event, "ts") for event in (asked, issued, completed)]
     if times != sorted(times):
         raise MalformedError(f"transfer {key!r} ends before it begins")
     name = text_of(issued.get("name"), "the name of a transfer")

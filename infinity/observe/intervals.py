@@ -10,7 +10,7 @@ Interval = tuple[int, int]
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The moments in any of them: sorted, disjoint, none empty."""
     merged: list[Interval] = []
-    for start_ns, end_ns in sorted(each for each in intervals if each[0] < each[1]):
+    for start_ns, end_ns in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start_ns <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], end_ns)
         else:

@@ -116,7 +116,8 @@ def _data_of(view: PageView) -> dict[str, Any]:
         "edges": list(picture.edges),
         "legend": dict(picture.legend),
         "stretches": [
-            [_short(each.start), _short(each.length), each.name] for each in picture.intervals
+            [_short(interval.start), _short(interval.length), interval.name]
+            for interval in picture.intervals
         ],
         "tracks": [_track_data(label, groups) for label, groups in picture.tracks],
     }

@@ -23,11 +23,13 @@ def views_of(spans: Sequence[Span], steps: Iterable[StepSummary]) -> list[PageVi
 
 def idle_by_cause(step: StepSummary) -> PageTable:
     """Returns the waits of the training thread, those that differ in the unit alone as one."""
-    units = {each.partition(" of ")[2] for stall in step.largest for each in stall.waits_for} - {""}
+    units = {
+        transfer.partition(" of ")[2] for stall in step.largest for transfer in stall.waits_for
+    } - {""}
     groups: dict[str, list[Stall]] = {}
     for stall in step.largest:
         groups.setdefault(kind_of(stall.cause, units), []).append(stall)
-    ordered = sorted(groups.items(), key=lambda each: -_sum_s(each[1]))
+    ordered = sorted(groups.items(), key=lambda group: -_sum_s(group[1]))
     rows = [
         PageRow(
             (

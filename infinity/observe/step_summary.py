@@ -113,7 +113,7 @@ def _summarize(step: Span, spans: Sequence[Span], num_stalls: int) -> StepSummar
     transfers = {span.transfer: span for span in _by_end(spans) if span.transfer is not None}
     waits = [s for s in inside if s.track == Track.STALLS and s.end_ns > s.start_ns]
     stalls = [_stall(span, window, length_s, transfers) for span in waits]
-    on_thread = [each for track in THREAD_TRACKS for each in busy.get(track, [])]
+    on_thread = [interval for track in THREAD_TRACKS for interval in busy.get(track, [])]
     return StepSummary(
         step=step.name,
         start_ns=step.start_ns,
@@ -148,7 +148,7 @@ def _place(track: str) -> tuple[int, str]:
 
 
 def _stall(span: Span, window: Interval, length_s: float, transfers: dict[int, Span]) -> Stall:
-    waited = [transfers[each] for each in span.args.get("transfers", ()) if each in transfers]
+    waited = [transfers[number] for number in span.args.get("transfers", ()) if number in transfers]
     last = max(waited, key=lambda transfer: transfer.end_ns, default=None)
     ((start_ns, end_ns),) = clipped([(span.start_ns, span.end_ns)], window)
     asked_s = queued_s = None
@@ -195,7 +195,7 @@ def _bound(busy: dict[str, list[Interval]], length_s: float) -> Bound | None:
     if not resources:
         return None
     together_s = {
-        resource: total_s(each for track in tracks for each in busy[track])
+        resource: total_s(interval for track in tracks for interval in busy[track])
         for resource, tracks in resources.items()
     }
     busiest = max(together_s, key=lambda resource: together_s[resource])

@@ -73,7 +73,7 @@ def named_picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
             ((start, length),) = _bars(inside, step)
             found[str(span.track)].append((start, length, _name(span)))
     tracks = [
-        (label, [Bars(_color(track), [each[:2] for each in bars], [each[2] for each in bars])])
+        (label, [Bars(_color(track), [bar[:2] for bar in bars], [bar[2] for bar in bars])])
         for (label, _), (track, bars) in zip(whole.tracks, found.items(), strict=True)
     ]
     return replace(whole, tracks=tracks)

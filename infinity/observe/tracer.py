@@ -125,7 +125,7 @@ class Tracer:
     def is_settled(self) -> bool:
         """Returns whether every recorded transfer is over."""
         with self._lock:
-            return all(each.watched.done() for each in self._transfers.values())
+            return all(transfer.watched.done() for transfer in self._transfers.values())
 
     # -- Recording -------------------------------------------------------------------------------
 
@@ -184,11 +184,13 @@ class Tracer:
     def details_of(self, transfers: Iterable[object]) -> dict[str, Any]:
         """Returns the details of a stall: the transfers in `transfers` that are not done yet."""
         with self._lock:
-            found = [self._transfers.get(id(each)) for each in transfers]
-        waited = [each for each in found if each is not None and not each.watched.done()]
+            found = [self._transfers.get(id(transfer)) for transfer in transfers]
+        waited = [
+            recorded for recorded in found if recorded is not None and not recorded.watched.done()
+        ]
         return {
-            "waits_for": [each.name for each in waited],
-            "transfers": [each.number for each in waited],
+            "waits_for": [recorded.name for recorded in waited],
+            "transfers": [recorded.number for recorded in waited],
         }
 
     # -- Looking ---------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ class Tracer:
         """
         with self._lock:
             transfers = list(self._transfers.values())
-        shown = [span for each in transfers for span in _spans_of(each)]
+        shown = [span for transfer in transfers for span in _spans_of(transfer)]
         return sorted([*self._spans, *shown], key=lambda span: (span.start_ns, -span.end_ns))
 
     def counts(self) -> list[Count]:

@@ -49,10 +49,10 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer) -> DataFacts:
     found = [_read(file, tokenizer) for file in (*sources.texts, *sources.records)]
     return DataFacts(
         noun=found[0].noun,
-        num_records=sum(each.num_records for each in found),
-        num_tokens=sum(each.num_tokens for each in found),
-        longest=max(each.longest for each in found),
-        is_exact=all(each.is_exact for each in found),
+        num_records=sum(facts.num_records for facts in found),
+        num_tokens=sum(facts.num_tokens for facts in found),
+        longest=max(facts.longest for facts in found),
+        is_exact=all(facts.is_exact for facts in found),
     )
 
 

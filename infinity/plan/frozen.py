@@ -102,7 +102,7 @@ class _Builder:
                 routed += linear.numel * shape.moe.experts_per_token // shape.moe.experts
             else:
                 rest += linear.numel
-        rest += sum(numel_of(each) for each in norms(shape).values())
+        rest += sum(numel_of(size) for size in norms(shape).values())
         self.num_params += experts + rest
         frozen = f"{name} (frozen)" if needed else name
         tensors = {"weights": block.rest_nbytes}

@@ -45,7 +45,7 @@ def save(forecast: Forecast, path: Path) -> None:
 def save_page(forecast: Forecast, found: Answer, path: Path) -> None:
     """Writes the page of one simulated step. Raises ConfigError when it cannot be written."""
     first, *others = sentences(forecast, found)
-    answer = PageTable("The plan", ("",), [PageRow((each,)) for each in others])
+    answer = PageTable("The plan", ("",), [PageRow((text,)) for text in others])
     tables = (idle_table(forecast), link_table(forecast), answer)
     write_page(path, first, [PageView("step", picture_of(forecast), tables)])
 
@@ -86,7 +86,7 @@ def idle_table(forecast: Forecast) -> PageTable:
             ),
             idle_s / step.step_s,
         )
-        for (track, kind), idle_s in sorted(found.items(), key=lambda each: -each[1])
+        for (track, kind), idle_s in sorted(found.items(), key=lambda item: -item[1])
     ]
     note = "A moment without compute is counted once: for the link that held up the next operation."
     return PageTable(

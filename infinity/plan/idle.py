@@ -27,7 +27,7 @@ def idle_by_cause(timeline: Timeline, track: str, step_s: float) -> Mapping[tupl
         on_path = loads.path(end_s, begin_s) - {track}
         busy_s = loads.between(begin_s, end_s, on_path)
         if busy_s:
-            slowest = max(on_path, key=lambda each: sum(busy_s[each].values()))
+            slowest = max(on_path, key=lambda other: sum(busy_s[other].values()))
             cause = slowest, max(busy_s[slowest], key=lambda what: busy_s[slowest][what])
         else:
             cause = EARLIER, ""

@@ -53,7 +53,7 @@ class NodeView:
         count, rank = self.count, self.rank
         if count == 1:
             return None
-        group = RankTopology(None, 0, count, 0, count, 0, count, ("this node",) * count)
+        group = RankTopology(None, 0, count, 0, count, 0, count, ())
         sharding = plan_sharding(
             model.units,
             _units_by_block(model),

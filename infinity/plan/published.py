@@ -59,7 +59,7 @@ def _format_name(quantization: Mapping[str, Any]) -> str:
         for group in (groups.values() if isinstance(groups, Mapping) else ())
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
     ]
-    has_int4 = any(each.get("num_bits") == _BITS_OF_INT4 for each in weights if each)
+    has_int4 = any(scheme.get("num_bits") == _BITS_OF_INT4 for scheme in weights if scheme)
     return "int4-g32" if has_int4 else "fp8-128x128"
 
 

@@ -61,7 +61,7 @@ def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict
         "flops_per_s": forecast.flops_per_s,
         "binding": step.binding,
         "binding_share": step.busy_s[step.binding] / step.step_s,
-        "advice": [asdict(each) for each in advice],
+        "advice": [asdict(item) for item in advice],
         "endurance_steps": forecast.endurance_steps,
         "warnings": list(forecast.warnings),
         "ranks": None if forecast.ranks is None else asdict(forecast.ranks),
@@ -210,12 +210,12 @@ def _binding(forecast: Forecast) -> str:
 
 
 def _helps(advice: Sequence[Advice]) -> list[str]:
-    useful = [each for each in advice if each.ratio >= _LEAST_GAIN]
+    useful = [item for item in advice if item.ratio >= _LEAST_GAIN]
     if not useful:
         return ["helps     none of what was tried: more memory, drives, links, compute, tokens"]
     return [
-        f"{'helps' if number == 0 else '':<10}{each.change}: {each.ratio - 1:+.0%} tokens/s"
-        for number, each in enumerate(useful[:5])
+        f"{'helps' if number == 0 else '':<10}{item.change}: {item.ratio - 1:+.0%} tokens/s"
+        for number, item in enumerate(useful[:5])
     ]
 
 

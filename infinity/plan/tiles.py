@@ -94,7 +94,7 @@ def _cut(unit: Unit, limit_nbytes: int) -> tuple[list[TensorFacts], _Tiles]:
             cut = _cut_experts(unit.name, experts, limit_nbytes)
             tiles += cut
             left += [] if cut else experts
-        elif not any(facts is each for each in experts):
+        elif not any(facts is expert for expert in experts):
             cut = _cut_matrix(facts, limit_nbytes) if _is_matrix(facts) else []
             tiles += cut
             left += [] if cut else [facts]

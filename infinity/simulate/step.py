@@ -86,19 +86,23 @@ def _with_nvme_times(drafted: Sequence[Operation], rates: Rates) -> list[Operati
     totals: defaultdict[tuple[int, str], dict[str, float]] = defaultdict(
         lambda: {READ: 0, WRITE: 0}
     )
-    for each in drafted:
-        if each.track == NVME:
-            kind = READ if each.traffic == CHECKPOINT_READ else each.traffic
-            totals[each.step, _pass(each)][kind] += _equal_nbytes(each, rates)
+    for operation in drafted:
+        if operation.track == NVME:
+            kind = READ if operation.traffic == CHECKPOINT_READ else operation.traffic
+            totals[operation.step, _pass(operation)][kind] += _equal_nbytes(operation, rates)
     s_per_byte = {
         key: rates.nvme_s(moved[READ], moved[WRITE]) / max(sum(moved.values()), 1)
         for key, moved in totals.items()
     }
     return [
-        replace(each, duration_s=_equal_nbytes(each, rates) * s_per_byte[each.step, _pass(each)])
-        if each.track == NVME
-        else each
-        for each in drafted
+        replace(
+            operation,
+            duration_s=_equal_nbytes(operation, rates)
+            * s_per_byte[operation.step, _pass(operation)],
+        )
+        if operation.track == NVME
+        else operation
+        for operation in drafted
     ]
 
 
@@ -122,7 +126,7 @@ _EARLY_LAG = 2
 def with_best_share(job: StepSpec, rates: Rates) -> StepSpec:
     """Returns the steps with the share of early updates that makes a step shortest."""
     shares = [replace(job, early_share=share) for share in EARLY_SHARES]
-    return min(shares, key=lambda each: predict(each, rates).step_s)
+    return min(shares, key=lambda spec: predict(spec, rates).step_s)
 
 
 class _Draft:

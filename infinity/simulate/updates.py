@@ -32,12 +32,16 @@ class UnitUpdates:
         )
 
     def at_step(self, unit: int) -> None:
-        """Adds the update of a unit, if it has one, inside `optimizer.step()`."""
+        """Adds the update of a unit, if it has one, inside `optimizer.step()`.
+
+        Assembled weights are updated past the weight cache (design/0015), so shards are read.
+        """
         load = self._log.job.units[unit]
         if not load.update_nbytes:
             return
         ready = None
-        if load.weights == "nvme" and not (load.sharded is not NOT_SHARDED and self.stays(load)):
+        is_kept = load.sharded is not NOT_SHARDED and not load.sharded.is_gathered
+        if load.weights == "nvme" and not (is_kept and self.stays(load)):
             last = self._log.written.weights.get(unit)
             name = f"weights of {load.name}"
             ready = self._log.nvme(READ, name, load.weight_nbytes, [last, self._log.decided[-1]])

@@ -175,7 +175,8 @@ def compute_budgets(
     _refuse_small_device(request, placement)
     working_nbytes = host_nbytes - placement.placed_nbytes["host"] - serving_nbytes
     free_nbytes = working_nbytes - (smallest - alone)
-    is_tight = _is_tight(free_nbytes, alone)
+    zone_nbytes = rounded_nbytes(decoded_nbytes) if decoded_nbytes else 0
+    is_tight = _is_tight(free_nbytes - zone_nbytes, alone - zone_nbytes)
     chunk_nbytes, num_slots, ring_nbytes = _staging_ring(request, placement, working_nbytes)
     return Budgets(
         shares_host_memory=shares_host_memory,
@@ -194,19 +195,13 @@ def compute_budgets(
         needed_for_sums_nbytes=with_sums - serving_nbytes,
         least_for_sums_nbytes=num_sharing * least_nbytes,
         decoded_from_nbytes=request.decoded_from_nbytes,
-        decoded_nbytes=_zone_nbytes(free_nbytes, alone, decoded_nbytes),
+        decoded_nbytes=0 if is_tight else zone_nbytes,
     )
 
 
 def _is_tight(free_nbytes: int, needed_nbytes: int) -> bool:
     """With less free memory than this, weights kept for later displace those needed now."""
     return free_nbytes < 3 * needed_nbytes
-
-
-def _zone_nbytes(free_nbytes: int, needed_nbytes: int, decoded_nbytes: int) -> int:
-    """Bytes of a range for decoded weights alone, which leaves the rest free enough; or 0."""
-    decoded_nbytes = rounded_nbytes(decoded_nbytes) if decoded_nbytes else 0
-    return 0 if _is_tight(free_nbytes - decoded_nbytes, needed_nbytes) else decoded_nbytes
 
 
 def _preferences(config: SwapConfig) -> dict[str, tuple[str, ...]]:

@@ -69,7 +69,7 @@ def place(
     """Chooses a tier for every state kind of every unit.
 
     `preferences` maps kind to tier names. `host_nbytes` and `device_nbytes` are the bytes that may
-    be filled for good (None: unlimited), without working memory. NVMe is not limited here: the
+    hold state at rest (None: unlimited), without working memory. NVMe is not limited here: the
     volume limits it. Raises CapacityError when a list ends on a tier that is full.
     """
     free_nbytes: dict[str, float] = {
@@ -126,7 +126,7 @@ def _no_room(
     order: Sequence[str],
     free_nbytes: Mapping[str, float],
 ) -> CapacityError:
-    total_nbytes = sum(resting_nbytes(each, state_kind) for each in units)
+    total_nbytes = sum(resting_nbytes(other, state_kind) for other in units)
     last = order[-1]
     return CapacityError(
         last,
@@ -214,7 +214,7 @@ def smallest_working_nbytes(
 
 
 def _most(units: Sequence[Unit], state_kind: StateKind) -> int:
-    return max((resting_nbytes(unit, state_kind) for unit in units), default=0)
+    return max((resting_nbytes(other, state_kind) for other in units), default=0)
 
 
 def plan_staging_slots(

@@ -79,25 +79,23 @@ def fit(
 
     `attempt` raises CapacityError if the model does not fit; None requests no tiles. "auto" takes
     tiles only if the model does not fit without: the largest ones that leave space to fetch the
-    next while one computes, or else the largest that fit. Raises the CapacityError of the model
-    without tiles if none fit.
+    next while one computes, or else the largest that fit. If none fit, raises the CapacityError of
+    the division that needs the least host memory; of those that fit the host, device memory.
     """
     if tile != "auto":
         return attempt(tile)
-    try:
-        return attempt(None)
-    except CapacityError as error:
-        refused = error
+    refused: list[CapacityError] = []
     largest_that_fits: int | None = None
-    for limit_nbytes in limits(largest_nbytes):
+    for limit_nbytes in (None, *limits(largest_nbytes)):
         try:
             found = attempt(limit_nbytes)
-        except CapacityError:
+        except CapacityError as error:
+            refused.append(error)
             continue
-        if has_room_ahead(found):
+        if limit_nbytes is None or has_room_ahead(found):
             return found
         if largest_that_fits is None:
             largest_that_fits = limit_nbytes
     if largest_that_fits is None:
-        raise refused
+        raise min(refused, key=lambda error: (error.tier == "host", error.needed_nbytes))
     return attempt(largest_that_fits)

@@ -77,7 +77,7 @@ class PageChecksums:
         """The parts of a range that can be checked: offset and length."""
         with self._lock:
             parts = self._known.of(offset_nbytes, nbytes)
-        return [(each.offset_nbytes, each.nbytes) for each in parts if each.generation == _KNOWN]
+        return [(part.offset_nbytes, part.nbytes) for part in parts if part.generation == _KNOWN]
 
 
 def _entries(offset_nbytes: int, nbytes: int) -> slice:
@@ -176,7 +176,7 @@ class CheckedRead:
         self._inner.wait(timeout_s)
         with self._lock:
             ranges, self._ranges = self._ranges, ()  # Later the memory is the caller's to change.
-            for each in ranges:
-                self._error = self._error or each.check(self._num_threads)
+            for page_range in ranges:
+                self._error = self._error or page_range.check(self._num_threads)
             if self._error is not None:
                 raise self._error.with_traceback(None)

@@ -49,9 +49,9 @@ def maps_of(
         for generation, swap_path in enumerate(generations)
     }
     maps = tuple(GenerationMap(NOWHERE) for _ in swap_paths)
-    for each in ranges:
-        index, generation = places[each.path]
-        maps[index].put(GenerationRun(generation, each.offset_nbytes, each.nbytes))
+    for part in ranges:
+        index, generation = places[part.path]
+        maps[index].put(GenerationRun(generation, part.offset_nbytes, part.nbytes))
     return maps
 
 

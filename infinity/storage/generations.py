@@ -104,11 +104,13 @@ def split_by_frozen(
 ) -> list[tuple[GenerationRun, bool]]:
     """The run in parts, in order, and of each whether some frozen map points to it."""
     cuts = {
-        each.offset_nbytes for map_ in frozen for each in map_.of(run.offset_nbytes, run.nbytes)
+        frozen_run.offset_nbytes
+        for map_ in frozen
+        for frozen_run in map_.of(run.offset_nbytes, run.nbytes)
     }
     parts: list[tuple[GenerationRun, bool]] = []
     for start, stop in pairwise(sorted(cuts | {run.offset_nbytes, run.end_nbytes})):
-        is_frozen = any(each.at(start) == run.generation for each in frozen)
+        is_frozen = any(frozen_map.at(start) == run.generation for frozen_map in frozen)
         if parts and parts[-1][1] == is_frozen:
             start = parts.pop()[0].offset_nbytes
         parts.append((GenerationRun(run.generation, start, stop - start), is_frozen))
@@ -138,7 +140,7 @@ def choose_targets(
     runs: list[GenerationRun] = []
     for start, stop in pairwise(sorted(cuts | {end})):
         # INV-16: bytes that a frozen map points to are not written.
-        needed = {each.at(start) for each in frozen}
+        needed = {frozen_map.at(start) for frozen_map in frozen}
         generation: int | None = current.at(start)
         if generation in needed:
             generation = next((g for g in range(num_generations) if g not in needed), None)

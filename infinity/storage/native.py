@@ -90,7 +90,10 @@ class NativeEngine(StorageEngine):
         """See `StorageEngine.submit`. Raises TimeoutError if the queue is full for `timeout_s`."""
         if operation not in ("read", "write"):
             raise ValueError(f"{operation=}, expected 'read' or 'write'")
-        fields = [(each.file, each.offset_nbytes, each.address, each.nbytes) for each in segments]
+        fields = [
+            (segment.file, segment.offset_nbytes, segment.address, segment.nbytes)
+            for segment in segments
+        ]
         for file, offset_nbytes, address, nbytes in fields:
             if offset_nbytes < 0 or nbytes < 0 or address < 0:
                 raise StorageError(
@@ -140,7 +143,7 @@ class NativeEngine(StorageEngine):
         self._core.close()
 
     def _path_of(self, file: int) -> str:
-        paths = {each.file: each.path for each in self.stats().by_file}
+        paths = {report.file: report.path for report in self.stats().by_file}
         return paths.get(file, f"file {file}")
 
     def _report_buffers(self) -> None:

@@ -67,17 +67,17 @@ class SwapDirectory:
         self._fds: list[int] = []
         try:
             self._remove_stale_files(keep=names if adopt else ())
-            for each in self.swap_paths:
-                is_there = adopt is not None and os.path.lexists(each)
-                self._fds.append(_open(each) if is_there else _create(each))
+            for swap_path in self.swap_paths:
+                is_there = adopt is not None and os.path.lexists(swap_path)
+                self._fds.append(_open(swap_path) if is_there else _create(swap_path))
         except BaseException:
             self._close_files(remove=adopt is None)
             self._lock.release()
             raise
         self.size_nbytes = 0  # The reserved length; adopted files may be longer.
         found = [os.fstat(fd) for fd in self._fds]
-        self._adopted_sizes = [each.st_size for each in found]
-        self.adopted_nbytes = sum(each.st_blocks * 512 for each in found)
+        self._adopted_sizes = [status.st_size for status in found]
+        self.adopted_nbytes = sum(status.st_blocks * 512 for status in found)
         self.device: int = os.fstat(self._fds[0]).st_dev
 
     @property
@@ -324,7 +324,12 @@ def _ensure_directory(path: str) -> bool:
     parent = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         if not os.access(path, os.W_OK | os.X_OK):
-            raise _unusable(path, _writability_errno(path), "the swap directory is not writable")
+            code = _writability_errno(path)
+            why = (
+                "its file system is mounted read-only" if code == errno.EROFS else "check its mode"
+            )
+            detail = f"the swap directory is not writable: {why}, or give a directory of your own"
+            raise _unusable(path, code, detail)
         return False
     if os.path.lexists(path):
         raise _unusable(path, errno.ENOTDIR, "the swap path exists and is not a directory")

@@ -96,7 +96,7 @@ class Volume:
             for path in self._paths:
                 self._open_path(path)
             self._weights = find_weights(self._open, self._engine)
-            swap_paths = [each.directory.swap_paths for each in self._open]
+            swap_paths = [opened.directory.swap_paths for opened in self._open]
             for label, ranges in adopted.contents.items() if adopted is not None else ():
                 self._frozen.append(FrozenContent(label, maps_of(ranges, swap_paths)))
         except BaseException:
@@ -122,11 +122,11 @@ class Volume:
     @property
     def file_paths(self) -> tuple[str, ...]:
         """The swap file of each path; the first one where there are spares."""
-        return tuple(each.directory.swap_path for each in self._open)
+        return tuple(opened.directory.swap_path for opened in self._open)
 
     def path_of(self, file: int) -> str:
         """The swap directory, as configured, behind a file id of `Ticket.passages`."""
-        return next(each.path.path for each in self._open if file in each.files)
+        return next(opened.path.path for opened in self._open if file in opened.files)
 
     def reserve(
         self, sizes_nbytes: Sequence[int], *, spared_nbytes: Sequence[int | None] | None = None
@@ -154,7 +154,7 @@ class Volume:
         free = spaces_of(self._open, self._weights)
         spaces = share_with_spares(free, sizes_nbytes, heads, num_spares=self.num_spares)
         buffers = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
-        ends = [each.directory.size_nbytes for each in self._open]
+        ends = [opened.directory.size_nbytes for opened in self._open]
         spared: list[list[tuple[int, int]]] = [[] for _ in self._paths]
         for extents, head_nbytes in zip(buffers, heads, strict=True):
             for extent in extents:
@@ -169,12 +169,14 @@ class Volume:
             if head is None
         ]
         growths = [
-            end - each.directory.size_nbytes + self.num_spares * sum(nbytes for _, nbytes in ranges)
-            for end, each, ranges in zip(ends, self._open, spared, strict=True)
+            end
+            - opened.directory.size_nbytes
+            + self.num_spares * sum(nbytes for _, nbytes in ranges)
+            for end, opened, ranges in zip(ends, self._open, spared, strict=True)
         ]
         check_growths(self._open, growths, free, num_spares=self.num_spares)
-        for each, end_nbytes, ranges in zip(self._open, ends, spared, strict=True):
-            each.directory.grow(end_nbytes, spared=ranges)
+        for opened, end_nbytes, ranges in zip(self._open, ends, spared, strict=True):
+            opened.directory.grow(end_nbytes, spared=ranges)
         if self._checksums is not None:
             for index, end_nbytes in enumerate(ends):
                 self._checksums.grow(index, end_nbytes)
@@ -243,7 +245,7 @@ class Volume:
         """
         self._check_usable()
         with self._lock:
-            maps = tuple(each.copy() for each in self._maps)
+            maps = tuple(generation_map.copy() for generation_map in self._maps)
             for extent in self._scratch:
                 maps[extent.path_index].put(
                     GenerationRun(NOWHERE, extent.offset_nbytes, extent.nbytes)
@@ -290,7 +292,7 @@ class Volume:
     def thaw(self, frozen: FrozenContent) -> None:
         """Drops frozen contents: their space may be written again. Idempotent."""
         with self._lock:
-            self._frozen = [each for each in self._frozen if each is not frozen]
+            self._frozen = [kept for kept in self._frozen if kept is not frozen]
 
     def locate(
         self, extents: Sequence[Extent], frozen: FrozenContent | None = None
@@ -329,8 +331,8 @@ class Volume:
         with contextlib.ExitStack() as stack:  # One failure does not keep the others from closing.
             if self._checksums is not None:
                 stack.callback(self._checksums.close)
-            for each in self._open:
-                stack.callback(each.directory.close, remove=remove)
+            for opened in self._open:
+                stack.callback(opened.directory.close, remove=remove)
             for file in self._files():
                 stack.callback(self._close_file, file)
 
@@ -342,7 +344,7 @@ class Volume:
                 raise
 
     def _files(self) -> list[int]:
-        return [file for each in self._open for file in each.files]
+        return [file for opened in self._open for file in opened.files]
 
     def _open_path(self, path: VolumePath) -> None:
         directory = SwapDirectory(
@@ -351,7 +353,7 @@ class Volume:
         opened = OpenPath(path, directory)
         self._open.append(opened)  # First: open files are closed, also if the next open fails.
         direct = uses_direct_io(path, directory)
-        opened.files.extend(self._engine.open(each, direct=direct) for each in directory.swap_paths)
+        opened.files.extend(self._engine.open(path, direct=direct) for path in directory.swap_paths)
         if self._checksums is not None:
             self._checksums.add_path(is_fresh=path.path not in self._jobs)
 

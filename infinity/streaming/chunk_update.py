@@ -95,31 +95,31 @@ def _span(
     The weight is fp32, or bf16 with its residual, or the fp32 master.
     """
     arrays, start = staged.arrays, part.tensor.state_offset + part.start - staged.chunk.start
-    whole = slice(start, start + part.stop - part.start)
+    elements = slice(start, start + part.stop - part.start)
     if staged.chunk.unit.master_dtype is torch.float32:
-        weight = arrays[StateKind.MASTER][whole]
+        weight = arrays[StateKind.MASTER][elements]
     else:
         weight = _weight_slice(weights, part)
-    master = arrays[StateKind.MASTER][whole] if weight.dtype is torch.bfloat16 else None
-    moments = map(itemgetter(whole), map(arrays.__getitem__, kinds))
-    return StateSpan(weight, arrays[StateKind.GRADIENTS][whole], tuple(moments), master)
+    master = arrays[StateKind.MASTER][elements] if weight.dtype is torch.bfloat16 else None
+    moments = map(itemgetter(elements), map(arrays.__getitem__, kinds))
+    return StateSpan(weight, arrays[StateKind.GRADIENTS][elements], tuple(moments), master)
 
 
 def _granules(
     staged: StagedChunk, weights: torch.Tensor, part: Slice, kinds: Sequence[StateKind]
 ) -> Iterator[StateSpan]:
     """Yields the arrays of a slice with moments of eight bits: a span for each granule."""
-    whole = _range(staged, part)
+    elements = _range(staged, part)
     span = _span(staged, weights, part, ())
     moments = [staged.arrays[kind] for kind in kinds]
     numel = staged.chunk.stop - staged.chunk.start
-    granules = (states_within(moment, numel, whole.start, whole.stop) for moment in moments)
+    granules = (states_within(moment, numel, elements.start, elements.stop) for moment in moments)
     for of_granule in zip(*granules, strict=True):
-        start = of_granule[0][0] - whole.start
+        start = of_granule[0][0] - elements.start
         states = tuple(state for _, state in of_granule)
-        each = slice(start, start + states[0].numel())
-        residual = None if span.residual is None else span.residual[each]
-        yield StateSpan(span.weight[each], span.gradient[each], states, residual)
+        granule = slice(start, start + states[0].numel())
+        residual = None if span.residual is None else span.residual[granule]
+        yield StateSpan(span.weight[granule], span.gradient[granule], states, residual)
 
 
 def _range(staged: StagedChunk, part: Slice) -> slice:

@@ -1,6 +1,6 @@
 """Weights between their tier and the device: fetched before use, kept, evicted, changed.
 
-`WeightCache` decides which unit moves, and when. It writes the holds and check-outs of a unit.
+`WeightCache` decides which unit moves, and when. It writes the uses and check-outs of a unit.
 `WeightMoves` makes the moves and is the only writer of residency; `weight_state.py` has the states.
 `WeightRoom` chooses the units that leave, and lets `WeightMoves` move them.
 
@@ -76,7 +76,7 @@ class WeightCache:
         self._room = WeightRoom(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
-        self._moves.decoding.prepare(decoded_nbytes, lambda: self._room.reclaim_zone(self._order))
+        self._moves.decoding.prepare(decoded_nbytes, self._room.reclaim_zone)
 
     # -- Uses ------------------------------------------------------------------------------------
 
@@ -103,8 +103,8 @@ class WeightCache:
         """Makes the unit's weights usable on the device until `release`.
 
         A use without `is_of_pass` predicts no later use: it is not recorded, and nothing is fetched
-        ahead. Returns whether this is the first hold. Raises CapacityError when
-        the held units of this moment do not fit, StorageError when a read failed.
+        ahead. Returns whether this is the first use. Raises CapacityError when
+        the units in use do not fit, StorageError when a read failed.
         """
         weights = self.weights[unit]
         assert not weights.is_checked_out, f"{weights.unit.name} is being updated"
@@ -124,7 +124,7 @@ class WeightCache:
     def release(self, unit: int) -> bool:
         """Ends one use. Returns whether it was the last. The bytes stay until memory is needed."""
         weights = self.weights[unit]
-        assert weights.use_count > 0, f"{weights.unit.name} is not held"
+        assert weights.use_count > 0, f"{weights.unit.name} is not in use"
         weights.use_count -= 1
         self._device.end_use(weights.region, is_last=weights.use_count == 0)
         return weights.use_count == 0
@@ -132,7 +132,7 @@ class WeightCache:
     def join(self, unit: int) -> None:
         """Makes the unit, which is in use, usable for the stream that is current, too."""
         weights = self.weights[unit]
-        assert weights.use_count > 0, f"{weights.unit.name} is not held"
+        assert weights.use_count > 0, f"{weights.unit.name} is not in use"
         weights.copying.order()
         self._device.begin_use(weights.region)
 
@@ -259,13 +259,18 @@ class WeightCache:
         """Frees a block that is needed late. Called by the pool when it is out of memory."""
         return self._room.reclaim(self._order, wanted_nbytes)
 
+    def give_up_zone(self) -> bool:
+        """Frees host memory that is for decoded weights alone. Called by the pool when nobody else
+        has room to give. Returns whether there was any."""
+        return self._moves.decoding.give_up_zone()
+
     # -- Changing weights --------------------------------------------------------------------------
 
     def is_in_use(self, unit: int) -> bool:
         """Whether the unit has a use."""
         return self.weights[unit].use_count > 0
 
-    def is_last_hold(self, unit: int) -> bool:
+    def has_one_use(self, unit: int) -> bool:
         """Whether the unit has exactly one use."""
         return self.weights[unit].use_count == 1
 
@@ -384,9 +389,10 @@ class WeightCache:
 
     def discard(self, unit: int) -> None:
         """Drops bytes that are out of date; the next use fetches the unit. It must not be in
-        use."""
+        use. No copy of bytes that stay where they rest is under way any more."""
         weights = self.weights[unit]
         assert not weights.use_count and not weights.is_checked_out, weights.unit.name
+        self._moves.finish_copy(weights)
         if not weights.rests_on_host and not weights.rests_on_device:
             self._moves.drop(weights)
 

@@ -175,7 +175,7 @@ class StagingRing:
         """Starts reading the state of a chunk that has to travel, but for gradients."""
         slot = None
         if self._travelling:
-            slot = self._slots.popleft()
+            slot = self._next_slot()
             try:
                 what = f"update of {chunk.unit.name} needs a slot that is being written"
                 self._wait(slot.transfers, "write_wait_s", what)
@@ -191,6 +191,13 @@ class StagingRing:
             self.give_back(staged)
             raise
         return staged
+
+    def _next_slot(self) -> StagingSlot:
+        """Takes the oldest slot that is free, or the oldest of all if each is being written."""
+        free = (slot for slot in self._slots if all(t.done() for t in slot.transfers))
+        slot = next(free, self._slots[0])
+        self._slots.remove(slot)
+        return slot
 
     def bring_gradients(self, staged: StagedChunk, sums: torch.Tensor | None) -> None:
         """Makes the gradients a part of the chunk, once: from `sums`, the unit's gradients in host

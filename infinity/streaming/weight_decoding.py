@@ -11,12 +11,16 @@ Note [Zone]
   A decoded block may be several times as large as a stored one. To allocate it among kept blocks,
   the pool would have to free many of them until the freed ones are neighbours. So one range of host
   memory, the zone, is for decoded weights alone. The zone is as large as the decoded weights that
-  nested modules need at once. If other memory is free, decoded weights may lie there, too.
+  nested modules need at once. If other memory is free, decoded weights may lie there, too. Nested
+  modules use the zone like a stack: all blocks that are not in use are freed before the next one
+  is placed, so a block in use never divides the zone. The zone is given up, for good, before an
+  allocation fails that could use its memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +37,8 @@ from infinity.tiers.device import Copy, DeviceAdapter, Region
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import Range, RangeAllocator
+
+_log = logging.getLogger("infinity")
 
 
 class WeightDecoding:
@@ -55,8 +61,8 @@ class WeightDecoding:
 
     def prepare(self, zone_nbytes: int, reclaim: Callable[[], bool]) -> None:
         """Takes device memory for the stored bytes of the largest unit, if there are any, and host
-        memory for the zone. `reclaim()` drops a decoded block that is not in use, if there is
-        one."""
+        memory for the zone. `reclaim()` drops the blocks of the zone that are not in use, and
+        returns whether there were any."""
         stored = [unit.stored.nbytes for unit in self._store.units if unit.stored is not None]
         if stored:
             self._device.prepare_decoding(max(stored))
@@ -70,6 +76,19 @@ class WeightDecoding:
         if self._zone is not None:
             self._pool.free(self._zone)
             self._zone = None
+
+    def give_up_zone(self) -> bool:
+        """Frees what is unused of the zone, for good. Returns whether there was a zone."""
+        if self._zone is None:
+            return False
+        self._pool.dissolve(self._zone, list(self._in_zone))
+        self._zone = None
+        self._in_zone.clear()
+        _log.info(
+            "host memory for decoded weights alone is given up: the rest of tiers.host.capacity is "
+            "too small without it. Weights that are kept may be read again"
+        )
+        return True
 
     def is_in_zone(self, weights: Weights) -> bool:
         """Whether dropping the decoded block frees no space for other blocks."""

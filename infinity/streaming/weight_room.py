@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from infinity.errors import CapacityError
 from infinity.state.units import Unit
-from infinity.streaming.access_order import AccessOrder
-from infinity.streaming.eviction import choose_victim
+from infinity.streaming.access_order import NEVER, AccessOrder
+from infinity.streaming.eviction import Evictable, choose_neighbours, choose_victim
 from infinity.streaming.weight_moves import WeightMoves
 from infinity.streaming.weight_state import Weights, WeightState
 from infinity.tiers.device import DeviceAdapter
@@ -40,6 +40,8 @@ class WeightRoom:
         self._pool = pool
         self._device = device
         self._device_window_nbytes = device_window_nbytes
+        # Stored blocks, tiles of them and decoded blocks have very different sizes.
+        self._has_stored = any(each.unit.stored is not None for each in weights)
 
     def make_device_room(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
         """Detaches the units whose next use is furthest away until the unit fits the device window.
@@ -86,13 +88,13 @@ class WeightRoom:
         unit, nbytes = weights.unit, self._moves.nbytes[weights.unit.index]
         label = f"parameters of {unit.name}"
         while (block := self._pool.try_allocate(nbytes, label)) is None:
-            if not self._free_one(order, nbytes, nearer_than=unit.index):
+            if self._pool.is_tight or not self._make_room(order, nbytes, unit.index):
                 return None
         return block
 
     def reclaim(self, order: AccessOrder, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Returns whether there was one."""
-        if self._free_one(order, wanted_nbytes):
+        if self._make_room(order, wanted_nbytes) or self._free_one(order, wanted_nbytes):
             return True
         victim = self._choose(order, self._feeding(), wanted_nbytes)
         if victim is None:
@@ -103,35 +105,63 @@ class WeightRoom:
         self._moves.evict(self._weights[victim])
         return True
 
-    def reclaim_zone(self, order: AccessOrder) -> bool:
-        """Drops a decoded block that is not in use. Returns whether there was one."""
-        victim = self._choose(order, self._idle_decoded(), 0)
-        if victim is not None:
-            self._moves.detach(self._weights[victim])
-        return victim is not None
+    def reclaim_zone(self) -> bool:
+        """Drops the blocks of the zone that are not in use. Returns whether there were any."""
+        idle = [self._weights[index] for index in self._idle_decoded()]
+        dropped = [weights for weights in idle if self._moves.decoding.is_in_zone(weights)]
+        for weights in dropped:
+            self._moves.detach(weights)
+        return bool(dropped)
+
+    def _make_room(
+        self, order: AccessOrder, wanted_nbytes: int, nearer_than: int | None = None
+    ) -> bool:
+        """Frees what makes the wanted room, or, where all weights are blocks of similar sizes, one
+        block. Returns whether something was freed."""
+        make = self._free_neighbours if self._has_stored else self._free_one
+        return make(order, wanted_nbytes, nearer_than)
+
+    def _free_neighbours(
+        self, order: AccessOrder, wanted_nbytes: int, nearer_than: int | None = None
+    ) -> bool:
+        """Frees neighbouring blocks, of units that are used later than `nearer_than`, which make
+        the wanted room. Returns whether there were some; else nothing is freed."""
+        limit = -1 if nearer_than is None else order.distance(nearer_than)
+        blocks = [each for each in self._freeable(order) if each.distance > limit]
+        chosen = choose_neighbours(blocks, self._pool.holes(), wanted_nbytes)
+        for each in chosen:
+            self._free(each)
+        return bool(chosen)
 
     def _free_one(
-        self, order: AccessOrder, wanted_nbytes: int, *, nearer_than: int | None = None
+        self, order: AccessOrder, wanted_nbytes: int, nearer_than: int | None = None
     ) -> bool:
         """Frees a block, of a unit that is used later than `nearer_than`. Returns whether there was
-        one. A decoded block whose stored bytes are in memory, too, goes first: it costs no read."""
-        idle = [
-            index
-            for index in self._idle_decoded()
-            if not self._moves.decoding.is_in_zone(self._weights[index])
-        ]
-        doubled = [index for index in idle if self._weights[index].block is not None]
-        victim = self._choose(order, doubled, wanted_nbytes)
-        if victim is None:
-            candidates = [*idle, *self._evictable()]
-            victim = self._choose(order, candidates, wanted_nbytes, nearer_than=nearer_than)
-        if victim is None:
-            return False
-        if victim in idle:
-            self._moves.detach(self._weights[victim])
+        one."""
+        blocks = {each.unit: each for each in self._freeable(order)}
+        victim = self._choose(order, blocks, wanted_nbytes, nearer_than=nearer_than)
+        if victim is not None:
+            self._free(blocks[victim])
+        return victim is not None
+
+    def _freeable(self, order: AccessOrder) -> Iterator[Evictable]:
+        """Yields the blocks that may be freed. A decoded block whose stored bytes are in memory,
+        too, costs no read."""
+        for index in self._idle_decoded():
+            weights, distance = self._weights[index], order.distance(index)
+            if weights.decoded is not None and not self._moves.decoding.is_in_zone(weights):
+                distance = distance if weights.block is None else NEVER + 1
+                yield Evictable(weights.decoded.range, index, distance, is_decoded=True)
+        for index in self._evictable():
+            block = self._weights[index].block
+            assert block is not None
+            yield Evictable(block.range, index, order.distance(index))
+
+    def _free(self, chosen: Evictable) -> None:
+        if chosen.is_decoded:
+            self._moves.detach(self._weights[chosen.unit])
         else:
-            self._moves.evict(self._weights[victim])
-        return True
+            self._moves.evict(self._weights[chosen.unit])
 
     def _idle_decoded(self) -> list[int]:
         return [

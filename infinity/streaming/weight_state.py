@@ -62,7 +62,7 @@ class Weights:
     copying: Copy = FINISHED
     dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
     # Uses and check-outs of callers.
-    use_count: int = 0  # Uses in progress: a held unit is ATTACHED and never evicted.
+    use_count: int = 0  # Uses in progress: a unit in use is ATTACHED and never evicted.
     is_checked_out: bool = False
     awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
     kept_check: Callable[[], None] | None = None  # Raises if they were written since their use.

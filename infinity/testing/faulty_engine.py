@@ -82,7 +82,7 @@ class FaultyEngine(WrappedEngine):
             return self._engine.submit(operation, segments, priority)
         ticket = self._submit_with(fault, operation, segments, priority)
         with self._lock:
-            self._unsettled = [each for each in self._unsettled if not each.done()]
+            self._unsettled = [ticket for ticket in self._unsettled if not ticket.done()]
             self._unsettled.append(ticket)
         return ticket
 

@@ -296,7 +296,9 @@ class SimulatedStreams(Streams):
         are in no region are skipped."""
         stream = self.current()
         with self.noting:
-            touched = [self._regions.get(each.untyped_storage().data_ptr()) for each in operands]
+            touched = [
+                self._regions.get(operand.untyped_storage().data_ptr()) for operand in operands
+            ]
             stream.submit(lambda: None)
             for memory in touched:
                 if memory is None:
@@ -337,7 +339,10 @@ class SimulatedStreams(Streams):
 
         def hand_on() -> None:
             # No lock: a thread that collects garbage must not wait for one that waits for it.
-            if max(each.seen.get(stream.name, 0) for each in (owner, self.host)) < issued[0]:
+            if (
+                max(stream_owner.seen.get(stream.name, 0) for stream_owner in (owner, self.host))
+                < issued[0]
+            ):
                 self._failure = self._failure or UnorderedAccess(
                     f"memory goes back to {owner.name}, which does not wait for its copy "
                     f"{stream.name}"
@@ -366,7 +371,7 @@ class SimulatedStreams(Streams):
             region.last_uses[stream.name] = stream.seen[stream.name]
             if inward:
                 region.filled = stream.name, stream.seen[stream.name]
-        self.copies = [each for each in self.copies if self.host.seen.get(each[2], 0) < each[3]]
+        self.copies = [copy for copy in self.copies if self.host.seen.get(copy[2], 0) < copy[3]]
         self.copies.append((start, end, stream.name, stream.seen[stream.name]))
 
     @override

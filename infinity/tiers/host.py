@@ -8,6 +8,7 @@ host memory that grows with the model.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,25 @@ class HostBlocks:
             self._lent.remove(block)
             self._ranges.free(block.range)
             self._note_use()
+
+    def dissolve(self, block: Block, parts: Sequence[Block]) -> None:
+        """Takes a lent block back, but for `parts` that were carved from it: each of these is lent
+        by itself from now on."""
+        ends = [block.range.offset_nbytes, *sorted(part.range.end_nbytes for part in parts)]
+        starts = [*sorted(part.range.offset_nbytes for part in parts), block.range.end_nbytes]
+        with self._lock:
+            assert block in self._lent, f"block of {block.label} was freed twice"
+            self._lent.remove(block)
+            self._lent.update(parts)
+            for end, start in zip(ends, starts, strict=True):
+                if end < start:
+                    self._ranges.free(Range(end, start - end))
+            self._note_use()
+
+    def holes(self) -> list[Range]:
+        """Returns the free ranges, by offset; neighbours are one."""
+        with self._lock:
+            return self._ranges.holes()
 
     def tensor(
         self, block: Block, offset_nbytes: int = 0, nbytes: int | None = None

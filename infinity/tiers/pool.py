@@ -12,12 +12,13 @@ Note [Tight budgets]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from infinity.errors import CapacityError
 from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.ranges import Range
 
 
 class HostPool:
@@ -69,6 +70,14 @@ class HostPool:
     def carve(self, block: Block, offset_nbytes: int, nbytes: int) -> Block:
         """A part of a lent block; see HostBlocks.carve."""
         return self._host.carve(block, offset_nbytes, nbytes)
+
+    def dissolve(self, block: Block, parts: Sequence[Block]) -> None:
+        """Takes a lent block back, but for parts of it; see HostBlocks.dissolve."""
+        self._host.dissolve(block, parts)
+
+    def holes(self) -> list[Range]:
+        """Returns the free ranges, by offset; neighbours are one."""
+        return self._host.holes()
 
     def tensor(self, block: Block) -> torch.Tensor:
         """uint8, shape (block.nbytes,)."""

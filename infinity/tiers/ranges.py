@@ -36,6 +36,15 @@ def rounded_nbytes(nbytes: int) -> int:
     return align_up(max(nbytes, 1), granule)
 
 
+def fits_within(start_nbytes: int, end_nbytes: int, nbytes: int) -> bool:
+    """Returns whether `allocate(nbytes)` finds room in a hole between two offsets, where there is
+    no border."""
+    size_nbytes = rounded_nbytes(nbytes)
+    if size_nbytes >= HUGE_PAGE_NBYTES:
+        start_nbytes = align_up(start_nbytes, HUGE_PAGE_NBYTES)
+    return start_nbytes + size_nbytes <= end_nbytes
+
+
 class RangeAllocator:
     """Free list over `capacity_nbytes`. Not thread-safe; the owner locks.
 
@@ -77,6 +86,11 @@ class RangeAllocator:
         if index > 0 and self._ends[index - 1] == self._starts[index]:
             del self._ends[index - 1], self._starts[index]
         self.free_nbytes += taken.nbytes
+
+    def holes(self) -> list[Range]:
+        """Returns the free ranges, by offset; neighbours are one."""
+        ends = zip(self._starts, self._ends, strict=True)
+        return [Range(start, end - start) for start, end in ends]
 
     def _from_bottom(self, nbytes: int) -> Range | None:
         for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):

@@ -160,7 +160,6 @@ def make_trainer(
 class RunTrainer(OffloadedTrainer):
     """The methods in which TRL's trainers differ for a run. `make_trainer` mixes them in."""
 
-    is_over_ranks = True
     args: Any
     control: Any
     callback_handler: Any

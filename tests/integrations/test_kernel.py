@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +83,8 @@ class Kernel:
         while len(self._client.nb.cells) <= count or not self._client.nb.cells[count].outputs:
             time.sleep(0.1)
         time.sleep(2)
-        self._client.km.interrupt_kernel()
+        # The manager is asynchronous: what this call gives does nothing until it is awaited.
+        asyncio.run(self._client.km.interrupt_kernel())
 
     @property
     def num_cells(self) -> int:
@@ -129,3 +132,19 @@ def test_losses_are_one_curve_that_is_drawn_in_its_place(kernel: Kernel) -> None
     assert "step 8 of 8, loss " in picture and "value='100.0'" in picture
     (line,) = re.findall(r"polyline points='([^']*)'", picture)
     assert len(line.split()) == 8
+
+
+def test_an_interrupted_cell_leaves_the_model_as_its_steps_made_it(kernel: Kernel) -> None:
+    kernel.run(OFFLOAD)
+    kernel.run("train(model, optimizer)")
+
+    interrupter = threading.Thread(target=kernel.interrupt_when_begun, args=(kernel.num_cells,))
+    interrupter.start()
+    cell = kernel.run(ENDLESS, may_fail=True)
+    interrupter.join()
+    assert [output["ename"] for output in cell.outputs if output.output_type == "error"] == [
+        "KeyboardInterrupt"
+    ]
+    steps, is_same = text_of(kernel.run(COMPARE)).split()
+    assert int(steps) > 2 and is_same == "True"
+    kernel.run("infinity.close(model)")

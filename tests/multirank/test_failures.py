@@ -43,7 +43,10 @@ def _die_in(
         transport.HEARTBEAT_S, transport.SILENCE_S = silence_s / 4, silence_s
     if signal_number is None:
         transport._CAUSE_S = TIME_LIMIT_S  # Its word is on its way, however late it is read.
-    case = Case(3, steps=50, exchange=exchange, simulated=exchange == "collective")
+    case = Case(
+        2 if phase == "step" else 3, steps=50, exchange=exchange,
+        simulated=exchange == "collective", capacity="128MiB",  # Enough for updates after the step.
+    )  # fmt: skip
     model = offload_case(case, None)  # type: ignore[arg-type]
     engine = infinity.engine_of(model)
 
@@ -62,6 +65,8 @@ def _die_in(
                 model.blocks[1].register_full_backward_hook(die)
             elif phase == "step":
                 engine.updater.local._chunks._update = die  # type: ignore[attr-defined]
+            elif phase == "update":
+                engine.updater.deferred._chunks._update = die  # type: ignore[attr-defined]
             else:
                 die()
         for x, skip in micro_batches(case, rank, step):
@@ -93,6 +98,8 @@ def _deaths(
         ("forward", "collective"),
         ("backward", "collective"),
         ("step", "one_sided"),
+        ("update", "one_sided"),
+        ("update", "collective"),
         ("between", "collective"),
     ],
 )
@@ -102,8 +109,9 @@ def test_a_killed_rank_is_named_by_all_others(phase: str, exchange: str, tmp_pat
         assert "killed or has crashed" in message
 
 
-def test_an_exception_on_one_rank_is_reported_by_all_others(tmp_path: Path) -> None:
-    for message in _deaths(tmp_path, "backward", None):
+@pytest.mark.parametrize("phase", ["backward", "update"])
+def test_an_exception_on_one_rank_is_reported_by_all_others(phase: str, tmp_path: Path) -> None:
+    for message in _deaths(tmp_path, phase, None):
         assert message.startswith(f"RankError: rank {VICTIM} "), message
         assert "MemoryError: of the test" in message
 

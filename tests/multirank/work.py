@@ -59,6 +59,7 @@ class Case:
     capacity: str | int = "48MiB"
     exchange: str = "auto"
     update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
+    updates: str = "auto"
 
     def __str__(self) -> str:
         where = "-".join(sorted(set(self.placement.values()))) or "host"
@@ -111,6 +112,7 @@ def offload_case(
     config["schedule"] = {
         "update_on": case.update_on[rank % len(case.update_on)],
         "micro_batch": case.micro_batch,
+        "updates": case.updates,
     }
     if case.tile is not None:
         config["schedule"]["tile"] = case.tile

@@ -136,6 +136,59 @@ def test_adapters_are_used_after_offload_as_without_it(
     gc.collect()
 
 
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "delora": ("DeloraConfig", {"r": 4, "target_modules": ["q_proj", "down_proj"]}),
+    "deft": ("DeftConfig", {"target_modules": ["q_proj"]}),
+    "osf": ("OSFConfig", {"target_modules": ["q_proj"]}),
+    "psoft": ("PsoftConfig", {"target_modules": ["q_proj"]}),
+    "tiny": ("TinyLoraConfig", {"target_modules": ["q_proj"]}),
+    "gralora": ("GraloraConfig", {"target_modules": ["q_proj"]}),
+    "miss": ("MissConfig", {"r": 4, "target_modules": ["q_proj"]}),
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}),
+    "cpt": ("CPTConfig", {
+        "cpt_token_ids": [1, 2, 3, 5], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 2, 3],
+        "opt_projection_epsilon": 0.2, "task_type": "CAUSAL_LM",
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", MORE)
+def test_further_methods_train_over_a_base_in_memory_as_without_offload(
+    method: str, tmp_path: Path
+) -> None:
+    """CPT assigns its parameter's `.data` in each forward; DeLoRA, DEFT, OSF and others begin with
+    values of the base's weights."""
+    name, options = MORE[method]
+    types = torch.tensor([[0, 0, 1, 2, 3, 4]] * 2)
+
+    def run(model: Any) -> list[Tensor]:
+        optimizer, seen = optimizer_of(model), []
+        for _ in range(3):
+            # PEFT writes to the mask that it is given.
+            inputs = {"input_type_mask": types.clone(), "attention_mask": torch.ones_like(types)}
+            more = inputs if method == "cpt" else {}
+            loss = model(input_ids=IDS, labels=IDS, **more).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    def build() -> Any:
+        model = base()
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, getattr(peft, name)(**options))
+
+    plain = build()
+    expected = run(plain)
+    assert len({float(loss) for loss in expected}) == 3
+    model = on_nvme(build(), tmp_path)
+    with infinity.engine_of(model) as engine:
+        assert all(map(torch.equal, expected, run(model)))
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(parameter, engine.read_parameter(name)), name
+
+
 def test_an_adapter_that_cannot_be_trained_is_named(tmp_path: Path) -> None:
     model = on_nvme(two(), tmp_path)
     model.set_adapter("other")

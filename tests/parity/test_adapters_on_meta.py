@@ -277,6 +277,14 @@ def test_a_small_parameter_that_was_set_after_init_keeps_its_value(tmp_path: Pat
         assert torch.equal(other, torch.ones(256))
 
 
+@pytest.mark.parametrize("method", ["DeftConfig", "DeloraConfig", "OSFConfig", "PsoftConfig"])
+def test_an_adapter_made_of_weights_without_a_value_is_refused(method: str, tmp_path: Path) -> None:
+    """DEFT leaves its own memory as it finds it where the base is on meta: any values, or NaN."""
+    config = getattr(peft, method)(target_modules=PROJECTIONS)
+    with pytest.raises(ConfigError, match="outside of"):
+        on_nvme(peft.get_peft_model(on_meta(), config), tmp_path, None).__enter__()
+
+
 @pytest.mark.parametrize("method", ["cpt", "delora", "pissa"])
 def test_an_adapter_that_starts_from_weights_to_come_is_refused_over_small_ones_too(
     method: str, tmp_path: Path

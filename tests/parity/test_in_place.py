@@ -7,8 +7,12 @@ the same adapter (on experts as factors, `infinity.factored_experts`), `torch.op
 from __future__ import annotations
 
 import hashlib
+import shutil
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import infinity
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
+from tests.support.forked import Script, wait_until
 
 STEPS, MICRO_BATCHES = 3, 3
 # Architecture, layout, projections with an adapter.
@@ -49,6 +54,13 @@ class Base:
         model = infinity.factored_experts(adapted(model))
         trained = [p for p in model.parameters() if p.requires_grad]
         self.expected = train(model, torch.optim.AdamW(trained, lr=1e-2, fused=True))
+
+    @classmethod
+    def at(cls, quantized: Path) -> Base:
+        """A directory that is there already, without a plain run."""
+        base = cls.__new__(cls)
+        base.quantized = quantized
+        return base
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +151,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "device": ({}, True),
     "threads": ({"schedule": {"prefetch": False}, "io": {"engine": "threads"}}, False),
     "host": ({"placement": dict.fromkeys(("parameters", "master", "moments"), "host")}, False),
+    "window": ({"schedule": {"window": "96KiB"}}, False),
     "copied": ({"placement": {"frozen": "copy"}}, False),
     "device-least": (
         {"tiers": {"device": {"capacity": "least"}}, "schedule": {"tile": 0}}, True,
@@ -149,7 +162,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.parametrize(
     ("base", "way"),
     [(case, way) for case in CASES for way in ("nvme", "least", "device")]
-    + [(FEW[0], way) for way in ("threads", "host", "copied", "device-least")],
+    + [(FEW[0], way) for way in ("threads", "host", "window", "copied", "device-least")],
     indirect=["base"],
 )
 def test_an_adapter_trains_as_over_decoded_weights_in_memory(
@@ -244,7 +257,84 @@ def test_a_run_goes_on_exactly_from_its_checkpoint(base: Base, tmp_path: Path) -
     assert_same(base.expected, losses | second, is_ordered=False)
 
 
-@pytest.mark.parametrize("num_blocks", [13])
+@pytest.mark.parametrize("base", FEW[:1], indirect=True)
+def test_shards_and_swap_files_on_several_drives_change_no_bit(base: Base, tmp_path: Path) -> None:
+    """Two directories stand for drives: shards are links to them in turn, and each has swap files."""
+    drives = [tmp_path / "first", tmp_path / "second"]
+    spread = tmp_path / "base"
+    for directory in (*drives, spread):
+        directory.mkdir()
+    for number, file in enumerate(sorted(base.quantized.iterdir())):
+        if file.suffix == ".safetensors":
+            place = drives[number % 2] / file.name
+            shutil.copy(file, place)
+            (spread / file.name).symlink_to(place)
+        else:
+            shutil.copy(file, spread)
+    assert all(list(drive.iterdir()) for drive in drives), "shards on both"
+    config = config_of(tmp_path)
+    config["tiers"]["nvme"] = [{"path": str(drive / "swap")} for drive in drives]
+    with over(Base.at(spread), config) as (model, _):
+        seen = train(model, infinity.AdamW(model, lr=1e-2))
+    assert_same(seen, base.expected)
+
+
+@pytest.mark.parametrize("base", FEW[:1], indirect=True)
+def test_memory_for_decoded_weights_is_given_up_while_they_are_in_use(
+    base: Base, tmp_path: Path
+) -> None:
+    """As an allocation does that finds no other memory. No bit changes, and every block is freed."""
+    with over(base, config_of(tmp_path)) as (model, engine):
+        decoding = engine.weight_cache._moves.decoding
+        assert decoding._zone is not None
+        given_up: list[bool] = []
+        mlp = model.get_submodule("base_model.model.model.layers.1.mlp")
+        mlp.register_forward_pre_hook(
+            lambda *_: given_up.append(engine.weight_cache.give_up_zone())
+        )
+        seen = train(model, infinity.AdamW(model, lr=1e-2))
+        assert given_up[0] and not any(given_up[1:]) and decoding._zone is None
+    assert_same(seen, base.expected)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import infinity
+from tests.parity.test_in_place import STEPS, Base, config_of, over, train
+
+directory = Path(sys.argv[2])
+with over(Base.at(Path(sys.argv[1])), config_of(directory)) as (model, _):
+    optimizer = infinity.AdamW(model, lr=1e-2)
+    for step in range(STEPS):
+        train(model, optimizer, steps=[step])
+        infinity.checkpoint.save(directory / "runs", model, optimizer)
+        print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("base", FEW[:1], indirect=True)
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+def test_a_killed_run_goes_on_to_the_same_bits(base: Base, tmp_path: Path, delay_s: float) -> None:
+    before = base.digest()
+    killed = Script(KILLED, base.quantized, tmp_path)
+    wait_until(lambda: "saved\n" in killed.stdout.read_text(), killed)
+    with suppress(subprocess.TimeoutExpired):
+        killed.wait(delay_s)
+    killed.kill()
+    killed.wait()
+    config = config_of(tmp_path)
+    with over(base, config, weights=None, resume=tmp_path / "runs") as (model, _):
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        loaded = infinity.checkpoint.load(tmp_path / "runs", model, optimizer)
+        assert 1 <= loaded.step <= STEPS
+        seen = train(model, optimizer, steps=range(loaded.step, STEPS))
+    for name in seen:
+        assert torch.equal(seen[name], base.expected[name]), name
+    assert base.digest() == before
+
+
+@pytest.mark.parametrize("num_blocks", [9, 13])
 def test_memory_saves_the_reads_of_what_it_keeps(num_blocks: int, tmp_path: Path) -> None:
     """A sweep there and back over 16 blocks: what remains of the budget beside one block as stored
     and one as decoded is not read, in either direction."""
@@ -275,3 +365,53 @@ def test_memory_saves_the_reads_of_what_it_keeps(num_blocks: int, tmp_path: Path
         assert saved_nbytes >= 2 * (kept_nbytes - unit_nbytes)
     finally:
         infinity.close(model)
+
+
+def kernel_read_nbytes() -> int:
+    """Bytes that the kernel has fetched from drives for this process (proc(5))."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"])
+
+
+def test_every_step_over_tiled_experts_reads_the_base_twice_less_what_is_kept(
+    tmp_path: Path,
+) -> None:
+    """In a budget of a third of the base, for one micro-batch and for five. Tiles are read ahead
+    in all but the first step, and a tile that is read ahead is not evicted for a decoded one."""
+    sizes = {"num_hidden_layers": 6, "hidden_size": 256, "moe_intermediate_size": 256}
+    base = tmp_path / "base"
+    plain = tiny_causal_lm("deepseek-v3", n_routed_experts=64, **sizes)
+    write_quantized(plain, base, "int4")
+    base_nbytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    budget_nbytes = base_nbytes // 3
+    reads: list[list[int]] = []
+    for num_micro_batches in (1, 5):
+        with infinity.init_empty_weights():
+            architecture = AutoConfig.from_pretrained(base)
+            model = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
+        lora = peft.LoraConfig(r=2, target_modules=["o_proj"])
+        model = peft.get_peft_model(model, lora)
+        config = config_of(
+            tmp_path,
+            tiers={"host": {"capacity": budget_nbytes}}, schedule={"tile": "1MiB"},
+            placement=dict.fromkeys(("master", "moments", "gradients", "activations"), "host"),
+        )  # fmt: skip
+        infinity.offload(model, config, weights=base)
+        try:
+            engine = infinity.engine_of(model)
+            ids = torch.arange(96).view(1, -1)
+            counts, by_kernel = [0], kernel_read_nbytes()
+            for _ in range(4):
+                infinity.forward_backward(model, partial(loss_of, model), [ids] * num_micro_batches)
+                counts.append(int(engine.counters.snapshot()["shard_read_nbytes"]))
+            kept_nbytes = engine.weight_cache._window_nbytes
+            by_kernel = kernel_read_nbytes() - by_kernel
+        finally:
+            infinity.close(model)
+        if by_kernel:  # A file system in memory has no drive.
+            assert by_kernel == pytest.approx(counts[-1], rel=0.01)
+        reads.append([after - before for before, after in pairwise(counts)])
+    assert kept_nbytes > base_nbytes // 10
+    # At least half of what could be kept is kept, in each direction.
+    assert max(reads[0]) <= 2 * base_nbytes - kept_nbytes, reads
+    assert reads[0] == pytest.approx(reads[1], rel=0.01), "whatever the number of micro-batches"

@@ -61,6 +61,36 @@ def test_the_search_stops_at_the_first_limit_with_space_to_prefetch() -> None:
             fit(tile, attempt, lambda limit: True, 1 << 20)
 
 
+def test_the_search_refuses_with_the_least_that_any_division_needs() -> None:
+    """The number that it names is accepted, and less is refused."""
+    needs = {None: 900, 512 << 10: 700, 256 << 10: 500, 128 << 10: 600, 64 << 10: 800}
+
+    def attempt(limit_nbytes: int | None) -> int | None:
+        needed = needs[limit_nbytes]
+        if needed > available:
+            raise CapacityError(
+                "host", needed_nbytes=needed, available_nbytes=available, key="k", detail="d"
+            )
+        return limit_nbytes
+
+    available = 499
+    with pytest.raises(CapacityError) as refused:
+        fit("auto", attempt, lambda _: True, 1 << 20)
+    assert refused.value.needed_nbytes == 500
+    available = 500
+    assert fit("auto", attempt, lambda _: True, 1 << 20) == 256 << 10
+
+
+def test_a_division_that_fits_the_host_is_refused_for_the_device() -> None:
+    def attempt(limit_nbytes: int | None) -> None:
+        tier = "device" if limit_nbytes == 128 << 10 else "host"
+        raise CapacityError(tier, needed_nbytes=9, available_nbytes=1, key="k", detail="d")
+
+    with pytest.raises(CapacityError) as refused:
+        fit("auto", attempt, lambda _: True, 1 << 20)
+    assert refused.value.tier == "device"
+
+
 class Experts(nn.Module):
     """Two packed parameters, with a row per expert, as transformers has them."""
 

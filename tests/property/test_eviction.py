@@ -6,13 +6,16 @@ has no code in common with the rule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from infinity.sizes import PAGE_NBYTES
 from infinity.streaming.access_order import NEVER, AccessOrder
-from infinity.streaming.eviction import choose_victim
+from infinity.streaming.eviction import Evictable, choose_neighbours, choose_victim
+from infinity.tiers.ranges import Range, RangeAllocator
 
 uses = st.integers(0, 4)
 orders = st.lists(uses, min_size=1, max_size=8)
@@ -120,3 +123,64 @@ def test_eviction_prefers_a_fitting_unit_over_an_oversized_one() -> None:
     assert choose_victim(trace, [0, 1, 2, 3], nbytes=nbytes, wanted_nbytes=3) == 3
     assert choose_victim(trace, [0, 4], nbytes=nbytes, wanted_nbytes=2) == 4, "never used again"
     assert choose_victim(trace, [0, 1, 3], nearer_than=2, nbytes=nbytes, wanted_nbytes=2) == 3
+
+
+# (pages, what is there): a hole, a block that stays, or a block with the distance of its next use.
+rows = st.lists(
+    st.tuples(st.integers(1, 4), st.one_of(st.sampled_from(["hole", "stays"]), st.integers(0, 6))),
+    min_size=1,
+    max_size=9,
+)
+
+
+def arena(
+    row: list[tuple[int, str | int]], without: set[int]
+) -> tuple[RangeAllocator, list[Range]]:
+    """An arena with the blocks of `row` at ascending offsets, less the holes and `without`; and the
+    range of each."""
+    allocator = RangeAllocator(sum(pages for pages, _ in row) * PAGE_NBYTES)
+    places = []
+    for pages, _ in reversed(row):  # Small ranges come from the top.
+        place = allocator.allocate(pages * PAGE_NBYTES)
+        assert place is not None
+        places.insert(0, place)
+    for index, (_, content) in enumerate(row):
+        if content == "hole" or index in without:
+            allocator.free(places[index])
+    return allocator, places
+
+
+@given(row=rows, wanted=st.integers(1, 8))
+@example(row=[(2, 5), (2, 6), (1, "hole"), (2, 4)], wanted=4)  # Two neighbours used late.
+@example(row=[(2, 9), (1, "stays"), (2, 8), (2, 3)], wanted=3)  # The latest has no neighbour.
+@example(row=[(4, 9), (1, 3)], wanted=1)  # The large block would be wasted.
+@settings(max_examples=300)
+def test_the_neighbours_that_go_are_those_whose_first_use_is_furthest_away(
+    row: list[tuple[int, str | int]], wanted: int
+) -> None:
+    """Against every row of blocks that could go, on the allocator of the arena."""
+    allocator, places = arena(row, set())
+    blocks = [
+        Evictable(places[index], index, content)
+        for index, (_, content) in enumerate(row)
+        if isinstance(content, int)
+    ]
+    holes = allocator.holes()
+    wanted_nbytes = wanted * PAGE_NBYTES
+    assume(all(hole.nbytes < wanted_nbytes for hole in holes))
+
+    def makes_room(chosen: tuple[Evictable, ...]) -> bool:
+        without = {each.unit for each in chosen}
+        return arena(row, without)[0].allocate(wanted_nbytes) is not None
+
+    def score(chosen: Sequence[Evictable]) -> tuple[bool, int, int]:
+        nbytes = sum(each.range.nbytes for each in chosen)
+        return nbytes <= 2 * wanted_nbytes, min(each.distance for each in chosen), -nbytes
+
+    every = [blocks[i:j] for i in range(len(blocks)) for j in range(i + 1, len(blocks) + 1)]
+    possible = [chosen for chosen in every if makes_room(tuple(chosen))]
+    found = choose_neighbours(blocks, holes, wanted_nbytes)
+    assert bool(found) == bool(possible)
+    if possible:
+        assert makes_room(tuple(found))
+        assert score(found) == max(map(score, possible))

@@ -16,7 +16,7 @@ from infinity.errors import ConfigError
 # Rank 1 of two, which are ranks 1 and 3 of a job of four on one machine.
 GROUP = RankTopology(
     process_group=None, rank=1, count=2, job_rank=3, job_count=4, node_rank=3, node_count=4,
-    hosts=("a", "a"),
+    machines=(),
 )  # fmt: skip
 
 
@@ -30,7 +30,14 @@ def test_capacities_are_the_nodes_and_directories_a_ranks_own(tmp_path: Path) ->
     assert mine.tiers.host.capacity.nbytes == (64 << 20) // 4
     assert mine.tiers.nvme[0].capacity.nbytes == (1 << 30) // 4
     assert mine.tiers.nvme[0].path == tmp_path / "rank-3"
-    assert mine.schedule.updates == "at_step"
+
+
+@pytest.mark.parametrize(("stage", "updates"), [(1, "at_step"), (2, "at_step"), (3, "auto")])
+def test_updates_are_in_the_step_where_every_rank_keeps_the_weights(
+    stage: int, updates: str, tmp_path: Path
+) -> None:
+    mine = config_of_rank(config(tmp_path, distributed={"zero_stage": stage}), GROUP)
+    assert mine.schedule.updates == updates
 
 
 @pytest.mark.parametrize(
@@ -43,7 +50,7 @@ def test_capacities_are_the_nodes_and_directories_a_ranks_own(tmp_path: Path) ->
         ),
         (
             {"checkpoint": {"durability": "step"}},
-            replace(GROUP, node_count=1, hosts=("a", "b")),
+            replace(GROUP, node_count=1),
             "several machines",
         ),
     ],

@@ -9,8 +9,8 @@ A shard that lies elsewhere is a symbolic link in the directory; programs open i
   3. a link is renamed over the file of the directory, and the directory is synced
   4. places that the shard had by an earlier spread are removed
 
-Every point between two system calls leaves a directory that loads. What is repeated goes on. Gather
-undoes it by the record: the shards become files of the directory again.
+Every point between two system calls leaves a directory that loads. A repeated command continues.
+Gather undoes it by the record: the shards become files of the directory again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
     moves = []
     for path in _shards(directory):
         nbytes = path.stat().st_size
-        folder = min(totals, key=lambda each: totals[each])
+        folder = min(totals, key=lambda place: totals[place])
         totals[folder] += nbytes
         source, place = _source(path), folder / path.name
         if source != path and source not in known.get(path.name, ()) and mode == "move":
@@ -411,7 +411,7 @@ def _read_record(directory: Path) -> _Record | None:
         for name, row in table_of(field(table, "shards"), "shards").items():
             own = plain_name(name, "a shard")
             rows = list_of(field(table_of(row, own), "places"), "places")
-            places[own] = [Path(text_of(each, "a place")) for each in rows]
+            places[own] = [Path(text_of(place, "a place")) for place in rows]
             links[own] = None if row.get("link") is None else text_of(row["link"], "link")
     except MalformedError as error:
         raise corrupt(str(path), f"it is no record of a spread: {error}") from None
@@ -420,7 +420,7 @@ def _read_record(directory: Path) -> _Record | None:
 
 def _write_record(directory: Path, record: _Record) -> None:
     shards = {
-        name: {"places": [str(each) for each in places], "link": record.links[name]}
+        name: {"places": [str(place) for place in places], "link": record.links[name]}
         for name, places in record.places.items()
     }
     partial = _partial(directory / RECORD_NAME)

@@ -125,7 +125,7 @@ def _check_shape(
 ) -> None:
     if tuple(shape) == target.shape:
         return
-    files = dict.fromkeys(str(source.file_of(each)) for each in group.source_names)
+    files = dict.fromkeys(str(source.file_of(part)) for part in group.source_names)
     raise ConfigError(
         f"{', '.join(files)}: tensor {listed(group.source_names)} gives {name!r} the shape "
         f"{tuple(shape)}, the model expects {target.shape}; the checkpoint is of another size "

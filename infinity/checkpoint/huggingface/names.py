@@ -271,8 +271,8 @@ def _placed_sources(
             None if each is None else _scaled(index, each, shapes[index], common)
             for index, each in boxes
         ]
-        found = [each for each in scaled if each is not None]
-        covered = sum(math.prod(shapes[each.index]) for each in found)
+        found = [box for box in scaled if box is not None]
+        covered = sum(math.prod(shapes[box.index]) for box in found)
         if len(found) < len(scaled) or covered != math.prod(targets[target]):
             return None
         placed.append(found)

@@ -180,8 +180,8 @@ class OpenCheckpoint:
                     value = "8bit" if saved_dtype is torch.uint8 else "float32"
                     raise ConfigError(
                         f"{self.path}: its moments are {value} and the model's are not; set "
-                        f"precision.moments to {value!r} to go on with it. A conversion would not "
-                        "be the continuation of that run"
+                        f"precision.moments to {value!r} to continue from it. A conversion would "
+                        "not be the continuation of that run"
                     )
 
 

@@ -35,18 +35,20 @@ _log = logging.getLogger("infinity")
 def reference_to_bytes(shards: ShardFiles) -> bytes:
     """Returns the content of `shards.json`."""
     checksums: dict[str, list[list[int]]] = {}
-    for each in shards.checksums():
-        checksums.setdefault(each.path, []).append([each.offset_nbytes, each.nbytes, each.crc32c])
+    for checksum in shards.checksums():
+        checksums.setdefault(checksum.path, []).append(
+            [checksum.offset_nbytes, checksum.nbytes, checksum.crc32c]
+        )
     rows = [
         {
-            "path": each.path,
-            "nbytes": each.nbytes,
-            "mtime_ns": each.mtime_ns,
-            "inode": each.inode,
-            "header_sha256": each.header_sha256,
-            "checksums": checksums.get(each.path, []),
+            "path": identity.path,
+            "nbytes": identity.nbytes,
+            "mtime_ns": identity.mtime_ns,
+            "inode": identity.inode,
+            "header_sha256": identity.header_sha256,
+            "checksums": checksums.get(identity.path, []),
         }
-        for each in shards.identities.values()
+        for identity in shards.identities.values()
     ]
     return json.dumps({"schema": 1, "files": rows}, indent=1).encode() + b"\n"
 
@@ -76,8 +78,10 @@ def _row(row: dict[str, Any]) -> tuple[ShardIdentity, list[RunChecksum]]:
         header_sha256=text_of(field(row, "header_sha256"), "a digest"),
     )
     checksums = []
-    for each in list_of(field(row, "checksums"), "checksums"):
-        offset, nbytes, crc32c = (whole_number(n, "a checksum") for n in list_of(each, "a row"))
+    for row_of_checksum in list_of(field(row, "checksums"), "checksums"):
+        offset, nbytes, crc32c = (
+            whole_number(n, "a checksum") for n in list_of(row_of_checksum, "a row")
+        )
         checksums.append(RunChecksum(path, offset, nbytes, crc32c))
     return identity, checksums
 
@@ -99,7 +103,7 @@ def check_reference(path: Path, shards: ShardFiles | None) -> None:
         raise ConfigError(_other_frozen(path, rows))
     if rows is None or shards is None:
         return
-    own = {Path(each.path).name: each for each in shards.identities.values()}
+    own = {Path(identity.path).name: identity for identity in shards.identities.values()}
     saved = {Path(identity.path).name: identity for identity, _ in rows}
     for name, identity in saved.items():
         found = own.get(name)
@@ -120,8 +124,8 @@ def check_reference(path: Path, shards: ShardFiles | None) -> None:
     for identity, checksums in rows:
         found = own[Path(identity.path).name]
         shards.expect(
-            RunChecksum(found.path, each.offset_nbytes, each.nbytes, each.crc32c)
-            for each in checksums
+            RunChecksum(found.path, checksum.offset_nbytes, checksum.nbytes, checksum.crc32c)
+            for checksum in checksums
         )
         if found.path == identity.path and found.mtime_ns != identity.mtime_ns:
             _log.warning(
@@ -138,7 +142,7 @@ def _other_frozen(path: Path, rows: object) -> str:
     if rows is None:
         return (
             f"{path} holds its frozen weights, and those of this model rest in the files of "
-            'weights=; set placement.frozen = "copy" to go on with it'
+            'weights=; set placement.frozen = "copy" to continue from it'
         )
     return (
         f"{path} refers to frozen weights in {directory_of_base(path)} and does not hold them; "

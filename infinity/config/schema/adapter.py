@@ -65,7 +65,7 @@ class AdapterConfig(Section):
     )
     resume: Annotated[Path, Location()] | None = Field(
         None,
-        description="Directory of an adapter in PEFT's format to go on from. Its "
+        description="Directory of an adapter in PEFT's format to continue from. Its "
         "adapter_config.json then decides the other keys; one that is set here must agree.",
     )
 

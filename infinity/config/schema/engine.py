@@ -85,7 +85,9 @@ class Schedule(Section):
         "the step did not expect (clipping, other settings, a second backward) is undone. That "
         "is for units whose state rests on NVMe, on one rank, and takes the space of their "
         'state once more. "auto" is "both_passes" where at least as much space stays free, '
-        'else "deferred". "at_step" updates all units at once. Never changes a result.',
+        'else "deferred". "at_step" updates all units at once. Over ranks a thread of each rank '
+        "updates its shards before their next use in stage 3; stages 1 and 2 update at the step. "
+        "Never changes a result.",
     )
     update_on: Annotated[UpdateOn, Choice(UpdateOn)] = Field(
         "auto",

@@ -33,7 +33,7 @@ Tracker = Literal["trackio", "tensorboard", "wandb"]
 class Sample(Section):
     """A text that the trained model writes at the end."""
 
-    prompt: Annotated[str, Text("the text to go on from")] = Field(description="How it begins.")
+    prompt: Annotated[str, Text("the text to continue")] = Field(description="How it begins.")
     new_tokens: Annotated[int, Integer(1)] = Field(200, description="Tokens to generate.")
     temperature: Annotated[float, Number(minimum=0)] = Field(
         0.8, description="Randomness of the choice; 0 always takes the likeliest token."
@@ -112,7 +112,7 @@ class Train(Section):
         "error",
         description='What becomes of a step whose loss or norm is not finite: "error" ends the run '
         'with the weights of the step before; "skip" leaves the weights as they are, says so and '
-        "goes on with the next batches. More than 16 such steps in a row are an error.",
+        "continues with the next batches. More than 16 such steps in a row are an error.",
     )
     seed: Annotated[int, SEED] = Field(0, description="Seed of dropout and other randomness.")
     log_every: Annotated[int, Integer(1)] = Field(1, description="Steps between log lines.")
@@ -183,8 +183,8 @@ class Checkpoint(Section):
     grace_s: Annotated[int, Integer(0)] = Field(
         0,
         description="Seconds that a copy behind training may still take when SIGTERM or Ctrl-C "
-        "has stopped the steps. Then it is given up; `--resume` goes on from the swap directory, "
-        "which has the step. 0 waits until it is done.",
+        "has stopped the steps. Then the copy is cancelled; `--resume` continues from the swap "
+        "directory, which has the step. 0 waits until it is done.",
     )
     directory: Annotated[Path, Location()] | None = Field(
         None,

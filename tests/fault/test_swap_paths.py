@@ -1,0 +1,177 @@
+"""Swap directories on real file systems that are full or read-only, and of other users."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import CapacityError, StorageError
+
+NOBODY = 65534
+
+
+class Tmpfs:
+    """A tmpfs of the test's own."""
+
+    def __init__(self, point: Path) -> None:
+        self.point = point
+
+    def mount(self, options: str) -> Path:
+        self.point.mkdir()
+        step = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.point)]
+        done = subprocess.run(step, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
+        return self.point
+
+    def unmount(self) -> None:
+        if os.path.ismount(self.point):
+            subprocess.run(["umount", "-l", str(self.point)], check=True)
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Tmpfs]:
+    file_system = Tmpfs(tmp_path / "mounted")
+    yield file_system
+    file_system.unmount()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+
+
+def config_of(swap: Path) -> dict[str, Any]:
+    tiers = {"host": {"capacity": "16MiB", "huge_pages": False}, "nvme": [{"path": str(swap)}]}
+    return {"tiers": tiers, "placement": {"gradients": ["nvme"]}}
+
+
+def refusal_of(model: nn.Module, swap: Path) -> BaseException:
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises((CapacityError, StorageError)) as refused:
+        infinity.offload(model, config_of(swap))
+    assert all(map(torch.equal, before, model.parameters()))
+    return refused.value
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    model(torch.ones(2, 256)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:swap path")
+def test_a_tmpfs_that_is_too_small_is_refused_and_left_empty(tmpfs: Tmpfs) -> None:
+    point = tmpfs.mount("size=2m")
+    assert isinstance(refusal_of(build(), point), CapacityError)
+    assert not list(point.iterdir())
+
+
+def test_a_full_tmpfs_is_refused_and_left_as_it_was(tmpfs: Tmpfs) -> None:
+    point = tmpfs.mount("size=2m")
+    (point / "filling").write_bytes(bytes(2 << 20))
+    refused = refusal_of(build(), point / "swap")
+    assert "free some space" in str(refused) and os.listdir(point) == ["filling"]
+
+
+def test_a_tmpfs_that_is_read_only_is_refused(tmpfs: Tmpfs) -> None:
+    point = tmpfs.mount("size=16m,ro")
+    assert "is mounted read-only" in str(refusal_of(build(), point))
+    assert "Read-only file system" in str(refusal_of(build(), point / "swap"))
+
+
+@pytest.mark.filterwarnings("ignore:swap path")
+def test_a_checkpoint_that_a_full_tmpfs_refuses_loses_no_state(
+    tmpfs: Tmpfs, tmp_path: Path
+) -> None:
+    plain = build()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    model = build()
+    model = infinity.offload(model, config_of(tmp_path / "swap"))
+    point = tmpfs.mount("size=1m")
+    with infinity.engine_of(model) as engine:
+        optimizer = infinity.AdamW(model, lr=1e-3)
+        for _ in range(2):
+            step(model, optimizer)
+            step(plain, reference)
+            with pytest.raises(StorageError) as refused:
+                infinity.checkpoint.save(point, model, optimizer)
+            assert refused.value.errno == errno.ENOSPC
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(parameter, engine.read_parameter(name)), name
+
+
+def as_nobody(check: Callable[[], None]) -> None:
+    """Runs `check` in a child process that belongs to another user."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            check()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become another user")
+@pytest.mark.parametrize(
+    ("owner", "mode", "below", "words"),
+    [
+        (NOBODY, 0o000, False, "not writable: check its mode"),
+        (NOBODY, 0o000, True, "Permission denied"),
+        (NOBODY, 0o500, False, "not writable"),
+        (NOBODY, 0o300, False, "check the owner and the mode"),
+        (0, 0o755, False, "not writable"),
+        (0, 0o755, True, "choose a writable parent"),
+    ],
+)
+def test_a_directory_of_another_user_or_mode_is_refused(
+    owner: int, mode: int, below: bool, words: str, tmp_path: Path
+) -> None:
+    for parent in [tmp_path, *tmp_path.parents][:3]:
+        parent.chmod(0o755)
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    os.chown(swap, owner, owner)
+    swap.chmod(mode)
+
+    def check() -> None:
+        refused = refusal_of(build(), swap / "below" if below else swap)
+        assert isinstance(refused, StorageError) and words in str(refused), refused
+
+    as_nobody(check)
+    swap.chmod(0o700)
+    assert not list(swap.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become another user")
+def test_the_lock_of_another_user_is_refused_and_unchanged(tmp_path: Path) -> None:
+    for parent in [tmp_path, *tmp_path.parents][:3]:
+        parent.chmod(0o755)
+    tmp_path.chmod(0o777)
+    lock = tmp_path / "infinity.lock"
+    lock.write_text('{"schema": 1}')
+    lock.chmod(0o600)
+    as_nobody(lambda: _check_lock(tmp_path))
+    assert lock.read_text() == '{"schema": 1}' and list(tmp_path.iterdir()) == [lock]
+
+
+def _check_lock(swap: Path) -> None:
+    refused = refusal_of(build(), swap)
+    assert "check the owner and the mode" in str(refused), refused

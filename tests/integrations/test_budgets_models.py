@@ -1,0 +1,139 @@
+"""The budget that a refusal names trains, evaluates and saves: over many architectures, under the
+configuration's defaults, and for every way in which weights come. A byte less is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import CapacityError
+from tests.parity.zoo import ZOO, Entry, seeded
+
+ARCHITECTURES = (
+    "t5", "bart", "mamba", "falcon", "gpt_neo", "mamba2", "jamba", "rwkv", "bloom", "opt", "phi3",
+    "gemma3n_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "bert",
+    "deberta_v2", "vit", "llava", "whisper",
+)  # fmt: skip
+SOME = ("t5", "bart", "mamba", "falcon", "gpt_neo", "mixtral")
+
+
+class Job:
+    """One architecture in a directory of its own, whose weights come in one way."""
+
+    def __init__(self, name: str, way: str, directory: Path, **more: Any) -> None:
+        self.entry: Entry = ZOO[name]
+        self.way, self.directory, self.more = way, directory, more
+
+    def config(self, capacity: str) -> dict[str, Any]:
+        nvme = [{"path": str(self.directory / "swap"), "capacity": "64MiB"}]
+        host = {"capacity": capacity, "huge_pages": False}
+        return {"tiers": {"host": host, "nvme": nvme}, **self.more}
+
+    def in_memory(self) -> Any:
+        assert self.entry.construct is not None
+        return seeded(self.entry.construct)(0)
+
+    def files(self) -> Path:
+        path = self.directory / "files"
+        if not path.exists():
+            self.in_memory().save_pretrained(path)
+        return path
+
+    def checkpoint(self) -> Path:
+        """A checkpoint of the model after two steps."""
+        path = self.directory / "run"
+        if path.exists():
+            return next(path.iterdir())
+        model = infinity.offload(self.in_memory(), self.config("64MiB"))
+        with infinity.engine_of(model):
+            optimizer = infinity.AdamW(model, lr=1e-3)
+            self.take_steps(model, optimizer, 2)
+            return infinity.checkpoint.save(path, model, optimizer)
+
+    def offloaded(self, config: dict[str, Any]) -> Any:
+        if self.way == "in memory":
+            return infinity.offload(self.in_memory(), config)
+        options = {
+            "random": lambda: {"seed": 3},
+            "adapter": lambda: {"seed": 3},
+            "files": lambda: {"weights": self.files()},
+            "adapter over files": lambda: {"weights": self.files()},
+            "resume": lambda: {"resume": self.checkpoint()},
+        }[self.way]()
+        assert self.entry.construct is not None
+        torch.manual_seed(0)  # Small parameters keep their constructor's values.
+        with infinity.init_empty_weights(config):
+            model = self.entry.construct()
+        if "adapter" in self.way:
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=linears_of(model)))
+        return infinity.offload(model, config, **options)
+
+    def take_steps(self, model: Any, optimizer: Any, count: int) -> None:
+        model.train()
+        for step in range(count):
+            self.entry.loss(model, self.entry.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(self, capacity: str) -> list[Tensor]:
+        """Three steps, an evaluation and a checkpoint: the loss and the parameters."""
+        model = self.offloaded(self.config(capacity))
+        with infinity.engine_of(model):
+            optimizer = infinity.AdamW(model, lr=1e-3)
+            if self.way == "resume":
+                infinity.checkpoint.load(self.checkpoint(), model, optimizer)
+            self.take_steps(model, optimizer, 2)
+            model.eval()
+            with torch.no_grad():
+                loss = self.entry.loss(model, self.entry.batch(9))
+            shutil.rmtree(self.directory / "saved", ignore_errors=True)
+            infinity.checkpoint.save(self.directory / "saved", model, optimizer)
+            self.take_steps(model, optimizer, 1)
+            return [loss, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def linears_of(model: nn.Module) -> list[str]:
+    """The linear layers that PEFT adapts in this model."""
+    named = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    return [name for name in named if not name.endswith(("out_proj", "lm_head"))]
+
+
+def check(run: Callable[[str], list[Tensor]]) -> None:
+    with pytest.raises(CapacityError, match="smallest host budget that works") as refused:
+        run("4KiB")
+    needed_nbytes = refused.value.needed_nbytes
+    least = run(f"{needed_nbytes}B")
+    for capacity in (f"{int(1.3 * needed_nbytes)}B", f"{int(2.4 * needed_nbytes)}B"):
+        assert all(map(torch.equal, least, run(capacity))), capacity
+    with pytest.raises(CapacityError, match="smallest host budget that works"):
+        run(f"{needed_nbytes - 1}B")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_named_budget_trains_a_random_model(name: str, tmp_path: Path) -> None:
+    check(Job(name, "random", tmp_path).run)
+
+
+@pytest.mark.parametrize(
+    ("way", "moments"),
+    [("files", "8bit"), ("adapter", "float32"), ("adapter over files", "8bit"),
+     ("resume", "float32"), ("in memory", "8bit")],
+)  # fmt: skip
+@pytest.mark.parametrize("name", SOME)
+def test_the_named_budget_trains_however_weights_come(
+    name: str, way: str, moments: str, tmp_path: Path
+) -> None:
+    check(Job(name, way, tmp_path, precision={"moments": moments}).run)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_named_budget_resumes_a_run_that_commits_each_step(name: str, tmp_path: Path) -> None:
+    check(Job(name, "resume", tmp_path, checkpoint={"durability": "step"}).run)

@@ -1,0 +1,147 @@
+"""Process groups: of the devices, of the program, and what becomes of them; ranks on machines that
+differ by more than their names."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+import infinity
+from infinity.distributed import addresses, collectives, group, setup
+from infinity.distributed.group import RankTopology
+from infinity.errors import ConfigError
+from infinity.testing import SimulatedDevice
+
+from .processes import run_ranks
+from .work import Case, assert_same_run, build, expected, offload_case, train, train_model
+
+BETWEEN = Case(3, simulated=True, exchange="collective", steps=2)
+
+
+def _one_after_the_other(rank: int) -> list[tuple[Any, int]]:
+    """Three engines, and after each one the number of device groups that were left."""
+    left, leave = [0], collectives.leave
+
+    def counted(device_group: Any) -> None:
+        left[0] += 1
+        leave(device_group)
+
+    setup.leave = counted
+    return [(train(rank, BETWEEN), left[0]) for _ in range(3)]
+
+
+def test_each_engine_has_a_group_of_devices_and_leaves_it() -> None:
+    """Groups of the same ranks do not meet at addresses of an earlier one."""
+    wanted = expected(BETWEEN, 3)
+    for rank, runs in enumerate(run_ranks(3, _one_after_the_other)):
+        assert [num_left for _, num_left in runs] == [1, 2, 3]
+        for found, _ in runs:
+            assert_same_run(found, wanted[rank], f"rank {rank}")
+
+
+def _reversed(rank: int) -> tuple[int, Any]:
+    """A group whose order is not that of the job: parts are in the order of the group."""
+    ranks = [2, 0, 1]
+    own = dist.new_group(ranks, sort_ranks=False)
+    model = infinity.offload(build(BETWEEN), _config(), device=SimulatedDevice(7), group=own)
+    place = dist.get_rank(own)
+    run = train_model(model, place, BETWEEN)
+    infinity.engine_of(model).close()
+    return place, run
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "distributed": {"exchange": "collective"},
+        "tiers": {"host": {"capacity": "48MiB"}, "device": {"kind": "cpu"}},
+        "placement": dict.fromkeys(("parameters", "master", "moments"), "host"),
+    }
+
+
+def test_parts_are_in_the_order_of_the_callers_group() -> None:
+    wanted = expected(BETWEEN, 3)
+    for rank, (place, found) in enumerate(run_ranks(3, _reversed)):
+        assert place == [2, 0, 1].index(rank)
+        assert_same_run(found, wanted[place], f"rank {rank}")
+
+
+def _destroy_first(rank: int, exchange: str) -> dict[str, Tensor]:
+    """The program destroys its groups, and then closes the engine."""
+    case = replace(BETWEEN, simulated=exchange == "collective", exchange=exchange)
+    model = offload_case(case, Path())
+    run = train_model(model, rank, case)
+    dist.destroy_process_group()
+    infinity.engine_of(model).close()
+    return run.weights
+
+
+@pytest.mark.parametrize("exchange", ["collective", "one_sided"])
+def test_an_engine_is_closed_after_the_program_has_destroyed_all_groups(exchange: str) -> None:
+    first, second = run_ranks(2, _destroy_first, exchange)
+    assert first.keys() == second.keys()
+
+
+def _two_machines(rank: int, interface: str | None) -> Any:
+    """Each rank is on a machine of its own: of one name, but booted on its own."""
+    os.environ["MASTER_ADDR"] = "localhost"
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    own = replace(addresses.this_machine(), boot=f"boot {rank}")
+    group.this_machine = lambda: own  # type: ignore[assignment]
+    case = Case(3, steps=2, capacity="24MiB")  # Of a machine, not shared.
+    try:
+        return train(rank, case)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_machines_of_one_name_reach_each_other_by_the_named_interface() -> None:
+    for rank, found in enumerate(run_ranks(2, _two_machines, "lo")):
+        assert_same_run(found, expected(Case(3, steps=2), 2)[rank], f"rank {rank}")
+
+
+def test_machines_without_an_address_for_others_are_refused_on_all_ranks() -> None:
+    for found in run_ranks(2, _two_machines, None):
+        assert "rank 0 on" in found and "loopback address" in found
+    for found in run_ranks(2, _two_machines, "nothing0"):
+        assert "GLOO_SOCKET_IFNAME=nothing0 names no interface" in found
+
+
+# -- NCCL, as far as it can be looked at without one ---------------------------------------------
+
+
+def _topology(count: int) -> RankTopology:
+    return RankTopology(None, 0, count, 0, 4, 0, count, ())
+
+
+def test_a_group_that_all_ranks_of_the_job_would_have_to_make_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound = SimpleNamespace(bound_device_id="cuda:0")
+    monkeypatch.setattr(collectives.dist, "group", SimpleNamespace(WORLD=bound))
+    collectives._refuse_split(_topology(4))
+    with pytest.raises(ConfigError, match="leave device_id out"):
+        collectives._refuse_split(_topology(2))
+    bound.bound_device_id = None
+    collectives._refuse_split(_topology(2))
+
+
+def test_the_watchdog_is_told_to_end_no_process_unless_the_user_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    with collectives._watchdog_that_ends_no_process():
+        assert os.environ[name] == "2"
+    assert name not in os.environ
+    monkeypatch.setenv(name, "1")
+    with collectives._watchdog_that_ends_no_process():
+        assert os.environ[name] == "1"
+    assert os.environ[name] == "1"

@@ -1,0 +1,131 @@
+"""Shards that await the update of the last step: who comes first, and who waits for how long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.distributed.pending import PendingShards
+from infinity.errors import InfinityError
+
+
+def _in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def _has_begun_to_wait(pending: PendingShards, shard: int) -> bool:
+    deadline_s = time.monotonic() + 10.0
+    while shard not in pending._wanted and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return shard in pending._wanted
+
+
+def test_shards_are_taken_in_order_and_those_that_are_waited_for_come_first() -> None:
+    pending = PendingShards()
+    pending.add([4, 5, 6, 7])
+    assert pending.take() == 4
+    thread, errors = _in_thread(lambda: pending.await_update(6))
+    assert _has_begun_to_wait(pending, 6)
+    pending.note_updated(4)
+    assert pending.take() == 6
+    assert list(pending.upcoming(but=6)) == [5, 7]
+    pending.note_updated(6)
+    thread.join(10.0)
+    assert not thread.is_alive() and not errors
+    assert pending.take() == 5 and pending.is_pending(5) and not pending.is_pending(6)
+
+
+def test_all_updates_are_over_when_their_writes_are() -> None:
+    pending = PendingShards()
+    pending.await_all()  # Nothing was ever pending.
+    pending.add([1])
+    thread, errors = _in_thread(pending.await_all)
+    pending.note_updated(pending.take() or 0)
+    assert pending.take() is None and not pending.are_resting
+    pending.await_update(1)  # A read may follow the update, before its writes are over.
+    assert thread.is_alive()
+    updating, _ = _in_thread(pending.await_more)
+    thread.join(10.0)
+    assert not thread.is_alive() and not errors and pending.are_resting
+    pending.close()
+    updating.join(10.0)
+    assert not updating.is_alive()
+
+
+@pytest.mark.parametrize("end", ["failure", "close"])
+def test_every_wait_ends_with_the_updates(end: str) -> None:
+    pending = PendingShards()
+    pending.add([1, 2])
+    pending.note_updated(1)
+    waits = [_in_thread(lambda: pending.await_update(2)), _in_thread(pending.await_all)]
+    assert _has_begun_to_wait(pending, 2)
+    if end == "failure":
+        pending.fail(MemoryError("of the test"))
+    else:
+        pending.close()
+    for thread, errors in waits:
+        thread.join(10.0)
+        [error] = errors
+        assert isinstance(error, InfinityError)
+        assert ("of the test" in str(error)) == (end == "failure")
+    pending.await_update(1)  # It was updated before.
+    with pytest.raises(InfinityError):
+        pending.await_update(2)
+    if end == "failure":
+        with pytest.raises(InfinityError, match="mixture of two steps"):
+            pending.check()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shards=st.lists(st.integers(0, 20), min_size=1, max_size=12, unique=True),
+    wanted=st.lists(st.integers(0, 20), max_size=6),
+    rounds=st.integers(1, 3),
+)
+def test_each_shard_is_updated_once_and_no_wait_ends_before(
+    shards: list[int], wanted: list[int], rounds: int
+) -> None:
+    pending, done = PendingShards(), list[int]()
+
+    def update() -> None:
+        while True:
+            shard = pending.take()
+            if shard is not None:
+                done.append(shard)
+                pending.note_updated(shard)
+            elif not pending.await_more():
+                return
+
+    updating, errors = _in_thread(update)
+    for _ in range(rounds):
+        done.clear()
+        pending.add(shards)
+
+        def read(shard: int) -> None:
+            pending.await_update(shard)
+            assert shard in done or shard not in shards
+
+        waits = [_in_thread(lambda shard=shard: read(shard)) for shard in wanted]  # type: ignore[misc]
+        pending.await_all()
+        assert sorted(done) == sorted(shards)
+        for thread, failures in waits:
+            thread.join(10.0)
+            assert not thread.is_alive() and not failures
+    pending.close()
+    updating.join(10.0)
+    assert not updating.is_alive() and not errors
