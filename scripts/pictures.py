@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -15,9 +13,7 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError
-from infinity.observe import chrome, timeline_plot
-from infinity.observe.painter import TrackPicture, find_pyplot, paint
-from infinity.observe.step_summary import summarize
+from infinity.observe.painter import find_pyplot, paint
 from infinity.plan import Batch, forecast, gantt, load_hardware, load_model
 from infinity.plan.answer import duration
 from infinity.plan.catalogue import plan_cell
@@ -134,7 +130,7 @@ def draw_models(path: Path) -> None:
     """Draws the largest model and the rate of adapters over host memory, for one GPU."""
     pyplot = find_pyplot()
     machine = load_hardware(GPU)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.6))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6.4))
     for spills, color, what in (
         (True, "#1f6fa8", "state in memory and on one drive of 2 TB"),
         (False, "#888888", "state in host memory alone"),
@@ -143,14 +139,16 @@ def draw_models(path: Path) -> None:
         left.plot(MEMORIES, sizes, color=color, marker=".", label=f"planned, all weights: {what}")
     for memory, size, name, marker in MEASURED:
         left.plot(memory, size, marker, color="#c0392b", markersize=8, fillstyle="none")
-        left.annotate(name, (memory, size), xytext=(8, 7), textcoords="offset points", fontsize=9)
+        left.annotate(
+            name, (memory, size), xytext=(-4, -18), textcoords="offset points", fontsize=9
+        )
     label = "measured: it trains within this host budget\n(two cores, no GPU, one virtual drive)"
     left.plot([], [], "o", color="#c0392b", fillstyle="none", label=label)
     left.set_yscale("log")
     left.set_ylim(1e9, 4e12)
     left.set_xlim(0.8, 700)
     left.set_yticks([1e9, 1e10, 1e11, 1e12], ["1 B", "10 B", "100 B", "1 T"])
-    left.legend(loc="lower right", fontsize=9)
+    left.legend(loc="upper left", bbox_to_anchor=(0.0, -0.12), fontsize=9, frameon=False)
     for name, title in LINES.items():
         rates = [plan_cell(name, GPU, with_memory(machine, each), 16) for each in MEMORIES]
         found = [
@@ -178,56 +176,17 @@ def draw_models(path: Path) -> None:
     right.set_title(f"LoRA over 671 B at {rate:,.0f} tokens/s with one RTX 4090 and 128 GB",
                     loc="left")  # fmt: skip
     figure.text(
-        0.01, 0.01,
-        "Lines: infinity plan, one RTX 4090 of 24 GB and one drive of 7 GB/s, not measured. Right: "
-        "LoRA of rank 16, 32,768 tokens a step, as `infinity new` would set it.",
+        0.51, 0.08,
+        "Lines: infinity plan, one RTX 4090 of 24 GB and one drive of 7 GB/s, not measured.\n"
+        "Right: LoRA of rank 16, 32,768 tokens a step, as `infinity new` would set it.",
         fontsize=9, color="#555555",
     )  # fmt: skip
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def traced(directory: Path, name: str, *changes: str) -> TrackPicture:
-    """Trains the demo for five steps with changes to its file, and returns the last one."""
-    trace = directory / f"{name}.json"
-    settings = {
-        "train.steps": 5, "train.warmup_steps": 0, "train.eval_every": 0, "data.held_out": 0.0,
-        "train.sample.new_tokens": 1, "output.export": "false",
-        "output.directory": directory / name, "tiers.nvme.0.path": directory / "swap",
-    }  # fmt: skip
-    changes = (*changes, *(f"{key}={value}" for key, value in settings.items()))
-    command = [sys.executable, "-m", "infinity", "train", str(ROOT / "examples" / "demo.toml")]
-    options = [word for change in changes for word in ("--set", change)]
-    subprocess.run(
-        [*command, *options, "--trace", str(trace), "--trace-steps", "4:5", "--quiet"], check=True
-    )
-    spans = chrome.read(trace)
-    return timeline_plot.picture_of(spans, timeline_plot.choose(summarize(spans), None))
-
-
-def draw_runs(path: Path) -> None:
-    """Draws two traced runs on one axis: every transfer when it is needed, and ahead of it."""
-    with tempfile.TemporaryDirectory(dir=ROOT / "examples") as name:
-        plain = ("schedule.prefetch=false", "schedule.updates=at_step")
-        before = traced(Path(name), "before", *plain)
-        after = traced(Path(name), "after")
-    assert before.end is not None and after.end is not None
-    end, ends = 1.02 * max(before.end, after.end), (before.end, after.end)
-    what = "124 M parameters, all state on one virtual drive, two cores"
-    titles = (
-        f"Before: state is fetched when it is needed, updates at the step: {ends[0] / 1e3:.1f} s",
-        f"After: fetched ahead, updated in the passes: {ends[1] / 1e3:.1f} s",
-    )
-    pictures = [
-        replace(each, title=title, end=end, edges=[last])
-        for each, title, last in zip((before, after), titles, ends, strict=True)
-    ]
-    label = f"milliseconds (measured: {what})"
-    paint(path, replace(pictures[0], time_label=""), replace(pictures[1], time_label=label))
-
-
-DRAWN = {"step": draw_step, "models": draw_models, "runs": draw_runs}
+DRAWN = {"step": draw_step, "models": draw_models}
 
 
 if __name__ == "__main__":
