@@ -3,8 +3,8 @@
     python bench/activations.py --path /mnt/nvme0 --save bench/results/activations.json --plot a.png
 
 A GPT-like model goes layer by layer through micro-batches of one size
-(`infinity.forward_backward`), on
-the simulated device, whose memory is apart from the host's. Every case is a process of its own:
+(`infinity.forward_backward`), on the simulated device, whose memory is apart from the host's. Every
+case is a process of its own:
 
 * *device*: what the process takes beside the arena, by its largest resident size, above what it
   takes for one micro-batch;

@@ -7,10 +7,9 @@
 A GPT-2-like model in bfloat16 trains twice in one process, by turns: once with everything on the
 host, once with parameters, masters and moments on NVMe through a host budget. Same kernels, same
 micro-batches layer by layer (`infinity.forward_backward`), same recomputation, same allocator
-settings;
-the losses must be equal to the last bit. C is the step in memory; B is the time that the bytes of
-the other step take in the same run, when reads and writes of that mix are all that happens. A step
-cannot be faster than the larger of the two.
+settings; the losses must be equal to the last bit. C is the step in memory; B is the time that the
+bytes of the other step take in the same run, when reads and writes of that mix are all that
+happens. A step cannot be faster than the larger of the two.
 
 Bytes are those the kernel counted for the process (/proc/self/io), so a cache would show.
 

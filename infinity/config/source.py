@@ -1,8 +1,7 @@
 """Reads a swap-tier file: TOML, YAML or JSON text to one plain table.
 
 The three readers agree: a key that occurs twice is an error, and YAML is read by the 1.2 core
-    schema, so
-that `1e9` is a number, and on, off, yes and no are words.
+schema, so that `1e9` is a number, and on, off, yes and no are words.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from infinity.bounded import (
     parse_toml,
     read_bytes,
 )
+from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
 
 _MAX_YAML_NODES = 100_000
@@ -55,7 +55,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ConfigSourc
     if suffix not in _FORMATS:
         raise ConfigError(
             f"{name}: expected a file that ends in {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}; "
-            f"got {suffix or 'no ending'}"
+            f"got {suffix or 'no ending'}{download_remedy(name)}"
         )
     try:
         content = read_bytes(file, max_nbytes=MAX_TEXT_NBYTES)

@@ -9,8 +9,7 @@ path. A proposal cannot be matched if
 * a rank is done with the step and has not proposed it;
 * every rank is done or waits for a proposal of its own: none of these would ever be matched;
 * a rank withdraws it after a wait. A rank that has not proposed it by then is *absent*: no rank
-  waits
-  long for it again until it sends a message.
+  waits long for it again until it sends a message.
 
 As in Horovod (Sergeev and Del Balso, 2018) one rank decides the order; cancelling is new. Pure: no
 clock and no thread.

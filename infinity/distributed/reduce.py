@@ -26,6 +26,7 @@ from infinity.state.partition import Partition, ShardSlice
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, in_memory_order
 from infinity.streaming.gradient_sink import GradientSink
+from infinity.streaming.gradient_sums import refuse_sparse
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.passes import Passes
 from infinity.tiers.device import DeviceAdapter
@@ -118,7 +119,7 @@ class DistributedGradients(GradientSink):
                 self._sent_as[spec] = None if spec in self._sent_as else gradient.dtype
                 self.local.add(unit, spec, gradient)
         else:
-            _refuse_sparse(spec, gradient)
+            refuse_sparse(spec, gradient)
             contribution = self._contribution(spec, in_memory_order(gradient.detach(), spec))
             if self._buckets is not None and self._buckets.is_on and spec.numel:
                 self._buckets.add(unit, contribution)
@@ -490,11 +491,3 @@ class DistributedGradients(GradientSink):
     @override
     def apply_scales(self, unit: Unit) -> None:
         self.owned.apply_scales(self._partition.local[unit.index].unit)
-
-
-def _refuse_sparse(spec: TensorSpec, gradient: torch.Tensor) -> None:
-    if gradient.layout is not torch.strided:
-        raise UnsupportedError(
-            f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense "
-            "one. Build the embedding with sparse=False"
-        )

@@ -202,15 +202,13 @@ def is_collective(
     if not is_possible:
         raise ConfigError(
             'distributed.exchange: "collective" is between devices with memory of their own, and '
-            "this "
-            'one computes on host memory; set it to "auto" or "one_sided"'
+            'this one computes on host memory; set it to "auto" or "one_sided"'
         )
     for rank, remote in enumerate(of_all):
         if remote != of_all[0]:
             raise ConfigError(
                 f"distributed.exchange: rank {rank} would exchange otherwise than rank 0; give "
-                f"all ranks "
-                "one configuration and devices of one kind"
+                "all ranks one configuration and devices of one kind"
             )
     return local
 

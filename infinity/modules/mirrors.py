@@ -128,8 +128,12 @@ class Mirror(torch.Tensor):
         try:
             answer = func(*given, **named)
         finally:
+            # Functions of torch.nn.init write under a no_grad of their own, which is over here.
+            is_recording = (
+                torch.is_grad_enabled() and getattr(func, "__module__", "") != "torch.nn.init"
+            )
             for lent in plain.values():
-                lent.take_changes()
+                lent.take_changes(is_recording=is_recording)
         return _map(answer, lambda t: _wrap(t, plain.values()))
 
     def __iter__(self) -> Any:
@@ -154,11 +158,11 @@ class _Plain:
         self._version = self.tensor._version
         self.is_target = False  # Some functions over lists change no version.
 
-    def take_changes(self) -> None:
+    def take_changes(self, *, is_recording: bool) -> None:
         if not self.is_target and self.tensor._version == self._version:
             return
         origin = self.mirror._origin
-        if self._is_view and torch.is_grad_enabled():
+        if self._is_view and is_recording:
             origin.spoil()
             raise RuntimeError(
                 "a view of a leaf Variable that requires grad is being used in an in-place "

@@ -73,8 +73,8 @@ def update_(
 
     Gradients are widened to fp32 and multiplied by `grad_scale` (an fp32 clip factor) as they are
     read; they are not written. All spans have one format (see StateSpan). A split weight is
-    updated as
-    its fp32 master would be; a master that becomes NaN is kept as the canonical quiet NaN.
+    updated as its fp32 master would be; a master that becomes NaN is kept as the canonical quiet
+    NaN.
 
     States of 8 bits are widened, updated as fp32 ones would be, and rounded to codes again: an
     approximation of the fp32 update, exactly as `dynamic_8bit` defines it.

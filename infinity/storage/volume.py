@@ -134,10 +134,8 @@ class Volume:
         """Reserves one buffer per size, rounded up to 4096 bytes, and preallocates the files.
 
         spared_nbytes: the bytes of each buffer that are preallocated in the spare files too, all by
-            default. The
-            rest may be written during a freeze as well, but gets its space only then. None: the
-                buffer is
-            scratch, always written in place and never frozen
+            default. The rest may be written during a freeze as well, but gets its space only then.
+            None: the buffer is scratch, always written in place and never frozen
 
         Fresh buffers read as zeros. Raises CapacityError, with the numbers of each path, before any
         file grows. May be called again, by any thread; a buffer is never freed.

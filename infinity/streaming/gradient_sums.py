@@ -25,10 +25,20 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
+from infinity.errors import UnsupportedError
 from infinity.state.store import Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, TensorSpec, Unit
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
+
+
+def refuse_sparse(spec: TensorSpec, gradient: torch.Tensor) -> None:
+    """Raises UnsupportedError for a gradient that is not dense."""
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense "
+            "one. Build the embedding with sparse=False"
+        )
 
 
 class SumState(Enum):

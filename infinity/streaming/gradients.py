@@ -21,7 +21,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.state.budgets import STAGED_NBYTES
 from infinity.state.store import DeviceLocation, NvmeLocation, StateStore, Transfer
@@ -42,6 +41,7 @@ from infinity.streaming.gradient_sums import (
     SumState,
     TensorGradient,
     UnitGradients,
+    refuse_sparse,
 )
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
@@ -83,11 +83,7 @@ class GradientStore:
     ) -> None:
         """Takes one gradient: any floating dtype, the parameter's shape, on the device, or on the
         host where it was summed there."""
-        if gradient.layout is not torch.strided:
-            raise UnsupportedError(
-                f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense "
-                "one. Build the embedding with sparse=False"
-            )
+        refuse_sparse(spec, gradient)
         # INV-8: gradients are added in the order in which autograd delivers them.
         known, sums = self._tensors[spec], self._sums[unit.index]
         first = not known.is_present

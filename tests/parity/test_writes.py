@@ -80,6 +80,10 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "slice-assignment": lambda w: w.__setitem__((slice(None), 2), 9.0),
     "mask": lambda w: w.__setitem__(w > 0.1, 0.0),
     "init-of-a-slice": lambda w: nn.init.zeros_(w[:3]),
+    "constant-of-a-slice": lambda w: nn.init.constant_(w[:3], 0.5),
+    "uniform-of-a-row": lambda w: nn.init.uniform_(
+        w[2], generator=torch.Generator().manual_seed(1)
+    ),
     "view-of-a-view": lambda w: w.view(-1)[3:40].reshape(-1)[5].fill_(7),
     "other-dtype": lambda w: w.view(torch.int32)[3].zero_(),
     "alias": lambda w: w.contiguous().cpu().mul_(0.9),
