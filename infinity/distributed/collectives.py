@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infinity.distributed import transport
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
 from infinity.distributed.group import RankTopology
 from infinity.distributed.transport import SILENCE_S, PeerTransport
@@ -71,6 +72,7 @@ class Collectives:
     ) -> None:
         self._transport = transport
         self._group = group
+        self._is_aborted = False
         self._device = device
         self._counters = counters
         self._coordinator = Coordinator(transport.count) if transport.rank == 0 else None
@@ -315,6 +317,9 @@ class Collectives:
     def _told(self) -> Any:
         """Returns the error of the transport, which names the rank that is gone, for one of a
         backend."""
+        if self._is_aborted:  # An operation on an aborted group may wait for ever.
+            self._transport.check()
+            raise InfinityError("between devices of ranks: the operations were ended")
         try:
             yield
         except RuntimeError as error:
@@ -325,7 +330,8 @@ class Collectives:
             raise InfinityError(f"between devices of ranks: {error}") from error
 
     def _abort(self) -> None:
-        """Ends every wait in an operation."""
+        """Ends every wait in an operation, and refuses further ones."""
+        self._is_aborted = True
         with contextlib.suppress(Exception):
             self._group.abort()
 
@@ -350,7 +356,9 @@ def device_group(group: RankTopology, device: torch.device) -> Any:
     with _watchdog_that_ends_no_process():
         made = dist.new_group(
             dist.get_process_group_ranks(group.process_group),
-            timeout=timedelta(seconds=TIMEOUT_S),
+            # An abort ends what NCCL waits for; gloo goes on to its timeout. Operations begin when
+            # all ranks have proposed them, so one that lasts longer has lost a rank.
+            timeout=timedelta(seconds=TIMEOUT_S if backend == "nccl" else transport.SILENCE_S),
             backend=backend,
             use_local_synchronization=True,
             sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
@@ -364,11 +372,14 @@ def leave(device_group: Any) -> None:
     """Shuts a group of `device_group` down, which frees its communicator's memory, after all ranks
     have made their last operation. Does nothing if the backend or the program has done so.
 
-    The group stays registered: `destroy_process_group` would free its name, and the next group of
-    these ranks would meet under the same keys of the store, where the addresses of this one are.
+    A group of gloo is left as it is: it holds no device memory, and its shutdown would wait for a
+    rank that is stuck in an operation. The group stays registered: `destroy_process_group` would
+    free its name, and the next group of these ranks would meet under the same keys of the store,
+    where the addresses of this one are.
     """
     with contextlib.suppress(Exception):
-        device_group.shutdown()
+        if dist.get_backend(device_group) != "gloo":
+            device_group.shutdown()
 
 
 def _refuse_split(group: RankTopology) -> None:

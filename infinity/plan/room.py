@@ -55,7 +55,22 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
         tiled, _, budgets = found
         return budgets.has_room_ahead(max(unit.weight_nbytes for unit in tiled.units))
 
-    return fit(config.schedule.tile, attempt, has_room_ahead, largest_nbytes(model))
+    refused: list[CapacityError] = []
+
+    def attempt_and_note(limit_nbytes: int | None) -> Fitted:
+        try:
+            return attempt(limit_nbytes)
+        except CapacityError as error:
+            refused.append(error)
+            raise
+
+    try:
+        return fit(config.schedule.tile, attempt_and_note, has_room_ahead, largest_nbytes(model))
+    except CapacityError:
+        if model.frozen is None:
+            raise
+        # Chunks of experts are made before anything else is given up: what they lack is missing.
+        raise refused[-1] from None
 
 
 def window_nbytes_of(config: SwapConfig, hardware: Hardware) -> int | None:

@@ -111,6 +111,14 @@ def test_a_checkpoint_that_a_full_tmpfs_refuses_loses_no_state(
             assert torch.equal(parameter, engine.read_parameter(name)), name
 
 
+def open_to_all(directory: Path) -> None:
+    """Lets another user look into the test's directory: pytest makes its own for one user."""
+    for parent in [directory, *directory.parents]:
+        if not parent.name.startswith(("test_", "popen-", "pytest-")):
+            return
+        parent.chmod(0o755)
+
+
 def as_nobody(check: Callable[[], None]) -> None:
     """Runs `check` in a child process that belongs to another user."""
     child = os.fork()
@@ -144,8 +152,7 @@ def as_nobody(check: Callable[[], None]) -> None:
 def test_a_directory_of_another_user_or_mode_is_refused(
     owner: int, mode: int, below: bool, words: str, tmp_path: Path
 ) -> None:
-    for parent in [tmp_path, *tmp_path.parents][:3]:
-        parent.chmod(0o755)
+    open_to_all(tmp_path)
     swap = tmp_path / "swap"
     swap.mkdir()
     os.chown(swap, owner, owner)
@@ -162,8 +169,7 @@ def test_a_directory_of_another_user_or_mode_is_refused(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become another user")
 def test_the_lock_of_another_user_is_refused_and_unchanged(tmp_path: Path) -> None:
-    for parent in [tmp_path, *tmp_path.parents][:3]:
-        parent.chmod(0o755)
+    open_to_all(tmp_path)
     tmp_path.chmod(0o777)
     lock = tmp_path / "infinity.lock"
     lock.write_text('{"schema": 1}')

@@ -231,6 +231,7 @@ def test_calls_beside_each_other_read_the_base_as_often_as_one_call(
     for kind in ("one", "after", "beside"):
         config = swap_config(swap_directory / kind, placement="nvme", prefetch=False)
         make = lambda: llama(width=128, layers=10, targets=["q_proj"])  # noqa: E731
+        config["schedule"]["tile"] = 0  # The budget of undivided layers.
         config["tiers"]["host"]["capacity"] = smallest_host_nbytes(make, config)
         with offloaded(make(), config) as model:
             engine = infinity.engine_of(model)
