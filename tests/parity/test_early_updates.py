@@ -300,21 +300,26 @@ def test_a_step_that_is_left_out_undoes_early_updates(swap_directory: Path) -> N
     check(body, swap_directory, kept=True, undone=True)
 
 
-def test_layer_major_updates_in_its_backward(swap_directory: Path) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
-        for step in range(5):
-            numbers = [2 * step, 2 * step + 1]
-            if run.is_plain:
-                for number in numbers:
-                    (loss_of(run.model, number) / 2).backward()
-            else:
-                infinity.forward_backward(
-                    run.model, lambda number: loss_of(run.model, number) / 2, numbers
-                )
-            run.step()
-        return []
+def layer_major_steps(
+    run: Run, after_backward: Callable[[Run], None] = lambda run: None
+) -> list[torch.Tensor]:
+    """Five steps of two micro-batches, layer by layer on the offloaded side."""
+    for step in range(5):
+        numbers = [2 * step, 2 * step + 1]
+        if run.is_plain:
+            for number in numbers:
+                (loss_of(run.model, number) / 2).backward()
+        else:
+            infinity.forward_backward(
+                run.model, lambda number: loss_of(run.model, number) / 2, numbers
+            )
+        after_backward(run)
+        run.step()
+    return []
 
-    check(body, swap_directory, kept=True, undone=False)
+
+def test_layer_major_updates_in_its_backward(swap_directory: Path) -> None:
+    check(layer_major_steps, swap_directory, kept=True, undone=False)
 
 
 def test_the_state_of_the_optimizer_is_that_of_the_last_step(swap_directory: Path) -> None:

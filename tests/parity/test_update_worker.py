@@ -19,7 +19,15 @@ from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.optimizer_step import Updater
 from infinity.testing.simulated_device import SimulatedDevice
 
-from .test_early_updates import Run, config_of, loss_of, make, plain_run, steps
+from .test_early_updates import (
+    Run,
+    config_of,
+    layer_major_steps,
+    loss_of,
+    make,
+    plain_run,
+    steps,
+)
 
 Body = Callable[[Run], list[torch.Tensor]]
 WORKER = "infinity-updates"
@@ -109,21 +117,10 @@ def test_a_worker_that_is_interrupted_anywhere_changes_no_bit(
 
 
 def test_layer_major_backwards_feed_the_worker(swap_directory: Path) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
-        for step in range(5):
-            numbers = [2 * step, 2 * step + 1]
-            if run.is_plain:
-                for number in numbers:
-                    (loss_of(run.model, number) / 2).backward()
-            else:
-                infinity.forward_backward(
-                    run.model, lambda number: loss_of(run.model, number) / 2, numbers
-                )
-            let_worker_finish(run)
-            run.step()
-        return []
-
-    assert compare(body, offloaded(swap_directory))["early_updates_kept"] > 0
+    counters = compare(
+        lambda run: layer_major_steps(run, let_worker_finish), offloaded(swap_directory)
+    )
+    assert counters["early_updates_kept"] > 0
 
 
 def test_what_the_worker_raises_reaches_the_thread_that_trains(
