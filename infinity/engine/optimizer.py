@@ -179,7 +179,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for handle in group["params"]:
                 param = self._params[id(handle)]
                 if has_gradient(param.spec):
-                    self._refuse_successor(param)
+                    if param.optimizer is None or param.optimizer() is not self:
+                        raise _other_optimizer(param)
                     steps[id(handle)] = self._steps.get(id(handle), 0) + 1
                     settings[param.spec] = self.settings_of(group, param, steps[id(handle)])
         if settings:
@@ -198,13 +199,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """The engine of the model whose parameters this optimizer updates."""
         assert self._engine is not None, "there is no optimizer without a parameter"
         return self._engine
-
-    def _refuse_successor(self, param: OffloadedParam) -> None:
-        if param.optimizer is None or param.optimizer() is not self:
-            raise ConfigError(
-                f"{param.name!r} was given to another optimizer since; its moments rest in one "
-                "place and start anew there. Use one optimizer for each parameter"
-            )
 
     def _clip(self) -> torch.Tensor | None:
         """Returns the factor of all gradients, after the check of their norm."""
@@ -398,6 +392,13 @@ def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 register_optimizer_step_pre_hook(_refuse_others)
+
+
+def _other_optimizer(param: OffloadedParam) -> ConfigError:
+    return ConfigError(
+        f"{param.name!r} was given to another optimizer since; its moments rest in one "
+        "place and start anew there. Use one optimizer for each parameter"
+    )
 
 
 def _tiled_names(names: list[str]) -> list[str]:

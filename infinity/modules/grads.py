@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -18,6 +18,8 @@ from infinity.observe import Tracer, Track
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.step_record import StepRunner
+
+_NO_SPAN = nullcontext()
 
 
 class ParamGrads:
@@ -92,21 +94,16 @@ class ParamGrads:
 
     def _add(self, param: OffloadedParam, gradient: torch.Tensor, *, is_sum: bool = False) -> None:
         """`is_sum`: the gradient includes everything that was added before."""
-        with UNINTERRUPTED, self._lock:
-            if self._tracer.is_on:
-                with self._tracer.during(Track.ENGINE, "take gradient"):
-                    self._add_now(param, gradient, is_sum)
-            else:
-                self._add_now(param, gradient, is_sum)
-
-    def _add_now(self, param: OffloadedParam, gradient: torch.Tensor, is_sum: bool) -> None:
-        self._backwards.ensure_armed()
-        if is_sum:
-            self._gradients.forget(param.spec)
-        self._gradients.add(param.unit, param.spec, gradient)
-        self._updater.note_gradient(param.unit.index)
-        if self._shown and param in self._shown:
-            self._shown[param] = gradient, gradient._version
+        tracer = self._tracer
+        span = tracer.during(Track.ENGINE, "take gradient") if tracer.is_on else _NO_SPAN
+        with UNINTERRUPTED, self._lock, span:
+            self._backwards.ensure_armed()
+            if is_sum:
+                self._gradients.forget(param.spec)
+            self._gradients.add(param.unit, param.spec, gradient)
+            self._updater.note_gradient(param.unit.index)
+            if self._shown and param in self._shown:
+                self._shown[param] = gradient, gradient._version
 
     def drop(self, params: Iterable[OffloadedParam]) -> None:
         """Drops incomplete gradients of a backward that was interrupted."""
