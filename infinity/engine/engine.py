@@ -1,12 +1,12 @@
 """The engine of one model: the object behind `infinity.offload`, composed of its parts.
 
-  modules/param.py        handle and compute parameter of every parameter
-  modules/uses.py         units in use, for hooks
-  modules/edits.py        changes of weights other than the optimizer's step
-  modules/grads.py        `.grad`, taken from autograd and shown on demand
-  modules/handle_ops.py   operations on handles outside their module
-  engine/param_access.py  parameters by name: read and write outside their modules
-  engine/model_passes.py  the hooks that begin and end a pass; `infinity.forward_backward`
+  modules/param.py          handle and compute parameter of every parameter
+  modules/uses.py           units in use, for hooks
+  modules/edits.py          changes of weights other than the optimizer's step
+  modules/grads.py          `.grad`, taken from autograd and shown on demand
+  modules/handle_ops.py     operations on handles outside their module
+  modules/param_access.py   parameters by name: read and write outside their modules
+  modules/model_passes.py   the hooks that begin and end a pass; `infinity.forward_backward`
 
 One lock orders the training thread and autograd's device threads.
 """
@@ -28,12 +28,10 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.distributed.group import path_of_job
+from infinity.distributed.shared_inputs import SharedActivationStore
+from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection, Ranks
 from infinity.engine import registry
-from infinity.engine.model_passes import ModelPasses
-from infinity.engine.param_access import ParamAccess
-from infinity.engine.state_access import StateAccess
-from infinity.engine.step_forecasts import StepForecasts
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules import autograd_functions as functions
 from infinity.modules.edits import WeightEdits
@@ -47,9 +45,12 @@ from infinity.modules.hooks import (
     Unscriptable,
 )
 from infinity.modules.interrupts import uninterrupted
+from infinity.modules.model_passes import ModelPasses
 from infinity.modules.param import OffloadedParam, ParamTable, increment_versions
+from infinity.modules.param_access import ParamAccess
 from infinity.modules.process import OwnProcess
 from infinity.modules.raw_access import RawAccess
+from infinity.modules.step_forecasts import StepForecasts
 from infinity.modules.tiling.split import tiles_of
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.modules.unmanaged_params import UnmanagedParams
@@ -221,7 +222,7 @@ class Engine:
 
     def share_activations(self, group: Any) -> None:
         """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
-        self._model_passes.share_activations(group)
+        self._model_passes.save_inputs_in(SharedActivationStore(self.activations, group))
 
     def reset(self) -> None:
         """Releases what an interrupted forward or backward has left in use.

@@ -40,8 +40,8 @@ from infinity.checkpoint.huggingface.names import (
     planned_targets,
 )
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
-from infinity.engine.dtypes import names_kept_wide
 from infinity.errors import ConfigError, listed
+from infinity.modules.dtypes import names_kept_wide
 from infinity.state.stored import StoredPiece, StoredTensor
 from infinity.storage.shards import ShardIdentity
 
