@@ -31,7 +31,6 @@ from infinity.distributed.group import path_of_job
 from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection, Ranks
-from infinity.engine import registry
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules import autograd_functions as functions
 from infinity.modules.edits import WeightEdits
@@ -71,8 +70,10 @@ from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
 
-
 T = TypeVar("T")
+
+# The open engines, for `registry`. Weak on both sides: only a model's hooks keep its engine alive.
+ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
 class Background(Protocol):
@@ -170,7 +171,7 @@ class Engine:
             self.updater.start_worker(self._lock, self.resources)
         for param in self.params:
             param.handle.owner = self.handle_ops
-            registry.mark(param, self)
+            param.mark(self)
 
     # -- Attaching to the model ------------------------------------------------------------------
 
@@ -189,14 +190,14 @@ class Engine:
         self._removable += [
             m.register_load_state_dict_pre_hook(self._access.take_loaded) for m in owners
         ]
-        registry.register(self)
+        ENGINES[self.model] = weakref.ref(self)
 
     def uninstall(self) -> None:
         """Restores the original parameters after a failed set-up."""
         self._remove_hooks()
         self._raw_access.uninstall()
         self._param_table.restore()
-        registry.forget(self)
+        ENGINES.pop(self.model, None)
 
     def forget_originals(self) -> None:
         """Drops the model's own parameters. The tiers have their values."""
@@ -479,7 +480,7 @@ class Engine:
                 _log.debug("while closing", exc_info=True)
             self.weight_cache.close()
             self._finalizer()
-            registry.forget(self)
+            ENGINES.pop(self.model, None)
 
     def __enter__(self) -> Engine:
         return self

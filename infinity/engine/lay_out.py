@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.distributed.group import RankTopology
-from infinity.distributed.setup import ShardingPlan, is_collective, plan_sharding
+from infinity.distributed.setup import ShardingPlan, agree_on_exchange, plan_sharding
 from infinity.errors import CapacityError, ConfigError
 from infinity.modules.adapters import values_of_adapters
 from infinity.modules.discover import (
@@ -62,7 +62,7 @@ def lay_out(
     Raises CapacityError if no division fits, ConfigError for a model without parameters. With
     ranks, a collective call.
     """
-    on_devices = ranks is not None and is_collective(
+    on_devices = ranks is not None and agree_on_exchange(
         config,
         ranks,
         has_own_memory=not shares_host_memory(config, device),
