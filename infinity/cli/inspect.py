@@ -74,7 +74,7 @@ def inspect(
         for inspection in found:
             _print(inspection)
     has_faults = any(contents.faults for contents in swaps)
-    if has_faults or not all(inspection.is_whole for inspection in found):
+    if has_faults or not all(inspection.is_intact for inspection in found):
         raise typer.Exit(1)
 
 
@@ -186,7 +186,7 @@ def _print(found: Inspection) -> None:
             typer.echo(f"  {kind:<12}{format_nbytes(nbytes)}")
     for fault in found.faults:
         print_error(f"  {fault}" if manifest is not None else f"{found.path}: {fault}")
-    if found.is_whole:
+    if found.is_intact:
         how = (
             "every byte verified" if found.is_verified else "names and lengths; --verify reads all"
         )

@@ -22,7 +22,7 @@ from infinity.modules.tiling.split import tiles_of
 from infinity.ops.optimizers import Settings
 from infinity.optimizers.state import OptimizerState
 from infinity.state.moments import moments_of
-from infinity.state.tiles import name_of_whole
+from infinity.state.tiles import name_of_tiled
 from infinity.state.units import TensorSpec
 from infinity.streaming.step_record import StepRecord
 
@@ -365,8 +365,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         steps = state["steps"]
         names = {param.name: key for key, param in self._params.items()}
         if not set(steps) <= set(names):
-            step_of = {name_of_whole(name): step for name, step in steps.items()}
-            tiled_names = {name: name_of_whole(name) for name in names}
+            step_of = {name_of_tiled(name): step for name, step in steps.items()}
+            tiled_names = {name: name_of_tiled(name) for name in names}
             steps = {n: step_of[tiled] for n, tiled in tiled_names.items() if tiled in step_of}
         self._steps = {names[name]: step for name, step in steps.items()}
         self.grad_norm = None
@@ -405,7 +405,7 @@ def _other_optimizer(param: OffloadedParam) -> ConfigError:
 
 def _tiled_names(names: list[str]) -> list[str]:
     """Returns the parameters' names in the user's model, each once."""
-    return list(dict.fromkeys(map(name_of_whole, names)))
+    return list(dict.fromkeys(map(name_of_tiled, names)))
 
 
 def refuse_options(optimizer: OffloadedOptimizer, options: Mapping[str, Any]) -> None:

@@ -176,8 +176,8 @@ class AdaptedWeight:
         the rows, a stack of matrices, and the arguments that give the ends of the groups."""
         left, right = _aligned(self._left, self._right)
         through = product(product(rows, left, *args, **kwargs), right, *args, **kwargs)
-        whole = product(rows, self.weight, *args, **kwargs)
-        return torch.add(whole, through, alpha=self._scaling)
+        product_of_base = product(rows, self.weight, *args, **kwargs)
+        return torch.add(product_of_base, through, alpha=self._scaling)
 
     @classmethod
     def __torch_function__(

@@ -183,9 +183,9 @@ class Tiling:
 
     def _tiled(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
         tiles = []
-        whole = without_class(parameter.detach())  # Rows of an Awaited take a millisecond each.
+        full = without_class(parameter.detach())  # Rows of an Awaited take a millisecond each.
         for start, stop in pairwise(starts):
-            tile = nn.Parameter(whole[start:stop], requires_grad=parameter.requires_grad)
+            tile = nn.Parameter(full[start:stop], requires_grad=parameter.requires_grad)
             if isinstance(parameter, Provisional):
                 tile.__class__ = Provisional
             tile.__dict__.update(vars(parameter))
