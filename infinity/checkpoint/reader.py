@@ -28,7 +28,7 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.ops.split_master import join
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import MIB
-from infinity.state.units import MOMENT_PIECES, StateKind, TensorSpec, Unit, weight_of
+from infinity.state.units import MOMENT_KINDS, StateKind, TensorSpec, Unit, weight_of
 
 if TYPE_CHECKING:
     pass
@@ -139,7 +139,7 @@ class _EngineSource:
         for spec in unit.trainable():
             if unit.master_dtype is not None and spec.facts.dtype is not torch.float32:
                 yield spec, StateInfo(spec.name, "master", spec.facts.shape, torch.float32)
-        for state_kind in MOMENT_PIECES:
+        for state_kind in MOMENT_KINDS:
             specs = [spec for spec in unit.trainable() if spec.name in self._optimized]
             if not specs or not self._state.is_kept(unit, state_kind):
                 continue

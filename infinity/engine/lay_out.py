@@ -93,11 +93,11 @@ def lay_out(
         budgets = _budgets(config, laid_out, layout, device, sharding)
         return LaidOut(layout, laid_out, sharding, budgets)
 
-    def has_room_ahead(found: LaidOut) -> bool:
-        return found.budgets.has_room_ahead(max(unit.weight_nbytes for unit in found.units))
+    def has_space_ahead(found: LaidOut) -> bool:
+        return found.budgets.has_space_ahead(max(unit.weight_nbytes for unit in found.units))
 
     try:
-        return fit(config.schedule.tile, attempt, has_room_ahead, tiling.largest_nbytes)
+        return fit(config.schedule.tile, attempt, has_space_ahead, tiling.largest_nbytes)
     except CapacityError as error:
         reasons = tiling.why_not()
         if config.schedule.tile is not None and reasons:

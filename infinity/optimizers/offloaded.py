@@ -121,10 +121,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             handle = item[1] if isinstance(item, tuple) else item
             self._groups[id(handle)] = param_group
         for param in self._params.values():
-            self._check_room(self.settings_of(self.param_groups[-1], param, step=1).state_names)
+            self._check_moments(self.settings_of(self.param_groups[-1], param, step=1).state_names)
             break
 
-    def _check_room(self, needed: Iterable[str]) -> None:
+    def _check_moments(self, needed: Iterable[str]) -> None:
         """Raises ConfigError unless the model was offloaded with space for exactly the moments that
         the groups of this rule can use."""
         assert self._engine is not None
@@ -136,7 +136,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         kept = " and ".join(sorted(needed)) or "no moments"
         momentum = ", and optimizer.momentum as it is here" if self.name == "sgd" and needed else ""
         raise ConfigError(
-            f"infinity.{word} keeps {kept} of a parameter, and the model was offloaded with room "
+            f"infinity.{word} keeps {kept} of a parameter, and the model was offloaded with space "
             f"for {' and '.join(sorted(reserved)) or 'none'}, by optimizer.name = "
             f'"{config.optimizer.name}"; set optimizer.name = "{self.name}"{momentum} in the '
             "configuration of infinity.offload"
@@ -184,7 +184,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     steps[id(handle)] = self._steps.get(id(handle), 0) + 1
                     settings[param.spec] = self.settings_of(group, param, steps[id(handle)])
         if settings:
-            self._check_room(
+            self._check_moments(
                 {name for setting in settings.values() for name in setting.state_names}
             )
             with uninterrupted():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity.config import SwapConfig
+from infinity.plan.capacity import window_nbytes_of
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
-from infinity.plan.room import window_nbytes_of
 from infinity.simulate.job import Batch
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets

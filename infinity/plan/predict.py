@@ -12,6 +12,13 @@ from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
 from infinity.distributed.setup import ShardingPlan
+from infinity.plan.capacity import (
+    by_kind,
+    fitted,
+    refuse_full_tiers,
+    window_nbytes_of,
+    with_checkpoint_tier,
+)
 from infinity.plan.hardware import Hardware
 from infinity.plan.inputs import (
     ChunkTraffic,
@@ -25,13 +32,6 @@ from infinity.plan.inputs import (
 )
 from infinity.plan.model import PlannedModel
 from infinity.plan.node import NodeView, RankLayout, blocks_of, layout_of_rank
-from infinity.plan.room import (
-    by_kind,
-    fitted,
-    refuse_full_tiers,
-    window_nbytes_of,
-    with_checkpoint_tier,
-)
 from infinity.simulate.job import Batch, make_job
 from infinity.simulate.log import WRITE
 from infinity.simulate.order import Use

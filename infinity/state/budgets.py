@@ -71,7 +71,7 @@ class Budgets:
         )
         return None if window_nbytes is None else window_nbytes - self.decoded_from_nbytes
 
-    def has_room_ahead(self, next_nbytes: int) -> bool:
+    def has_space_ahead(self, next_nbytes: int) -> bool:
         """Returns whether `next_nbytes` of weights can be fetched beside those in use."""
         window_nbytes = self.device_window_nbytes
         fits = window_nbytes is None or self.held_nbytes + next_nbytes <= window_nbytes

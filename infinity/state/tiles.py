@@ -72,7 +72,7 @@ def limits(largest_nbytes: int) -> Iterator[int]:
 def fit(
     tile: Literal["auto"] | int | None,
     attempt: Callable[[int | None], T],
-    has_room_ahead: Callable[[T], bool],
+    has_space_ahead: Callable[[T], bool],
     largest_nbytes: int,
 ) -> T:
     """Returns the result of `attempt(limit_nbytes)` for the limit that `[schedule] tile` requests.
@@ -92,7 +92,7 @@ def fit(
         except CapacityError as error:
             refused.append(error)
             continue
-        if limit_nbytes is None or has_room_ahead(found):
+        if limit_nbytes is None or has_space_ahead(found):
             return found
         if largest_that_fits is None:
             largest_that_fits = limit_nbytes

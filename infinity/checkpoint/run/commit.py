@@ -84,7 +84,7 @@ def is_linkable(state: StateAccess, unit: Unit, state_kind: StateKind) -> bool:
     return isinstance(state.store.location(unit, state_kind), NvmeLocation)
 
 
-def has_room(volume: Volume, target: Path, *, keep: int | None, leaving: Collection[str]) -> bool:
+def has_space(volume: Volume, target: Path, *, keep: int | None, leaving: Collection[str]) -> bool:
     """Whether a spare generation is left for the writes after a commit of `target`.
 
     `keep` is the number of checkpoints that stay in the directory of `target`, with `target`;

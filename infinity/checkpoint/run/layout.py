@@ -18,10 +18,10 @@ import torch
 from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.state.partition import Partition, ShardSlice
-from infinity.state.units import MOMENT_PIECES, StateKind, TensorFacts, TensorSpec, Unit
+from infinity.state.units import MOMENT_KINDS, StateKind, TensorFacts, TensorSpec, Unit
 
 # State kinds that are streamed; gradients are few and handled one by one.
-STREAMED = (StateKind.PARAMETERS, StateKind.MASTER, *MOMENT_PIECES)
+STREAMED = (StateKind.PARAMETERS, StateKind.MASTER, *MOMENT_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def state_tensors(
         yield weight
         if spec.state_offset < 0:
             continue
-        for state_kind in (StateKind.MASTER, *MOMENT_PIECES):
+        for state_kind in (StateKind.MASTER, *MOMENT_KINDS):
             dtype = unit.dtype(state_kind)
             # A residual beside fp32 weights is zero, always.
             is_zero = (
