@@ -136,7 +136,7 @@ def _budgets(
         "held_nbytes": held_nbytes,
         "host_held_nbytes": host_held_nbytes,
         "shares_host_memory": is_cpu,
-        "device_nbytes": device_nbytes(config, is_given=is_cpu or device is not None),
+        "device_nbytes": device_nbytes(config, is_cuda=not is_cpu and device is None),
         "available_host_nbytes": available_host_nbytes(),
     }
     if sharding is None:

@@ -61,8 +61,8 @@ class AdamW(OffloadedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        given = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
-        refuse_options(self, given | {"differentiable": differentiable})
+        options = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
+        refuse_options(self, options | {"differentiable": differentiable})
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(
             params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,

@@ -130,8 +130,8 @@ def _check_program(
     scheduler: Stateful | None,
     path: Path,
 ) -> None:
-    for what, given in (("an optimizer", optimizer), ("a scheduler", scheduler)):
-        if given is not None and program[what.split()[1]] is None:
+    for what, target in (("an optimizer", optimizer), ("a scheduler", scheduler)):
+        if target is not None and program[what.split()[1]] is None:
             raise ConfigError(f"{path} was saved without {what}, so there is none to bring back")
     if optimizer is not None:
         with believing(path, "the optimizer's state"):

@@ -169,8 +169,8 @@ class ExpertsSchedule(Runner):
             return out.clone()  # The block may change its own in place.
         suspended = position.suspended[position.count]
         position.count += 1
-        given = call.arguments
-        values = (given.hidden, given.indices, given.weights, *given.factors)
+        arguments = call.arguments
+        values = (arguments.hidden, arguments.indices, arguments.weights, *arguments.factors)
         self._suspended[call] = suspended
         if suspended.gradients is None:
             suspended.call, suspended.values = call, tuple(value.detach() for value in values)
@@ -302,7 +302,7 @@ class ExpertsSchedule(Runner):
                 assert call is not None
                 suspended.gradients = [None] * len(suspended.needs)
                 if suspended.gradient is not None:
-                    stack.enter_context(call.given(*suspended.values))
+                    stack.enter_context(call.with_arguments(*suspended.values))
                     call.begin_backward(suspended.gradient, suspended.needs)
                     running.append(call)
                     if suspended.is_away:
