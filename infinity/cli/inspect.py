@@ -190,4 +190,4 @@ def _print(found: Inspection) -> None:
         how = (
             "every byte verified" if found.is_verified else "names and lengths; --verify reads all"
         )
-        typer.echo(f"  whole ({how})")
+        typer.echo(f"  intact ({how})")

@@ -81,10 +81,10 @@ class DeviceExchange:
         self._count = buffers.count
         self._part_nbytes = buffers.part_nbytes
         self._link: Stream = device.streams.new_stream()
-        whole_nbytes = buffers.count * buffers.part_nbytes
+        full_nbytes = buffers.count * buffers.part_nbytes
         self._sending = [self._buffer(buffers.part_nbytes) for _ in range(2)]
-        self._giving = self._buffer(whole_nbytes)
-        self._coming = self._buffer(whole_nbytes)
+        self._giving = self._buffer(full_nbytes)
+        self._coming = self._buffer(full_nbytes)
         self._sent: list[Event | None] = [None, None]  # By buffer: no rank sends from it any more.
 
     def _buffer(self, nbytes: int) -> StreamRegion:
@@ -110,14 +110,14 @@ class DeviceExchange:
         `local`.
         """
         assert isinstance(region, StreamRegion)
-        whole = all_of(region.memory)
-        copies = self._gather(whole, local, ranges, made=region.memory)
+        full = all_of(region.memory)
+        copies = self._gather(full, local, ranges, made=region.memory)
         self._device.note_use(region, self._link)
         return copies
 
     def gather_in_place(
         self,
-        whole: torch.Tensor,
+        full: torch.Tensor,
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
         ready: Sequence[Event],
@@ -128,12 +128,12 @@ class DeviceExchange:
         """
         for event in ready:
             self._link.wait_event(event)
-        arrival, _ = self._gather(whole, local, ranges)
+        arrival, _ = self._gather(full, local, ranges)
         return arrival
 
     def _gather(
         self,
-        whole: torch.Tensor,
+        full: torch.Tensor,
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
         made: ResizedRegion | None = None,
@@ -147,13 +147,13 @@ class DeviceExchange:
             own, turn = local[start : start + nbytes], number % 2
             if is_on_host and own.numel():
                 departure = self._bring(own, turn)
-            work = self._round(whole, None if is_on_host else own, turn, start, nbytes, ranges)
+            work = self._round(full, None if is_on_host else own, turn, start, nbytes, ranges)
             used = (self._sending[turn].memory, self._coming.memory)
             self._device.streams.run(self._link, work, used, made)
             event = self._device.streams.new_event()
             event.record(self._link)
             self._sent[turn] = event
-        arrival = self._device.watch_link(self._link, whole)
+        arrival = self._device.watch_link(self._link, full)
         return arrival, departure or arrival
 
     def _bring(self, own: torch.Tensor, turn: int) -> StreamCopy:
@@ -168,7 +168,7 @@ class DeviceExchange:
 
     def _round(
         self,
-        whole: torch.Tensor,
+        full: torch.Tensor,
         own: torch.Tensor | None,
         turn: int,
         start: int,
@@ -176,7 +176,7 @@ class DeviceExchange:
         ranges: Sequence[PlacedRange],
     ) -> Callable[[], None]:
         """Sends the bytes [start, start + nbytes) of every rank's part to their places in
-        `whole`."""
+        `full`."""
         sending = all_of(self._sending[turn].memory)[:nbytes]
         coming = all_of(self._coming.memory)[: self._count * nbytes]
 
@@ -190,7 +190,7 @@ class DeviceExchange:
                 if low < high:
                     place = part.place + low - part.start
                     at = part.rank * nbytes + low - start
-                    whole[place : place + high - low].copy_(coming[at : at + high - low])
+                    full[place : place + high - low].copy_(coming[at : at + high - low])
 
         return work
 

@@ -94,7 +94,7 @@ class DistributedGradients(GradientSink):
         self._local_shares: dict[int, tuple[Unit, ShardSlice]] = {}
         for shard in store.partition.local:
             for share in shard.shares:
-                self._local_shares[self._index[share.whole]] = shard.unit, share
+                self._local_shares[self._index[share.full]] = shard.unit, share
         self._pending, self._partials = store.pending, store.partials
         self._reduce_buffer: OrderedReduction[PartialGradient] = OrderedReduction(
             self._partition.count, combine=self._combine, drop=self._partials.drop
@@ -145,11 +145,11 @@ class DistributedGradients(GradientSink):
         for answered in self._buckets.take(all_of_them=all_of_them):
             contributions = answered.bucket.contributions
             if answered.means is None:
-                for each in contributions:
-                    self._give(each)
+                for contribution in contributions:
+                    self._give(contribution)
             else:
-                for each, mean in zip(contributions, answered.means, strict=True):
-                    self._add_sum(each, mean)
+                for contribution, mean in zip(contributions, answered.means, strict=True):
+                    self._add_sum(contribution, mean)
                 self.owned.write_out(self._partition.local[answered.bucket.unit.index].unit)
 
     def _add_sum(self, contribution: Contribution, mean: torch.Tensor) -> None:

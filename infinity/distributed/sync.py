@@ -104,7 +104,7 @@ class RankSync(Service):
     def all_gather_numbers(self, what: str, number: float) -> list[float]:
         """Returns every rank's number, in rank order."""
         remote = self._exchange(what, numpy.float64(number).tobytes())
-        return [float(numpy.frombuffer(each, numpy.float64)[0]) for each in remote]
+        return [float(numpy.frombuffer(content, numpy.float64)[0]) for content in remote]
 
     @contextmanager
     def collective_section(self, what: str) -> Iterator[CollectiveSection]:

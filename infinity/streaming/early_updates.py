@@ -177,7 +177,7 @@ class EarlyUpdates:
 
     def _check_out_first(self) -> bool:
         """Checks weights out for the worker. Returns whether the worker has any."""
-        first = [each for each, _ in zip(self._complete, range(_MOST_CHECKED_OUT), strict=False)]
+        first = [index for index, _ in zip(self._complete, range(_MOST_CHECKED_OUT), strict=False)]
         for index in first:
             early = self._complete[index]
             assert early.update is not None

@@ -125,10 +125,10 @@ def own_weights(divided: Partition) -> Iterator[KindRange]:
             high = align_up(max(stop for _, stop in places), PAGE_NBYTES)
             tensors = tuple(
                 LinkedTensor(
-                    share.whole.name,
-                    dtype_name(share.whole.facts.dtype),
-                    share.whole.facts.shape,
-                    share.whole.facts.stride,
+                    share.full.name,
+                    dtype_name(share.full.facts.dtype),
+                    share.full.facts.shape,
+                    share.full.facts.stride,
                     start - low,
                     share.start,
                     share.part.numel,
@@ -140,7 +140,7 @@ def own_weights(divided: Partition) -> Iterator[KindRange]:
 
 def _weight_range(share: ShardSlice) -> tuple[int, int]:
     """Returns the byte range [start, stop) of a shard in the weights of the full unit."""
-    at, size = share.whole.weight_offset_nbytes, share.whole.facts.dtype.itemsize
+    at, size = share.full.weight_offset_nbytes, share.full.facts.dtype.itemsize
     return at + share.start * size, at + share.stop * size
 
 

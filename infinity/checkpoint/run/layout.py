@@ -40,14 +40,14 @@ class StateTensor:
     share: ShardSlice | None = None
 
     @property
-    def whole(self) -> TensorSpec:
+    def full(self) -> TensorSpec:
         """The full parameter."""
-        return self.spec if self.share is None else self.share.whole
+        return self.spec if self.share is None else self.share.full
 
     @property
     def facts(self) -> TensorFacts:
         """Shape, stride and dtype of the full parameter."""
-        return self.whole.facts
+        return self.full.facts
 
     @property
     def start(self) -> int:
@@ -61,7 +61,7 @@ class StateTensor:
     @property
     def info(self) -> TensorInfo:
         """Name, dtype and shape, as a file has them."""
-        shape = (num_scales(self.whole.numel),) if self.is_scales else self.facts.shape
+        shape = (num_scales(self.full.numel),) if self.is_scales else self.facts.shape
         return TensorInfo(name=self.name, dtype=self.dtype, shape=shape)
 
 

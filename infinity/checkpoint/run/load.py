@@ -217,7 +217,7 @@ def _load_state_kind(
             reader.read_into(tensor.name, tensor.start + part.start, part.values)
         else:
             if full is None or full[0] is not spec:
-                full = spec, in_memory_order(reader.read(tensor.name), tensor.whole)
+                full = spec, in_memory_order(reader.read(tensor.name), tensor.full)
             start = tensor.start + part.start
             part.values.copy_(full[1][start : start + part.values.numel()])
 
