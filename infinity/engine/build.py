@@ -343,7 +343,7 @@ def _add_reclaimers(
     # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would
     # cost more weights than it holds, because they are not adjacent.
     pool.add_reclaimer(lambda _: gradients.reclaim())
-    pool.add_reclaimer(lambda _: any(each.reclaim() for each in stores))
+    pool.add_reclaimer(lambda _: any(store.reclaim() for store in stores))
     pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())
     pool.add_reclaimer(lambda _: weight_cache.give_up_zone())

@@ -124,7 +124,7 @@ def forecast(
     node = NodeView(config, hardware, num_ranks, rank)
     config, machine = node.config_of_rank, node.hardware_of_rank
     window_nbytes = window_nbytes_of(config, machine)
-    whole = model
+    untiled = model
     model, sharding, budgets = fitted(node, model, window_nbytes)
     placement = budgets.placement
     units = model.units if sharding is None else sharding.partition.units
@@ -160,7 +160,7 @@ def forecast(
         step=predict(job, rates),
         warnings=(
             *said_of_waiting(config, chunks),
-            *said_of_tiles(whole, model),
+            *said_of_tiles(untiled, model),
             *said_of_devices(machine),
             *obstacles,
             *node.warnings(),

@@ -41,7 +41,7 @@ class WeightRoom:
         self._device = device
         self._device_window_nbytes = device_window_nbytes
         # Stored blocks, tiles of them and decoded blocks have very different sizes.
-        self._has_stored = any(each.unit.stored is not None for each in weights)
+        self._has_stored = any(entry.unit.stored is not None for entry in weights)
 
     def make_device_room(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
         """Detaches the units whose next use is furthest away until the unit fits the device window.
@@ -127,7 +127,7 @@ class WeightRoom:
         """Frees neighbouring blocks, of units that are used later than `nearer_than`, which make
         the wanted room. Returns whether there were some; else nothing is freed."""
         limit = -1 if nearer_than is None else order.distance(nearer_than)
-        blocks = [each for each in self._freeable(order) if each.distance > limit]
+        blocks = [block for block in self._freeable(order) if block.distance > limit]
         chosen = choose_neighbours(blocks, self._pool.holes(), wanted_nbytes)
         for block in chosen:
             self._free(block.unit, is_decoded=block.is_decoded)

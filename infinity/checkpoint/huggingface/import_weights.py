@@ -186,7 +186,7 @@ class ImportPlan:
                 target = self.view.targets.get(name)
                 if target is None:
                     continue
-                pieces = tuple(self._piece(names[each.index], each) for each in sources)
+                pieces = tuple(self._piece(names[placed.index], placed) for placed in sources)
                 for parameter_name in target.parameter_names:
                     found.setdefault(parameter_name, pieces)
         return found

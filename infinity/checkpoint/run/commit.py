@@ -116,7 +116,7 @@ def state_kind_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[KindR
 
 def own_weights(divided: Partition) -> Iterator[KindRange]:
     """Yields the part that this rank owns of the weights that every rank keeps in full."""
-    for whole, shard in zip(divided.full_units, divided.local, strict=True):
+    for full_unit, shard in zip(divided.full_units, divided.local, strict=True):
         for shares in (shard.shares, shard.frozen):
             places = [_weight_range(share) for share in shares]
             if not places:
@@ -135,7 +135,7 @@ def own_weights(divided: Partition) -> Iterator[KindRange]:
                 )
                 for share, (start, _) in zip(shares, places, strict=True)
             )
-            yield KindRange(whole, StateKind.PARAMETERS, low, high, tensors)
+            yield KindRange(full_unit, StateKind.PARAMETERS, low, high, tensors)
 
 
 def _weight_range(share: ShardSlice) -> tuple[int, int]:
