@@ -150,6 +150,10 @@ class EarlyUpdates:
         early = self._planned.get(unit)
         return is_complete and early is not None and early.update is None
 
+    def is_planned(self, unit: int) -> bool:
+        """Whether the unit is to be updated in the backward of this step."""
+        return unit in self._planned
+
     def begin(self, unit: int, record: StepRecord) -> None:
         """The gradients of a planned unit are complete, and this step is expected of it."""
         early = self._planned[unit]

@@ -8,6 +8,7 @@ A part of the units is updated before the decision, in the backward, where that 
 (`early_updates.py`): the drives then have their part of the traffic in both passes.
 
 Chunks are read ahead in the order in which units are expected to be updated (`staging_ring.py`).
+In the backward the next step's are: their state, without the gradients, which are still to come.
 `chunk_update.py` has the arithmetic.
 
 Note [Pending units]
@@ -18,6 +19,7 @@ Note [Pending units]
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from contextlib import ExitStack
 
 from typing_extensions import override
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
 from infinity.state.store import LocalStore, StateStore
 from infinity.state.units import Chunk
@@ -62,13 +64,16 @@ class Updater(StepRunner):
         self.chunk_nbytes = settings.chunk_nbytes
         self._reads_ahead = settings.reads_ahead
         self._is_on_host = settings.on_device is None
+        self._counters = counters
         self._ring = StagingRing(
             store,
             pool,
             counters,
             chunk_nbytes=settings.chunk_nbytes,
             num_slots=settings.num_staging_slots,
+            spare_nbytes=self._spare_nbytes if settings.rides_along else None,
         )
+        self._rides_along = settings.rides_along and settings.reads_ahead and self._ring.travels
         self._chunks = ChunkUpdates(self._ring, weight_cache, counters, settings.on_device)
         self._early: EarlyUpdates | None = None
         if settings.in_backward and settings.reads_ahead:
@@ -78,6 +83,10 @@ class Updater(StepRunner):
                 chunk_nbytes=settings.chunk_nbytes,
             )  # fmt: skip
         self._pending: dict[int, UnitUpdate] = {}
+        # Chunks of the units that were updated since the decision, in this order.
+        self._updated: dict[int, tuple[Chunk, ...]] = {}
+        # Chunks that the next step will probably update, from the first gradient to the decision.
+        self._next: Iterator[Chunk] | None = None
         self._is_applying = False
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
         self._decided_s = time.monotonic()  # The last decision.
@@ -95,6 +104,7 @@ class Updater(StepRunner):
         in the backward; nothing is moved yet."""
         kept = self._decide(record)
         self.apply_pending(but=kept)
+        self._updated, self._next = {}, None
         for unit in self._store.units:
             if unit.index in kept:
                 continue
@@ -102,6 +112,8 @@ class Updater(StepRunner):
             if update is not None:
                 self._make_pending(update)
         self._ring.drop_reads(lambda chunk: chunk.unit.index not in self._pending)
+        with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
+            self._ring.bring_all_gradients()
 
     def _make_pending(self, update: UnitUpdate) -> None:
         self._pending[update.unit.index] = update
@@ -173,12 +185,16 @@ class Updater(StepRunner):
     @override
     def settle(self) -> None:
         """Applies everything pending and waits until every moment and master is where it rests.
-        Nothing is updated or read early any more before the next step."""
+        Nothing is updated or read early any more before the next step. Spare memory is free."""
         if self._early is not None:
             self._early.withdraw()
+        if self._next is not None:
+            self._next = iter(())
         self.apply_pending()
         self._ring.drop_reads()
         self.finish_writes()
+        while self._ring.give_back_spare(waits=False):
+            pass
 
     @override
     def finish_writes(self) -> None:
@@ -226,6 +242,7 @@ class Updater(StepRunner):
         finally:
             self._is_applying = False
         del self._pending[update.unit.index]
+        self._updated[update.unit.index] = update.chunks
         self._weight_cache.await_update(update.unit.index, False)
         if record.clip_factor is not None:
             # INV-9: a parameter without a gradient is in no record.
@@ -250,7 +267,20 @@ class Updater(StepRunner):
     def note_gradient(self, unit: int) -> None:
         if self._early is not None:
             self._early.note_gradient(unit)
+        if self._rides_along:
+            if self._next is None:
+                self._begin_backward()
             self.advance()
+
+    def _begin_backward(self) -> None:
+        self._next = self._expected_of_next()
+        self._counters.add("state_held_back_nbytes", self._ring.held_back_nbytes())
+
+    def _expected_of_next(self) -> Iterator[Chunk]:
+        """The chunks of units that the forward has updated and the backward will not."""
+        for unit, chunks in list(self._updated.items()):
+            if self._early is None or not self._early.is_planned(unit):
+                yield from chunks
 
     @override
     def note_left(self, unit: int) -> bool:
@@ -271,6 +301,9 @@ class Updater(StepRunner):
             self._ring.start_more(self._expected())
         if self._early is not None:
             self._early.advance()
+        if self._next is not None and self._ring.take(or_none=True):
+            count = self._ring.start_more(self._next, with_gradients=False)
+            self._counters.add("chunks_read_in_backward", count)
 
     @override
     def withdraw(self, unit: int) -> None:
@@ -287,6 +320,14 @@ class Updater(StepRunner):
     def reclaim_idle(self) -> bool:
         """Gives the ring's block back when nothing is pending. False if there is none to give."""
         return not self._pending and self.reclaim()
+
+    def _spare_nbytes(self) -> int:
+        assert isinstance(self._weight_cache, WeightCache), "ranks update at the step, or beside it"
+        return self._pool.free_nbytes - self._weight_cache.absent_nbytes()
+
+    @override
+    def give_back_spare(self, *, waits: bool) -> bool:
+        return self._ring.give_back_spare(waits=waits)
 
     @override
     def reclaim(self) -> bool:
