@@ -202,9 +202,11 @@ class WeightMoves:
         """Copies the region to the host block, and ends ATTACHED. Raises CapacityError."""
         self.finish_copy(weights)
         self.finish_write(weights)
-        if weights.block is None:
-            self._take(weights, self.require(weights))
-        self._device.bring_back(weights.region, weights.block).wait()
+        block = weights.block
+        if block is None:
+            block = self.require(weights)
+            self._take(weights, block)
+        self._device.bring_back(weights.region, block).wait()
         self.detach(weights)
 
     def detach(self, weights: Weights) -> None:
