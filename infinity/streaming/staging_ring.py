@@ -44,6 +44,7 @@ class StagingRing:
 
     A slot has space for a chunk of `chunk_nbytes` of fp32 in every state kind that travels.
     `spare_nbytes`: returns the free memory that may be taken for spare slots; None: there are none.
+    `travels`: whether any state does; else there are no slots.
     """
 
     def __init__(
@@ -80,9 +81,14 @@ class StagingRing:
 
     # -- The block -------------------------------------------------------------------------------
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the block is there, or not needed."""
+        return self._block is not None or not self.travels
+
     def take(self, *, or_none: bool = False) -> bool:
         """Takes the block if it is not there. With `or_none`, only if memory is free."""
-        if self._block is not None or not self._travelling:
+        if self.is_taken:
             return True
         count = self._num_slots
         if or_none:

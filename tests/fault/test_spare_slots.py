@@ -3,6 +3,7 @@ processes die: nothing is lost, nothing is wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from infinity.errors import InfinityError, StorageError
+from infinity.testing.simulated_device import SimulatedDevice
 from tests.parity.test_early_updates import config_of, loss_of, make, steps
 from tests.support.forked import run_script
 
@@ -24,6 +26,12 @@ from .test_early_updates import (
     values_of,
 )
 
+# Who updates: the thread that trains, or a worker beside a device.
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "host": dict,
+    "worker": lambda: {"device": SimulatedDevice()},
+}
+
 
 def clipped(_: int) -> float:
     return 1e-3
@@ -33,12 +41,13 @@ def config_here(directory: Path, **changes: Any) -> dict[str, Any]:
     return config_of(directory, schedule={"updates": "deferred"}, **changes)
 
 
+@pytest.mark.parametrize("who", OPTIONS)
 def test_each_read_for_the_next_step_that_fails_is_told_or_made_again(
-    swap_directory: Path,
+    swap_directory: Path, who: str
 ) -> None:
     expected, failures = reference(clipped), 0
     for rung in ladder():
-        with trapped(make(), config_here(swap_directory)) as (engine, trap):
+        with trapped(make(), config_here(swap_directory), **OPTIONS[who]()) as (engine, trap):
             run = run_of(engine.model)
             steps(run, BEFORE, clipped)
             engine.flush()
@@ -59,13 +68,14 @@ def test_each_read_for_the_next_step_that_fails_is_told_or_made_again(
     assert failures > 10
 
 
+@pytest.mark.parametrize("who", OPTIONS)
 @pytest.mark.parametrize("code", [EIO, ENOSPC])
 def test_no_write_of_state_that_waited_is_forgotten_if_it_fails(
-    swap_directory: Path, code: int
+    swap_directory: Path, code: int, who: str
 ) -> None:
     failures = 0
     for rung in ladder():
-        with trapped(make(), config_here(swap_directory)) as (engine, trap):
+        with trapped(make(), config_here(swap_directory), **OPTIONS[who]()) as (engine, trap):
             run = run_of(engine.model)
             steps(run, BEFORE, clipped)
             engine.flush()
