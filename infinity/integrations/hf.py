@@ -28,11 +28,11 @@ import infinity
 from infinity.checkpoint.huggingface.export_weights import export_safetensors
 from infinity.checkpoint.run.load import load
 from infinity.checkpoint.run.save import save
-from infinity.engine.optimizer import OffloadedOptimizer
-from infinity.engine.optimizers import AdamW
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
 from infinity.integrations.windows import LayerMajorSteps, choose_order
+from infinity.optimizers.algorithms import AdamW
+from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import GIB, parse_nbytes
 
 STATE_NAME = "infinity"  # The directory inside a Trainer's checkpoint.

@@ -150,9 +150,9 @@ def model_of_config(config: Any) -> PlannedModel:
 def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> PlannedModel:
     """Returns the planned model of a module, which may be on meta and partly frozen. `hf_config` is
     its configuration of transformers."""
-    from infinity.engine.dtypes import Dtypes
     from infinity.engine.lay_out import facts_of
     from infinity.modules.discover import discover_units
+    from infinity.modules.dtypes import Dtypes
     from infinity.state.moments import moments_of
     from infinity.tiers.ranges import rounded_nbytes
 

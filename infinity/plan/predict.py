@@ -12,11 +12,6 @@ from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
 from infinity.distributed.setup import ShardingPlan
-from infinity.engine.durability import (
-    spare_generation_nbytes,
-    updates_in_backward,
-    wanted_spares,
-)
 from infinity.plan.hardware import Hardware
 from infinity.plan.inputs import (
     ChunkTraffic,
@@ -46,6 +41,11 @@ from infinity.simulate.spec import StepSpec
 from infinity.simulate.step import Prediction, predict, with_best_share
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.state.budgets import Budgets
+from infinity.state.spare_generations import (
+    spare_generation_nbytes,
+    updates_in_backward,
+    wanted_spares,
+)
 
 
 @dataclass(frozen=True, slots=True)

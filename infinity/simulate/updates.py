@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
-from infinity.simulate.spec import NOT_SHARDED, UnitLoad
+from infinity.simulate.spec import UnitLoad
 
 
 class UnitUpdates:
@@ -50,8 +50,8 @@ class UnitUpdates:
         if not load.update_nbytes:
             return
         ready = None
-        is_kept = load.sharded is not NOT_SHARDED and not load.sharded.is_gathered
-        if load.weights == "nvme" and not (is_kept and self.stays(load)):
+        is_kept = not load.sharded.is_gathered and self.stays(load)
+        if load.weights == "nvme" and not is_kept:
             last = self._log.written.weights.get(unit)
             name = f"weights of {load.name}"
             ready = self._log.nvme(READ, name, load.weight_nbytes, [last, self._log.decided[-1]])

@@ -13,8 +13,8 @@ import pytest
 import infinity
 from infinity.checkpoint import Saving
 from infinity.checkpoint.run.copy import Pace
-from infinity.engine import durability
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
+from infinity.state import spare_generations
 from infinity.storage.protocol import Priority
 from infinity.testing.wrapped_engine import WrappedEngine
 from tests.support.bits import assert_same
@@ -212,5 +212,5 @@ def test_spares_are_for_the_copy_and_the_last_step(tmp_path, far):
         with run("bf16", tmp_path / "swap", checkpoint=section) as each:
             engine = infinity.engine_of(each.model)
             assert engine.store.volume.num_spares == count
-            ranked = durability.count_spares(engine.config, num_ranks=2)
+            ranked = spare_generations.count_spares(engine.config, num_ranks=2)
             assert ranked == max(0, count - 1), "several ranks do not copy behind training"

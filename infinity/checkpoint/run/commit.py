@@ -24,7 +24,7 @@ from infinity.checkpoint.huggingface.safetensors_file import dtype_name, tensor_
 from infinity.checkpoint.run.directory import SequentialFile, list_checkpoints, sync_directory
 from infinity.checkpoint.run.layout import StateTensor
 from infinity.checkpoint.run.linked import COPIES_NAME, LinkedKind, LinkedRun, LinkedTensor
-from infinity.engine.state_access import StateAccess
+from infinity.distributed.state_access import StateAccess
 from infinity.errors import StorageError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.sizes import PAGE_NBYTES, align_down, align_up

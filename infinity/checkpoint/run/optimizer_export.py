@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.reader import whole_state
-from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.registry import engine_of
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import State8Bit, decode
+from infinity.optimizers.offloaded import OffloadedOptimizer
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dict[str, Any]:

@@ -8,12 +8,6 @@ from typing import Any, ClassVar
 from torch import nn
 from typing_extensions import override
 
-from infinity.engine.optimizer import (
-    OffloadedOptimizer,
-    check_betas,
-    check_number,
-    refuse_options,
-)
 from infinity.errors import ConfigError
 from infinity.modules.param import OffloadedParam
 from infinity.ops.adam import AdamSettings
@@ -21,6 +15,12 @@ from infinity.ops.adamw import AdamWSettings
 from infinity.ops.lion import LionSettings
 from infinity.ops.optimizers import Settings
 from infinity.ops.sgd import SGDSettings
+from infinity.optimizers.offloaded import (
+    OffloadedOptimizer,
+    check_betas,
+    check_number,
+    refuse_options,
+)
 from infinity.state.tiles import name_of_whole
 from infinity.state.units import TensorSpec
 

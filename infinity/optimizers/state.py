@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.modules.param import OffloadedParam
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.state.units import StateKind
-
-if TYPE_CHECKING:
-    from infinity.engine.engine import Engine
 
 _READ_ONLY = (
     "{} would change a fetched copy of optimizer.state and be lost; clone it to change it. "

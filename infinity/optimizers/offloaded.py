@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from infinity.engine.engine import Engine
-from infinity.engine.optimizer_state import OptimizerState
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, NonFiniteError, UnsupportedError
 from infinity.modules.handle import Handle
@@ -21,6 +20,7 @@ from infinity.modules.interrupts import uninterrupted
 from infinity.modules.param import OffloadedParam
 from infinity.modules.tiling.split import tiles_of
 from infinity.ops.optimizers import Settings
+from infinity.optimizers.state import OptimizerState
 from infinity.state.moments import moments_of
 from infinity.state.tiles import name_of_whole
 from infinity.state.units import TensorSpec
@@ -28,7 +28,7 @@ from infinity.streaming.step_record import StepRecord
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Base class of the optimizers of `infinity.engine.optimizers`; subclasses add the update rule.
+    """Base class of the optimizers; subclasses add the update rule.
 
     Options of every optimizer:
 
