@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
-from infinity.simulate.spec import UnitLoad
+from infinity.simulate.spec import NOT_SHARDED, UnitLoad
 
 
 class UnitUpdates:

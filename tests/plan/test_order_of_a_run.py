@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,14 @@ def is_rotation(one: Sequence[str], other: Sequence[str]) -> bool:
     return any([*other[i:], *other[:i]] == list(one) for i in range(len(other) or 1))
 
 
+def is_of_rounds(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether `one` is a piece of many rounds in the order of `other`. How far a backward reads
+    state ahead depends on the speed of the drive, so a step has more or less than a round."""
+    places = [other.index(unit) for unit in one]
+    follows = ((before + 1) % len(other) == after for before, after in pairwise(places))
+    return len(one) > len(other) // 2 and all(follows)
+
+
 def order_of_a_run(case: Case, table: dict[str, Any]) -> Order:
     model = infinity.offload(build(is_slow=case.early_share is not None), table)
     engine = infinity.engine_of(model)
@@ -176,4 +185,5 @@ def test_transfers_of_a_kind_have_the_order_of_the_run(tmp_path: Path, name: str
         simulated.pop(("read", "gradients"), None)
     assert simulated.keys() == ran.keys()
     for kind, units in ran.items():
-        assert is_rotation(units, simulated[kind]), kind
+        is_equal = is_of_rounds if kind == ("read", "state") else is_rotation
+        assert is_equal(units, simulated[kind]), kind
