@@ -338,7 +338,7 @@ def _add_reclaimers(
 ) -> None:
     """Tells the pool which parts give up blocks, in the order in which it asks them."""
     updater, gradients = step.updater, step.gradients
-    pool.add_lender(lambda: updater.give_back_spare(waits=False))
+    pool.add_lender(updater.give_back_spare)
     pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True))
     if config.schedule.updates == "at_step" or step.ranks.num_ranks > 1:
         pool.add_reclaimer(lambda _: updater.reclaim_idle())
@@ -347,6 +347,7 @@ def _add_reclaimers(
     # cost more weights than it holds, because they are not adjacent.
     pool.add_reclaimer(lambda _: gradients.reclaim())
     pool.add_reclaimer(lambda _: any(store.reclaim() for store in stores))
+    pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True, drops=True))
     pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())
     pool.add_reclaimer(lambda _: weight_cache.give_up_zone())

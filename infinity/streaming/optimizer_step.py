@@ -213,7 +213,7 @@ class Updater(StepRunner):
         self.apply_pending()
         self._ring.drop_reads()
         self.finish_writes()
-        while self._ring.give_back_spare(waits=False):
+        while self._ring.give_back_spare():
             pass
 
     @override
@@ -416,8 +416,8 @@ class Updater(StepRunner):
         return self._pool.free_nbytes - self._local_weights.absent_nbytes()
 
     @override
-    def give_back_spare(self, *, waits: bool) -> bool:
-        return self._ring.give_back_spare(waits=waits)
+    def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
+        return self._ring.give_back_spare(waits=waits, drops=drops)
 
     @override
     def reclaim(self) -> bool:

@@ -157,20 +157,15 @@ class StagingRing:
         self._num_spare += 1
         return True
 
-    def give_back_spare(self, *, waits: bool) -> bool:
-        """Frees a spare slot: one that is free; with `waits` else the first that is being written,
-        else the last that was read ahead. Returns whether it did. Raises StorageError if the write
-        has failed; the slot is free then, too."""
+    def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
+        """Frees a spare slot: one that is free; with `waits` else the first that is being written;
+        with `drops` else the last that was read ahead. Returns whether it did. Raises StorageError
+        if the write has failed; the slot is free then, too."""
         if not self._num_spare:
             return False
         spare = [slot for slot in self._slots if slot.spare is not None]
-        if not spare and waits:
-            for key, staged in reversed(list(self._started.items())):
-                if staged.slot is not None and staged.slot.spare is not None:
-                    del self._started[key]
-                    self._drop(staged)
-                    spare = [staged.slot]
-                    break
+        if not spare and drops:
+            spare = self._drop_last_spare()
         chosen = next((slot for slot in spare if slot.is_idle), None)
         if chosen is None and waits:
             chosen = next(iter(spare), None)
@@ -183,6 +178,14 @@ class StagingRing:
             self._num_spare -= 1
             self._pool.free(chosen.spare)
         return True
+
+    def _drop_last_spare(self) -> list[StagingSlot]:
+        for key, staged in reversed(self._started.items()):
+            if staged.slot is not None and staged.slot.spare is not None:
+                del self._started[key]
+                self._drop(staged)
+                return [staged.slot]
+        return []
 
     def held_back_nbytes(self) -> int:
         """Bytes of updated state that are not where they rest yet."""
@@ -245,7 +248,7 @@ class StagingRing:
         """Whether a chunk can be started without a wait. Takes a spare slot if that is needed, and
         gives those back that others need."""
         if self._num_spare and self._spare_nbytes is not None and self._spare_nbytes() < 0:
-            self.give_back_spare(waits=False)
+            self.give_back_spare()
         return bool(self._slots and self._slots[0].is_idle) or self._grow()
 
     def drop_reads(self, is_dropped: Callable[[Chunk], bool] | None = None) -> None:

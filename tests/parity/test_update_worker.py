@@ -266,7 +266,7 @@ def test_a_read_that_fails_in_the_worker_is_met_by_who_needs_the_unit(
 
     def fail(self: ChunkUpdates, update: UnitUpdate, sums: torch.Tensor | None) -> bool:
         nonlocal calls
-        if is_begun and not update.is_begun:
+        if update.is_begun is not is_begun:
             return real(self, update, sums)
         calls += 1
         raise StorageError(5, operation="read", path="p", offset_nbytes=0, nbytes=4096)
