@@ -265,6 +265,7 @@ def _assemble(
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
         on_device=device if update_device.is_on_device else None,
         in_backward=in_backward,
+        rides_along=config.schedule.updates != "at_step" and sharding is None,
     )
     step = _step_parts(config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes)
     if sharded is not None:
@@ -337,6 +338,8 @@ def _add_reclaimers(
 ) -> None:
     """Tells the pool which parts give up blocks, in the order in which it asks them."""
     updater, gradients = step.updater, step.gradients
+    pool.add_lender(updater.give_back_spare)
+    pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True))
     if config.schedule.updates == "at_step" or step.ranks.num_ranks > 1:
         pool.add_reclaimer(lambda _: updater.reclaim_idle())
     # Cheapest first: gradients on their way to the drive, weights that would be read again, and the
@@ -344,6 +347,7 @@ def _add_reclaimers(
     # cost more weights than it holds, because they are not adjacent.
     pool.add_reclaimer(lambda _: gradients.reclaim())
     pool.add_reclaimer(lambda _: any(store.reclaim() for store in stores))
+    pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True, drops=True))
     pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())
     pool.add_reclaimer(lambda _: weight_cache.give_up_zone())
