@@ -163,7 +163,7 @@ def check_depth(value: Any, *, max_depth: int = MAX_DEPTH) -> None:
             raise MalformedError(f"it is nested too deeply: more than {max_depth} levels")
 
 
-def whole_number(value: Any, what: str, *, least: int = 0, most: int = MAX_INT) -> int:
+def integer(value: Any, what: str, *, least: int = 0, most: int = MAX_INT) -> int:
     """`value`, which must be an integer in this range; true and 1.0 are none."""
     if type(value) is not int or not least <= value <= most:
         raise MalformedError(f"{what} is {_shown(value)}; expected {least} to {most}")

@@ -21,7 +21,7 @@ from infinity.sizes import MIB, format_nbytes
 from infinity.storage.arena import Arena
 from infinity.tiers.device import Copy, DeviceAdapter
 
-_PIECE_NBYTES = 64 * MIB
+_REQUEST_NBYTES = 64 * MIB
 
 
 class ArenaToDevice(Contender):
@@ -76,7 +76,7 @@ class ArenaToDevice(Contender):
 
     @staticmethod
     def _chunks(low: int, high: int) -> list[tuple[int, int]]:
-        return [(at, min(at + _PIECE_NBYTES, high)) for at in range(low, high, _PIECE_NBYTES)]
+        return [(at, min(at + _REQUEST_NBYTES, high)) for at in range(low, high, _REQUEST_NBYTES)]
 
 
 class PinnedCopy(Contender):

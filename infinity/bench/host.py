@@ -95,10 +95,10 @@ class OptimizerPass(Contender):
     name = "adamw"
 
     def __init__(self, arena: Arena) -> None:
-        piece_nbytes = align_down(arena.capacity_nbytes // 4 - 2 * _GAP_NBYTES, _TILE_NBYTES)
-        stride_nbytes = piece_nbytes + _GAP_NBYTES
+        part_nbytes = align_down(arena.capacity_nbytes // 4 - 2 * _GAP_NBYTES, _TILE_NBYTES)
+        stride_nbytes = part_nbytes + _GAP_NBYTES
         self._state = [
-            _tensor(arena, index * stride_nbytes, piece_nbytes).view(torch.float32)
+            _tensor(arena, index * stride_nbytes, part_nbytes).view(torch.float32)
             for index in range(4)
         ]
 

@@ -13,11 +13,11 @@ from typing_extensions import override
 from infinity.bounded import (
     MalformedError,
     field,
+    integer,
     list_of,
     parse_json,
     table_of,
     text_of,
-    whole_number,
 )
 from infinity.codecs.compressed import CompressedScheme
 from infinity.codecs.found import FoundTensors
@@ -180,7 +180,7 @@ class BitsandbytesScheme(Scheme):
 
 def _two_sizes(block: Any, where: str) -> tuple[int, int]:
     try:
-        sizes = [whole_number(size, "a size") for size in list_of(block, "it")]
+        sizes = [integer(size, "a size") for size in list_of(block, "it")]
     except MalformedError:
         sizes = []
     if len(sizes) != 2 or 0 in sizes:
@@ -197,7 +197,7 @@ def _parse_state(content: bytes) -> tuple[Nf4, Shape]:
     dtype = text_of(field(state, "dtype"), "dtype", max_length=32)
     if kind != "nf4" or dtype not in _STATE_DTYPES:
         raise MalformedError(f"expected quant_type nf4 of a float dtype, got {kind} of {dtype}")
-    shape = tuple(whole_number(n, "a length") for n in list_of(field(state, "shape"), "shape"))
+    shape = tuple(integer(n, "a length") for n in list_of(field(state, "shape"), "shape"))
     block = _block(state, "blocksize")
     if "nested_blocksize" not in state:
         return Nf4(block, 0, 0.0, _STATE_DTYPES[dtype]), shape
@@ -211,7 +211,7 @@ def _parse_state(content: bytes) -> tuple[Nf4, Shape]:
 
 
 def _block(state: dict[str, Any], key: str) -> int:
-    size = whole_number(field(state, key), key)
+    size = integer(field(state, key), key)
     if size < 2 or size % 2:
         raise MalformedError(f"expected an even {key}, got {size}")
     return size

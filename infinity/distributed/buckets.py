@@ -121,7 +121,7 @@ class GradientBuckets:
         if bucket is None:
             return
         bucket.contributions.sort(key=lambda member: member.index)  # Autograd's order may differ.
-        given = [
+        by_rank = [
             [
                 member.flat[share.start : share.stop]
                 for member in bucket.contributions
@@ -131,13 +131,13 @@ class GradientBuckets:
             for rank in range(self._count)
         ]
         first = bucket.contributions[0].flat
-        local_numel = sum(tensor.numel() for tensor in given[self._rank])
+        local_numel = sum(tensor.numel() for tensor in by_rank[self._rank])
         mean = torch.empty(local_numel, dtype=torch.float32, device=first.device)
         ready = self._exchange.ready(bucket.stream)
         others_nbytes = bucket.nbytes - local_numel * first.element_size()
 
         def issue() -> None:
-            bucket.summed = self._exchange.sum(given, mean, ready=ready, owner=bucket.stream)
+            bucket.summed = self._exchange.sum(by_rank, mean, ready=ready, owner=bucket.stream)
             self._counters.add("ranks_reduced_nbytes", others_nbytes)
 
         bucket.mean = mean

@@ -83,8 +83,8 @@ class DeviceExchange:
         self._link: Stream = device.streams.new_stream()
         full_nbytes = buffers.count * buffers.part_nbytes
         self._sending = [self._buffer(buffers.part_nbytes) for _ in range(2)]
-        self._giving = self._buffer(full_nbytes)
-        self._coming = self._buffer(full_nbytes)
+        self._outgoing = self._buffer(full_nbytes)
+        self._incoming = self._buffer(full_nbytes)
         self._sent: list[Event | None] = [None, None]  # By buffer: no rank sends from it any more.
 
     def _buffer(self, nbytes: int) -> StreamRegion:
@@ -148,7 +148,7 @@ class DeviceExchange:
             if is_on_host and own.numel():
                 departure = self._bring(own, turn)
             work = self._round(full, None if is_on_host else own, turn, start, nbytes, ranges)
-            used = (self._sending[turn].memory, self._coming.memory)
+            used = (self._sending[turn].memory, self._incoming.memory)
             self._device.streams.run(self._link, work, used, made)
             event = self._device.streams.new_event()
             event.record(self._link)
@@ -178,19 +178,19 @@ class DeviceExchange:
         """Sends the bytes [start, start + nbytes) of every rank's part to their places in
         `full`."""
         sending = all_of(self._sending[turn].memory)[:nbytes]
-        coming = all_of(self._coming.memory)[: self._count * nbytes]
+        incoming = all_of(self._incoming.memory)[: self._count * nbytes]
 
         def work() -> None:
             if own is not None:
                 sending[: own.numel()].copy_(own)
-            self._operations.all_gather(coming, sending)
+            self._operations.all_gather(incoming, sending)
             for part in ranges:
                 low = max(start, part.start)
                 high = min(start + nbytes, part.start + part.nbytes)
                 if low < high:
                     place = part.place + low - part.start
                     at = part.rank * nbytes + low - start
-                    full[place : place + high - low].copy_(coming[at : at + high - low])
+                    full[place : place + high - low].copy_(incoming[at : at + high - low])
 
         return work
 
@@ -212,7 +212,7 @@ class DeviceExchange:
 
     def sum(
         self,
-        given: Sequence[Sequence[torch.Tensor]],
+        gradients: Sequence[Sequence[torch.Tensor]],
         mean: torch.Tensor,
         *,
         ready: Sequence[Event],
@@ -220,7 +220,7 @@ class DeviceExchange:
     ) -> StreamCopy:
         """Issues the exchange of gradients and the sums of the parts that this rank owns.
 
-        given: by rank, flat tensors of one dtype, of the same sizes on all ranks
+        gradients: by rank, flat tensors of one dtype, of the same sizes on all ranks
         mean: fp32; gets the sum over ranks divided by their number, one tensor after the other
         ready: the event behind the work that makes the tensors
         owner: the stream whose memory the tensors are; they are kept until the result is waited for
@@ -230,38 +230,38 @@ class DeviceExchange:
         """
         for event in ready:
             self._link.wait_event(event)
-        dtype = next(tensor.dtype for tensors in given for tensor in tensors)
+        dtype = next(tensor.dtype for tensors in gradients for tensor in tensors)
         at_once = self._part_nbytes // dtype.itemsize
-        totals = [sum(tensor.numel() for tensor in tensors) for tensors in given]
+        totals = [sum(tensor.numel() for tensor in tensors) for tensors in gradients]
         for start in range(0, max(totals), at_once):
             numel = min(at_once, max(totals) - start)
-            self._sum_round(given, mean, start, numel, dtype)
-        kept = [mean, *(tensor for tensors in given for tensor in tensors)]
+            self._sum_round(gradients, mean, start, numel, dtype)
+        kept = [mean, *(tensor for tensors in gradients for tensor in tensors)]
         return self._device.watch_link(self._link, kept, owner=owner)
 
     def _sum_round(
         self,
-        given: Sequence[Sequence[torch.Tensor]],
+        gradients: Sequence[Sequence[torch.Tensor]],
         mean: torch.Tensor,
         start: int,
         numel: int,
         dtype: torch.dtype,
     ) -> None:
         nbytes = self._count * numel * dtype.itemsize
-        giving, coming = (
+        outgoing, incoming = (
             all_of(side.memory)[:nbytes].view(dtype).view(self._count, numel)
-            for side in (self._giving, self._coming)
+            for side in (self._outgoing, self._incoming)
         )
 
         def work() -> None:
-            for row, tensors in zip(giving, given, strict=True):
+            for row, tensors in zip(outgoing, gradients, strict=True):
                 _pack(row, tensors, start)
-            self._operations.all_to_all(coming, giving)
+            self._operations.all_to_all(incoming, outgoing)
             local = mean[start : start + numel]
             if local.numel():
-                local.copy_(mean_of([row[: local.numel()] for row in coming]))
+                local.copy_(mean_of([row[: local.numel()] for row in incoming]))
 
-        used = (self._giving.memory, self._coming.memory)
+        used = (self._outgoing.memory, self._incoming.memory)
         self._device.streams.run(self._link, work, used)
 
 

@@ -87,18 +87,18 @@ class PartialGradients:
     def receive(
         self, dtype: torch.dtype, nbytes: int, fill: Fill, *, window: Block
     ) -> PartialGradient:
-        """Returns a partial gradient of the bytes that `fill` receives, in pieces of any size.
+        """Returns a partial gradient of the bytes that `fill` receives, in parts of any size.
 
         `window` belongs to the caller. Waits for space if there is no drive. Raises CapacityError
         if none becomes free, and the errors of `fill`.
         """
         partial = PartialGradient(dtype, nbytes // dtype.itemsize, is_mean=False)
-        if self._take_room(nbytes, patience_s=PATIENCE_S):
+        if self._reserve(nbytes, patience_s=PATIENCE_S):
             content = bytearray(nbytes)
             try:
                 fill(memoryview(content))
             except BaseException:
-                self._give_room(nbytes)
+                self._release(nbytes)
                 raise
             partial.values = torch.frombuffer(content, dtype=dtype)
         else:
@@ -109,7 +109,7 @@ class PartialGradients:
         """Returns a partial gradient that takes over a flat host tensor; None without space for
         it."""
         partial = PartialGradient(values.dtype, values.numel(), is_mean=is_mean)
-        if self._take_room(partial.nbytes, patience_s=0.0):
+        if self._reserve(partial.nbytes, patience_s=0.0):
             partial.values = values
         elif self._volume is not None:
             self._spill_values(partial, values)
@@ -125,7 +125,7 @@ class PartialGradients:
             self._end(part)
         # Without a drive it stays in memory: it takes no more than its parts did.
         must = self._volume is None
-        if self._take_room(partial.nbytes, released_nbytes=released_nbytes, must=must):
+        if self._reserve(partial.nbytes, released_nbytes=released_nbytes, must=must):
             partial.values = total
         else:
             self._spill_values(partial, total)
@@ -161,16 +161,16 @@ class PartialGradients:
         """Ends a partial gradient."""
         kept_nbytes = partial.kept_nbytes
         self._end(partial)
-        self._give_room(kept_nbytes)
+        self._release(kept_nbytes)
 
-    def await_room(self, timeout_s: float) -> None:
+    def await_space(self, timeout_s: float) -> None:
         """Waits until a partial gradient may have ended."""
         with self._changed:
             self._changed.wait(timeout_s)
 
-    # -- Room --------------------------------------------------------------------------------------
+    # -- Budget ------------------------------------------------------------------------------------
 
-    def _take_room(
+    def _reserve(
         self, nbytes: int, *, patience_s: float = 0.0, released_nbytes: int = 0, must: bool = False
     ) -> bool:
         """Takes `nbytes` of the budget after `released_nbytes` are back. Returns whether it had
@@ -179,15 +179,15 @@ class PartialGradients:
         with self._changed:
             self._kept_nbytes -= released_nbytes
 
-            def has_room() -> bool:
+            def has_space() -> bool:
                 # INV-4: partial gradients keep to their budget.
                 return self._kept_nbytes + nbytes <= self.budget_nbytes
 
-            is_there = must or has_room()
+            is_there = must or has_space()
             if not is_there and patience_s and self._volume is None:
-                is_there = self._changed.wait_for(has_room, patience_s)
+                is_there = self._changed.wait_for(has_space, patience_s)
                 if not is_there:
-                    raise self.no_room(nbytes)
+                    raise self.no_space(nbytes)
             if is_there:
                 self._kept_nbytes += nbytes
                 self._high_water_nbytes = max(self._high_water_nbytes, self._kept_nbytes)
@@ -196,7 +196,7 @@ class PartialGradients:
                 self._changed.notify_all()
             return is_there
 
-    def no_room(self, nbytes: int) -> CapacityError:
+    def no_space(self, nbytes: int) -> CapacityError:
         """Returns the error of a partial gradient that waited for space in vain."""
         return CapacityError(
             "host",
@@ -205,11 +205,11 @@ class PartialGradients:
             key="distributed.reduce_buffer",
             remedy="raise distributed.reduce_buffer, or place gradients on nvme, where gradients "
             "that do not fit can wait",
-            detail=f"gradients that other ranks gave have waited {PATIENCE_S:.0f} s for a rank "
+            detail=f"gradients that other ranks sent have waited {PATIENCE_S:.0f} s for a rank "
             "that is behind",
         )
 
-    def _give_room(self, nbytes: int) -> None:
+    def _release(self, nbytes: int) -> None:
         with self._changed:
             self._kept_nbytes -= nbytes
             self._changed.notify_all()

@@ -106,7 +106,7 @@ class DistributedGradients(GradientSink):
         self._may_give = self._waits_for_others = True
         # For local sums of a single gradient: the dtype that holds them exactly.
         self._sent_as: dict[TensorSpec, torch.dtype | None] = {}
-        self._given: set[TensorSpec] = set()  # Sent by this rank since the last step.
+        self._contributed: set[TensorSpec] = set()  # Sent by this rank since the last step.
         self._known: set[TensorSpec] = set()  # Sent by some rank.
         self._all_norms: dict[TensorSpec, torch.Tensor] | None = None
 
@@ -126,7 +126,7 @@ class DistributedGradients(GradientSink):
                 self._take_buckets()
             else:
                 self._give(contribution)
-        self._given.add(spec)
+        self._contributed.add(spec)
 
     def _contribution(self, spec: TensorSpec, flat: torch.Tensor) -> Contribution:
         """Returns this rank's next contribution to a tensor, in the dtype in which it is sent."""
@@ -212,9 +212,9 @@ class DistributedGradients(GradientSink):
         while (partial := self._partials.put(values, is_mean=is_mean)) is None:
             self.take_in()
             self._transport.check()
-            self._partials.await_room(_LOOK_S)
+            self._partials.await_space(_LOOK_S)
             if time.monotonic() > deadline_s:
-                raise self._partials.no_room(values.nbytes)
+                raise self._partials.no_space(values.nbytes)
         return partial
 
     def deliver(
@@ -293,28 +293,30 @@ class DistributedGradients(GradientSink):
         if not self._partition.shards_gradients:
             for unit in self._partition.full_units:
                 self._give_sums(unit)
-        given = numpy.array([spec in self._given for spec in self._specs], dtype=numpy.bool_)
+        present = numpy.array(
+            [spec in self._contributed for spec in self._specs], dtype=numpy.bool_
+        )
         generations = [self._reduce_buffer.generation(index) for index in range(len(self._specs))]
         local = numpy.array(generations, dtype=numpy.int64)
         remote = self._transport.all_gather(
             "optimizer.step()",
-            given.tobytes() + local.tobytes() + decision,
+            present.tobytes() + local.tobytes() + decision,
             meanwhile=self.take_in,
         )
         for rank, content in enumerate(remote):
             flags = numpy.frombuffer(content, numpy.bool_, len(self._specs))
-            given = given | flags
-            counts = numpy.frombuffer(content, numpy.int64, len(local), offset=given.nbytes)
+            present = present | flags
+            counts = numpy.frombuffer(content, numpy.int64, len(local), offset=present.nbytes)
             self._refuse_other_generation(rank, local, counts)
         self._sum_up(all_are_there=True)
         self._num_steps, self._num_backwards = self._num_steps + 1, 0
         self._may_give = self._waits_for_others = True
-        self._known.update(self._specs[index] for index in numpy.flatnonzero(given))
-        self._given.clear()
+        self._known.update(self._specs[index] for index in numpy.flatnonzero(present))
+        self._contributed.clear()
         self._numbers.clear()
         self._all_norms = None
         self._fill_in_zeros()
-        return remote[0][given.nbytes + local.nbytes :]
+        return remote[0][present.nbytes + local.nbytes :]
 
     def _fill_in_zeros(self) -> None:
         """Counts gradients that their sender has set to zero, and never sent, as present."""
@@ -371,7 +373,7 @@ class DistributedGradients(GradientSink):
 
     @override
     def has(self, spec: TensorSpec) -> bool:
-        return spec in self._known or spec in self._given
+        return spec in self._known or spec in self._contributed
 
     @override
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
@@ -421,7 +423,7 @@ class DistributedGradients(GradientSink):
         self._sent_as.pop(spec, None)
         self._reduce_buffer.forget(index)
         self._numbers.pop(index, None)
-        self._given.discard(spec)
+        self._contributed.discard(spec)
         self._known.discard(spec)
         if index in self._local_shares:
             self.owned.forget(self._local_shares[index][1].part)
@@ -430,10 +432,10 @@ class DistributedGradients(GradientSink):
     def zero(self, unit: Unit, spec: TensorSpec) -> None:
         if spec not in self._index:
             return
-        was_given, was_known = spec in self._given, spec in self._known
+        was_contributed, was_known = spec in self._contributed, spec in self._known
         self.forget(spec)  # On every rank, so that all have one generation.
-        if was_given:
-            self._given.add(spec)
+        if was_contributed:
+            self._contributed.add(spec)
         if was_known:
             self._known.add(spec)
 

@@ -104,7 +104,7 @@ class DistributedStore:
 
     def _allocate(self, nbytes: int, what: str) -> Block:
         block = self._host.allocate(nbytes, what)
-        assert block is not None, "the budget has room for serving"
+        assert block is not None, "the budget has space for serving"
         return block
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class DistributedStore:
     def get_state(self, shard: Shard, state_kind: StateKind, sink: torch.Tensor) -> RemoteRequest:
         """Starts to fetch one state kind of any rank's shard, as it rests there, into `sink`.
 
-        sink: uint8, host, shape (shard.unit.nbytes(piece),), not empty
+        sink: uint8, host, shape (shard.unit.nbytes(state_kind),), not empty
         """
         if shard.rank == self.partition.rank:
             segments = [ShardSegment(0, 0, sink.numel())]

@@ -86,13 +86,13 @@ class OffloadedRun:
 
 
 def _swap_config(cfg: Any) -> SwapConfig:
-    given = _get(cfg, "infinity_config")
-    if given is None:
+    swap_config = _get(cfg, "infinity_config")
+    if swap_config is None:
         raise ConfigError(
             "infinity_config: expected a swap-tier file or its table in axolotl's configuration, "
             "got none; `infinity new` writes one"
         )
-    return SwapConfig.load(given if isinstance(given, str) else dict(given))
+    return SwapConfig.load(swap_config if isinstance(swap_config, str) else dict(swap_config))
 
 
 def _get(cfg: Any, key: str) -> Any:

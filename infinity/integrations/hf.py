@@ -80,25 +80,25 @@ def prepare_trainer(
             f"{type(trainer).__name__} has no {', '.join(missing)}; this works with transformers "
             "5.23, install that"
         )
-    given: Any = trainer
-    _check_arguments(given.args)
+    target: Any = trainer
+    _check_arguments(target.args)
     if window is not None and (isinstance(window, bool) or window < 1):
         raise ConfigError(f"expected window to be a number of micro-batches or None, got {window}")
-    if given.optimizer is not None and not isinstance(given.optimizer, OffloadedOptimizer):
+    if target.optimizer is not None and not isinstance(target.optimizer, OffloadedOptimizer):
         raise ConfigError(
             f"expected infinity.AdamW, Adam, SGD or Lion as the Trainer's optimizer, got "
-            f"{type(given.optimizer).__name__}; leave `optimizers` out, or give (infinity.AdamW("
+            f"{type(target.optimizer).__name__}; leave `optimizers` out, or give (infinity.AdamW("
             "model, ...), scheduler)"
         )
-    _offload(given.model, config)
-    _check_ranks(given.model, given.args.world_size)
-    _refuse_strays(given.model)
-    _stream_exports(given.model)
-    given.is_layer_major, given.most_together = choose_order(given, layer_major), window
-    cls = type(given)
+    _offload(target.model, config)
+    _check_ranks(target.model, target.args.world_size)
+    _refuse_strays(target.model)
+    _stream_exports(target.model)
+    target.is_layer_major, target.most_together = choose_order(target, layer_major), window
+    cls = type(target)
     if not issubclass(cls, OffloadedTrainer):
         own = {"__module__": cls.__module__}
-        given.__class__ = type(cls.__name__, (OffloadedTrainer, cls), own)
+        target.__class__ = type(cls.__name__, (OffloadedTrainer, cls), own)
     return trainer
 
 

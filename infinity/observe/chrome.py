@@ -23,11 +23,11 @@ from infinity.bounded import (
     MAX_INT,
     MalformedError,
     field,
+    integer,
     list_of,
     read_json,
     table_of,
     text_of,
-    whole_number,
 )
 from infinity.errors import ConfigError
 from infinity.observe.timeline import THREAD_TRACKS, laid_out
@@ -121,7 +121,7 @@ def _span(event: dict[str, Any], tracks: dict[int, str]) -> Span:
     args = dict(table_of(event.get("args", {}), "the arguments of an event"))
     if "transfers" in args:
         numbers = list_of(args["transfers"], "the transfers of a stall")
-        args["transfers"] = [whole_number(entry, "a transfer's number") for entry in numbers]
+        args["transfers"] = [integer(entry, "a transfer's number") for entry in numbers]
     if "waits_for" in args:
         names = list_of(args["waits_for"], "what a stall waits for")
         args["waits_for"] = [text_of(cause, "what a stall waits for") for cause in names]
@@ -135,8 +135,8 @@ def _transfer_of(key: str, events: list[dict[str, Any]]) -> Span:
         raise MalformedError(f"transfer {key!r} has {len(events)} events; expected 4")
     asked, issued, _, completed = events
     about = table_of(asked.get("args"), "the arguments of a transfer")
-    number = whole_number(about.get("transfer"), "a transfer's number")
-    nbytes = whole_number(about.get("nbytes"), "the bytes of a transfer")
+    number = integer(about.get("transfer"), "a transfer's number")
+    nbytes = integer(about.get("nbytes"), "the bytes of a transfer")
     times = [_time(event, "ts") for event in (asked, issued, completed)]
     if times != sorted(times):
         raise MalformedError(f"transfer {key!r} ends before it begins")
@@ -146,7 +146,7 @@ def _transfer_of(key: str, events: list[dict[str, Any]]) -> Span:
 
 
 def _thread(event: dict[str, Any]) -> int:
-    return whole_number(event.get("tid"), "a thread's number", most=MAX_INT)
+    return integer(event.get("tid"), "a thread's number", most=MAX_INT)
 
 
 def _track(value: Any) -> str:

@@ -26,9 +26,9 @@ def laid_out(spans: Sequence[Span]) -> list[Span]:
     taken: list[Interval] = []
     for track in raw:
         own = [span for span in spans if span.track == track]
-        pieces = list(_latest_first(own, taken))
-        shown += pieces
-        taken = union([*taken, *((span.start_ns, span.end_ns) for span in pieces)])
+        parts = list(_latest_first(own, taken))
+        shown += parts
+        taken = union([*taken, *((span.start_ns, span.end_ns) for span in parts)])
     return sorted(shown, key=lambda span: (span.start_ns, -span.end_ns))
 
 

@@ -298,16 +298,16 @@ def _refuse_small_host(
         return
     count = request.num_sharing
     largest = max(request.units, key=lambda unit: unit.weight_nbytes)
-    whole_nbytes = count * needed_nbytes
+    all_ranks_nbytes = count * needed_nbytes
     ranks = f" for {count} ranks; on each of them" if count > 1 else ":"
     others = f", {format_nbytes(buffer_nbytes)} for gradients of other ranks"
     raise CapacityError(
         "host",
-        needed_nbytes=whole_nbytes,
+        needed_nbytes=all_ranks_nbytes,
         available_nbytes=count * available_nbytes,
         key="tiers.host.capacity",
-        remedy=f"change tiers.host.capacity to {align_up(whole_nbytes, MIB) // MIB}MiB or more",
-        detail=f"the smallest host budget that works is {format_nbytes(whole_nbytes)}{ranks} "
+        remedy=f"change tiers.host.capacity to {align_up(all_ranks_nbytes, MIB) // MIB}MiB or more",
+        detail=f"the smallest host budget that works is {format_nbytes(all_ranks_nbytes)}{ranks} "
         f"{format_nbytes(resting)} rest there by placement, "
         f"{format_nbytes(smallest)} are needed to work in (largest unit "
         f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})"

@@ -42,8 +42,8 @@ class UnitUpdate:
     def overwrites_all(self) -> bool:
         """With a whole master every weight is written and none is read, unless some are left
         alone."""
-        is_whole = self.unit.master_dtype is torch.float32
-        return is_whole and all(spec in self.record.settings for spec in self.unit.tensors)
+        has_wide_master = self.unit.master_dtype is torch.float32
+        return has_wide_master and all(spec in self.record.settings for spec in self.unit.tensors)
 
 
 def updates_of(unit: Unit, record: StepRecord, chunk_nbytes: int) -> UnitUpdate | None:

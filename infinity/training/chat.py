@@ -46,25 +46,25 @@ def mark_by_prefixes(messages: list[Any], tokenizer: Any, tools: Any, place: str
     alone: list[tuple[list[int], int]] = []  # (tokens up to the turn's end, where it begins)
     for turn in turns:
         prompt = _apply(tokenizer, messages[:turn], tools, place, add_generation_prompt=True)
-        whole = _apply(tokenizer, messages[: turn + 1], tools, place)
-        if whole[: len(prompt)] != prompt:
+        tokens = _apply(tokenizer, messages[: turn + 1], tools, place)
+        if tokens[: len(prompt)] != prompt:
             raise ConfigError(
                 f"{place}: the chat template writes messages[{turn}] not behind the prompt of the "
                 "messages before it, so what the assistant says cannot be told; give the template "
                 "{% generation %} marks"
             )
-        alone.append((whole, len(prompt)))
+        alone.append((tokens, len(prompt)))
     if not alone:
         return []
     last = alone[-1][0]
-    if all(last[: len(whole)] == whole for whole, _ in alone):
+    if all(last[: len(tokens)] == tokens for tokens, _ in alone):
         learned = [0] * len(last)
-        for whole, begin in alone:
-            learned[begin : len(whole)] = [1] * (len(whole) - begin)
+        for tokens, begin in alone:
+            learned[begin : len(tokens)] = [1] * (len(tokens) - begin)
         return [{"input_ids": last, "assistant_masks": learned}]
     return [
-        {"input_ids": whole, "assistant_masks": [0] * begin + [1] * (len(whole) - begin)}
-        for whole, begin in alone
+        {"input_ids": tokens, "assistant_masks": [0] * begin + [1] * (len(tokens) - begin)}
+        for tokens, begin in alone
     ]
 
 

@@ -173,7 +173,7 @@ class HuggingFaceTokenizer:
 
     def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
         """Yields the ids of a file, line by line, and the end-of-text token at its end."""
-        for text in _whole_lines(chunks):
+        for text in _complete_lines(chunks):
             yield np.asarray(self.encode(text), dtype=np.int64)
         if self.tokenizer.eos_token_id is not None:
             yield np.asarray([self.tokenizer.eos_token_id], dtype=np.int64)
@@ -361,7 +361,7 @@ class _Chunks:
             ) from None
 
 
-def _whole_lines(chunks: Iterator[bytes]) -> Iterator[str]:
+def _complete_lines(chunks: Iterator[bytes]) -> Iterator[str]:
     """Yields text in chunks that end with a line, so that no chunk cuts a character or a word.
 
     A character cut by the limit becomes the replacement character. A line longer than a chunk stays

@@ -45,7 +45,7 @@ class _Change:
 
     layer: Any
     placed: PlacedSource
-    is_whole: bool  # The tensor is all of the parameter, in its layout.
+    is_full: bool  # The tensor is all of the parameter, in its layout.
 
 
 def plan_merge(base: Path, adapter: Path, *, to: Stored = "bf16") -> DirectoryPlan:
@@ -126,8 +126,8 @@ def _changes(adapted: Any, source: WeightSource, groups: Any) -> dict[str, list[
             left.discard(target)
             for box in boxes:
                 name = planned.group.source_names[box.index]
-                whole = source.shape(name) == planned.targets[target]
-                change = [_Change(factors, box, whole) for factors in layers.get(target, [])]
+                is_full = source.shape(name) == planned.targets[target]
+                change = [_Change(factors, box, is_full) for factors in layers.get(target, [])]
                 found.setdefault(name, []).extend(change)
     if left:
         raise ConfigError(f"{source.path} lacks {min(left)!r}, which the adapter changes")
@@ -172,7 +172,7 @@ def _merged(tensor: torch.Tensor, change: _Change) -> torch.Tensor:
 
     if isinstance(change.layer, ParamWrapper) and change.layer.num_experts > 1:
         return _merged_experts(tensor, change)
-    if change.is_whole:
+    if change.is_full:
         return _merged_layer(tensor, change.layer)
     if isinstance(change.layer, ParamWrapper) or change.layer.use_dora.get(_ADAPTER):
         raise UnsupportedError(

@@ -178,13 +178,13 @@ class Kept:
     def _lines(self, file: IO[bytes]) -> Iterator[bytes]:
         while line := file.readline(_LONGEST_LINE_NBYTES):
             self._line += 1
-            is_whole = line.endswith(b"\n")
+            is_complete = line.endswith(b"\n")
             step = _step_of(line)
-            if step is None and (is_whole or file.read(1)):
+            if step is None and (is_complete or file.read(1)):
                 self.num_damaged += 1
                 self.first_damaged = self.first_damaged or self._line
             elif step is not None and step <= self._last_step:
-                yield line if is_whole else line + b"\n"
+                yield line if is_complete else line + b"\n"
 
 
 def _step_of(line: bytes) -> int | None:

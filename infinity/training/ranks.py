@@ -30,11 +30,11 @@ class JobRank:
 def job_rank(config: SwapConfig) -> Iterator[JobRank]:
     """Joins the process group of the job, an existing one or that of torchrun, for a `with`
     block."""
-    is_given = dist.is_initialized()
-    if not is_given and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    is_joined = dist.is_initialized()
+    if not is_joined and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield JobRank()
         return
-    if is_given:
+    if is_joined:
         rank = JobRank(dist.get_rank(), dist.get_world_size())
         with _torchrun_variables(rank):
             yield rank

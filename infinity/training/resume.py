@@ -55,7 +55,7 @@ def plan_resume(
     if resume_from is not None:
         loaded = read_program(resume_from)
         for place in places:
-            _refuse_whole_later(place, loaded)
+            _refuse_later(place, loaded)
         return loaded
     there = sorted(
         (directory for place in places for directory in list_checkpoints(place)), key=step_of
@@ -78,12 +78,12 @@ def plan_resume(
         return read_program(newest)
 
 
-def _refuse_whole_later(place: Path, loaded: Loaded) -> None:
+def _refuse_later(place: Path, loaded: Loaded) -> None:
     """Refuses complete checkpoints after the loaded one. Damaged ones do not conflict."""
-    _, whole = damaged_after(place, loaded.step)
-    if whole is not None:
+    _, complete = damaged_after(place, loaded.step)
+    if complete is not None:
         raise ConfigError(
-            f"{whole} is there already and whole, expected none later than step {loaded.step}: "
+            f"{complete} is there already and whole, expected none later than step {loaded.step}: "
             "resume from it, remove it, or use another directory"
         )
 

@@ -81,9 +81,9 @@ def refuse_other_formats(path: Path) -> bool:
 def _are_json_lines(head: bytes) -> bool:
     """Whether the first line, and the second if it is complete, are JSON objects."""
     lines = [line for line in head.split(b"\n") if line.strip()]
-    whole = lines[:2] if len(lines) > 2 or head.endswith(b"\n") else lines[:1]
+    complete = lines[:2] if len(lines) > 2 or head.endswith(b"\n") else lines[:1]
     try:
-        return bool(whole) and all(isinstance(json.loads(line), dict) for line in whole)
+        return bool(complete) and all(isinstance(json.loads(line), dict) for line in complete)
     except (ValueError, RecursionError):
         return False
 

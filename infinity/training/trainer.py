@@ -317,9 +317,9 @@ class RunTrainer(OffloadedTrainer):
         if self._nonfinite == "skip" and self._rank.count > 1:
             return NonFiniteError(what, step=step, unit=None)  # The other ranks continue meanwhile.
         inputs, count = self._spoilt
-        given = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         unit = first_nonfinite_module(
-            self.model, lambda: self.compute_loss(self.model, given, num_items_in_batch=count)
+            self.model, lambda: self.compute_loss(self.model, prepared, num_items_in_batch=count)
         )
         return NonFiniteError(what, step=step, unit=unit or "the loss itself")
 

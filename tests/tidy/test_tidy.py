@@ -237,6 +237,31 @@ def test_old_words_do_not_come_back() -> None:
     assert not found
 
 
+# Words that say nothing about the thing that they name: "given" what, a "piece" of what.
+VAGUE_WORDS = {"berth", "given", "piece", "pieces", "room", "rooms", "whole", "wholes"}
+
+
+def names_in(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(name, line) of what a module names: variables, attributes, arguments, functions, classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield (node.id if isinstance(node, ast.Name) else node.attr), node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+
+
+def test_names_are_of_things() -> None:
+    found = defaultdict(list)
+    for source in sources():
+        for name, line in names_in(source.tree):
+            words = set(re.findall(r"[a-z]+", re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()))
+            if name == "each" or words & VAGUE_WORDS:
+                found[source.name].append((name, line))
+    assert not found, f"name the thing: {dict(found)}"
+
+
 def bound_names(nodes: list[ast.stmt]) -> set[str]:
     """Names that a module binds at its top, also for type checkers alone."""
     names: set[str] = set()

@@ -32,12 +32,12 @@ from infinity.bounded import (
     MAX_INT,
     MalformedError,
     field,
+    integer,
     list_of,
     open_regular,
     parse_json,
     table_of,
     text_of,
-    whole_number,
 )
 from infinity.codecs.plain import STORED_DTYPES
 from infinity.errors import StorageError, UnsupportedError, corrupt
@@ -461,10 +461,10 @@ def _facts(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], list[int]]:
     lengths = list_of(field(entry, "shape"), "its shape")
     if len(lengths) > _MAX_DIMENSIONS:
         raise MalformedError(f"its shape has {len(lengths)} dimensions")
-    shape = tuple(whole_number(length, "a length of its shape") for length in lengths)
+    shape = tuple(integer(length, "a length of its shape") for length in lengths)
     if math.prod(length or 1 for length in shape) > MAX_INT:  # torch multiplies these.
         raise MalformedError("its shape has more elements than can be counted")
     offsets = list_of(field(entry, "data_offsets"), "its offsets")
     if len(offsets) != 2:
         raise MalformedError(f"it has {len(offsets)} offsets; expected 2")
-    return dtype, shape, [whole_number(offset, "an offset") for offset in offsets]
+    return dtype, shape, [integer(offset, "an offset") for offset in offsets]

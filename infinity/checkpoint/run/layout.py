@@ -95,7 +95,7 @@ def state_tensors(
                 name = f"{spec.name}.{_suffix(unit, state_kind)}"
                 yield StateTensor(name, state_kind, spec, dtype, share=share)
                 if unit.is_8bit(state_kind):
-                    name = f"{name}.{scales_suffix(weight.whole)}"
+                    name = f"{name}.{scales_suffix(weight.full)}"
                     yield StateTensor(name, state_kind, spec, torch.float32, True, share)
         if has_gradient(spec):
             name = f"{spec.name}.gradient"

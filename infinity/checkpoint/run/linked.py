@@ -27,13 +27,13 @@ from typing import Any
 from infinity.bounded import (
     MalformedError,
     field,
+    integer,
     kind_of,
     list_of,
     parse_json,
     plain_name,
     table_of,
     text_of,
-    whole_number,
 )
 from infinity.errors import InfinityError, StorageError, corrupt
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
@@ -149,8 +149,8 @@ def _run(value: Any) -> LinkedRun:
         raise MalformedError(f"a run has {len(row)} fields; expected 3")
     run = LinkedRun(
         plain_name(row[0], "the file of a run"),
-        whole_number(row[1], "the offset of a run"),
-        whole_number(row[2], "the length of a run"),
+        integer(row[1], "the offset of a run"),
+        integer(row[2], "the length of a run"),
     )
     if (run.offset_nbytes | run.nbytes) % PAGE_NBYTES:
         raise MalformedError(f"{run} is no range of whole pages")
@@ -166,7 +166,7 @@ def _tensor(value: Any, state_kind_nbytes: int) -> LinkedTensor:
     if width is None:
         raise MalformedError(f"{name!r} has the dtype {dtype!r}, which is none")
     shape, stride = (_dimensions(row[index], name) for index in (2, 3))
-    place = [whole_number(number, f"the place of {name!r}") for number in row[4:]]
+    place = [integer(number, f"the place of {name!r}") for number in row[4:]]
     tensor = LinkedTensor(name, dtype, shape, stride, *place)
     full_numel = math.prod(shape)
     end_nbytes = tensor.offset_nbytes + tensor.numel * max(1, int(width[1] or 8) // 8)
@@ -183,7 +183,7 @@ def _dimensions(value: Any, name: str) -> tuple[int, ...]:
     found = list_of(value, f"the shape of {name!r}")
     if len(found) > _MAX_DIMENSIONS:
         raise MalformedError(f"{name!r} has {len(found)} dimensions")
-    return tuple(whole_number(length, f"a length of {name!r}") for length in found)
+    return tuple(integer(length, f"a length of {name!r}") for length in found)
 
 
 def _text(value: Any, what: str) -> str:

@@ -16,12 +16,12 @@ from typing import Any
 from infinity.bounded import (
     MalformedError,
     field,
+    integer,
     list_of,
     parse_json,
     plain_name,
     table_of,
     text_of,
-    whole_number,
 )
 from infinity.errors import UnsupportedError, corrupt
 from infinity.sizes import GIB
@@ -127,7 +127,7 @@ def parse(content: bytes, digest: bytes, *, path: str) -> Manifest:
         body = parse_json(content)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise corrupt(path, f"it is foreign: expected the manifest of an {FORMAT}")
-        schema = whole_number(field(body, "schema"), "schema", least=1)
+        schema = integer(field(body, "schema"), "schema", least=1)
         if schema > SCHEMA:
             raise UnsupportedError(
                 f"{path} has schema {schema}, this infinity reads up to {SCHEMA}: "
@@ -151,7 +151,7 @@ def files_of_bytes(content: bytes) -> tuple[FileEntry, ...]:
 def _file(value: Any) -> FileEntry:
     entry = table_of(value, "an entry of a file")
     name = text_of(field(entry, "name"), "the name of a file")
-    nbytes = whole_number(field(entry, "nbytes"), f"the length of {name}")
+    nbytes = integer(field(entry, "nbytes"), f"the length of {name}")
     extents = tuple(_extent(row, name) for row in list_of(field(entry, "extents"), "extents"))
     end = 0
     for extent in extents:
@@ -171,8 +171,8 @@ def _extent(value: Any, file: str) -> StoredRange:
     return StoredRange(
         _tensor_name(field(entry, "name")),
         text_of(field(entry, "kind"), "the kind of an extent"),
-        whole_number(field(entry, "offset_nbytes"), "the offset of an extent"),
-        whole_number(field(entry, "nbytes"), "the length of an extent"),
+        integer(field(entry, "offset_nbytes"), "the offset of an extent"),
+        integer(field(entry, "nbytes"), "the length of an extent"),
         sha256,
     )
 
@@ -194,7 +194,7 @@ def _manifest(body: dict[str, Any], schema: int) -> Manifest:
     names = {file.name for file in files}
     if len(names) < len(files):
         raise MalformedError("it names a file twice")
-    step = whole_number(field(body, "step"), "step", most=MAX_STEP)
+    step = integer(field(body, "step"), "step", most=MAX_STEP)
     created, by = field(body, "created"), field(body, "written_by")
     facts = text_of(created, "created", max_length=200), text_of(by, "written_by", max_length=200)
     return Manifest(step, *facts, files, schema, ranks)

@@ -17,11 +17,11 @@ from typing import Any
 from infinity.bounded import (
     MalformedError,
     field,
+    integer,
     list_of,
     parse_json,
     table_of,
     text_of,
-    whole_number,
 )
 from infinity.checkpoint.run.directory import read_content
 from infinity.errors import ConfigError, CorruptionError, corrupt, listed
@@ -72,15 +72,15 @@ def _row(row: dict[str, Any]) -> tuple[ShardIdentity, list[RunChecksum]]:
     path = text_of(field(row, "path"), "a path")
     identity = ShardIdentity(
         path=path,
-        nbytes=whole_number(field(row, "nbytes"), "a length"),
-        mtime_ns=whole_number(field(row, "mtime_ns"), "a time"),
-        inode=whole_number(field(row, "inode"), "an inode"),
+        nbytes=integer(field(row, "nbytes"), "a length"),
+        mtime_ns=integer(field(row, "mtime_ns"), "a time"),
+        inode=integer(field(row, "inode"), "an inode"),
         header_sha256=text_of(field(row, "header_sha256"), "a digest"),
     )
     checksums = []
     for row_of_checksum in list_of(field(row, "checksums"), "checksums"):
         offset, nbytes, crc32c = (
-            whole_number(n, "a checksum") for n in list_of(row_of_checksum, "a row")
+            integer(n, "a checksum") for n in list_of(row_of_checksum, "a row")
         )
         checksums.append(RunChecksum(path, offset, nbytes, crc32c))
     return identity, checksums

@@ -121,7 +121,7 @@ class Tiers(Section):
 
     @field_validator("nvme")
     @classmethod
-    def _each_path_once(cls, entries: tuple[NvmeTier, ...]) -> tuple[NvmeTier, ...]:
+    def _paths_once(cls, entries: tuple[NvmeTier, ...]) -> tuple[NvmeTier, ...]:
         seen: dict[str, int] = {}
         faults = []
         for index, entry in enumerate(entries):

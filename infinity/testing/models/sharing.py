@@ -53,14 +53,14 @@ class ParentReads(TinyModel):
         self.called = nn.Linear(WIDTH, WIDTH)
         self.stored = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.randn(WIDTH))
-        self.pieces = nn.ParameterList([torch.randn(WIDTH) for _ in range(2)])
+        self.factors = nn.ParameterList([torch.randn(WIDTH) for _ in range(2)])
         self.named = nn.ParameterDict({"gain": torch.randn(WIDTH), "bias": torch.randn(WIDTH)})
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.linear(x, self.stored.weight, self.stored.bias)
         x = self.called(x) + self.called.bias
-        for piece in self.pieces:
-            x = torch.tanh(x * piece)
+        for factor in self.factors:
+            x = torch.tanh(x * factor)
         return x * self.scale * self.named["gain"] + self.named["bias"]
 
 
