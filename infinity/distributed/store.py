@@ -168,7 +168,7 @@ class DistributedStore:
         offset_nbytes: int = 0,
         nbytes: int | None = None,
     ) -> Transfer:
-        """See `StateStore.read`. A sharded unit is read as a whole."""
+        """See `StateStore.read`. All shards of a unit are read."""
         if not self.is_sharded(unit, kind):
             read = partial(
                 self.local.read, unit, kind, block,

@@ -40,7 +40,7 @@ class UnitUpdate:
 
     @property
     def overwrites_all(self) -> bool:
-        """With a whole master every weight is written and none is read, unless some are left
+        """With an fp32 master every weight is written and none is read, unless some are left
         alone."""
         has_wide_master = self.unit.master_dtype is torch.float32
         return has_wide_master and all(spec in self.record.settings for spec in self.unit.tensors)
