@@ -155,7 +155,7 @@ class ShardingPlan:
         The ranks connect after `local` has taken its space: that may take a while, and a rank waits
         for the connections of the others.
         """
-        transport = connect(self.group, counters)
+        transport = connect(self.group, counters, host.arena)
         resources.callback(transport.close)
         store = DistributedStore(
             local, self.partition, transport,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from infinity.distributed.partials import Fill, PartialGradient, PartialGradients
+from infinity.distributed.channel import Fill
+from infinity.distributed.partials import PartialGradient, PartialGradients
 from infinity.distributed.peer import RemoteRequest
 from infinity.distributed.pending import PendingShards
 from infinity.distributed.transport import PeerTransport

@@ -234,6 +234,7 @@ def _assemble(
     tiers = open_tiers(
         config, units, budgets, own_device, wrap_storage, adopted, identities, resources,
         num_spares=num_spares,
+        has_neighbours=sharding is not None and sharding.group.has_neighbours,
     )  # fmt: skip
     device, counters = tiers.device, tiers.counters
     sharing = 1 if sharding is None else sharding.group.node_count
