@@ -23,15 +23,13 @@ from infinity.modules.discover import (
 from infinity.modules.dtypes import Dtypes
 from infinity.modules.load_plan import StoredParams
 from infinity.modules.tiling.split import Tiling
-from infinity.state.budgets import Budgets, compute_budgets
+from infinity.state.budgets import Budgets, compute_budgets, weights_in_use
 from infinity.state.moments import moments_of
-from infinity.state.placement import resting_nbytes
 from infinity.state.stored import lay_out_stored
 from infinity.state.tiles import fit
-from infinity.state.units import StateKind, TensorFacts, Unit, layout_unit
+from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import available_host_nbytes
 from infinity.tiers.open_device import OwnDevice, device_kind, device_nbytes, shares_host_memory
-from infinity.tiers.ranges import rounded_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +124,14 @@ def _budgets(
 ) -> Budgets:
     """Computes the budgets from the sizes of this machine."""
     is_cpu = shares_host_memory(config, device)
-    held_nbytes = layout.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units])
-    stored = [resting_nbytes(u, StateKind.PARAMETERS) for u in units if u.stored is not None]
-    host_held_nbytes = held_nbytes + max(stored, default=0)  # Decoded, and what it is made of.
-    if not is_cpu and stored:
-        resting = [resting_nbytes(unit, StateKind.PARAMETERS) for unit in units]
-        host_held_nbytes = layout.held_nbytes(resting)
+    attached = [unit.weight_nbytes for unit in units]
     sizes: dict[str, Any] = {
-        "held_nbytes": held_nbytes,
-        "host_held_nbytes": host_held_nbytes,
+        **weights_in_use(units, attached, layout.held_nbytes, shares_host_memory=is_cpu),
         "shares_host_memory": is_cpu,
         "device_nbytes": device_nbytes(config, is_cuda=not is_cpu and device is None),
         "available_host_nbytes": available_host_nbytes(),
     }
     if sharding is None:
-        if is_cpu and stored:
-            sizes["decoded_nbytes"] = layout.held_nbytes(
-                [rounded_nbytes(unit.weight_nbytes) if unit.stored else 0 for unit in units]
-            )
         return compute_budgets(config, units, **sizes)
-    del sizes["host_held_nbytes"]  # Ranks keep frozen weights as they keep others.
     sizes["available_host_nbytes"] //= sharding.sharing
     return sharding.budgets(config, **sizes)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from infinity.plan.model import PlannedModel
 from infinity.plan.node import NodeView, blocks_of
 from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import format_nbytes
-from infinity.state.budgets import Budgets, compute_budgets
+from infinity.state.budgets import Budgets, compute_budgets, weights_in_use
 from infinity.state.placement import StatePlacement, resting_nbytes
+from infinity.state.stored import StoredWeights
 from infinity.state.tiles import fit
 from infinity.state.units import Unit
 from infinity.storage.volume_layout import SPARES_REMEDY
@@ -37,40 +40,67 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
     def attempt(limit_nbytes: int | None) -> Fitted:
         tiled = with_tiles(model, limit_nbytes)
         sharding = node.plan_sharding(tiled)
-        decoded_nbytes = most_decoded_nbytes(tiled)
-        if not shares_host_memory:
-            _refuse_decoded(tiled, decoded_nbytes, window_nbytes)
         sizes: dict[str, Any] = {
-            "held_nbytes": tiled.held_nbytes + (decoded_nbytes if shares_host_memory else 0),
             "shares_host_memory": shares_host_memory,
-            "device_nbytes": None if window_nbytes is None else window_nbytes - decoded_nbytes,
             "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
         }
-        if sharding is None:
-            sizes["decoded_nbytes"] = decoded_nbytes if shares_host_memory else 0
-            return tiled, None, compute_budgets(config, tiled.units, **sizes)
-        return tiled, sharding, sharding.budgets(config, **sizes)
+        if sharding is not None:
+            # Ranks keep frozen weights as they keep others.
+            decoded_nbytes = most_decoded_nbytes(tiled)
+            sizes |= {
+                "held_nbytes": tiled.held_nbytes + (decoded_nbytes if shares_host_memory else 0),
+                "device_nbytes": None if window_nbytes is None else window_nbytes - decoded_nbytes,
+            }
+            return tiled, sharding, sharding.budgets(config, **sizes)
+        if tiled.frozen is None:
+            sizes["held_nbytes"] = tiled.held_nbytes
+        else:
+            tiled = _in_place(tiled)
+            sizes |= _in_use(tiled, shares_host_memory=shares_host_memory)
+        return (
+            tiled,
+            None,
+            compute_budgets(config, tiled.units, device_nbytes=window_nbytes, **sizes),
+        )
 
     def has_space_ahead(found: Fitted) -> bool:
         tiled, _, budgets = found
-        return budgets.has_space_ahead(max(unit.weight_nbytes for unit in tiled.units))
+        return budgets.has_space_ahead(max(tiled.attached_nbytes(unit) for unit in tiled.units))
 
-    refused: list[CapacityError] = []
+    return fit(config.schedule.tile, attempt, has_space_ahead, largest_nbytes(model))
 
-    def attempt_and_note(limit_nbytes: int | None) -> Fitted:
-        try:
-            return attempt(limit_nbytes)
-        except CapacityError as error:
-            refused.append(error)
-            raise
 
-    try:
-        return fit(config.schedule.tile, attempt_and_note, has_space_ahead, largest_nbytes(model))
-    except CapacityError:
-        if model.frozen is None:
-            raise
-        # Chunks of experts are made before anything else is given up: what they lack is missing.
-        raise refused[-1] from None
+def _in_place(model: PlannedModel) -> PlannedModel:
+    """Returns the model with its frozen weights in the files of their checkpoint."""
+    units = tuple(
+        unit
+        if unit.state_numel
+        else replace(unit, stored=StoredWeights(unit.weight_nbytes, (), ()))
+        for unit in model.units
+    )
+    return replace(model, units=units)
+
+
+def _in_use(model: PlannedModel, *, shares_host_memory: bool) -> dict[str, int]:
+    """Returns the weights that nested modules use at once, as the engine counts them."""
+    return weights_in_use(
+        model.units,
+        [model.attached_nbytes(unit) for unit in model.units],
+        partial(_most_at_once, model),
+        shares_host_memory=shares_host_memory,
+    )
+
+
+def _most_at_once(model: PlannedModel, nbytes_of_unit: Sequence[int]) -> int:
+    """Returns the most bytes that are in use at the same time: a block's own, and those of one of
+    its tiles."""
+    own: dict[int | None, int] = {}
+    tile: dict[int | None, int] = {}
+    for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True):
+        largest = tile if hooked.is_tile else own
+        nbytes = sum(nbytes_of_unit[unit] for unit in hooked.units)
+        largest[block] = max(largest.get(block, 0), nbytes)
+    return max(nbytes + tile.get(block, 0) for block, nbytes in own.items())
 
 
 def window_nbytes_of(config: SwapConfig, hardware: Hardware) -> int | None:
@@ -139,31 +169,13 @@ def _refuse_large_checkpoint(
         )  # fmt: skip
 
 
-def _refuse_decoded(model: PlannedModel, decoded_nbytes: int, window_nbytes: int | None) -> None:
-    """Refuses weights that do not fit the device once they are decoded."""
-    needed_nbytes = model.held_nbytes + decoded_nbytes
-    if decoded_nbytes and window_nbytes is not None and needed_nbytes > window_nbytes:
-        raise CapacityError(
-            "device", needed_nbytes=needed_nbytes, available_nbytes=window_nbytes,
-            key="tiers.device.capacity",
-            detail=f"weights in use at once take {format_nbytes(model.held_nbytes)} as they are "
-            f"stored and {format_nbytes(decoded_nbytes)} decoded",
-        )  # fmt: skip
-
-
 def most_decoded_nbytes(model: PlannedModel) -> int:
     """Returns the most bytes of weights that are decoded at the same time: a block's own, and those
     of one chunk of its experts."""
     frozen = model.frozen
     if frozen is None:
         return 0
-    own: dict[int | None, int] = {}
-    chunk: dict[int | None, int] = {}
-    for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True):
-        nbytes = sum(frozen.decoded_nbytes(model.units[unit]) for unit in hooked.units)
-        largest = chunk if hooked.is_tile else own
-        largest[block] = max(largest.get(block, 0), nbytes)
-    return max(nbytes + chunk.get(block, 0) for block, nbytes in own.items())
+    return _most_at_once(model, [frozen.decoded_nbytes(unit) for unit in model.units])
 
 
 def with_checkpoint_tier(config: SwapConfig) -> SwapConfig:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from infinity.config import AdapterConfig
 from infinity.plan.stored import StoredModel
+from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.state.units import Unit
 
 
@@ -23,8 +24,28 @@ class FrozenBase:
 
     def decoded_nbytes(self, unit: Unit) -> int:
         """Returns the bytes of a unit's weights (or of a chunk's) that are decoded for a use."""
-        found = 0.0
-        for tensor in unit.tensors:
-            name = tensor.name.partition(".tiles.")[0]
-            found += tensor.weight_nbytes * self.decoded_per_byte.get(name, 0.0)
-        return int(found)
+        return int(
+            sum(
+                tensor.weight_nbytes * self.decoded_per_byte.get(_full_name(tensor.name), 0.0)
+                for tensor in unit.tensors
+            )
+        )
+
+    def attached_per_byte(self, tensor: str) -> float:
+        """Returns the bytes that a stored byte of a tensor is where the device computes."""
+        return self.decoded_per_byte.get(_full_name(tensor), 1.0)
+
+    def attached_nbytes(self, unit: Unit) -> int:
+        """Returns the bytes of a unit's weights where the device computes with them."""
+        if unit.state_numel:
+            return unit.weight_nbytes
+        tensors = unit.tensors
+        found = sum(
+            tensor.weight_nbytes * self.attached_per_byte(tensor.name) for tensor in tensors
+        )
+        return align_up(int(found), PAGE_NBYTES)
+
+
+def _full_name(tensor: str) -> str:
+    """Returns the name of the tensor of which a chunk is a part."""
+    return tensor.partition(".tiles.")[0]

@@ -75,6 +75,10 @@ class PlannedModel:
     hf_config: Any = None  # The configuration of a transformers model.
     frozen: FrozenBase | None = None  # The base of an adapter; None if all weights are trained.
 
+    def attached_nbytes(self, unit: Unit) -> int:
+        """Returns the bytes of a unit's weights where the device computes with them."""
+        return unit.weight_nbytes if self.frozen is None else self.frozen.attached_nbytes(unit)
+
     @property
     def active_params(self) -> int:
         """The parameters that one token uses: of routed experts, the chosen ones."""

@@ -213,17 +213,23 @@ def _job(
             )
         )
     job = make_job(config, budgets, model.units, uses, batch, saved_on=saved_on, loads=loads)
-    return job if model.frozen is None else _from_checkpoint(job, budgets, saved)
+    return job if model.frozen is None else _from_checkpoint(job, model, budgets, saved)
 
 
-def _from_checkpoint(job: StepSpec, budgets: Budgets, saved: tuple[str, int] | None) -> StepSpec:
+def _from_checkpoint(
+    job: StepSpec, model: PlannedModel, budgets: Budgets, saved: tuple[str, int] | None
+) -> StepSpec:
     """Returns the job with frozen weights in their checkpoint instead of on NVMe. Saved
     inputs on the host leave less to keep weights in."""
     loads = [
-        replace(load, weights="checkpoint")
-        if load.weights == "nvme" and not load.is_changed
-        else load
-        for load in job.units
+        load
+        if load.is_changed
+        else replace(
+            load,
+            weights="checkpoint" if load.weights == "nvme" else load.weights,
+            decoded_nbytes=model.attached_nbytes(unit),
+        )
+        for load, unit in zip(job.units, model.units, strict=True)
     ]
     cache_nbytes = job.weights_cache_nbytes
     if saved is not None and saved[0] == "host" and not budgets.shares_host_memory:

@@ -7,7 +7,7 @@ that it is. The experts of a block are split together, between experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,9 +21,10 @@ _MOST_STACKED = 3  # Gate, up and down of a feed-forward.
 
 def largest_nbytes(model: PlannedModel) -> int:
     """Returns the bytes of the largest set of parameters that are split at the same rows."""
+    nbytes_of = _nbytes_of(model)
     every = [tensor.facts for unit in model.units for tensor in unit.tensors]
-    sizes = [_nbytes(facts) for facts in every if _is_matrix(facts)]
-    sizes += [sum(map(_nbytes, _experts(unit))) for unit in model.units]
+    sizes = [nbytes_of(facts) for facts in every if _is_matrix(facts)]
+    sizes += [sum(map(nbytes_of, _experts(unit))) for unit in model.units]
     return max(sizes, default=0)
 
 
@@ -37,7 +38,7 @@ def with_tiles(model: PlannedModel, limit_nbytes: int | None) -> PlannedModel:
     parts: list[_Parts] = []  # One per unit.
     for unit in model.units:
         first = len(units)
-        left, tiles = _cut(unit, limit_nbytes)
+        left, tiles = _cut(unit, limit_nbytes, _nbytes_of(model))
         for name, tensors in [(unit.name, left)] * bool(left) + tiles:
             units.append(layout_unit(len(units), name, tensors, unit.moments))
         parts.append((tuple(range(first, first + bool(left))), _to_end(first + bool(left), units)))
@@ -76,14 +77,24 @@ def _experts(unit: Unit) -> list[TensorFacts]:
     return [f for f in every if len(f.shape) > 2 and "experts" in f.name.split(".")]
 
 
-def _nbytes(facts: TensorFacts) -> int:
-    return math.prod(facts.shape) * facts.dtype.itemsize
+_NbytesOf = Callable[[TensorFacts], int]
+
+
+def _nbytes_of(model: PlannedModel) -> _NbytesOf:
+    """Returns the function that gives the bytes of a tensor where the device computes with it, by
+    which the engine divides: of stored weights, the decoded ones."""
+
+    def nbytes(facts: TensorFacts) -> int:
+        per_byte = 1.0 if model.frozen is None else model.frozen.attached_per_byte(facts.name)
+        return int(math.prod(facts.shape) * facts.dtype.itemsize * per_byte)
+
+    return nbytes
 
 
 _Tiles = list[tuple[str, list[TensorFacts]]]  # (name, tensors) of each tile.
 
 
-def _cut(unit: Unit, limit_nbytes: int) -> tuple[list[TensorFacts], _Tiles]:
+def _cut(unit: Unit, limit_nbytes: int, nbytes_of: _NbytesOf) -> tuple[list[TensorFacts], _Tiles]:
     """Returns the tensors that remain, and the tiles in the order of their use."""
     left: list[TensorFacts] = []
     tiles: _Tiles = []
@@ -91,20 +102,20 @@ def _cut(unit: Unit, limit_nbytes: int) -> tuple[list[TensorFacts], _Tiles]:
     for tensor in unit.tensors:
         facts = tensor.facts
         if experts and facts is experts[0]:
-            cut = _cut_experts(unit.name, experts, limit_nbytes)
+            cut = _cut_experts(unit.name, experts, limit_nbytes, nbytes_of)
             tiles += cut
             left += [] if cut else experts
         elif not any(facts is expert for expert in experts):
-            cut = _cut_matrix(facts, limit_nbytes) if _is_matrix(facts) else []
+            cut = _cut_matrix(facts, limit_nbytes, nbytes_of) if _is_matrix(facts) else []
             tiles += cut
             left += [] if cut else [facts]
     return left, tiles
 
 
-def _cut_matrix(facts: TensorFacts, limit_nbytes: int) -> _Tiles:
+def _cut_matrix(facts: TensorFacts, limit_nbytes: int, nbytes_of: _NbytesOf) -> _Tiles:
     columns, rows = math.prod(facts.shape[-1:]), math.prod(facts.shape[:-1])
-    starts = cut_rows(rows, columns * facts.dtype.itemsize, limit_nbytes)
-    if _nbytes(facts) <= limit_nbytes or len(starts) == 2:
+    starts = cut_rows(rows, nbytes_of(facts) // max(rows, 1), limit_nbytes)
+    if nbytes_of(facts) <= limit_nbytes or len(starts) == 2:
         return []
     return [
         (name, [replace(facts, name=name, shape=(stop - start, columns), stride=(columns, 1))])
@@ -113,8 +124,10 @@ def _cut_matrix(facts: TensorFacts, limit_nbytes: int) -> _Tiles:
     ]
 
 
-def _cut_experts(name: str, experts: list[TensorFacts], limit_nbytes: int) -> _Tiles:
-    nbytes, count = sum(map(_nbytes, experts)), experts[0].shape[0]
+def _cut_experts(
+    name: str, experts: list[TensorFacts], limit_nbytes: int, nbytes_of: _NbytesOf
+) -> _Tiles:
+    nbytes, count = sum(map(nbytes_of, experts)), experts[0].shape[0]
     starts = cut_rows(count, nbytes // count, limit_nbytes, alignment=1)
     if nbytes <= limit_nbytes or len(starts) == 2:
         return []

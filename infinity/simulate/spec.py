@@ -70,12 +70,15 @@ class UnitLoad:
     gradients: str
     gradient_nbytes: int
     leaving_nbytes: int  # Of a gradient that leaves a device, in its own dtype.
+    decoded_nbytes: int = 0  # Of stored weights, where the device computes with them.
     sharded: ShardedLoad = NOT_SHARDED
 
     @property
     def used_nbytes(self) -> int:
         """Bytes of weights that are computed with."""
-        return self.sharded.full_nbytes if self.sharded.is_gathered else self.weight_nbytes
+        if self.sharded.is_gathered:
+            return self.sharded.full_nbytes
+        return self.decoded_nbytes or self.weight_nbytes
 
     @property
     def fetched_nbytes(self) -> int:

@@ -5,7 +5,7 @@ Pure: the sizes of the machine are arguments, so that a forecast can ask about a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.config import SwapConfig
@@ -125,6 +125,35 @@ class _Request:
             for summed_nbytes in (0, self.summed_nbytes)
         )
         return alone, with_sums
+
+
+def weights_in_use(
+    units: Sequence[Unit],
+    attached_nbytes: Sequence[int],
+    most: Callable[[Sequence[int]], int],
+    *,
+    shares_host_memory: bool,
+) -> dict[str, int]:
+    """Returns the arguments of `compute_budgets` about the weights that nested modules use at once.
+
+    `attached_nbytes`: by unit, the weights as the device computes with them. `most(nbytes_of_unit)`
+    returns the most bytes of nested modules.
+
+    Stored weights are decoded into a second block, and their own block may go. In a pool that keeps
+    nothing, blocks lie like a stack: the space of an outer unit's stored bytes is below its decoded
+    block, where a larger block of an inner unit does not fit. So both count, for every unit.
+    """
+    attached = [rounded_nbytes(nbytes) for nbytes in attached_nbytes]
+    sizes = {"held_nbytes": most(attached)}
+    if all(unit.stored is None for unit in units):
+        return sizes
+    resting = [resting_nbytes(unit, StateKind.PARAMETERS) for unit in units]
+    if not shares_host_memory:
+        return sizes | {"host_held_nbytes": most(resting)}
+    is_stored = [unit.stored is not None for unit in units]
+    decoded = [a if s else 0 for a, s in zip(attached, is_stored, strict=True)]
+    both = [a + r if s else a for a, r, s in zip(attached, resting, is_stored, strict=True)]
+    return sizes | {"host_held_nbytes": most(both), "decoded_nbytes": most(decoded)}
 
 
 def compute_budgets(
@@ -347,16 +376,19 @@ def _refuse_small_device(request: _Request, placement: StatePlacement) -> None:
     window_nbytes = _device_window_nbytes(
         request.shares_host_memory, request.device_nbytes, placement
     )
-    needed_nbytes = request.held_nbytes + request.decoded_from_nbytes
+    stored = request.decoded_from_nbytes
+    needed_nbytes = request.held_nbytes + stored
     if window_nbytes is not None and needed_nbytes > window_nbytes:
         largest = max(request.units, key=lambda unit: unit.weight_nbytes)
+        held = format_nbytes(request.held_nbytes)
+        decoded = f"; {format_nbytes(stored)} as they are stored and {held} decoded"
         raise CapacityError(
             "device",
             needed_nbytes=needed_nbytes,
             available_nbytes=window_nbytes,
             key="tiers.device.capacity",
             detail=f"the weights in use at once do not fit one device (largest unit "
-            f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})",
+            f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)}{decoded if stored else ''})",
         )
 
 

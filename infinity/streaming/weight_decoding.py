@@ -12,9 +12,9 @@ Note [Zone]
   the pool would have to free many of them until the freed ones are neighbours. So one range of host
   memory, the zone, is for decoded weights alone. The zone is as large as the decoded weights that
   nested modules need at once. If other memory is free, decoded weights may lie there, too. Nested
-  modules use the zone like a stack: all blocks that are not in use are freed before the next one
-  is placed, so a block in use never divides the zone. The zone is given up, for good, before an
-  allocation fails that could use its memory.
+  modules use the zone like a stack: a block is placed beside those in use, or at an end, and those
+  that are not in use are freed if they are in the way. So what the blocks in use leave of the zone
+  is one hole. The zone is given up, for good, before an allocation fails that could use its memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WeightDecoding:
         self._counters = counters
         self._zone: Block | None = None
         self._ranges = RangeAllocator(0)  # Of the zone.
-        self._in_zone: dict[Block, Range] = {}
+        self._in_zone: dict[Block, tuple[Range, Weights]] = {}
         self._reclaim: Callable[[], bool] = lambda: False
 
     def prepare(self, zone_nbytes: int, reclaim: Callable[[], bool]) -> None:
@@ -94,14 +94,15 @@ class WeightDecoding:
         """Whether dropping the decoded block frees no space for other blocks."""
         return weights.decoded in self._in_zone
 
-    def _allocate(self, unit: Unit) -> Block:
+    def _allocate(self, weights: Weights) -> Block:
         """Returns a block for the decoded weights. Raises CapacityError."""
+        unit = weights.unit
         nbytes, label = unit.weight_nbytes, f"decoded parameters of {unit.name}"
         while self._zone is not None:
-            taken = self._ranges.allocate(nbytes)
+            taken = self._take_of_zone(nbytes)
             if taken is not None:
                 block = self._pool.carve(self._zone, taken.offset_nbytes, nbytes)
-                self._in_zone[block] = taken
+                self._in_zone[block] = taken, weights
                 return block
             free = self._pool.try_allocate(nbytes, label)
             if free is not None:
@@ -110,12 +111,32 @@ class WeightDecoding:
                 break
         return self._pool.require(nbytes, label)
 
-    def _free(self, block: Block) -> None:
-        taken = self._in_zone.pop(block, None)
+    def _take_of_zone(self, nbytes: int) -> Range | None:
+        """Returns a range that leaves one hole when the blocks that are not in use are gone; None
+        if there is none."""
+        taken = self._ranges.allocate(nbytes)
         if taken is None:
-            self._pool.free(block)
-        else:
+            return None
+        of_blocks = self._in_zone.values()
+        used = [range_ for range_, weights in of_blocks if not weights.is_decoded_idle]
+        if len(used) < len(of_blocks) and self._num_holes([*used, taken]) > self._num_holes(used):
             self._ranges.free(taken)
+            return None
+        return taken
+
+    def _num_holes(self, used: Sequence[Range]) -> int:
+        """Returns the number of holes of the zone between these ranges."""
+        starts = sorted(taken.offset_nbytes for taken in used)
+        ends = sorted(taken.end_nbytes for taken in used)
+        borders = zip([0, *ends], [*starts, self._ranges.capacity_nbytes], strict=True)
+        return sum(end < start for end, start in borders)
+
+    def _free(self, block: Block) -> None:
+        if block in self._in_zone:
+            taken, _ = self._in_zone.pop(block)
+            self._ranges.free(taken)
+        else:
+            self._pool.free(block)
 
     def attach(self, weights: Weights, block: Block) -> Copy:
         """Fills the region with the weights made of the stored bytes in `block`.
@@ -140,7 +161,7 @@ class WeightDecoding:
         assert unit.stored is not None and weights.decoded is None
         weights.is_decoding = True
         try:
-            decoded = self._allocate(unit)
+            decoded = self._allocate(weights)
         finally:
             weights.is_decoding = False
         memory = self._pool.tensor(decoded)

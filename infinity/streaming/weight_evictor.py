@@ -172,14 +172,7 @@ class WeightEvictor:
                 yield index
 
     def _idle_decoded(self) -> list[int]:
-        return [
-            weights.unit.index
-            for weights in self._moves.there()
-            if weights.decoded is not None
-            and not weights.use_count
-            and not weights.is_decoding
-            and weights.state is WeightState.ATTACHED
-        ]
+        return [weights.unit.index for weights in self._moves.there() if weights.is_decoded_idle]
 
     def _choose(
         self,

@@ -67,6 +67,12 @@ class Weights:
     awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
     kept_check: Callable[[], None] | None = None  # Raises if they were written since their use.
 
+    @property
+    def is_decoded_idle(self) -> bool:
+        """Whether the decoded block may be dropped."""
+        is_idle = not self.use_count and not self.is_decoding
+        return self.decoded is not None and is_idle and self.state is WeightState.ATTACHED
+
 
 def check_kept(weights: Weights) -> None:
     """Calls the unit's check, once."""

@@ -195,7 +195,8 @@ def test_a_step_of_kimi_k2_is_that_of_hand_arithmetic(
     host: str, tokens: int, by_hand: float, within: float
 ) -> None:
     model = planned("kimi-k2-int4", targets=("o_proj",))
-    found = step_of(model, config(host, device="56GB"), "1xh200-4nvme", tokens)
+    # Two decoded blocks of 34 GB, and what one of them is made of: the next is there in time.
+    found = step_of(model, config(host, device="80GB"), "1xh200-4nvme", tokens)
     assert found.tokens_per_s == pytest.approx(by_hand, rel=within)
 
 
@@ -256,7 +257,8 @@ def test_a_desktop_streams_experts_in_chunks() -> None:
     )
     decoded = [found.model.frozen.decoded_nbytes(unit) for unit in found.model.units]
     assert max(decoded) < 12 * GB
-    read = found.step.moved_nbytes["checkpoint_read"] + 2 * found.placed_nbytes["base"]["host"]
+    assert found.placed_nbytes["base"].keys() == {"checkpoint"}
+    read = found.step.moved_nbytes["checkpoint_read"] + 2 * found.job.weights_cache_nbytes
     assert read == pytest.approx(2 * 594e9, rel=0.03), "once in each direction, or kept"
     assert found.job.keeps_experts and found.step.step_s < 200
 
@@ -271,7 +273,7 @@ def test_decoded_weights_need_space_on_the_device() -> None:
 
 
 def test_decoding_takes_time_where_its_rate_is_known() -> None:
-    model, settings = planned("kimi-k2-int4", targets=("o_proj",)), config("60GB", device="56GB")
+    model, settings = planned("kimi-k2-int4", targets=("o_proj",)), config("60GB", device="80GB")
     machine = load_hardware("1xh200-4nvme")
     device = machine.device.model_copy(update={"decode_gb_per_s": 10.0})
     slow = machine.model_copy(update={"device": device})
