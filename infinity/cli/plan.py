@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -301,6 +302,21 @@ def _refuse(
         )
     if data_tokens is not None and examples is not None:
         raise ConfigError("expected --data-tokens or --examples, got both; leave one out")
+    if config is not None and not config.is_file():
+        _refuse_model_as_file(config)
+
+
+def _refuse_model_as_file(config: Path) -> None:
+    """Raises ConfigError for a model that stands where a configuration file was expected."""
+    from infinity.plan.shipped import shapes_remedy
+
+    if config.is_dir():
+        raise ConfigError(
+            f"{config}: expected a configuration file; got a directory. For a model's directory: "
+            f"infinity plan --model {shlex.quote(str(config))}"
+        )
+    if remedy := shapes_remedy(str(config)):
+        raise ConfigError(f"{config}: expected a configuration file; there is none{remedy}")
 
 
 def _adapter_settings(lora: int | None, experts: bool) -> list[str]:

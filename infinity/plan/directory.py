@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
-from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
 from infinity.plan.published import published_format
 from infinity.plan.shapes import LatentAttention, ModelShape, Moe
+from infinity.plan.shipped import shapes_remedy
 from infinity.plan.stored import StoredBlock, StoredModel, stored_of_shape
 from infinity.sizes import format_nbytes
 
@@ -114,7 +114,7 @@ def _table(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"{file}: {error.strerror}; expected the directory of a downloaded model"
-            + download_remedy(file.parent)
+            + shapes_remedy(str(file.parent))
         ) from None
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from None

@@ -9,9 +9,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, parse_toml, read_bytes
-from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
-from infinity.plan.shipped import shipped_in
+from infinity.plan.shipped import shapes_remedy, shipped_in
 
 
 class Table(BaseModel):
@@ -36,7 +35,7 @@ def read_table(kind: type[_T], folder: str, name: str) -> _T:
     except OSError:
         raise ConfigError(
             f"{folder}: {name!r} is neither a .toml file nor one of {', '.join(shipped_in(folder))}"
-            + (download_remedy(name) if folder == "models" else "")
+            + (shapes_remedy(name) if folder == "models" else "")
         ) from None
     except ValueError as error:  # Not a regular file, too long, or not UTF-8.
         raise ConfigError(f"{folder}: {name} is no text of TOML: {error}") from None

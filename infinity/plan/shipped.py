@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib import resources
+
+from infinity.config.hub import download_remedy
 
 
 def shipped_in(folder: str) -> list[str]:
     """Returns the names of the files that come with the package."""
     entries = (resources.files("infinity.plan") / folder).iterdir()
     return sorted(e.name.removesuffix(".toml") for e in entries if e.name.endswith(".toml"))
+
+
+def shapes_remedy(hub_name: str) -> str:
+    """Returns the option that plans a hub model from shipped shapes, and its download command, to
+    append to an error; "" for a name that cannot be one of the hub.
+
+    A name that continues a shipped model's (`-Instruct`, `-0324`) has the shapes of that model.
+    """
+    download = download_remedy(hub_name)
+    found = _shapes_of_hub(hub_name.casefold()) if download else None
+    if found is None:
+        return download
+    name, hub = found
+    return (
+        f". Without a download, `infinity plan --model {name}` plans the shapes of {hub}{download}"
+    )
+
+
+def _shapes_of_hub(wanted: str) -> tuple[str, str] | None:
+    folder = resources.files("infinity.plan") / "models"
+    texts = {name: (folder / f"{name}.toml").read_text() for name in shipped_in("models")}
+    hubs = {name: tomllib.loads(text).get("hub", "") for name, text in texts.items()}
+    matches = [
+        (name, hub) for name, hub in hubs.items()
+        if hub and f"{wanted}-".startswith(f"{hub.casefold()}-")
+    ]  # fmt: skip
+    return max(matches, key=lambda match: len(match[1]), default=None)

@@ -162,8 +162,8 @@ def help_of(words: tuple[str, ...]) -> str:
 
 # -- Messages --------------------------------------------------------------------------------------
 
-OTHERS = {  # Messages of other programs.
-    "Could not find the compiler specified",
+OTHERS = {  # Messages of the build, and of other programs.
+    "expected a C++20 compiler to build from source; found none",
     "module 'infinity' has no attribute 'offload'",
 }
 

@@ -24,6 +24,7 @@ from infinity.plan.draft import Wish, draft
 from infinity.plan.measure_device import measure_device
 from infinity.plan.model import load_model, load_shape
 from infinity.plan.published import published_format
+from infinity.plan.shipped import shapes_remedy
 from infinity.plan.stored import stored_of_shape
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
@@ -205,6 +206,36 @@ def test_a_name_of_the_hub_gets_the_download_command() -> None:
     assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in result.stderr
     planned = RUNNER.invoke(app, ["plan", "--model", "Qwen/Qwen3-0.6B"])
     assert "hf download Qwen/Qwen3-0.6B" in planned.stderr
+
+
+@pytest.mark.parametrize("command", [["plan"], ["plan", "--model"], ["new"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("Meta-Llama/llama-3.1-405b", "llama-3-405b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+    ],
+)
+def test_a_name_of_the_hub_whose_shapes_are_shipped_gets_the_option_that_plans_them(
+    command: list[str], name: str, shapes: str
+) -> None:
+    result = RUNNER.invoke(app, [*command, name])
+    assert result.exit_code == 2
+    assert f"`infinity plan --model {shapes}` plans the shapes of" in result.stderr
+    assert f"hf download {name} --local-dir" in result.stderr
+
+
+def test_shapes_of_another_model_of_the_hub_are_not_offered() -> None:
+    for name in ("Qwen/Qwen3-8Bx", "Qwen/Qwen3-0.6B", "deepseek-ai/DeepSeek-V3.1", "x/Qwen3-8B"):
+        assert shapes_remedy(name) == download_remedy(name) != ""
+
+
+def test_a_directory_in_the_place_of_a_file_is_said_to_be_a_model(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["plan", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"infinity plan --model {tmp_path}" in result.stderr
 
 
 def test_a_mistyped_directory_is_no_name_of_the_hub(tmp_path: Path) -> None:
