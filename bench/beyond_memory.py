@@ -12,7 +12,8 @@ with the same block size, before and after the steps.
 The result file is written after every step. With `--keep`, a run that was cut goes on behind the
 last step of its result file: the adapter is saved after each step, and the base is there. The first
 step of a process has no order of the units to read ahead by (`is_first`). Progress is printed every
-30 seconds. Takes about 55 GB of the drive and, on two cores and 2 GB/s, two to four minutes a step.
+30 seconds, and at the end a table, which is written beside the result file, too. Takes about 55 GB
+of the drive and, on two cores and 2 GB/s, two to four minutes a step.
 """
 
 from __future__ import annotations
@@ -167,6 +168,24 @@ def run(given: argparse.Namespace, shape: Shape, base: Path, results: Results) -
     say(f"median step {seconds:.1f} s; the reads alone would take {reads_s:.1f} s at fio's rate")
     row |= {"adapter_read_nbytes": moved["read_nbytes"], "peak_rss_nbytes": high_water_nbytes()}
     results.keep({**row, "steps": steps})
+    rate = statistics.mean(ceilings)
+    results.show(
+        f"{shape.num_parameters / 1e9:.1f} B parameters, {base_nbytes / 1e9:.1f} GB; "
+        f"{row['tokens']} tokens a step; fio reads {rate / 1e9:.2f} GB/s of the same files; "
+        f"offload {offload_s:.0f} s",
+        ["step", "seconds", "of base", "written MB", "GB/s", "of fio", "reads s", "decode s",
+         "waits s", "loss", "peak RSS GiB", "load"],
+        [
+            [f"{number}{' (first)' if step['is_first'] else ''}", f"{step['seconds']:.1f}",
+             f"{step['read_nbytes'] / base_nbytes:.3f}", f"{step['written_nbytes'] / 1e6:.0f}",
+             f"{step['read_nbytes'] / step['seconds'] / 1e9:.2f}",
+             f"{step['read_nbytes'] / step['seconds'] / rate:.3f}",
+             f"{step['read_nbytes'] / rate:.1f}", f"{step['decode_s']:.1f}",
+             f"{step['read_wait_s']:.1f}", f"{step['loss']:.3f}",
+             f"{step['peak_rss_nbytes'] / GIB:.2f}", f"{step['load_average']:.1f}"]
+            for number, step in enumerate(steps, start=1)
+        ],
+    )  # fmt: skip
 
 
 def ceiling(shards: list[Path]) -> float:

@@ -77,6 +77,17 @@ class Results:
             part.write_text(json.dumps(written, indent=1) + "\n")
             part.replace(self._path)
 
+    def show(self, title: str, header: list[str], lines: list[list[str]]) -> None:
+        """Prints a table, and writes it beside the rows, as text."""
+        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+        text = [title] + [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            for line in (header, *lines)
+        ]
+        print("\n".join(text), flush=True)
+        if self._path is not None:
+            self._path.with_suffix(".txt").write_text("\n".join(text) + "\n")
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         return list(self._rows.values())

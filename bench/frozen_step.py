@@ -3,7 +3,9 @@
     python bench/frozen_step.py --path /mnt/nvme0 --save bench/results/frozen_step.json
     python bench/frozen_step.py --quick                     a small model: does it run?
 
-C is the step in a host budget that keeps every stored byte: computing and decoding. B is the time
+C is the step in a host budget that keeps every stored byte: computing and decoding. That budget has
+space for some decoded blocks, too, which are not decoded again: C is rather too small than too
+large, and the row has the seconds of decoding of both steps. B is the time
 of the bytes that the other step reads, at the drive's ceiling. A step that overlaps both takes
 max(C, B). One row per format: bfloat16 has almost four times the bytes of INT4 for the same
 computation, so on two cores the drive binds it.
@@ -15,7 +17,7 @@ reads of the base are the ceiling: the ranges that the step reads, past the page
 storage engine in another arena, with as many requests in flight as it takes, and nothing to
 compute. Bytes are those the kernel counted for the process (/proc/self/io). Ratios are per round;
 the row has their median, and all rounds. The file is written after every round, and rounds that it
-has are not repeated.
+has are not repeated. At the end a table is printed, and written beside the file as text.
 
 The default takes about 6 minutes on two cores and 2 GB/s, `--quick` less than one. 5 GB of the
 drive and 9 GiB of memory.
@@ -68,6 +70,28 @@ def main() -> None:
                 compare(given, name, directory, results, rounds)
             finally:
                 shutil.rmtree(directory, ignore_errors=True)
+    show(results)
+
+
+def show(results: Results) -> None:
+    """Prints and writes a line for each format: medians of the rounds."""
+    lines = []
+    for row in results.rows:
+        ratios = [each["to_bound"] for each in row["rounds"]]
+        lines.append([
+            row["name"], f"{row['base_nbytes'] / 1e9:.2f}", f"{row['compute_s']:.2f}",
+            f"{row['bytes_s']:.2f}", f"{row['step_s']:.2f}", f"{row['to_bound']:.3f}",
+            f"{min(ratios):.3f} - {max(ratios):.3f}", f"{row['of_base']:.3f}",
+            f"{row['of_ceiling']:.3f}", f"{row['ceiling_bytes_per_s'] / 1e9:.2f}",
+            f"{row['decode_in_memory_s']:.2f}", f"{row['decode_from_drive_s']:.2f}",
+            f"{row['peak_rss_nbytes'] / (1 << 30):.1f}", str(len(ratios)),
+        ])  # fmt: skip
+    results.show(
+        "C: step over a base in memory; B: bytes read / ceiling; all seconds are medians of rounds",
+        ["format", "base GB", "C s", "B s", "step s", "/ max(C, B)", "low - high", "of base",
+         "of ceiling", "ceiling GB/s", "decode C s", "decode s", "RSS GiB", "rounds"],
+        lines,
+    )  # fmt: skip
 
 
 def compare(
@@ -105,7 +129,10 @@ def compare(
                 f"step {last['step_s']:.2f} s = {last['to_bound']:.3f} x max(C, B); "
                 f"{last['of_base']:.3f} x the base at {last['of_ceiling']:.3f} of "
                 f"{last['ceiling_bytes_per_s'] / 1e9:.2f} GB/s")  # fmt: skip
-            names = ("compute_s", "bytes_s", "step_s", "to_bound", "of_base", "of_ceiling")
+            names = (
+                "compute_s", "bytes_s", "step_s", "to_bound", "of_base", "of_ceiling",
+                "ceiling_bytes_per_s", "decode_in_memory_s", "decode_from_drive_s",
+            )  # fmt: skip
             medians = {each: statistics.median(row[each] for row in rounds) for each in names}
             results.keep({
                 "name": name, "parameters": shape.num_parameters, "base_nbytes": base_nbytes,
@@ -135,6 +162,8 @@ def summary(
         "to_bound": step_s / max(compute_s, bytes_s), "of_base": read_nbytes / base_nbytes,
         "of_ceiling": read_nbytes / step_s / rate, "ceiling_bytes_per_s": rate,
         "ceilings_bytes_per_s": ceilings, "in_memory": memory, "from_drive": drive,
+        "decode_in_memory_s": statistics.median(step["decode_s"] for step in memory),
+        "decode_from_drive_s": statistics.mean(step["decode_s"] for step in drive),
     }  # fmt: skip
 
 

@@ -91,6 +91,7 @@ def block(side: Side, ids: torch.Tensor, steps: int) -> dict[str, Any]:
         after, moved = side.engine.counters.snapshot(), moved_since(io)
         names = (
             "read_wait_s", "write_wait_s", "update_s", "early_updates_kept", "early_updates_undone",
+            "state_held_back_nbytes", "chunks_read_in_backward",
         )  # fmt: skip
         counted = {name: after.get(name, 0.0) - counters.get(name, 0.0) for name in names}
         found.append({"seconds": elapsed_s, **counted, **moved})

@@ -197,6 +197,9 @@ def _write_shard(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]], fi
             if content is not None:
                 file.seek(base + entries[name]["data_offsets"][0])
                 file.write(content)
+        # Writes that are still under way would slow down the first ceiling and the first step.
+        file.flush()
+        os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return base + end
 

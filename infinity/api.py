@@ -19,18 +19,18 @@ from infinity.config import SwapConfig
 from infinity.engine.build import build
 from infinity.engine.describe import Residence
 from infinity.engine.describe import describe as residence_of
-from infinity.engine.devices import OwnDevice
 from infinity.engine.engine import Engine
-from infinity.engine.load_plan import LoadPlan, TileRows
-from infinity.engine.meta_init import init_empty_weights
-from infinity.engine.optimizers import SGD, Adam, AdamW, Lion
 from infinity.engine.registry import engine_of, owner_of
 from infinity.engine.replace import calling_place, make_room, remember
 from infinity.errors import ConfigError
 from infinity.modules.discover import UnitRule
+from infinity.modules.empty_weights import init_empty_weights
 from infinity.modules.expert_adapters.peft import factor_adapters
+from infinity.modules.load_plan import LoadPlan, TileRows
+from infinity.optimizers.algorithms import SGD, Adam, AdamW, Lion
 from infinity.state.stored import StoredTensor
 from infinity.storage.shards import ShardIdentity
+from infinity.tiers.open_device import OwnDevice
 
 __all__ = [
     "SGD",

@@ -139,7 +139,7 @@ class DeviceExchange:
         made: ResizedRegion | None = None,
     ) -> tuple[StreamCopy, StreamCopy]:
         is_on_host = self._device.is_on_host(local)
-        total_nbytes = max(each.start + each.nbytes for each in ranges)
+        total_nbytes = max(part.start + part.nbytes for part in ranges)
         self._link.wait_event(self._device.inward_event())  # The region's memory is taken there.
         departure: StreamCopy | None = None
         for number, start in enumerate(range(0, total_nbytes, self._part_nbytes)):
@@ -184,12 +184,12 @@ class DeviceExchange:
             if own is not None:
                 sending[: own.numel()].copy_(own)
             self._operations.all_gather(coming, sending)
-            for each in ranges:
-                low = max(start, each.start)
-                high = min(start + nbytes, each.start + each.nbytes)
+            for part in ranges:
+                low = max(start, part.start)
+                high = min(start + nbytes, part.start + part.nbytes)
                 if low < high:
-                    place = each.place + low - each.start
-                    at = each.rank * nbytes + low - start
+                    place = part.place + low - part.start
+                    at = part.rank * nbytes + low - start
                     whole[place : place + high - low].copy_(coming[at : at + high - low])
 
         return work
@@ -205,9 +205,9 @@ class DeviceExchange:
         current one, which has just allocated the result.
         """
         events = []
-        for each in {stream or self.current(), self.current()}:
+        for awaited in {stream or self.current(), self.current()}:
             events.append(self._device.streams.new_event())
-            events[-1].record(each)
+            events[-1].record(awaited)
         return events
 
     def sum(
@@ -249,8 +249,8 @@ class DeviceExchange:
     ) -> None:
         nbytes = self._count * numel * dtype.itemsize
         giving, coming = (
-            all_of(each.memory)[:nbytes].view(dtype).view(self._count, numel)
-            for each in (self._giving, self._coming)
+            all_of(side.memory)[:nbytes].view(dtype).view(self._count, numel)
+            for side in (self._giving, self._coming)
         )
 
         def work() -> None:

@@ -186,30 +186,45 @@ def plan_sharding(
     )
 
 
-def is_collective(
-    config: SwapConfig, group: RankTopology, *, has_own_memory: bool, is_cuda: bool
-) -> bool:
-    """Whether the devices of the ranks exchange with each other.
+def exchanges_on_devices(config: SwapConfig, *, has_own_memory: bool, has_nccl: bool) -> bool:
+    """Whether devices exchange with each other, as `distributed.exchange` says. Pure.
 
-    A collective call. Raises ConfigError if ranks differ.
+    Raises ConfigError for "collective" if the devices compute on host memory.
     """
     wanted = config.distributed.exchange
-    is_possible = wanted != "collective" or has_own_memory
-    local = wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
-    of_all: list[Any] = [None] * group.count
-    # A rank that refuses sends this to the others: they would wait for it.
-    dist.all_gather_object(of_all, local if is_possible else None, group=group.process_group)
-    if not is_possible:
+    if wanted == "collective" and not has_own_memory:
         raise ConfigError(
             'distributed.exchange: "collective" is between devices with memory of their own, and '
             'this one computes on host memory; set it to "auto" or "one_sided"'
         )
+    return wanted == "collective" or (wanted == "auto" and has_nccl)
+
+
+def agree_on_exchange(
+    config: SwapConfig, group: RankTopology, *, has_own_memory: bool, is_cuda: bool
+) -> bool:
+    """Returns `exchanges_on_devices`, which is the same for all ranks.
+
+    A collective call. Raises ConfigError as that function, and if ranks differ.
+    """
+    local, refusal = None, None
+    has_nccl = is_cuda and dist.is_nccl_available()
+    try:
+        local = exchanges_on_devices(config, has_own_memory=has_own_memory, has_nccl=has_nccl)
+    except ConfigError as error:
+        refusal = error
+    of_all: list[Any] = [None] * group.count
+    # A rank that refuses sends None to the others: they would wait for it.
+    dist.all_gather_object(of_all, local, group=group.process_group)
+    if refusal is not None:
+        raise refusal
     for rank, remote in enumerate(of_all):
         if remote != of_all[0]:
             raise ConfigError(
                 f"distributed.exchange: rank {rank} would exchange otherwise than rank 0; give "
                 "all ranks one configuration and devices of one kind"
             )
+    assert local is not None
     return local
 
 

@@ -253,6 +253,10 @@ class DistributedUpdater(StepRunner):
         return self.local.reclaim_idle()
 
     @override
+    def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
+        return self.local.give_back_spare(waits=waits, drops=drops)
+
+    @override
     def reclaim(self) -> bool:
         if self.deferred is not None and self.deferred.release(waits=True):
             return True

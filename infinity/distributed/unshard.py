@@ -107,9 +107,9 @@ class DeviceUnshard:
             return None
         whole, ready = location.memory, self._exchange.ready()
         local = whole[:0]
-        for each in ranges:
-            if each.rank == self._partition.rank:  # One range: trained tensors are adjacent.
-                local = whole[each.place : each.place + each.nbytes]
+        for part in ranges:
+            if part.rank == self._partition.rank:  # One range: trained tensors are adjacent.
+                local = whole[part.place : part.place + part.nbytes]
 
         def issue() -> tuple[Copy, Copy]:
             self._count(ranges)
@@ -121,13 +121,13 @@ class DeviceUnshard:
     def _ranges(self, unit: int) -> list[PlacedRange]:
         """Returns the places in the full unit of the parts that ranks serve."""
         return [
-            PlacedRange(shard.rank, each.shard_offset_nbytes, each.whole_offset_nbytes, each.nbytes)
+            PlacedRange(shard.rank, part.shard_offset_nbytes, part.whole_offset_nbytes, part.nbytes)
             for shard in self._partition.shards[unit]
-            for each in self._partition.served(shard)
+            for part in self._partition.served(shard)
         ]
 
     def _count(self, ranges: list[PlacedRange]) -> None:
-        of_others = (each.nbytes for each in ranges if each.rank != self._partition.rank)
+        of_others = (part.nbytes for part in ranges if part.rank != self._partition.rank)
         self._counters.add("ranks_gathered_nbytes", sum(of_others))
 
 

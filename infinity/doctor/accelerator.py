@@ -10,8 +10,8 @@ from pathlib import Path
 from infinity.config import SwapConfig
 from infinity.doctor.files import read_int, read_text
 from infinity.doctor.finding import Finding, degraded, missing, ok
-from infinity.engine.devices import pci_address
 from infinity.sizes import format_nbytes
+from infinity.tiers.open_device import pci_address
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Builds an engine from a model and a configuration; refuses bad input before anything changes.
 
 The steps, each in a file of its own: `refusals` looks at the model, `lay_out` makes units and
-budgets, `open_tiers` opens the tiers. This file connects the parts over them. `fill` writes the
-first values.
+budgets, `open_tiers` opens the tiers, `first_values` fills them. This file connects the parts.
 """
 
 from __future__ import annotations
@@ -32,25 +31,24 @@ from infinity.distributed.step import DistributedMasters, DistributedUpdater
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sync import OneRank, Ranks, RankSync
 from infinity.distributed.unshard import DeviceUnshard
-from infinity.engine.devices import OwnDevice
-from infinity.engine.dtypes import Dtypes
-from infinity.engine.durability import count_spares, free_nvme_nbytes, updates_in_backward
 from infinity.engine.engine import Engine
-from infinity.engine.fill import fill, move_buffers
+from infinity.engine.first_values import fill, move_buffers
 from infinity.engine.lay_out import LaidOut, lay_out
-from infinity.engine.load_plan import LoadPlan, StoredParams
 from infinity.engine.open_tiers import OpenTiers, open_tiers
 from infinity.engine.refusals import refuse_model
 from infinity.engine.update_rates import place_updates
 from infinity.modules.discover import ModelLayout, UnitRule
+from infinity.modules.dtypes import Dtypes
 from infinity.modules.handle import Handle
 from infinity.modules.hooks import HookedModule
+from infinity.modules.load_plan import LoadPlan, StoredParams
 from infinity.modules.originals import Originals
 from infinity.modules.param import OffloadedParam
 from infinity.modules.tiling.split import Tiling
 from infinity.observe import Counters
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.budgets import Budgets
+from infinity.state.spare_generations import count_spares, free_nvme_nbytes, updates_in_backward
 from infinity.state.store import LocalStore, StateStore
 from infinity.state.units import Unit
 from infinity.storage.protocol import StorageEngine
@@ -67,6 +65,7 @@ from infinity.streaming.step_record import StepRunner, UpdateSettings
 from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.open_device import OwnDevice
 from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
@@ -267,6 +266,7 @@ def _assemble(
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
         on_device=device if update_device.is_on_device else None,
         in_backward=in_backward,
+        rides_along=config.schedule.updates != "at_step" and sharding is None,
     )
     step = _step_parts(config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes)
     if sharded is not None:
@@ -339,13 +339,16 @@ def _add_reclaimers(
 ) -> None:
     """Tells the pool which parts give up blocks, in the order in which it asks them."""
     updater, gradients = step.updater, step.gradients
+    pool.add_lender(updater.give_back_spare)
+    pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True))
     if config.schedule.updates == "at_step" or step.ranks.num_ranks > 1:
         pool.add_reclaimer(lambda _: updater.reclaim_idle())
     # Cheapest first: gradients on their way to the drive, weights that would be read again, and the
     # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would
     # cost more weights than it holds, because they are not adjacent.
     pool.add_reclaimer(lambda _: gradients.reclaim())
-    pool.add_reclaimer(lambda _: any(each.reclaim() for each in stores))
+    pool.add_reclaimer(lambda _: any(store.reclaim() for store in stores))
+    pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True, drops=True))
     pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())
     pool.add_reclaimer(lambda _: weight_cache.give_up_zone())

@@ -1,12 +1,12 @@
 """The engine of one model: the object behind `infinity.offload`, composed of its parts.
 
-  modules/param.py        handle and compute parameter of every parameter
-  modules/uses.py         units in use, for hooks
-  modules/edits.py        changes of weights other than the optimizer's step
-  modules/grads.py        `.grad`, taken from autograd and shown on demand
-  modules/handle_ops.py   operations on handles outside their module
-  engine/param_access.py  parameters by name: read and write outside their modules
-  engine/model_passes.py  the hooks that begin and end a pass; `infinity.forward_backward`
+  modules/param.py          handle and compute parameter of every parameter
+  modules/uses.py           units in use, for hooks
+  modules/edits.py          changes of weights other than the optimizer's step
+  modules/grads.py          `.grad`, taken from autograd and shown on demand
+  modules/handle_ops.py     operations on handles outside their module
+  modules/param_access.py   parameters by name: read and write outside their modules
+  modules/model_passes.py   the hooks that begin and end a pass; `infinity.forward_backward`
 
 One lock orders the training thread and autograd's device threads.
 """
@@ -28,12 +28,9 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.distributed.group import path_of_job
+from infinity.distributed.shared_inputs import SharedActivationStore
+from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection, Ranks
-from infinity.engine import registry
-from infinity.engine.model_passes import ModelPasses
-from infinity.engine.param_access import ParamAccess
-from infinity.engine.state_access import StateAccess
-from infinity.engine.step_forecasts import StepForecasts
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules import autograd_functions as functions
 from infinity.modules.edits import WeightEdits
@@ -47,9 +44,12 @@ from infinity.modules.hooks import (
     Unscriptable,
 )
 from infinity.modules.interrupts import uninterrupted
+from infinity.modules.model_passes import ModelPasses
 from infinity.modules.param import OffloadedParam, ParamTable, increment_versions
+from infinity.modules.param_access import ParamAccess
 from infinity.modules.process import OwnProcess
 from infinity.modules.raw_access import RawAccess
+from infinity.modules.step_forecasts import StepForecasts
 from infinity.modules.tiling.split import tiles_of
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.modules.unmanaged_params import UnmanagedParams
@@ -70,8 +70,10 @@ from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
 
-
 T = TypeVar("T")
+
+# The open engines, for `registry`. Weak on both sides: only a model's hooks keep its engine alive.
+ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
 class Background(Protocol):
@@ -169,7 +171,7 @@ class Engine:
             self.updater.start_worker(self._lock, self.resources)
         for param in self.params:
             param.handle.owner = self.handle_ops
-            registry.mark(param, self)
+            param.mark(self)
 
     # -- Attaching to the model ------------------------------------------------------------------
 
@@ -188,14 +190,14 @@ class Engine:
         self._removable += [
             m.register_load_state_dict_pre_hook(self._access.take_loaded) for m in owners
         ]
-        registry.register(self)
+        ENGINES[self.model] = weakref.ref(self)
 
     def uninstall(self) -> None:
         """Restores the original parameters after a failed set-up."""
         self._remove_hooks()
         self._raw_access.uninstall()
         self._param_table.restore()
-        registry.forget(self)
+        ENGINES.pop(self.model, None)
 
     def forget_originals(self) -> None:
         """Drops the model's own parameters. The tiers have their values."""
@@ -221,7 +223,7 @@ class Engine:
 
     def share_activations(self, group: Any) -> None:
         """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
-        self._model_passes.share_activations(group)
+        self._model_passes.save_inputs_in(SharedActivationStore(self.activations, group))
 
     def reset(self) -> None:
         """Releases what an interrupted forward or backward has left in use.
@@ -478,7 +480,7 @@ class Engine:
                 _log.debug("while closing", exc_info=True)
             self.weight_cache.close()
             self._finalizer()
-            registry.forget(self)
+            ENGINES.pop(self.model, None)
 
     def __enter__(self) -> Engine:
         return self

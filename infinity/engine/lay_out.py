@@ -10,12 +10,9 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.distributed.group import RankTopology
-from infinity.distributed.setup import ShardingPlan, is_collective, plan_sharding
-from infinity.engine.adapters import values_of_adapters
-from infinity.engine.devices import OwnDevice, device_kind, device_nbytes, shares_host_memory
-from infinity.engine.dtypes import Dtypes
-from infinity.engine.load_plan import StoredParams
+from infinity.distributed.setup import ShardingPlan, agree_on_exchange, plan_sharding
 from infinity.errors import CapacityError, ConfigError
+from infinity.modules.adapters import values_of_adapters
 from infinity.modules.discover import (
     FoundParam,
     ModelLayout,
@@ -23,6 +20,8 @@ from infinity.modules.discover import (
     discover_units,
     storage_strides,
 )
+from infinity.modules.dtypes import Dtypes
+from infinity.modules.load_plan import StoredParams
 from infinity.modules.tiling.split import Tiling
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.moments import moments_of
@@ -31,6 +30,7 @@ from infinity.state.stored import lay_out_stored
 from infinity.state.tiles import fit
 from infinity.state.units import StateKind, TensorFacts, Unit, layout_unit
 from infinity.storage.arena import available_host_nbytes
+from infinity.tiers.open_device import OwnDevice, device_kind, device_nbytes, shares_host_memory
 from infinity.tiers.ranges import rounded_nbytes
 
 
@@ -62,7 +62,7 @@ def lay_out(
     Raises CapacityError if no division fits, ConfigError for a model without parameters. With
     ranks, a collective call.
     """
-    on_devices = ranks is not None and is_collective(
+    on_devices = ranks is not None and agree_on_exchange(
         config,
         ranks,
         has_own_memory=not shares_host_memory(config, device),

@@ -14,7 +14,6 @@ import torch
 from infinity.config import SwapConfig
 from infinity.config.cores import threads_here
 from infinity.config.schema import NvmeTier
-from infinity.engine.devices import OwnDevice, device_node, open_device
 from infinity.observe import Counters
 from infinity.state.budgets import Budgets
 from infinity.state.units import Unit
@@ -25,6 +24,7 @@ from infinity.storage.shards import ShardFiles, ShardIdentity
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
+from infinity.tiers.open_device import OwnDevice, device_node, open_device
 
 _log = logging.getLogger("infinity")
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from infinity.engine.adapters import derived_buffers, refuse_values_to_come, refuse_without_values
 from infinity.engine.registry import is_offloaded
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.modules.adapters import derived_buffers, refuse_values_to_come, refuse_without_values
 from infinity.modules.awaited import Awaited
 from infinity.modules.handle import Handle
 from infinity.modules.originals import Follower

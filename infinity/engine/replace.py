@@ -18,14 +18,11 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from infinity.config import SwapConfig
 from infinity.engine import registry
+from infinity.engine.engine import Engine
 from infinity.errors import SwapLockedError
-
-if TYPE_CHECKING:
-    from infinity.engine.engine import Engine
 
 _NAME = re.compile(r"[A-Za-z]\w*")  # Names that begin with _ belong to IPython.
 

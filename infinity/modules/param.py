@@ -61,6 +61,11 @@ class OffloadedParam:
         """Whether `.data =` has moved the compute parameter to memory outside the unit's region."""
         return not self.compute.is_set_to(self.place)
 
+    def mark(self, engine: object) -> None:
+        """Marks the handle and the compute parameter as those of an engine: see `owner_of`."""
+        for tensor in (self.handle, self.compute):
+            tensor._offloaded_by = weakref.ref(engine)  # type: ignore[union-attr]
+
     def put_back(self) -> torch.Tensor | None:
         """Moves the compute parameter back to the unit's region, if `.data =` has moved it away.
 

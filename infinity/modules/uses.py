@@ -66,7 +66,8 @@ class UnitUses:
         self._changes = changes
         self._lock = lock
         self._process = OwnProcess()
-        self._left: set[int] = set()  # By the backward that is running.
+        # By the backward that is running, in its order: that of their writes and early updates.
+        self._left: dict[int, None] = {}
         self.is_closed = False
         # Tells the step that is expected of a unit. Of the engine, which knows the optimizer.
         self.forecast: Callable[[Unit], StepRecord | None] = _unknown
@@ -169,7 +170,7 @@ class UnitUses:
         self._changes.take_over(unit)
         self._changes.end_use(unit)
         if current_backward() != OUTSIDE_BACKWARD:
-            self._left.add(unit)
+            self._left[unit] = None
 
     def refuse_in_use(self, what: str) -> None:
         """Raises InfinityError, which names the caller, while units are in use."""
@@ -209,8 +210,9 @@ class UnitUses:
     # -- Backward --------------------------------------------------------------------------------
 
     def _write_out_left(self, but: list[int]) -> None:
-        for unit in self._left - set(but):
-            self._write_out(unit)
+        for unit in self._left:
+            if unit not in but:
+                self._write_out(unit)
         self._left.clear()
 
     def _write_out(self, unit: int) -> None:
@@ -245,7 +247,7 @@ class UnitUses:
     def end_of_block(self, units: list[int]) -> None:
         """The gradients of these units are complete: they go to where they rest."""
         with UNINTERRUPTED, self._lock:
-            for unit in {*units, *self._left}:  # Tiles have units of their own.
+            for unit in dict.fromkeys([*self._left, *units]):  # Tiles have units of their own.
                 self._write_out(unit)
             self._left.clear()
             self._updater.advance()

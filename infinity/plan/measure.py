@@ -26,7 +26,6 @@ from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
 from infinity.codecs import Int4Groups
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
-from infinity.engine.devices import device_kind
 from infinity.errors import ConfigError
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.measure_device import measure_cuda
@@ -36,6 +35,7 @@ from infinity.simulate.job import Batch, tuned_gb_per_s
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.open import open_configured
+from infinity.tiers.open_device import device_kind
 from infinity.training.allocator import keep_freed_memory
 
 _ARENA_NBYTES = 256 * MIB

@@ -101,8 +101,8 @@ def model_of_shape(
 
     def add_unit(name: str, tensors: dict[str, tuple[int, ...]]) -> int:
         facts = [
-            facts_of_shape(f"{name}.{each}", size, dtype, is_trainable=True)
-            for each, size in tensors.items()
+            facts_of_shape(f"{name}.{tensor}", size, dtype, is_trainable=True)
+            for tensor, size in tensors.items()
         ]
         units.append(layout_unit(len(units), name, facts, moments))
         return len(units) - 1
@@ -150,9 +150,9 @@ def model_of_config(config: Any) -> PlannedModel:
 def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> PlannedModel:
     """Returns the planned model of a module, which may be on meta and partly frozen. `hf_config` is
     its configuration of transformers."""
-    from infinity.engine.dtypes import Dtypes
     from infinity.engine.lay_out import facts_of
     from infinity.modules.discover import discover_units
+    from infinity.modules.dtypes import Dtypes
     from infinity.state.moments import moments_of
     from infinity.tiers.ranges import rounded_nbytes
 
@@ -161,7 +161,7 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
         layout_unit(
             index,
             name,
-            [facts_of(each, dtypes) for each in members],
+            [facts_of(member, dtypes) for member in members],
             moments_of(config),
         )
         for index, (name, members) in enumerate(layout.units)

@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
 from infinity.distributed.group import RankTopology
-from infinity.distributed.setup import ShardingPlan, plan_sharding, with_part_of_node
+from infinity.distributed.setup import (
+    ShardingPlan,
+    exchanges_on_devices,
+    plan_sharding,
+    with_part_of_node,
+)
 from infinity.errors import ConfigError
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
@@ -46,7 +51,7 @@ class NodeView:
         if count > 1:
             self.config_of_rank = with_part_of_node(config, count)
             self.hardware_of_rank = hardware.of_rank(count)
-            self.is_collective = _is_collective(config, hardware)
+            self.is_collective = _exchanges_on_devices(config, hardware)
 
     def plan_sharding(self, model: PlannedModel) -> ShardingPlan | None:
         """Returns the part of `rank`, or of the rank that owns most; None for one rank."""
@@ -75,23 +80,17 @@ class NodeView:
         return [f"{self.count} of the machine's {self._num_devices} devices are used"]
 
 
-def _is_collective(config: SwapConfig, hardware: Hardware) -> bool:
-    """Decides as the engine does. The engine asks its device; a device with memory counts as
-    CUDA."""
-    wanted = config.distributed.exchange
-    if hardware.shares_host_memory:
-        if wanted == "collective":
-            raise ConfigError(
-                'distributed.exchange: "collective" is between devices with memory of their own, '
-                f'and {hardware.name} computes on host memory; set it to "auto" or "one_sided"'
-            )
-        return False
-    if wanted != "one_sided" and hardware.device.gather_gb_per_s is None:
+def _exchanges_on_devices(config: SwapConfig, hardware: Hardware) -> bool:
+    """As `exchanges_on_devices`; a device with memory of its own counts as CUDA. Raises ConfigError
+    for hardware without the rate of the exchange, too."""
+    has_memory = not hardware.shares_host_memory
+    on_devices = exchanges_on_devices(config, has_own_memory=has_memory, has_nccl=has_memory)
+    if on_devices and hardware.device.gather_gb_per_s is None:
         raise ConfigError(
             f"{hardware.name} has no device.gather_gb_per_s, the rate at which a device receives "
             "from the others; add it to the hardware file, or --set distributed.exchange=one_sided"
         )
-    return wanted != "one_sided"
+    return on_devices
 
 
 def layout_of_rank(

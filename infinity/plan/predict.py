@@ -12,11 +12,6 @@ from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
 from infinity.distributed.setup import ShardingPlan
-from infinity.engine.durability import (
-    spare_generation_nbytes,
-    updates_in_backward,
-    wanted_spares,
-)
 from infinity.plan.hardware import Hardware
 from infinity.plan.inputs import (
     ChunkTraffic,
@@ -46,6 +41,11 @@ from infinity.simulate.spec import StepSpec
 from infinity.simulate.step import Prediction, predict, with_best_share
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.state.budgets import Budgets
+from infinity.state.spare_generations import (
+    spare_generation_nbytes,
+    updates_in_backward,
+    wanted_spares,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def forecast(
     node = NodeView(config, hardware, num_ranks, rank)
     config, machine = node.config_of_rank, node.hardware_of_rank
     window_nbytes = window_nbytes_of(config, machine)
-    whole = model
+    untiled = model
     model, sharding, budgets = fitted(node, model, window_nbytes)
     placement = budgets.placement
     units = model.units if sharding is None else sharding.partition.units
@@ -160,7 +160,7 @@ def forecast(
         step=predict(job, rates),
         warnings=(
             *said_of_waiting(config, chunks),
-            *said_of_tiles(whole, model),
+            *said_of_tiles(untiled, model),
             *said_of_devices(machine),
             *obstacles,
             *node.warnings(),

@@ -20,12 +20,12 @@ import torch
 
 from infinity.api import offload
 from infinity.config import SwapConfig
-from infinity.engine.optimizers import AdamW
 from infinity.engine.registry import engine_of
 from infinity.errors import CapacityError
 from infinity.observe.step_summary import summarize
 from infinity.observe.timeline import laid_out
 from infinity.observe.tracer import Span, Track
+from infinity.optimizers.algorithms import AdamW
 from infinity.plan.model import PlannedModel
 from infinity.simulate.job import Batch, updated_nbytes
 from infinity.sizes import MIB

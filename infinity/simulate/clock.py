@@ -1,7 +1,8 @@
 """A simulated clock: operations on tracks, their dependencies, and the time when each one runs.
 
 A track (a link, a processor, a thread) runs one operation at a time and never interrupts one. It
-runs the oldest operation that is ready, and is never idle while one is ready. Such a schedule is at
+runs the oldest operation that is ready, late ones after all others, and is never idle while one is
+ready. Such a schedule is at
 most twice as long as the best one. A faster track may lengthen it, seldom and by little. Source:
 Graham, "Bounds on multiprocessing timing anomalies", 1969.
 
@@ -20,7 +21,8 @@ class Operation:
     """An operation of a track. It may start when every operation of `after` (earlier indexes) has
     ended.
 
-    `traffic` names the counter of `nbytes`; `step` is the optimizer step of the operation.
+    `traffic` names the counter of `nbytes`; `step` is the optimizer step of the operation. One that
+    `is_late` goes after all others that are ready, as writes go after reads on the drives.
     """
 
     track: str
@@ -30,6 +32,7 @@ class Operation:
     nbytes: int = 0
     traffic: str = ""
     step: int = 0
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Timeline:
 
 def simulate(operations: Sequence[Operation]) -> Timeline:
     """Runs the operations. If several are ready for one track, the earliest in the list runs
-    first."""
+    first, of those that are not late if there are any."""
     missing = [len(operation.after) for operation in operations]
     followers: list[list[int]] = [[] for _ in operations]
     for index, operation in enumerate(operations):
@@ -51,7 +54,7 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
             assert before < index, f"{operation.name} waits for a later operation"
             followers[before].append(index)
 
-    ready: dict[str, list[int]] = {operation.track: [] for operation in operations}
+    ready: dict[str, list[tuple[bool, int]]] = {operation.track: [] for operation in operations}
     busy: set[str] = set()
     running: list[tuple[float, int]] = []  # A heap, ordered by the end time.
     start_s = [0.0] * len(operations)
@@ -60,7 +63,7 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
     def start_ready(now_s: float, tracks: set[str]) -> None:
         for track in tracks - busy:
             if ready[track]:
-                index = heapq.heappop(ready[track])
+                _, index = heapq.heappop(ready[track])
                 busy.add(track)
                 start_s[index] = now_s
                 finish_s[index] = now_s + operations[index].duration_s
@@ -68,7 +71,7 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
 
     for index, count in enumerate(missing):
         if count == 0:
-            heapq.heappush(ready[operations[index].track], index)
+            heapq.heappush(ready[operations[index].track], (operations[index].is_late, index))
     start_ready(0.0, set(ready))
     while running:
         now_s = running[0][0]
@@ -80,7 +83,8 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
             for follower in followers[index]:
                 missing[follower] -= 1
                 if missing[follower] == 0:
-                    heapq.heappush(ready[operations[follower].track], follower)
+                    late = operations[follower].is_late
+                    heapq.heappush(ready[operations[follower].track], (late, follower))
                     changed.add(operations[follower].track)
         start_ready(now_s, changed)
     return Timeline(tuple(operations), tuple(start_s), tuple(finish_s))

@@ -66,8 +66,9 @@ class OperationLog:
         self.last_on[track] = index
         label = f"{self.pass_name}: {name}"
         waits = tuple(dict.fromkeys(before))
+        is_late = traffic == WRITE
         self.operations.append(
-            Operation(track, label, duration_s, waits, nbytes, traffic, self.step)
+            Operation(track, label, duration_s, waits, nbytes, traffic, self.step, is_late)
         )
         return index
 

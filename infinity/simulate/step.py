@@ -119,8 +119,6 @@ def _pass(operation: Operation) -> str:
 
 # The prediction takes the best of these shares; a run finds its own share while it trains.
 EARLY_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-# Units between a unit's gradients and its early update: its chunks are read in the meantime.
-_EARLY_LAG = 2
 
 
 def with_best_share(job: StepSpec, rates: Rates) -> StepSpec:
@@ -181,7 +179,7 @@ class _Draft:
             is_last = micro_batch == job.num_micro_batches - 1
             if is_last:
                 self._updated = set()
-            complete: list[int] = []  # Early units, in the order of their gradients.
+            complete: list[int] = []  # Early units whose gradients the last move completed.
             forward_pass = self.log.pass_name
             left = Counter(
                 unit for move in self._fetches.moves for unit in self._gradients_of(move)
@@ -195,6 +193,9 @@ class _Draft:
                     continue
                 self.log.pass_name = "backward"
                 self._backward(move, self._restore(move.use, use))
+                for unit in complete:  # Their chunks were read in the meantime.
+                    self._update_early(unit)
+                complete.clear()
                 for unit in self._gradients_of(move):
                     left[unit] -= 1
                     if left[unit] == 0 or self._leaves_early(unit, use):
@@ -202,8 +203,6 @@ class _Draft:
                         summed.add(unit)
                     if is_updating and is_last and left[unit] == 0 and unit in self._early:
                         complete.append(unit)
-                if len(complete) > _EARLY_LAG:
-                    self._update_early(complete.pop(0))
         self.log.pass_name = "backward"
         for unit, ready in self._gradients.sums.items():
             self._gradients.send_sums(unit, ready)

@@ -22,6 +22,16 @@ class UnitUpdates:
             unit.fetched_nbytes + (unit.weight_nbytes if unit.sharded.is_gathered_on_host else 0)
             for unit in log.job.units
         )
+        is_alone = all(unit.sharded is NOT_SHARDED for unit in log.job.units)
+        self._rides_along = log.job.is_deferred and log.job.reads_ahead and is_alone
+        self._ring_nbytes = log.job.ring_nbytes + (self._spare_nbytes() if is_alone else 0)
+
+    def _spare_nbytes(self) -> float:
+        """Returns host memory for more staging slots: what is left when all weights are kept."""
+        if not self._rides_along:
+            return 0
+        left_nbytes = self._log.job.weights_cache_nbytes - self._all_fetched_nbytes
+        return max(0.0, left_nbytes)
 
     def stays(self, load: UnitLoad) -> bool:
         """Whether weights on NVMe are still cached when the step changes them. The model assumes so
@@ -40,8 +50,8 @@ class UnitUpdates:
         if not load.update_nbytes:
             return
         ready = None
-        is_kept = load.sharded is not NOT_SHARDED and not load.sharded.is_gathered
-        if load.weights == "nvme" and not (is_kept and self.stays(load)):
+        is_kept = not load.sharded.is_gathered and self.stays(load)
+        if load.weights == "nvme" and not is_kept:
             last = self._log.written.weights.get(unit)
             name = f"weights of {load.name}"
             ready = self._log.nvme(READ, name, load.weight_nbytes, [last, self._log.decided[-1]])
@@ -58,7 +68,8 @@ class UnitUpdates:
                 D2H, f"weights of {load.name}", load.weight_nbytes, [decided]
             )
         resident_nbytes = max(sum(load.state_read_nbytes.values()), 1)
-        count, capacity = _segments(resident_nbytes, job.ring_nbytes)
+        count, _ = _segments(resident_nbytes, job.ring_nbytes)
+        capacity = max(1, int(self._ring_nbytes * count // resident_nbytes))
         done = weights_ready
         for segment in range(count):
             done = self._update_segment(unit, segment, count, capacity, weights_ready)
@@ -88,10 +99,11 @@ class UnitUpdates:
             return nbytes * (segment + 1) // count - nbytes * segment // count
 
         before: list[int | None] = [
-            self._log.decided[-1],
             self._log.written.state.get((unit, segment)),
+            self._log.written.gradients.get(unit),
         ]
-        before.append(self._log.written.gradients.get(unit))
+        if not self._rides_along:  # Else state is read ahead of the decision.
+            before.append(self._log.decided[-1])
         if any(load.state_read_nbytes.values()):
             if len(self._ring) >= capacity:
                 before += self._ring[-capacity]

@@ -90,7 +90,7 @@ def stored_tiles(tensor: StoredTensor, starts: Sequence[int]) -> list[StoredTens
 
 def _cut_rows(piece: StoredPiece, start: int, stop: int) -> StoredPiece | None:
     """Returns rows of the first axis of the parameter, if that is the first axis of the source."""
-    stacked = sum(isinstance(each, int) for each in piece.box)
+    stacked = sum(isinstance(index, int) for index in piece.box)
     if stacked or piece.axes[0] != 0:
         return None
     ranges = piece.codec.rows(piece.shape, start, stop)
@@ -146,20 +146,20 @@ def lay_out_stored(tensors: Mapping[str, StoredTensor]) -> StoredWeights:
     ranges = {part for pieces in tensors.values() for piece in pieces for part in piece.parts}
     runs: list[ShardRun] = []
     block_nbytes = 0
-    for each in sorted(ranges, key=lambda part: (part.path, part.offset_nbytes, part.nbytes)):
-        if not each.nbytes:
+    for part in sorted(ranges, key=lambda part: (part.path, part.offset_nbytes, part.nbytes)):
+        if not part.nbytes:
             continue
-        start = align_down(each.offset_nbytes, PAGE_NBYTES)
-        stop = align_up(each.offset_nbytes + each.nbytes, PAGE_NBYTES)
+        start = align_down(part.offset_nbytes, PAGE_NBYTES)
+        stop = align_up(part.offset_nbytes + part.nbytes, PAGE_NBYTES)
         last = runs[-1] if runs else None
-        if last and last.path == each.path and start <= last.end_nbytes + _GAP_NBYTES:
+        if last and last.path == part.path and start <= last.end_nbytes + _GAP_NBYTES:
             grown_nbytes = max(last.nbytes, stop - last.offset_nbytes)
             runs[-1] = ShardRun(
                 last.path, last.offset_nbytes, grown_nbytes, last.block_offset_nbytes
             )
             block_nbytes = last.block_offset_nbytes + grown_nbytes
         else:
-            runs.append(ShardRun(each.path, start, stop - start, block_nbytes))
+            runs.append(ShardRun(part.path, start, stop - start, block_nbytes))
             block_nbytes += stop - start
     starts = [(run.path, run.offset_nbytes) for run in runs]
 
@@ -171,7 +171,7 @@ def lay_out_stored(tensors: Mapping[str, StoredTensor]) -> StoredWeights:
 
     pieces = tuple(
         (name, piece, tuple(place(part) for part in piece.parts))
-        for name, each in tensors.items()
-        for piece in each
+        for name, sources in tensors.items()
+        for piece in sources
     )
     return StoredWeights(max(block_nbytes, PAGE_NBYTES), tuple(runs), pieces)

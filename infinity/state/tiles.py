@@ -30,7 +30,7 @@ def is_cut_by_name(attribute: str) -> bool:
     return re.fullmatch(_ATTRIBUTES, attribute) is not None
 
 
-def name_of_whole(name: str) -> str:
+def name_of_tiled(name: str) -> str:
     """The name of a parameter, or of state of it, without the tile: "head.tiles.3.weight" is part
     of "head.weight". A name without tiles is its own."""
     return _TILE.sub("", name)

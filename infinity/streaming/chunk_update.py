@@ -26,10 +26,21 @@ from infinity.tiers.host import Block
 
 @dataclass(eq=False, slots=True)
 class StagingSlot:
-    """Space for one chunk of every state kind that travels, and the transfers from and to it."""
+    """Space for one chunk of every state kind that travels, and the transfers from and to it.
+
+    `spare`: the slot's own block of spare memory; None: the slot is a part of the ring's block.
+    `written_nbytes` are on their way from the slot, while there are transfers.
+    """
 
     parts: dict[StateKind, Block]
+    spare: Block | None = None
     transfers: list[Transfer] = field(default_factory=list)
+    written_nbytes: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every transfer is over."""
+        return all(transfer.done() for transfer in self.transfers)
 
 
 @dataclass(eq=False, slots=True)

@@ -25,10 +25,9 @@ updates.
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
@@ -48,10 +47,9 @@ from infinity.streaming.parameters import WeightCache
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import StepRecord
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of, updates_of
-from infinity.streaming.update_worker import UpdateWorker
+from infinity.streaming.update_worker import MOST_CHECKED_OUT
 
 _WAITS = ("read_wait_s", "write_wait_s")
-_MOST_CHECKED_OUT = 2  # Units whose weights are checked out for the worker at once.
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +101,8 @@ class EarlyUpdates:
         self._old: OldGeneration | None = None  # Since the first early update of the step.
         self._num_undone = 0  # Taken back before the step has decided.
         self._is_advancing = False
-        self._worker: UpdateWorker | None = None
+        # Of the worker that updates, where there is one.
+        self.wake_worker: Callable[[], None] | None = None
         # For `wait_share`: the waits and the time at the last decision.
         self._waits_before_s = 0.0
         self._forward_wait_s = 0.0
@@ -114,11 +113,6 @@ class EarlyUpdates:
             and rewritten_nbytes(unit, kind) is not None
             for kind in changing_kinds(unit)
         )
-
-    def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
-        """From now on a thread of its own updates, until `resources` are closed."""
-        self._worker = UpdateWorker(lock, self._turn)
-        resources.callback(self._worker.close)
 
     # -- The backward ------------------------------------------------------------------------------
 
@@ -150,6 +144,10 @@ class EarlyUpdates:
         early = self._planned.get(unit)
         return is_complete and early is not None and early.update is None
 
+    def is_planned(self, unit: int) -> bool:
+        """Whether the unit is to be updated in the backward of this step."""
+        return unit in self._planned
+
     def begin(self, unit: int, record: StepRecord) -> None:
         """The gradients of a planned unit are complete, and this step is expected of it."""
         early = self._planned[unit]
@@ -166,18 +164,18 @@ class EarlyUpdates:
             return
         self._is_advancing = True
         try:
-            if self._worker is None:
+            if self.wake_worker is None:
                 while self._complete and self._advance_first():
                     pass
             elif self._check_out_first():
-                self._worker.wake()
+                self.wake_worker()
             self._read_ahead()
         finally:
             self._is_advancing = False
 
     def _check_out_first(self) -> bool:
         """Checks weights out for the worker. Returns whether the worker has any."""
-        first = [each for each, _ in zip(self._complete, range(_MOST_CHECKED_OUT), strict=False)]
+        first = list(islice(self._complete, MOST_CHECKED_OUT))
         for index in first:
             early = self._complete[index]
             assert early.update is not None
@@ -189,7 +187,7 @@ class EarlyUpdates:
         update = self._complete[unit].update
         return update is not None and update.weights is not None
 
-    def _turn(self) -> Sequence[Transfer] | None:
+    def turn(self) -> Sequence[Transfer] | None:
         """A turn of the worker, see `UpdateWorker`: updates a chunk."""
         first = next(iter(self._complete), None)
         if first is None or self._is_advancing or not self._is_checked_out(first):

@@ -8,6 +8,7 @@ A part of the units is updated before the decision, in the backward, where that 
 (`early_updates.py`): the drives then have their part of the traffic in both passes.
 
 Chunks are read ahead in the order in which units are expected to be updated (`staging_ring.py`).
+In the backward the next step's are: their state, without the gradients, which are still to come.
 `chunk_update.py` has the arithmetic.
 
 Note [Pending units]
@@ -18,17 +19,19 @@ Note [Pending units]
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice
 
 from typing_extensions import override
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
-from infinity.state.store import LocalStore, StateStore
-from infinity.state.units import Chunk
+from infinity.state.store import DeviceLocation, LocalStore, StateStore, Transfer
+from infinity.state.units import Chunk, StateKind
 from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.parameters import WeightCache
@@ -40,6 +43,7 @@ from infinity.streaming.step_record import (
     UpdateSettings,
 )
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, updates_of
+from infinity.streaming.update_worker import MOST_CHECKED_OUT, UpdateWorker
 from infinity.tiers.pool import HostPool
 
 
@@ -62,12 +66,21 @@ class Updater(StepRunner):
         self.chunk_nbytes = settings.chunk_nbytes
         self._reads_ahead = settings.reads_ahead
         self._is_on_host = settings.on_device is None
+        self._counters = counters
         self._ring = StagingRing(
             store,
             pool,
             counters,
             chunk_nbytes=settings.chunk_nbytes,
             num_slots=settings.num_staging_slots,
+            spare_nbytes=self._spare_nbytes if settings.rides_along else None,
+        )
+        self._rides_along = settings.rides_along and settings.reads_ahead
+        # The streams that copy it are known to the thread that trains.
+        self._has_state_on_device = any(
+            isinstance(location, DeviceLocation)
+            for (_, kind), location in store.placed().items()
+            if kind is not StateKind.PARAMETERS
         )
         self._chunks = ChunkUpdates(self._ring, weight_cache, counters, settings.on_device)
         self._early: EarlyUpdates | None = None
@@ -78,14 +91,26 @@ class Updater(StepRunner):
                 chunk_nbytes=settings.chunk_nbytes,
             )  # fmt: skip
         self._pending: dict[int, UnitUpdate] = {}
+        # Chunks of the units that were updated since the decision, in this order.
+        self._updated: dict[int, tuple[Chunk, ...]] = {}
+        # Chunks that the next step will probably update, from the first gradient to the decision.
+        self._next: Iterator[Chunk] | None = None
         self._is_applying = False
+        self._worker: UpdateWorker | None = None
+        # Pending units whose weights are checked out for the worker, in the order of their updates.
+        self._beside: list[UnitUpdate] = []
+        self._is_feeding = False  # Whether the worker makes pending updates.
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
         self._decided_s = time.monotonic()  # The last decision.
 
     @override
     def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
-        if self._early is not None and self._is_on_host:
-            self._early.start_worker(lock, resources)
+        if not self._rides_along or not self._is_on_host:
+            return
+        self._worker = UpdateWorker(lock, self._turn)
+        resources.callback(self._worker.close)
+        if self._early is not None:
+            self._early.wake_worker = self._worker.wake
 
     # -- Pending updates -------------------------------------------------------------------------
 
@@ -95,6 +120,7 @@ class Updater(StepRunner):
         in the backward; nothing is moved yet."""
         kept = self._decide(record)
         self.apply_pending(but=kept)
+        self._updated, self._next = {}, None
         for unit in self._store.units:
             if unit.index in kept:
                 continue
@@ -102,6 +128,9 @@ class Updater(StepRunner):
             if update is not None:
                 self._make_pending(update)
         self._ring.drop_reads(lambda chunk: chunk.unit.index not in self._pending)
+        with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
+            self._ring.bring_all_gradients()
+        self._is_feeding = self._worker is not None and not self._has_state_on_device
 
     def _make_pending(self, update: UnitUpdate) -> None:
         self._pending[update.unit.index] = update
@@ -118,6 +147,7 @@ class Updater(StepRunner):
         for update in kept:
             if not update.is_done:
                 self._make_pending(update)
+                self._beside.append(update)  # If there is a worker, it goes on.
         return {update.unit.index for update in kept}
 
     @override
@@ -136,9 +166,11 @@ class Updater(StepRunner):
             raise
 
     def _withdraw(self) -> None:
-        for unit in self._pending:
+        for unit, update in self._pending.items():
             self._weight_cache.await_update(unit, False)
+            self._chunks.check_in(update, write_now=False)
         self._pending.clear()
+        self._beside.clear()
         self._ring.drop_reads()
 
     @override
@@ -173,12 +205,16 @@ class Updater(StepRunner):
     @override
     def settle(self) -> None:
         """Applies everything pending and waits until every moment and master is where it rests.
-        Nothing is updated or read early any more before the next step."""
+        Nothing is updated or read early any more before the next step. Spare memory is free."""
         if self._early is not None:
             self._early.withdraw()
+        if self._next is not None:
+            self._next = iter(())
         self.apply_pending()
         self._ring.drop_reads()
         self.finish_writes()
+        while self._ring.give_back_spare():
+            pass
 
     @override
     def finish_writes(self) -> None:
@@ -215,7 +251,6 @@ class Updater(StepRunner):
                 yield from self._pending[unit].left
 
     def _apply(self, update: UnitUpdate, is_needed: bool) -> None:
-        record = update.record
         if self._pool.is_tight:
             self.reclaim()  # Its place may be in the way of the weights.
         # The largest first: around weights that lie there already, room may be in two parts.
@@ -225,7 +260,13 @@ class Updater(StepRunner):
             self._run(update, is_needed)
         finally:
             self._is_applying = False
+        self._end(update)
+
+    def _end(self, update: UnitUpdate) -> None:
+        """Every chunk is updated: the unit is not pending any more."""
+        record = update.record
         del self._pending[update.unit.index]
+        self._updated[update.unit.index] = update.chunks
         self._weight_cache.await_update(update.unit.index, False)
         if record.clip_factor is not None:
             # INV-9: a parameter without a gradient is in no record.
@@ -244,17 +285,95 @@ class Updater(StepRunner):
         finally:
             self._chunks.check_in(update, write_now=not is_needed)
 
+    # -- Beside the device -------------------------------------------------------------------------
+
+    def _feed_worker(self) -> None:
+        """Checks weights of pending units out for the worker, those that are needed next."""
+        self._beside = [update for update in self._beside if self._is_beside(update)]
+        pending = (self._pending[u] for u in self._weight_cache.expected() if u in self._pending)
+        for update in islice(pending, 2 * MOST_CHECKED_OUT):
+            if len(self._beside) == MOST_CHECKED_OUT:
+                break
+            if update.weights is None and self._local_weights.can_check_out(update.unit.index):
+                self._chunks.check_out(update)
+                self._beside.append(update)
+        if self._beside and self._worker is not None:
+            self._worker.wake()
+
+    def _is_beside(self, update: UnitUpdate) -> bool:
+        """Whether the update is still to be made, with the weights that were checked out."""
+        return self._pending.get(update.unit.index) is update and update.weights is not None
+
+    def _turn(self) -> Sequence[Transfer] | None:
+        """A turn of the worker, see `UpdateWorker`: first of pending updates, then of early
+        ones."""
+        if self._is_applying or self._torn is not None:
+            return None
+        update = next(filter(self._is_beside, self._beside), None)
+        if update is not None and self._is_feeding:
+            return self._turn_of(update)
+        return None if self._early is None else self._early.turn()
+
+    def _turn_of(self, update: UnitUpdate) -> Sequence[Transfer] | None:
+        try:
+            with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
+                if self._ring.take(or_none=True):
+                    self._ring.start_more(self._expected())
+            if not self._chunks.try_next(update, None):
+                return self._ring.awaited(update.left[0])
+            if update.is_done:
+                self._chunks.check_in(update, write_now=True)
+                self._end(update)
+        except BaseException as error:
+            self._is_feeding = False  # Who needs the unit next meets the cause, and tells it.
+            if update.is_begun:
+                self._tear(error)
+            if isinstance(error, StorageError):
+                return None
+            raise
+        return ()
+
+    def _release_beside(self) -> bool:
+        """Gives back weights that are checked out for the worker. An update that has begun is made
+        first. Returns whether there were any."""
+        for update in filter(self._is_beside, self._beside):
+            if not update.is_begun:
+                self._chunks.check_in(update, write_now=False)
+                return True
+            if self._ring.is_taken and self._torn is None:
+                self.bring_up_to_date(update.unit.index)
+                return True
+        return False
+
     # -- In the backward ---------------------------------------------------------------------------
 
     @override
     def note_gradient(self, unit: int) -> None:
         if self._early is not None:
             self._early.note_gradient(unit)
+        if self._rides_along and self._ring.travels:
+            if self._next is None:
+                self._begin_backward()
             self.advance()
+
+    def _begin_backward(self) -> None:
+        self._next = self._expected_of_next()
+        self._counters.add("state_held_back_nbytes", self._ring.held_back_nbytes())
+
+    def _expected_of_next(self) -> Iterator[Chunk]:
+        """The chunks of units that the forward has updated and the backward will not."""
+        for unit, chunks in list(self._updated.items()):
+            if self._early is None or not self._early.is_planned(unit):
+                yield from chunks
 
     @override
     def note_left(self, unit: int) -> bool:
         return self._early is not None and self._early.note_left(unit)
+
+    @property
+    def _local_weights(self) -> WeightCache:
+        assert isinstance(self._weight_cache, WeightCache), "ranks update at the step, or beside it"
+        return self._weight_cache
 
     @override
     def begin_early(self, unit: int, record: StepRecord) -> None:
@@ -269,8 +388,13 @@ class Updater(StepRunner):
             return
         if self._pending and self._reads_ahead and self._ring.take(or_none=True):
             self._ring.start_more(self._expected())
+        if self._pending and self._is_feeding:
+            self._feed_worker()
         if self._early is not None:
             self._early.advance()
+        if self._next is not None and self._ring.take(or_none=True):
+            count = self._ring.start_more(self._next, with_gradients=False)
+            self._counters.add("chunks_read_in_backward", count)
 
     @override
     def withdraw(self, unit: int) -> None:
@@ -288,10 +412,19 @@ class Updater(StepRunner):
         """Gives the ring's block back when nothing is pending. False if there is none to give."""
         return not self._pending and self.reclaim()
 
+    def _spare_nbytes(self) -> int:
+        return self._pool.free_nbytes - self._local_weights.absent_nbytes()
+
+    @override
+    def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
+        return self._ring.give_back_spare(waits=waits, drops=drops)
+
     @override
     def reclaim(self) -> bool:
-        """Gives memory back unless an update is running: the ring's block, with what was read
-        ahead, or weights of an early update that is under way."""
+        """Gives memory back unless an update is running: weights that the worker has, the ring's
+        block, with what was read ahead, or weights of an early update that is under way."""
         if self._is_applying:
             return False
+        if self._release_beside():
+            return True
         return self._ring.give_up() or (self._early is not None and self._early.release())

@@ -3,6 +3,13 @@
 Staging slots are parts of one host block, and chunks go round them. A staging slot is free, or it
 holds a chunk that is being read, or one that is being written back. State that rests where the
 host can address it is updated in place and needs no staging slot.
+
+Note [Spare slots]
+  Where host memory is free, there are more slots than the block has. Reads go ahead of writes at
+  the drive, so updated state then waits in memory until the drive has nothing to read: what the
+  forward updates is written in the backward, and the slots are filled for the next forward when
+  they have been written. Spare slots take memory that nobody else needs. Weights that are not in
+  memory yet count as needed, because a cached weight saves a read, and a slot only moves one.
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 import torch
 
@@ -24,6 +32,10 @@ from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
 _RING_LABEL = "chunks of the optimizer"
+# Slots that are looked at for one whose transfers are over: writes end in about their order.
+_MOST_LOOKED_AT = 16
+# The storage engine takes 1024 unfinished requests of a priority; a chunk has up to four.
+_MOST_SPARE_SLOTS = 192
 
 
 class StagingRing:
@@ -31,6 +43,8 @@ class StagingRing:
     the slots. Called under the engine's lock.
 
     A slot has space for a chunk of `chunk_nbytes` of fp32 in every state kind that travels.
+    `spare_nbytes`: returns the free memory that may be taken for spare slots; None: there are none.
+    `travels`: whether any state does; else there are no slots.
     """
 
     def __init__(
@@ -41,6 +55,7 @@ class StagingRing:
         *,
         chunk_nbytes: int,
         num_slots: int,
+        spare_nbytes: Callable[[], int] | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -56,15 +71,24 @@ class StagingRing:
         ]
         # The state kinds that travel, and the bytes that a staging slot has for each.
         self._travelling = staging_nbytes(store.units, travelling, chunk_nbytes)
+        self.travels = bool(self._travelling)
+        self._slot_nbytes = sum(self._travelling.values())
+        self._spare_nbytes = spare_nbytes
+        self._num_spare = 0
         self._block: Block | None = None
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
         self._started: dict[tuple[int, int], StagedChunk] = {}  # By unit and start; oldest first.
 
     # -- The block -------------------------------------------------------------------------------
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the block is there, or not needed."""
+        return self._block is not None or not self.travels
+
     def take(self, *, or_none: bool = False) -> bool:
         """Takes the block if it is not there. With `or_none`, only if memory is free."""
-        if self._block is not None or not self._travelling:
+        if self.is_taken:
             return True
         count = self._num_slots
         if or_none:
@@ -73,14 +97,16 @@ class StagingRing:
             count, self._block = self._require(count)
         if self._block is None:
             return False
-        offset_nbytes = 0
-        for _ in range(count):
-            parts = {}
-            for kind, nbytes in self._travelling.items():
-                parts[kind] = self._pool.carve(self._block, offset_nbytes, nbytes)
-                offset_nbytes += nbytes
-            self._slots.append(StagingSlot(parts))
+        for index in range(count):
+            self._slots.append(StagingSlot(self._parts(self._block, index * self._slot_nbytes)))
         return True
+
+    def _parts(self, block: Block, offset_nbytes: int) -> dict[StateKind, Block]:
+        parts = {}
+        for kind, nbytes in self._travelling.items():
+            parts[kind] = self._pool.carve(block, offset_nbytes, nbytes)
+            offset_nbytes += nbytes
+        return parts
 
     def _require(self, count: int) -> tuple[int, Block]:
         """The block of `count` staging slots, or of fewer: weights in use may lie where no range of
@@ -94,20 +120,76 @@ class StagingRing:
                 count -= 1
 
     def _block_nbytes(self, count: int) -> int:
-        return count * sum(self._travelling.values())
+        return count * self._slot_nbytes
 
     def give_up(self) -> bool:
-        """Gives the block back, with what was read ahead. Returns whether there was one."""
+        """Gives the block and the spare slots back, with what was read ahead. Returns whether there
+        was a block."""
         if self._block is None:
             return False
         try:
             self.drop_reads()
             self.finish_writes()
         finally:
+            for slot in self._slots:
+                if slot.spare is not None:
+                    self._pool.free(slot.spare)
             self._slots.clear()
+            self._num_spare = 0
             block, self._block = self._block, None
             self._pool.free(block)
         return True
+
+    # -- Spare slots -------------------------------------------------------------------------------
+
+    def _grow(self) -> bool:
+        """Takes a spare slot, which is free, if there is memory for one."""
+        if self._spare_nbytes is None or self._block is None:
+            return False
+        if self._num_spare == _MOST_SPARE_SLOTS:
+            return False
+        if self._spare_nbytes() < self._slot_nbytes:
+            return False
+        block = self._pool.try_spare(self._slot_nbytes, _RING_LABEL)
+        if block is None:
+            return False
+        self._slots.appendleft(StagingSlot(self._parts(block, 0), spare=block))
+        self._num_spare += 1
+        return True
+
+    def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
+        """Frees a spare slot: one that is free; with `waits` else the first that is being written;
+        with `drops` else the last that was read ahead. Returns whether it did. Raises StorageError
+        if the write has failed; the slot is free then, too."""
+        if not self._num_spare:
+            return False
+        spare = [slot for slot in self._slots if slot.spare is not None]
+        if not spare and drops:
+            spare = self._drop_last_spare()
+        chosen = next((slot for slot in spare if slot.is_idle), None)
+        if chosen is None and waits:
+            chosen = next(iter(spare), None)
+        if chosen is None or chosen.spare is None:
+            return False
+        try:
+            self._wait(chosen.transfers, "write_wait_s", "memory of updated state is needed")
+        finally:
+            self._slots.remove(chosen)
+            self._num_spare -= 1
+            self._pool.free(chosen.spare)
+        return True
+
+    def _drop_last_spare(self) -> list[StagingSlot]:
+        for key, staged in reversed(self._started.items()):
+            if staged.slot is not None and staged.slot.spare is not None:
+                del self._started[key]
+                self._drop(staged)
+                return [staged.slot]
+        return []
+
+    def held_back_nbytes(self) -> int:
+        """Bytes of updated state that are not where they rest yet."""
+        return sum(slot.written_nbytes for slot in self._slots if not slot.is_idle)
 
     # -- Reads -----------------------------------------------------------------------------------
 
@@ -140,17 +222,34 @@ class StagingRing:
             del self._started[_key(chunk)]
         return staged
 
-    def start_more(self, chunks: Iterable[Chunk], *, with_gradients: bool = True) -> None:
+    def start_more(self, chunks: Iterable[Chunk], *, with_gradients: bool = True) -> int:
         """Starts reading into staging slots that are free already, in order, until none is left.
-        Without `with_gradients` the gradients of the chunks are still to come."""
-        for chunk in chunks:
-            if not self._slots or not all(t.done() for t in self._slots[0].transfers):
-                return
+        Without `with_gradients` the gradients of the chunks are still to come. An iterator is left
+        at the first chunk that is not started. Returns the number of those that are."""
+        following, count = iter(chunks), 0
+        while self._has_free_slot():
+            chunk = next(following, None)
+            if chunk is None:
+                break
             if _key(chunk) not in self._started:
                 staged = self._start(chunk)
                 self._started[_key(chunk)] = staged
+                count += 1
                 if with_gradients:
                     self.bring_gradients(staged, None)
+        return count
+
+    def bring_all_gradients(self) -> None:
+        """Starts reading the gradients of all chunks that were started without them."""
+        for staged in self._started.values():
+            self.bring_gradients(staged, None)
+
+    def _has_free_slot(self) -> bool:
+        """Whether a chunk can be started without a wait. Takes a spare slot if that is needed, and
+        gives those back that others need."""
+        if self._num_spare and self._spare_nbytes is not None and self._spare_nbytes() < 0:
+            self.give_back_spare()
+        return bool(self._slots and self._slots[0].is_idle) or self._grow()
 
     def drop_reads(self, is_dropped: Callable[[Chunk], bool] | None = None) -> None:
         """Gives up reads ahead, the last started first: those of which `is_dropped` holds, or
@@ -179,6 +278,7 @@ class StagingRing:
             try:
                 what = f"update of {chunk.unit.name} needs a slot that is being written"
                 self._wait(slot.transfers, "write_wait_s", what)
+                slot.written_nbytes = 0
             except BaseException:
                 self._slots.append(slot)
                 raise
@@ -193,9 +293,13 @@ class StagingRing:
         return staged
 
     def _next_slot(self) -> StagingSlot:
-        """Takes the oldest slot that is free, or the oldest of all if each is being written."""
-        free = (slot for slot in self._slots if all(t.done() for t in slot.transfers))
-        slot = next(free, self._slots[0])
+        """Takes the oldest slot that is free, or a spare one, or the oldest of all if each is being
+        written."""
+        free = (slot for slot in islice(self._slots, _MOST_LOOKED_AT) if slot.is_idle)
+        slot = next(free, None)
+        if slot is None:
+            self._grow()  # To the front.
+            slot = self._slots[0]
         self._slots.remove(slot)
         return slot
 
@@ -258,20 +362,22 @@ class StagingRing:
 
     def write_back(self, staged: StagedChunk) -> None:
         """Starts writing what an update has changed, but for the weights."""
-        chunk = staged.chunk
+        chunk, slot = staged.chunk, staged.slot
         for kind in (*chunk.unit.moments.kinds, StateKind.MASTER):
             if kind not in staged.arrays or self._store.host_view(chunk.unit, kind) is not None:
                 continue
-            assert staged.slot is not None
-            staged.slot.transfers.append(
+            assert slot is not None
+            nbytes = chunk.nbytes(kind)
+            slot.transfers.append(
                 self._store.write(
                     chunk.unit,
                     kind,
-                    staged.slot.parts[kind],
+                    slot.parts[kind],
                     offset_nbytes=chunk.offset_nbytes(kind),
-                    nbytes=chunk.nbytes(kind),
+                    nbytes=nbytes,
                 )
             )
+            slot.written_nbytes += nbytes
 
     def give_back(self, staged: StagedChunk) -> None:
         """The staging slot goes to the end of the queue; what is in flight there is waited for

@@ -28,13 +28,15 @@ class UpdateSettings:
     """`num_staging_slots` chunks of `chunk_nbytes` of fp32 are in memory at once; at least one.
     With `reads_ahead` chunks of units that are needed later are read into slots that are free.
     `on_device`: the device that computes updates; None: the host does. `in_backward`: units may be
-    updated before the step has decided."""
+    updated before the step has decided. `rides_along`: updates wait for the next use of a unit, and
+    take spare memory for state on its way."""
 
     chunk_nbytes: int
     num_staging_slots: int
     reads_ahead: bool
     on_device: DeviceAdapter | None
     in_backward: bool = False
+    rides_along: bool = False
 
 
 class UpdatedWeights(Protocol):
@@ -72,8 +74,8 @@ class StepRunner(Protocol):
     chunk_nbytes: int  # The fp32 bytes of a unit that are updated at a time.
 
     def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
-        """From now on a thread updates early what the host updates, until `resources` are closed.
-        `lock` is the engine's."""
+        """From now on a thread makes updates of the host, early and pending ones, until `resources`
+        are closed. `lock` is the engine's."""
 
     def apply(self, record: StepRecord) -> None:
         """Updates every unit of the record.
@@ -127,6 +129,10 @@ class StepRunner(Protocol):
 
     def reclaim_idle(self) -> bool:
         """Frees the staging ring's block if nothing is pending. Returns whether it did."""
+
+    def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
+        """Frees spare memory of state on its way: of what has been written; with `waits` what is
+        being written; with `drops` what was read ahead. Returns whether there was any."""
 
     def reclaim(self) -> bool:
         """Frees the staging ring's block, with the chunks read ahead, unless an update runs.

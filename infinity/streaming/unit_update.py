@@ -125,14 +125,17 @@ class ChunkUpdates:
         it. `sums`: the unit's gradients, as `StagingRing.bring_gradients` takes them. Returns
         whether the chunk was updated."""
         chunk = update.left[0]
-        staged = self._ring.started(chunk)
-        if staged is None or not self._ring.is_there(staged):
-            return False
-        # `sums` may be taken away later: a chunk looks at them only when it is updated.
-        self._ring.bring_gradients(staged, sums)
-        if not self._ring.is_there(staged):
-            return False
-        self._ring.take_started(chunk)
+        if self._ring.travels:
+            staged = self._ring.started(chunk)
+            if staged is None or not self._ring.is_there(staged):
+                return False
+            # `sums` may be taken away later: a chunk looks at them only when it is updated.
+            self._ring.bring_gradients(staged, sums)
+            if not self._ring.is_there(staged):
+                return False
+            self._ring.take_started(chunk)
+        else:
+            staged = self._ring.due(chunk)
         try:
             self.check_out(update)
             self._ring.await_reads(staged)  # Over, but they may have failed.

@@ -1,11 +1,12 @@
 """The thread that updates chunks of state while the model's own code runs on a device.
 
-Note [Who updates early]
+Note [Who updates]
   Where the device is the host, kernels of the model use every core. Early updates then run between
-  two of them, on the thread that trains: two threads that both use every core are slower than one
-  after the other. On a device with memory of its own the host's cores are free, and the thread
-  that trains may wait for the device at any time; a thread of the engine's updates. The thread
-  that trains checks weights out for it, because only that thread knows the streams.
+  two of them, on the thread that trains, and pending ones where a unit is needed: two threads that
+  both use every core are slower than one after the other. On a device with memory of its own the
+  host's cores are free, and the thread that trains may wait for the device at any time; a thread
+  of the engine's makes early and pending updates. The thread that trains checks weights out for
+  it, because only that thread knows the streams.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from infinity.state.store import Transfer
 
+MOST_CHECKED_OUT = 2  # Units whose weights are checked out for the worker at once.
 _POLL_S = 0.05
 
 Turn = Callable[[], Sequence[Transfer] | None]

@@ -30,7 +30,8 @@ class WeightMoves:
     """The only writer of residency (`Weights`): reads, writes, copies, arrivals.
 
     `nbytes`: host bytes of the weights, by unit; also of full units whose weights rest in shards of
-    other units. `attached_nbytes`: weights on the device that rest elsewhere. Called under the
+    other units. `attached_nbytes`: weights on the device that rest elsewhere. `absent_nbytes`:
+    those of `nbytes` that travel through host memory and have no block there. Called under the
     engine's lock.
     """
 
@@ -49,6 +50,7 @@ class WeightMoves:
         self._source = source
         self.decoding = WeightDecoding(store, pool, device, counters)
         self.attached_nbytes = 0
+        self.absent_nbytes = 0
         self._there: dict[int, Weights] = {}
         self.nbytes = [
             unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
@@ -64,6 +66,7 @@ class WeightMoves:
         region = self._device.reserve(unit.weight_nbytes)
         if isinstance(location, HostLocation):
             return Weights(unit, region, True, False, WeightState.READY, block=location.block)
+        self.absent_nbytes += self.nbytes[unit.index]
         return Weights(unit, region, False, False)
 
     def there(self) -> list[Weights]:
@@ -81,10 +84,16 @@ class WeightMoves:
         unit = weights.unit
         return self._pool.require(self.nbytes[unit.index], f"parameters of {unit.name}")
 
-    def start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
-        """Begins to fill `block`, which is the unit's from now on."""
+    def _take(self, weights: Weights, block: Block) -> None:
+        """Makes `block` the unit's host block."""
         weights.block = block
         self._there[weights.unit.index] = weights
+        if not weights.rests_on_device:
+            self.absent_nbytes -= self.nbytes[weights.unit.index]
+
+    def start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
+        """Begins to fill `block`, which is the unit's from now on."""
+        self._take(weights, block)
         try:
             weights.reading = self._store.read(
                 weights.unit, StateKind.PARAMETERS, block, priority=priority
@@ -126,8 +135,7 @@ class WeightMoves:
                 self.start_read(weights, block, Priority.STATE)
                 self.finish_read(weights)
             else:
-                weights.block = block
-                self._there[weights.unit.index] = weights
+                self._take(weights, block)
             weights.state = WeightState.ATTACHED if weights.rests_on_device else WeightState.READY
         assert weights.block is not None
         return weights.block
@@ -152,6 +160,8 @@ class WeightMoves:
         # INV-2: transfers are done before the block is freed.
         self._pool.free(weights.block)
         weights.block = None
+        if not weights.rests_on_device:
+            self.absent_nbytes += self.nbytes[weights.unit.index]
 
     def drop(self, weights: Weights) -> None:
         """Drops every copy of weights that rest elsewhere, also bytes that are newer."""
@@ -192,9 +202,11 @@ class WeightMoves:
         """Copies the region to the host block, and ends ATTACHED. Raises CapacityError."""
         self.finish_copy(weights)
         self.finish_write(weights)
-        if weights.block is None:
-            weights.block = self.require(weights)
-        self._device.bring_back(weights.region, weights.block).wait()
+        block = weights.block
+        if block is None:
+            block = self.require(weights)
+            self._take(weights, block)
+        self._device.bring_back(weights.region, block).wait()
         self.detach(weights)
 
     def detach(self, weights: Weights) -> None:

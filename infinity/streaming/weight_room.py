@@ -41,7 +41,7 @@ class WeightRoom:
         self._device = device
         self._device_window_nbytes = device_window_nbytes
         # Stored blocks, tiles of them and decoded blocks have very different sizes.
-        self._has_stored = any(each.unit.stored is not None for each in weights)
+        self._has_stored = any(entry.unit.stored is not None for entry in weights)
 
     def make_device_room(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
         """Detaches the units whose next use is furthest away until the unit fits the device window.
@@ -127,10 +127,10 @@ class WeightRoom:
         """Frees neighbouring blocks, of units that are used later than `nearer_than`, which make
         the wanted room. Returns whether there were some; else nothing is freed."""
         limit = -1 if nearer_than is None else order.distance(nearer_than)
-        blocks = [each for each in self._freeable(order) if each.distance > limit]
+        blocks = [block for block in self._freeable(order) if block.distance > limit]
         chosen = choose_neighbours(blocks, self._pool.holes(), wanted_nbytes)
-        for each in chosen:
-            self._free(each)
+        for block in chosen:
+            self._free(block.unit, is_decoded=block.is_decoded)
         return bool(chosen)
 
     def _free_one(
@@ -138,30 +138,38 @@ class WeightRoom:
     ) -> bool:
         """Frees a block, of a unit that is used later than `nearer_than`. Returns whether there was
         one."""
-        blocks = {each.unit: each for each in self._freeable(order)}
-        victim = self._choose(order, blocks, wanted_nbytes, nearer_than=nearer_than)
-        if victim is not None:
-            self._free(blocks[victim])
-        return victim is not None
+        evictable = list(self._evictable())
+        units = dict.fromkeys([*self._droppable(), *evictable])
+        victim = self._choose(order, units, wanted_nbytes, nearer_than=nearer_than)
+        if victim is None:
+            return False
+        self._free(victim, is_decoded=victim not in evictable)
+        return True
 
     def _freeable(self, order: AccessOrder) -> Iterator[Evictable]:
         """Yields the blocks that may be freed. A decoded block whose stored bytes are in memory,
         too, costs no read."""
-        for index in self._idle_decoded():
-            weights, distance = self._weights[index], order.distance(index)
-            if weights.decoded is not None and not self._moves.decoding.is_in_zone(weights):
-                distance = distance if weights.block is None else NEVER + 1
-                yield Evictable(weights.decoded.range, index, distance, is_decoded=True)
+        for index in self._droppable():
+            weights = self._weights[index]
+            assert weights.decoded is not None
+            distance = order.distance(index) if weights.block is None else NEVER + 1
+            yield Evictable(weights.decoded.range, index, distance, is_decoded=True)
         for index in self._evictable():
             block = self._weights[index].block
             assert block is not None
             yield Evictable(block.range, index, order.distance(index))
 
-    def _free(self, chosen: Evictable) -> None:
-        if chosen.is_decoded:
-            self._moves.detach(self._weights[chosen.unit])
+    def _free(self, unit: int, *, is_decoded: bool) -> None:
+        if is_decoded:
+            self._moves.detach(self._weights[unit])
         else:
-            self._moves.evict(self._weights[chosen.unit])
+            self._moves.evict(self._weights[unit])
+
+    def _droppable(self) -> Iterator[int]:
+        """Yields units whose decoded block may be freed alone: not in use, and outside the zone."""
+        for index in self._idle_decoded():
+            if not self._moves.decoding.is_in_zone(self._weights[index]):
+                yield index
 
     def _idle_decoded(self) -> list[int]:
         return [

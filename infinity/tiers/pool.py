@@ -8,6 +8,11 @@ Note [Tight budgets]
   small. If memory is scarce, the pool therefore keeps nothing: before it allocates a block, it
   reclaims every block that can be reclaimed. Blocks are then allocated and freed like a stack, and
   leave no holes. The smallest stated budget works because of this.
+
+Note [Spare memory]
+  `try_spare` allocates memory for something that is only faster with it. Its owner registers a
+  lender, which gives blocks back at once. Whoever else allocates asks the lenders first, so nobody
+  has less memory because of spare blocks.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ class HostPool:
         self._host = host
         self.is_tight = is_tight
         self._reclaimers: list[Callable[[int], bool]] = []
+        self._lenders: list[Callable[[], bool]] = []
 
     @property
     def capacity_nbytes(self) -> int:
@@ -39,21 +45,40 @@ class HostPool:
         """Bytes of the budget that are lent."""
         return self._host.capacity_nbytes - self._host.free_nbytes
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the budget that are not lent."""
+        return self._host.free_nbytes
+
     def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
         """`reclaim(wanted_nbytes)` frees at least one block and may wait for it, or returns False.
         `wanted_nbytes` is the size of the block that is needed."""
         self._reclaimers.append(reclaim)
 
+    def add_lender(self, give_back: Callable[[], bool]) -> None:
+        """`give_back()` frees a block of `try_spare` without a wait, or returns False."""
+        self._lenders.append(give_back)
+
     def try_allocate(self, nbytes: int, label: str) -> Block | None:
         """Allocates a block for use ahead of time; None when no space is free now."""
+        return None if self.is_tight else self._allocate(nbytes, label)
+
+    def try_spare(self, nbytes: int, label: str) -> Block | None:
+        """As `try_allocate`, for a block that its owner gives back when it is asked for."""
         return None if self.is_tight else self._host.allocate(nbytes, label)
+
+    def _allocate(self, nbytes: int, label: str) -> Block | None:
+        while (block := self._host.allocate(nbytes, label)) is None:
+            if not any(give_back() for give_back in self._lenders):
+                return None
+        return block
 
     def require(self, nbytes: int, label: str) -> Block:
         """Allocates a block, and reclaims memory for it. Raises CapacityError when none is left to
         reclaim."""
         while self.is_tight and self._reclaim(nbytes):
             pass
-        while (block := self._host.allocate(nbytes, label)) is None:
+        while (block := self._allocate(nbytes, label)) is None:
             if not self._reclaim(nbytes):
                 raise CapacityError(
                     "host",

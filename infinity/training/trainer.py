@@ -22,12 +22,12 @@ import torch
 
 from infinity.checkpoint.run.rng_state import random_state, restore_random_state
 from infinity.config import Optimizer, SwapConfig
-from infinity.engine.optimizer import OffloadedOptimizer
-from infinity.engine.optimizers import OPTIMIZERS
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.integrations.hf import OffloadedTrainer
 from infinity.modules.tiling.split import named_parameters_of
+from infinity.optimizers.algorithms import OPTIMIZERS
+from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.training.arguments import state_of, trainer_arguments
 from infinity.training.data import Tokenizer
 from infinity.training.job_data import JobData, check_amount

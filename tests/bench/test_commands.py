@@ -11,17 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from infinity.bench import tune as tuning
-from infinity.cli import app
+from tests.support.commands import run_command
 from tests.support.forked import COMMAND, Script, wait_until
 
 SMALL = ("--size", "64MiB", "--rounds", "1", "--no-fio")
-
-
-def infinity(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture
@@ -33,7 +28,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_bench_prints_a_table_and_leaves_nothing(tmp_path: Path) -> None:
-    done = infinity("bench", "--path", tmp_path, "--only", "read,write", *SMALL)
+    done = run_command("bench", "--path", tmp_path, "--only", "read,write", *SMALL)
     assert done.exit_code == 0, done.output
     for wanted in ("nvme read", "nvme write", "equal", "4 MiB x auto"):
         assert wanted in done.stdout
@@ -41,7 +36,7 @@ def test_bench_prints_a_table_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_bench_takes_paths_and_settings_of_a_file(config: Path) -> None:
-    done = infinity("bench", config, "--only", "read", "--json", *SMALL)
+    done = run_command("bench", config, "--only", "read", "--json", *SMALL)
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     (row,) = document["rows"]
@@ -54,7 +49,7 @@ def test_bench_takes_paths_and_settings_of_a_file(config: Path) -> None:
 def test_bench_saves_json_and_plots(tmp_path: Path) -> None:
     drive, out = tmp_path / "drive", tmp_path / "out"
     drive.mkdir()
-    done = infinity(
+    done = run_command(
         "bench", "--path", drive, "--only", "latency", "--save", tmp_path / "r.json",
         "--plot", out, *SMALL,
     )  # fmt: skip
@@ -65,7 +60,7 @@ def test_bench_saves_json_and_plots(tmp_path: Path) -> None:
 
 def test_wrong_bytes_end_with_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.bench.transfer.compare", lambda *_: False)
-    done = infinity("bench", "--path", tmp_path, "--only", "read", *SMALL)
+    done = run_command("bench", "--path", tmp_path, "--only", "read", *SMALL)
     assert done.exit_code == 1
     assert "WRONG BYTES" in done.stdout
 
@@ -80,13 +75,13 @@ def test_wrong_bytes_end_with_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_bad_words_are_one_line_and_code_2(words: tuple[str, str], message: str) -> None:
-    done = infinity("bench", *words)
+    done = run_command("bench", *words)
     assert done.exit_code == 2
     assert message in done.stderr and "Traceback" not in done.output
 
 
 def test_config_and_path_at_once_are_refused(config: Path) -> None:
-    done = infinity("bench", config, "--path", config.parent)
+    done = run_command("bench", config, "--path", config.parent)
     assert done.exit_code == 2 and "leave one out" in done.stderr
 
 
@@ -115,7 +110,7 @@ def test_tune_prints_a_fragment_for_the_named_paths(
     monkeypatch.setattr(tuning, "CANDIDATES", tuning.CANDIDATES[::3])
     monkeypatch.setattr(tuning, "RING_SETUPS", tuning.RING_SETUPS[:3])
     written = config.parent / "io.toml"
-    done = infinity("tune", config, "--time", "1", "--size", "64MiB", "--write", written)
+    done = run_command("tune", config, "--time", "1", "--size", "64MiB", "--write", written)
     assert done.exit_code == 0, done.output
     fragment = tomllib.loads(done.stdout)
     assert written.read_text() == done.stdout
@@ -129,7 +124,7 @@ def test_tune_refuses_a_drive_that_returns_wrong_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infinity.bench.transfer.compare", lambda *_: False)
-    done = infinity("tune", "--path", tmp_path, "--time", "1", "--size", "64MiB")
+    done = run_command("tune", "--path", tmp_path, "--time", "1", "--size", "64MiB")
     assert done.exit_code == 2 and "not those that were written" in done.stderr
     assert list(tmp_path.iterdir()) == []
 

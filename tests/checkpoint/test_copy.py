@@ -13,8 +13,8 @@ import pytest
 import infinity
 from infinity.checkpoint import Saving
 from infinity.checkpoint.run.copy import Pace
-from infinity.engine import durability
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
+from infinity.state import spare_generations
 from infinity.storage.protocol import Priority
 from infinity.testing.wrapped_engine import WrappedEngine
 from tests.support.bits import assert_same
@@ -106,7 +106,7 @@ def test_training_goes_on_while_a_checkpoint_is_copied(tmp_path, far, drives, mo
         assert_same(expected[1], each.state())
         each.save(far, step=9, keep=2)
     assert [each.name for each in sorted(far.iterdir())] == ["step-00000008", "step-00000009"]
-    assert all(found.is_whole for found in infinity.checkpoint.inspect(far, verify=True))
+    assert all(found.is_intact for found in infinity.checkpoint.inspect(far, verify=True))
     with run("bf16", tmp_path / "again", seed=5) as resumed:
         resumed.load(far / "step-00000008")
         assert_same(expected[1], resumed.state())
@@ -149,11 +149,11 @@ def test_whatever_fails_the_checkpoint_before_is_untouched(tmp_path, far, drives
                 assert again.value is error and error.errno == errno.EIO
                 causes.append((error.operation, Path(error.path).parent.name))
                 assert content(far) == before
-                assert infinity.checkpoint.inspect(saving.source, verify=True)[0].is_whole
+                assert infinity.checkpoint.inspect(saving.source, verify=True)[0].is_intact
             else:
                 break
         assert {("read", "step-00000002"), ("write", ".step-00000002.partial")} == set(causes)
-        assert infinity.checkpoint.inspect(far, verify=True)[-1].is_whole
+        assert infinity.checkpoint.inspect(far, verify=True)[-1].is_intact
         each.steps(2, 3)
         drive.fail_at, drive.num_copies = 1, 0
         save(each, far).close()
@@ -212,5 +212,5 @@ def test_spares_are_for_the_copy_and_the_last_step(tmp_path, far):
         with run("bf16", tmp_path / "swap", checkpoint=section) as each:
             engine = infinity.engine_of(each.model)
             assert engine.store.volume.num_spares == count
-            ranked = durability.count_spares(engine.config, num_ranks=2)
+            ranked = spare_generations.count_spares(engine.config, num_ranks=2)
             assert ranked == max(0, count - 1), "several ranks do not copy behind training"

@@ -14,6 +14,7 @@ import infinity
 from infinity.errors import InfinityError, StorageError
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.parity.test_early_updates import (
+    Clip,
     Run,
     config_of,
     drives,  # noqa: F401  (a fixture of every test)
@@ -30,8 +31,12 @@ EXPECTED_STEPS = 7
 BEFORE = 4  # Steps after which early updates are the rule.
 
 
-def reference() -> list[torch.Tensor]:
-    return plain_run(lambda run: steps(run, EXPECTED_STEPS))[EXPECTED_STEPS:]
+def unclipped(_: int) -> float | None:
+    return None
+
+
+def reference(clip: Clip = unclipped) -> list[torch.Tensor]:
+    return plain_run(lambda run: steps(run, EXPECTED_STEPS, clip))[EXPECTED_STEPS:]
 
 
 def ladder() -> list[int]:
@@ -55,13 +60,13 @@ def values_of(run: Run) -> dict[str, torch.Tensor]:
         return run.values()
 
 
-def go_on(run: Run) -> bool:
+def go_on(run: Run, clip: Clip = unclipped) -> bool:
     """The steps that are left; the first one again if a read failed in it. Returns whether none
     did."""
     is_whole, first = True, BEFORE
     while first < EXPECTED_STEPS:
         try:
-            steps(run, 1, start=first)
+            steps(run, 1, clip, start=first)
         except StorageError as error:
             assert error.errno == EIO
             is_whole = False

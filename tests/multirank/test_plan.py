@@ -12,9 +12,9 @@ import pytest
 
 import infinity
 from infinity import SwapConfig
-from infinity.engine.dtypes import Dtypes
 from infinity.engine.lay_out import facts_of
 from infinity.modules.discover import discover_units
+from infinity.modules.dtypes import Dtypes
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.model import ModuleWork, PlannedModel
 from infinity.plan.predict import forecast

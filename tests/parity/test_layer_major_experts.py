@@ -127,7 +127,7 @@ def num_tiles(model: nn.Module) -> set[int]:
 # --- bits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 4, 7])
+@pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bit_depends_on_tile_size_or_budget(kind: str, count: int, swap_directory: Path) -> None:
     """One, three or all experts a tile; host memory for little, or for everything; on the host's
@@ -280,7 +280,7 @@ def test_a_step_reads_the_experts_twice_for_any_number_of_micro_batches(
     monkeypatch.setattr(LocalStore, "read", note)
     nbytes = 4 * EXPERTS * expert_nbytes("qwen3_moe")
     moved = {}
-    for count in (1, 7, 16):
+    for count in (1, 7):
         with offloaded(
             build("qwen3_moe", layers=4), tight(swap_directory, "qwen3_moe", experts)
         ) as model:

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 import infinity
+from infinity.errors import InfinityError, StorageError
 from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.optimizer_step import Updater
+from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
 from infinity.testing.simulated_device import SimulatedDevice
 
 from .test_early_updates import (
@@ -135,6 +137,7 @@ def test_what_the_worker_raises_reaches_the_thread_that_trains(
     monkeypatch.setattr(EarlyUpdates, "_advance_first", fail)
     with pytest.raises(ZeroDivisionError, match="a mistake in an update"):
         for number in range(3, 9):
+            early_of(run).policy.share = 1.0  # It may have found that there is no time.
             loss_of(run.model, number).backward()
             time.sleep(0.05)
             run.step()
@@ -150,3 +153,133 @@ def test_a_model_that_is_dropped_ends_its_worker(swap_directory: Path) -> None:
     while workers():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+# -- Updates that a step has decided ---------------------------------------------------------------
+
+ON_HOST = dict.fromkeys(("parameters", "master", "moments"), "host")
+PLACEMENTS = {"nvme": {}, "host": ON_HOST, "both": {"moments": "nvme", "parameters": "host"}}
+
+
+def updater_of(run: Run) -> Updater:
+    updater = infinity.engine_of(run.model).updater
+    assert isinstance(updater, Updater)
+    return updater
+
+
+class Stop(torch.nn.Module):
+    """A block whose forward waits for the host: until `is_over`, for a minute at most."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.is_over: Callable[[], bool] = lambda: True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        deadline_s = time.monotonic() + 60
+        while not self.is_over():
+            assert time.monotonic() < deadline_s, "the worker does not go on by itself"
+            time.sleep(1e-3)
+        return self.block(x)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_the_worker_updates_the_next_units_while_the_model_waits_in_a_block(
+    swap_directory: Path, placement: str, gradients: str
+) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        for number in range(4):
+            loss_of(run.model, number).backward()
+            run.step(1e-3)
+        return []
+
+    expected = plain_run(body)
+    model = make()
+    stop = model.blocks[2] = Stop(model.blocks[2])
+    model = infinity.offload(
+        model,
+        config_of(
+            swap_directory, gradients=gradients, placement=PLACEMENTS[placement],
+            schedule={"updates": "deferred"},
+        ),
+        device=SimulatedDevice(0, delay_s=1e-4),
+    )  # fmt: skip
+    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    assert len(workers()) == 1
+    updater = updater_of(run)
+    pending = updater._pending
+    following = next(
+        unit.index for unit in updater._store.units if unit.name.startswith("blocks.3")
+    )
+    body(run)
+    stop.is_over = lambda: following not in pending
+    loss_of(run.model, 4)
+    actual = list(run.values().values())
+    infinity.close(model)
+    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    assert not workers()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_worker_of_pending_updates_that_is_interrupted_anywhere_changes_no_bit(
+    swap_directory: Path, seed: int, placement: str
+) -> None:
+    draw = torch.Generator()
+
+    def body(run: Run) -> list[torch.Tensor]:
+        draw.manual_seed(seed)
+        seen = []
+        for number in range(10):
+            seen.append(loss_of(run.model, number))
+            seen[-1].backward()
+            seen[-1] = seen[-1].detach().clone()
+            run.step(1e-3)
+            time.sleep(0.004 * float(torch.rand((), generator=draw)))
+            event = int(torch.randint(4, (), generator=draw))
+            if event == 0:
+                seen.append(run.weight("blocks.3.up.weight"))
+            elif event == 1:
+                with torch.no_grad():
+                    seen.append(loss_of(run.model, 200 + number))
+            elif event == 2 and not run.is_plain:
+                updater = updater_of(run)
+                with infinity.engine_of(run.model)._lock:  # As if memory were short.
+                    updater._feed_worker()
+                    while updater.reclaim():
+                        pass
+                assert not updater._ring.is_taken or not updater._ring.travels
+        return seen
+
+    changes = {"schedule": {"updates": "deferred"}, "placement": PLACEMENTS[placement]}
+    compare(body, offloaded(swap_directory, seed, **changes))
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_read_that_fails_in_the_worker_is_met_by_who_needs_the_unit(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch, is_begun: bool
+) -> None:
+    run = offloaded(swap_directory, schedule={"updates": "deferred"})
+    steps(run, 2, lambda _: 1e-3)
+    real, calls = ChunkUpdates.try_next, 0
+
+    def fail(self: ChunkUpdates, update: UnitUpdate, sums: torch.Tensor | None) -> bool:
+        nonlocal calls
+        if update.is_begun is not is_begun:
+            return real(self, update, sums)
+        calls += 1
+        raise StorageError(5, operation="read", path="p", offset_nbytes=0, nbytes=4096)
+
+    monkeypatch.setattr(ChunkUpdates, "try_next", fail)
+    if is_begun:
+        with pytest.raises(InfinityError, match="halfway"):
+            for number in range(2, 12):
+                steps(run, 1, lambda _: 1e-3, start=number)
+                time.sleep(0.02)
+    else:
+        steps(run, 3, lambda _: 1e-3, start=2)
+        expected = plain_run(lambda run: steps(run, 5, lambda _: 1e-3))[5:]
+        assert all(map(torch.equal, expected, run.values().values()))
+    assert calls > 0
+    infinity.close(run.model)

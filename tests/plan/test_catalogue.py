@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from infinity.cli import app
 from infinity.config import SwapConfig
 from infinity.plan.catalogue import Cell, plan_cell, published_models, to_markdown, to_text
 from infinity.plan.hardware import load_hardware
-
-RUNNER = CliRunner()
+from tests.support.commands import imported_by, run_command
 
 
 def plan(*arguments: object) -> Any:
-    return RUNNER.invoke(app, ["plan", *map(str, arguments)])
+    return run_command("plan", *arguments)
 
 
 def test_a_cell_is_the_plan_of_the_file_that_new_writes() -> None:
@@ -91,12 +86,7 @@ def test_write_makes_the_file_of_a_directory_only(tmp_path: Path) -> None:
 
 
 def test_list_imports_no_torch_and_no_module_of_the_configuration() -> None:
-    code = (
-        "import sys; from infinity.cli import app\n"
-        "try:\n    app(['plan', '--list'])\nexcept SystemExit:\n    pass\n"
-        "print([name for name in ('torch', 'infinity.config', 'transformers') if name in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == "[]"
-    assert found.stdout.startswith("hardware: ")
+    names = ("torch", "numpy", "transformers", "infinity.config")
+    found, printed = imported_by("from infinity.cli import app; app(['plan', '--list'])", names)
+    assert not found and printed.startswith("hardware: ")
     assert json.loads(plan("--list", "--json").stdout)["models"]

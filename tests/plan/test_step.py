@@ -224,12 +224,27 @@ def test_deferred_updates_hide_behind_the_forward() -> None:
     assert deferred.step_s < 0.9 * at_step.step_s
 
 
+def balanced_job(weights_cache_nbytes: int) -> tuple[StepSpec, Rates]:
+    """A job, and rates at which its compute takes as long as its bytes."""
+    found = job(num_units=24, weights_cache_nbytes=weights_cache_nbytes, device_cache_nbytes=None)
+    busy_s = predict(found, RATES).busy_s
+    return found, replace(RATES, flops=RATES.flops * busy_s["compute"] / busy_s["nvme"])
+
+
+def test_deferred_updates_hide_behind_both_passes_in_memory_that_is_free() -> None:
+    """State waits there: for its write, and for the next forward."""
+    ratios = []
+    for cache_nbytes in (5 * GB, 10 * GB, 20 * GB, 40 * GB):
+        found, rates = balanced_job(cache_nbytes)
+        deferred = predict(found, rates)
+        ratios.append(deferred.step_s / max(deferred.busy_s.values()))
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[0] > 1.4 and ratios[-1] < 1.05
+
+
 def test_updates_in_both_passes_hide_behind_both() -> None:
     """Where compute and bytes take equally long: the forward has a quarter of the compute."""
-    balanced = job(num_units=24, weights_cache_nbytes=10 * GB, device_cache_nbytes=None)
-    deferred = predict(balanced, RATES)
-    compute_s, bytes_s = deferred.busy_s["compute"], deferred.busy_s["nvme"]
-    rates = replace(RATES, flops=RATES.flops * compute_s / bytes_s)
+    balanced, rates = balanced_job(weights_cache_nbytes=5 * GB)  # All weights, and no more.
     both = predict(with_best_share(balanced, rates), rates)
     deferred = predict(balanced, rates)
     assert both.moved_nbytes == deferred.moved_nbytes

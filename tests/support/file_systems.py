@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from infinity.engine import durability
+from infinity.state import spare_generations
 
 
 def seem_elsewhere(directory: Path, setattr_: Callable[..., None] = setattr) -> None:
     """Makes the engine take `directory` for another file system than that of all other paths."""
-    real = durability._file_systems
+    real = spare_generations._file_systems
 
     def found(paths: Any) -> set[int]:
         paths = list(paths)
         near = [path for path in paths if not path.is_relative_to(directory)]
         return real(near) | ({-1} if len(near) < len(paths) else set())
 
-    setattr_(durability, "_file_systems", found)
+    setattr_(spare_generations, "_file_systems", found)
 
 
 @contextmanager

@@ -81,8 +81,11 @@ def test_a_class_name_means_one_thing() -> None:
 
 
 def imported_modules(source: Source, known: set[str]) -> Iterator[str]:
-    """Modules of the package that importing a module imports first."""
-    for node in source.tree.body:
+    """Modules of the package that a module imports, wherever: at its top, for type checkers, or
+    inside a function. A package imports its lazy names inside `if TYPE_CHECKING`, which no module
+    needs to have first."""
+    is_package = source.name.endswith("__init__.py")
+    for node in source.tree.body if is_package else ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"

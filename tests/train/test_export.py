@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,12 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from infinity.checkpoint.reader import CheckpointSource
-from infinity.cli import app
 from infinity.config import SwapConfig
 from infinity.training import program
 from tests.support.bits import assert_same
+from tests.support.commands import run_command
 
 from .jobs import CONFIG, write_job
 
@@ -41,10 +39,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def infinity(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(directory)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -52,11 +46,11 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_hf_is_what_the_run_itself_exported(job: Path, tmp_path: Path) -> None:
     checkpoints = job / "output" / "checkpoints"
-    result = infinity("export", checkpoints, tmp_path / "hf", "--max-shard", "8KiB")
+    result = run_command("export", checkpoints, tmp_path / "hf", "--max-shard", "8KiB")
     assert result.exit_code == 0 and "step-00000003" in result.stdout, result.stderr
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     assert_same(weights(job / "output"), weights(tmp_path / "hf"))
-    again = infinity("export", checkpoints / "step-00000002", tmp_path / "older")
+    again = run_command("export", checkpoints / "step-00000002", tmp_path / "older")
     assert again.exit_code == 0
     older, newer = weights(tmp_path / "older"), weights(tmp_path / "hf")
     assert any(not torch.equal(older[name], newer[name]) for name in newer)
@@ -64,7 +58,9 @@ def test_hf_is_what_the_run_itself_exported(job: Path, tmp_path: Path) -> None:
 
 def test_fp32_is_the_master(job: Path, tmp_path: Path) -> None:
     """Rounded half up, as the master splits, it gives the weight; it is more than the weight."""
-    result = infinity("export", job / "output" / "checkpoints", tmp_path / "fp32", "--to", "fp32")
+    result = run_command(
+        "export", job / "output" / "checkpoints", tmp_path / "fp32", "--to", "fp32"
+    )
     assert result.exit_code == 0, result.stderr
     wide, narrow = weights(tmp_path / "fp32"), weights(job / "output")
     assert {value.dtype for value in wide.values()} == {torch.float32}
@@ -78,7 +74,7 @@ def test_fp32_is_the_master(job: Path, tmp_path: Path) -> None:
 
 
 def test_dcp_loads_into_plain_pytorch(job: Path, tmp_path: Path) -> None:
-    result = infinity("export", job / "output" / "checkpoints", tmp_path / "dcp", "--to", "dcp")
+    result = run_command("export", job / "output" / "checkpoints", tmp_path / "dcp", "--to", "dcp")
     assert result.exit_code == 0, result.stderr
     plain = AutoModelForCausalLM.from_pretrained(job / "output")
     expected = {name: parameter.clone() for name, parameter in plain.named_parameters()}
@@ -102,16 +98,16 @@ def test_dcp_loads_into_plain_pytorch(job: Path, tmp_path: Path) -> None:
 def test_away_from_its_run_the_architecture_is_asked_for(job: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone" / "step-00000003"
     shutil.copytree(job / "output" / "checkpoints" / "step-00000003", alone)
-    result = infinity("export", alone, tmp_path / "hf")
+    result = run_command("export", alone, tmp_path / "hf")
     assert result.exit_code == 2 and "--config FILE" in result.stderr
-    assert infinity("export", alone, tmp_path / "dcp", "--to", "dcp").exit_code == 0
-    result = infinity("export", alone, tmp_path / "hf", "--config", job / "job.toml")
+    assert run_command("export", alone, tmp_path / "dcp", "--to", "dcp").exit_code == 0
+    result = run_command("export", alone, tmp_path / "hf", "--config", job / "job.toml")
     assert result.exit_code == 0, result.stderr
     assert_same(weights(job / "output"), weights(tmp_path / "hf"))
     other = (CONFIG + RUN).replace("n_embd = 16", "n_embd = 32")
     (tmp_path / "other.toml").write_text(other)
-    result = infinity("export", alone, tmp_path / "no", "--config", tmp_path / "other.toml")
+    result = run_command("export", alone, tmp_path / "no", "--config", tmp_path / "other.toml")
     assert result.exit_code == 2 and "another model" in result.stderr
     assert not (tmp_path / "no").exists()
-    result = infinity("export", tmp_path, tmp_path / "no")
+    result = run_command("export", tmp_path, tmp_path / "no")
     assert result.exit_code == 2 and "no checkpoint" in result.stderr

@@ -19,8 +19,8 @@ from infinity.testing.models import TinyDecoder
 
 ROOT = Path(infinity.__file__).parent
 ARCHITECTURE = ROOT.parent / "docs" / "ARCHITECTURE.md"
-# A wrapper of hooks runs those of the engine, and the first hooked module that runs begins a pass.
-HANDED_DOWN = {("modules", "engine")}
+# An early update takes the settings of the step that is expected from its parameters' optimizer.
+HANDED_DOWN = {("modules", "optimizers")}
 
 
 def rows() -> dict[str, int]:

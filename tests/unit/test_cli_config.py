@@ -7,14 +7,12 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from infinity.cli import app
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError
+from tests.support.commands import run_command
 
 GOOD = '[io]\nthreads = 3\n[[tiers.nvme]]\npath = "swap"\n'
 BAD = '[io]\nthread = 3\n[tiers.host]\ncapacity = "8G"\n'
@@ -40,17 +38,13 @@ def bad(tmp_path: Path) -> Path:
     return file
 
 
-def infinity(*arguments: str | Path, **options: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
-
-
 def test_check_prints_ok(good: Path) -> None:
-    result = infinity("config", "check", good)
+    result = run_command("config", "check", good)
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{good}: ok\n", "")
 
 
 def test_check_prints_every_fault_on_its_line_and_exits_1(bad: Path) -> None:
-    result = infinity("config", "check", bad)
+    result = run_command("config", "check", bad)
     assert (result.exit_code, result.stdout) == (1, "")
     lines = result.stderr.splitlines()
     assert len(lines) == 2 and all(line.startswith(f"{bad}: ") for line in lines)
@@ -59,12 +53,12 @@ def test_check_prints_every_fault_on_its_line_and_exits_1(bad: Path) -> None:
 
 
 def test_check_of_a_missing_file_exits_1_with_its_name(tmp_path: Path) -> None:
-    result = infinity("config", "check", tmp_path / "nope.toml")
+    result = run_command("config", "check", tmp_path / "nope.toml")
     assert result.exit_code == 1 and "nope.toml: cannot be read" in result.stderr
 
 
 def test_show_prints_toml_that_reads_back_equal(good: Path) -> None:
-    result = infinity("config", "show", good)
+    result = run_command("config", "show", good)
     assert result.exit_code == 0
     again = good.with_name("again.toml")
     again.write_text(result.stdout)
@@ -72,7 +66,7 @@ def test_show_prints_toml_that_reads_back_equal(good: Path) -> None:
 
 
 def test_show_prints_the_origin_of_each_value(good: Path) -> None:
-    lines = infinity("config", "show", good).stdout.splitlines()
+    lines = run_command("config", "show", good).stdout.splitlines()
     remark = {line.split(" = ")[0]: line.split("# ")[1] for line in lines if " = " in line}
     assert remark["block_size"] == "default"
     assert remark["master"] == "derived"
@@ -82,7 +76,7 @@ def test_show_prints_the_origin_of_each_value(good: Path) -> None:
 
 
 def test_show_json_holds_the_configuration_and_its_origins(good: Path) -> None:
-    shown = json.loads(infinity("config", "show", good, "--json").stdout)
+    shown = json.loads(run_command("config", "show", good, "--json").stdout)
     assert SwapConfig.load(shown["config"]) == SwapConfig.load(good)
     assert shown["origins"]["io.threads"] == f"file {good}"
     assert shown["origins"]["placement.master"] == "derived"
@@ -90,19 +84,19 @@ def test_show_json_holds_the_configuration_and_its_origins(good: Path) -> None:
 
 def test_help_shows_names_in_brackets() -> None:
     """Rich would take [model] for markup, and show nothing."""
-    assert "[checkpoint]" in infinity("train", "--help").stdout
-    assert "[model]" in infinity("export", "--help").stdout
+    assert "[checkpoint]" in run_command("train", "--help").stdout
+    assert "[model]" in run_command("export", "--help").stdout
 
 
 def test_schema_prints_json_schema_or_the_reference() -> None:
-    schema = json.loads(infinity("config", "schema").stdout)
+    schema = json.loads(run_command("config", "schema").stdout)
     assert "tiers" in schema["properties"] and schema["$defs"]["Io"]["description"]
-    reference = infinity("config", "schema", "--markdown").stdout
+    reference = run_command("config", "schema", "--markdown").stdout
     assert reference.startswith("# The swap-tier file") and reference.endswith("\n")
 
 
 def test_error_of_the_package_is_a_message_and_exit_code_2(bad: Path) -> None:
-    result = infinity("config", "show", bad)
+    result = run_command("config", "show", bad)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {bad}: 2 problems\n")
     assert "Traceback" not in result.stderr
@@ -112,10 +106,10 @@ def test_error_is_red_on_a_terminal_that_wants_color(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    result = infinity("config", "show", tmp_path / "nope.toml", color=True)
+    result = run_command("config", "show", tmp_path / "nope.toml", color=True)
     assert result.stderr.startswith("\x1b[31merror: ")
     monkeypatch.setenv("NO_COLOR", "1")
-    result = infinity("config", "show", tmp_path / "nope.toml", color=True)
+    result = run_command("config", "show", tmp_path / "nope.toml", color=True)
     assert result.stderr.startswith("error: ")
 
 
@@ -125,7 +119,7 @@ def test_error_is_red_on_a_terminal_that_wants_color(
 def test_traceback_is_shown_when_asked_for(
     bad: Path, arguments: list[str], variables: dict[str, str]
 ) -> None:
-    result = infinity(*arguments, "config", "show", bad, env=variables)
+    result = run_command(*arguments, "config", "show", bad, env=variables)
     assert isinstance(result.exception, ConfigError)
 
 
@@ -142,20 +136,20 @@ def test_train_is_imported_when_it_is_called(monkeypatch: pytest.MonkeyPatch) ->
     module = types.ModuleType("infinity.cli.train")
     module.train = train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "infinity.cli.train", module)
-    assert infinity("train", "swap.toml", "--steps", "3").exit_code == 0
+    assert run_command("train", "swap.toml", "--steps", "3").exit_code == 0
     assert called == [("swap.toml", 3)]
-    result = infinity("train", "bad.toml")
+    result = run_command("train", "bad.toml")
     assert (result.exit_code, result.stderr) == (2, "error: no such luck\n")
-    assert "Stand in." in infinity("train", "--help").stdout
+    assert "Stand in." in run_command("train", "--help").stdout
 
 
 def test_version_names_the_command() -> None:
-    result = infinity("--version")
+    result = run_command("--version")
     assert result.exit_code == 0 and result.stdout.startswith("infinity ")
 
 
 def test_unknown_command_is_told_the_nearest() -> None:
-    result = infinity("trian")
+    result = run_command("trian")
     assert result.exit_code == 2 and "train" in result.stderr
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from infinity.cli import _COMMANDS, app
+from infinity.cli import _COMMANDS
+from tests.support.commands import imported_by, run_command
 
-RUNNER = CliRunner()
 GROUPS = {"config": ("check", "show", "schema", "import"), "trace": ("summary", "view")}
 COMMANDS = [
     (name, *more)
@@ -25,7 +24,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", [(), *COMMANDS], ids=" ".join)
 def test_help_gives_no_type_to_a_flag(command: tuple[str, ...]) -> None:
-    result = RUNNER.invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
+    result = run_command(*command, "--help", env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "--help" in result.output and "<bool>" not in result.output
 
@@ -34,37 +33,22 @@ def test_help_gives_no_type_to_a_flag(command: tuple[str, ...]) -> None:
     "command", [each for each in COMMANDS if len(each) > 1 or each[0] not in GROUPS], ids=" ".join
 )
 def test_every_command_has_quiet_and_json(command: tuple[str, ...]) -> None:
-    words = RUNNER.invoke(app, [*command, "--help"], env={"COLUMNS": "200"}).output
+    words = run_command(*command, "--help", env={"COLUMNS": "200"}).output
     assert "--quiet" in words and "-q" in words
     assert "--json" in words or command == ("config", "schema"), "which prints nothing but JSON"
 
 
 def test_quiet_leaves_the_exit_code_json_and_errors(tmp_path: Path) -> None:
-    quiet = RUNNER.invoke(app, ["plan", "--list", "-q"])
+    quiet = run_command("plan", "--list", "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
-    assert "models" in json.loads(RUNNER.invoke(app, ["plan", "--list", "-q", "--json"]).stdout)
-    refused = RUNNER.invoke(app, ["inspect", str(tmp_path / "nothing"), "--quiet"])
+    assert "models" in json.loads(run_command("plan", "--list", "-q", "--json").stdout)
+    refused = run_command("inspect", tmp_path / "nothing", "--quiet")
     assert refused.exit_code == 2 and "nothing" in refused.output
 
 
-def test_the_list_of_machines_and_models_imports_no_torch() -> None:
-    code = (
-        "import sys\nfrom infinity.cli import app\n"
-        "app(['plan', '--list'], standalone_mode=False)\n"
-        "print('torch' in sys.modules, 'transformers' in sys.modules, 'numpy' in sys.modules)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == "False False False"
-
-
 def test_help_of_a_command_imports_neither_torch_nor_pydantic() -> None:
-    code = (
-        "import sys, infinity.cli as cli\n"
-        "for name in cli._COMMANDS:\n    cli._import_command(name)\n"
-        "print([name for name in ('torch', 'pydantic', 'numpy') if name in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    code = "import infinity.cli as cli\nfor name in cli._COMMANDS:\n    cli._import_command(name)"
+    assert imported_by(code, ("torch", "pydantic", "numpy")) == ([], "")
 
 
 def complete(*words: str) -> list[str]:
@@ -84,7 +68,7 @@ def test_the_shell_completes_commands_and_their_options() -> None:
 
 
 def run(*arguments: object) -> Any:
-    return RUNNER.invoke(app, ["clean", *map(str, arguments)])
+    return run_command("clean", *arguments)
 
 
 def leave(directory: Path) -> Path:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from infinity.cli import app
 from infinity.config import InvalidConfigError, SwapConfig, from_deepspeed
 from infinity.config.deepspeed import rule_of, to_markdown, translate
 from infinity.config.deepspeed_keys import RULES
 from infinity.config.problems import known_keys
 from infinity.errors import ConfigError
+from tests.support.commands import run_command
 
 FILES = Path(__file__).parent / "deepspeed"
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,10 +75,6 @@ KNOWN_KEYS = {
 }
 
 
-def infinity(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def read(name: str) -> dict[str, Any]:
     table: dict[str, Any] = json.loads((FILES / f"{name}.json").read_text())
     return table
@@ -89,7 +84,7 @@ def read(name: str) -> dict[str, Any]:
 def test_report_is_the_golden_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """UPDATE_GOLDEN=1 writes them anew; read the difference before you commit it."""
     monkeypatch.chdir(FILES)
-    result = infinity("config", "import", f"{name}.json")
+    result = run_command("config", "import", f"{name}.json")
     report, golden = result.stderr + "\n" + result.stdout, FILES / f"{name}.golden"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(report)
@@ -103,7 +98,7 @@ def test_every_key_of_a_file_is_named_once(name: str) -> None:
         found = []
         for key, value in table.items():
             rule = rule_of(f"{prefix}{key}")
-            is_whole = rule is not None and rule.whole
+            is_whole = rule is not None and rule.nested
             inner = value if isinstance(value, dict) and not is_whole else None
             found += leaves(inner, f"{prefix}{key}.") if inner else [f"{prefix}{key}"]
         return found
@@ -227,7 +222,7 @@ def test_an_argument_that_is_no_file_and_no_dict_is_refused() -> None:
 def test_the_written_file_is_what_the_library_reads(tmp_path: Path) -> None:
     for name in GOOD:
         out = tmp_path / f"{name}.toml"
-        result = infinity("config", "import", FILES / f"{name}.json", "--out", out)
+        result = run_command("config", "import", FILES / f"{name}.json", "--out", out)
         assert result.exit_code == 0 and "mapped" in result.stdout
         written, direct = SwapConfig.load(out), from_deepspeed(FILES / f"{name}.json")
         for section in ("tiers", "placement", "io", "schedule", "precision", "optimizer", "train"):
@@ -236,16 +231,16 @@ def test_the_written_file_is_what_the_library_reads(tmp_path: Path) -> None:
 
 def test_nothing_is_written_when_a_key_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "swap.toml"
-    result = infinity("config", "import", FILES / "refused.json", "--out", out)
+    result = run_command("config", "import", FILES / "refused.json", "--out", out)
     assert result.exit_code == 1 and not out.exists()
     assert "--skip-refused" in result.stderr
-    result = infinity("config", "import", FILES / "refused.json", "--out", out, "--skip-refused")
+    result = run_command("config", "import", FILES / "refused.json", "--out", out, "--skip-refused")
     assert result.exit_code == 0 and SwapConfig.load(out)
 
 
 def test_json_report_has_every_key_and_the_configuration() -> None:
     path = FILES / "infinity_stage3_1t.json"
-    answer = json.loads(infinity("config", "import", path, "--report", "json").stdout)
+    answer = json.loads(run_command("config", "import", path, "--report", "json").stdout)
     assert {entry["verdict"] for entry in answer["keys"]} == {"same", "mapped", "ignored"}
     assert SwapConfig.load(answer["config"]).train.steps == 50000
 
@@ -253,4 +248,4 @@ def test_json_report_has_every_key_and_the_configuration() -> None:
 def test_reference_is_up_to_date() -> None:
     """Else: infinity config schema --deepspeed > docs/DEEPSPEED.md."""
     assert (ROOT / "docs" / "DEEPSPEED.md").read_text() == to_markdown()
-    assert infinity("config", "schema", "--deepspeed").stdout == to_markdown()
+    assert run_command("config", "schema", "--deepspeed").stdout == to_markdown()

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from infinity import uring
-from infinity.cli import app
 from infinity.config import SwapConfig
 from infinity.config.machine import HostMemory
 from infinity.doctor import (
@@ -37,6 +35,7 @@ from infinity.doctor.nvme_health import Health
 from infinity.doctor.paths import DirectTrial
 from infinity.sizes import GIB, KIB, MIB
 from infinity.storage.probe import Refusal
+from tests.support.commands import imported_by, run_command
 
 SECCOMP = Refusal("refused, so a seccomp profile blocks it", "Allow io_uring_setup.")
 
@@ -423,7 +422,7 @@ def test_link_speed(root: Path) -> None:
 
 
 def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    return run_command("doctor", *arguments)
 
 
 def subjects(report: dict[str, Any]) -> dict[str, str]:
@@ -520,8 +519,6 @@ def test_in_an_unprivileged_container(tmp_path: Path) -> None:
 
 
 def test_help_imports_no_torch() -> None:
-    script = "import sys; from infinity.cli import app; app(['doctor', '--help'], standalone_mode=False); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "False"
+    code = "from infinity.cli import app; app(['doctor', '--help'])"
+    found, printed = imported_by(code, ["torch"])
+    assert not found and "--help" in printed

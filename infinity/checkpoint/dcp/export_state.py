@@ -47,8 +47,8 @@ from infinity.checkpoint.reader import (
 )
 from infinity.checkpoint.run.directory import sync_directory
 from infinity.checkpoint.run.optimizer_export import defaults_of_torch
-from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.errors import ConfigError, reporting
+from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import GIB, MIB
 
 _SLAB_NBYTES = 64 * MIB

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -40,13 +39,11 @@ from infinity.checkpoint.huggingface.names import (
     planned_targets,
 )
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
-from infinity.engine.dtypes import names_kept_wide
+from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
 from infinity.errors import ConfigError, listed
+from infinity.modules.dtypes import names_kept_wide
 from infinity.state.stored import StoredPiece, StoredTensor
 from infinity.storage.shards import ShardIdentity
-
-if TYPE_CHECKING:
-    from infinity.checkpoint.huggingface.weight_source import WeightSource
 
 _log = logging.getLogger("infinity")
 
@@ -55,7 +52,7 @@ TileRows = Callable[[str], list[tuple[str, int, int]]]
 
 
 def plan_import(
-    source: WeightSource, model: nn.Module, *, strict: bool, ignore: Sequence[str]
+    source: WeightTensors, model: nn.Module, *, strict: bool, ignore: Sequence[str]
 ) -> ImportPlan:
     """Plans every write of `source` into `model`. Arguments and errors: `WeightSource.plan`."""
     view, names = ModelView(model), source.names()
@@ -83,7 +80,7 @@ def plan_import(
 
 
 def _match(
-    source: WeightSource, view: ModelView, groups: Sequence[TensorGroup]
+    source: WeightTensors, view: ModelView, groups: Sequence[TensorGroup]
 ) -> tuple[list[PlannedGroup], list[str], list[str]]:
     """Finds the target of every tensor that the groups make.
 
@@ -121,7 +118,7 @@ def _match(
 
 
 def _check_shape(
-    source: WeightSource, group: TensorGroup, name: str, shape: Sequence[int], target: WeightTarget
+    source: WeightTensors, group: TensorGroup, name: str, shape: Sequence[int], target: WeightTarget
 ) -> None:
     if tuple(shape) == target.shape:
         return
@@ -133,7 +130,7 @@ def _check_shape(
     )
 
 
-def _check_tied(source: WeightSource, first: TensorGroup, second: TensorGroup) -> None:
+def _check_tied(source: WeightTensors, first: TensorGroup, second: TensorGroup) -> None:
     """Raises ConfigError if two stored copies of a tied weight differ."""
     names = (first.source_names, second.source_names)
     assert len(names[0]) == len(names[1]) == 1, f"tied weights made by a conversion: {names}"
@@ -162,7 +159,7 @@ class ImportPlan:
     `missing` parameters are not written; the model has no place for `unexpected` tensors.
     """
 
-    source: WeightSource
+    source: WeightTensors
     view: ModelView
     groups: list[PlannedGroup]
     missing: list[str]
@@ -189,7 +186,7 @@ class ImportPlan:
                 target = self.view.targets.get(name)
                 if target is None:
                     continue
-                pieces = tuple(self._piece(names[each.index], each) for each in sources)
+                pieces = tuple(self._piece(names[placed.index], placed) for placed in sources)
                 for parameter_name in target.parameter_names:
                     found.setdefault(parameter_name, pieces)
         return found

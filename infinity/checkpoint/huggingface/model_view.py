@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.huggingface.names import is_expected_missing
-from infinity.engine.adapters import follows
+from infinity.modules.adapters import follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

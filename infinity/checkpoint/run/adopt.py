@@ -28,8 +28,8 @@ from infinity.checkpoint.run.linked import COPIES_NAME, LinkedState
 from infinity.config import SwapConfig
 from infinity.distributed.group import find_group
 from infinity.distributed.setup import config_of_rank
-from infinity.engine.durability import count_spares
 from infinity.errors import InfinityError
+from infinity.state.spare_generations import count_spares
 from infinity.storage.frozen_content import Adopted, FileRange
 from infinity.storage.swap_directory import job_of, swap_names
 from infinity.storage.swap_inspect import examine

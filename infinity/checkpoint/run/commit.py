@@ -24,7 +24,7 @@ from infinity.checkpoint.huggingface.safetensors_file import dtype_name, tensor_
 from infinity.checkpoint.run.directory import SequentialFile, list_checkpoints, sync_directory
 from infinity.checkpoint.run.layout import StateTensor
 from infinity.checkpoint.run.linked import COPIES_NAME, LinkedKind, LinkedRun, LinkedTensor
-from infinity.engine.state_access import StateAccess
+from infinity.distributed.state_access import StateAccess
 from infinity.errors import StorageError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
@@ -116,7 +116,7 @@ def state_kind_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[KindR
 
 def own_weights(divided: Partition) -> Iterator[KindRange]:
     """Yields the part that this rank owns of the weights that every rank keeps in full."""
-    for whole, shard in zip(divided.full_units, divided.local, strict=True):
+    for full_unit, shard in zip(divided.full_units, divided.local, strict=True):
         for shares in (shard.shares, shard.frozen):
             places = [_weight_range(share) for share in shares]
             if not places:
@@ -135,7 +135,7 @@ def own_weights(divided: Partition) -> Iterator[KindRange]:
                 )
                 for share, (start, _) in zip(shares, places, strict=True)
             )
-            yield KindRange(whole, StateKind.PARAMETERS, low, high, tensors)
+            yield KindRange(full_unit, StateKind.PARAMETERS, low, high, tensors)
 
 
 def _weight_range(share: ShardSlice) -> tuple[int, int]:

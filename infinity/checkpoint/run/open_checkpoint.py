@@ -26,7 +26,7 @@ from infinity.checkpoint.run.program import parse_program
 from infinity.checkpoint.run.recut import Recut, recut
 from infinity.checkpoint.run.references import check_reference
 from infinity.checkpoint.run.stored import FileTensor, PagedTensor
-from infinity.engine.state_access import StateAccess
+from infinity.distributed.state_access import StateAccess
 from infinity.errors import ConfigError, corrupt
 from infinity.state.units import MOMENT_PIECES, StateKind
 

@@ -45,13 +45,13 @@ from infinity.checkpoint.run.manifest import (
     rank_directories,
 )
 from infinity.checkpoint.run.rng_state import random_state
+from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection
-from infinity.engine.durability import is_elsewhere
 from infinity.engine.engine import Engine
-from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.registry import engine_of
-from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, RankError, UnsupportedError
+from infinity.optimizers.offloaded import OffloadedOptimizer
+from infinity.state.spare_generations import is_elsewhere
 
 _log = logging.getLogger("infinity")
 

@@ -87,6 +87,8 @@ class Schedule(Section):
         'state once more. "auto" is "both_passes" where at least as much space stays free, '
         'else "deferred". "at_step" updates all units at once. Over ranks a thread of each rank '
         "updates its shards before their next use in stage 3; stages 1 and 2 update at the step. "
+        'On one rank all but "at_step" take host memory that is free for state on its way: the '
+        "backward writes what the forward has updated, and reads what the next forward needs. "
         "Never changes a result.",
     )
     update_on: Annotated[UpdateOn, Choice(UpdateOn)] = Field(

@@ -171,7 +171,7 @@ class ExpertsCall:
             first, end = given.pairs.range_of(index)
             gradient = given.sum()[given.pairs.tokens[first:end]]
             found = list(torch.autograd.grad([part], needed, [gradient], allow_unused=True))
-            self._add(index, [found.pop(0) if each.requires_grad else None for each in leaves])
+            self._add(index, [found.pop(0) if leaf.requires_grad else None for leaf in leaves])
         _deliver(trained, found)
 
     def _add(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:

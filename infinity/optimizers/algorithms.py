@@ -8,12 +8,6 @@ from typing import Any, ClassVar
 from torch import nn
 from typing_extensions import override
 
-from infinity.engine.optimizer import (
-    OffloadedOptimizer,
-    check_betas,
-    check_number,
-    refuse_options,
-)
 from infinity.errors import ConfigError
 from infinity.modules.param import OffloadedParam
 from infinity.ops.adam import AdamSettings
@@ -21,7 +15,13 @@ from infinity.ops.adamw import AdamWSettings
 from infinity.ops.lion import LionSettings
 from infinity.ops.optimizers import Settings
 from infinity.ops.sgd import SGDSettings
-from infinity.state.tiles import name_of_whole
+from infinity.optimizers.offloaded import (
+    OffloadedOptimizer,
+    check_betas,
+    check_number,
+    refuse_options,
+)
+from infinity.state.tiles import name_of_tiled
 from infinity.state.units import TensorSpec
 
 
@@ -202,9 +202,9 @@ class SGD(OffloadedOptimizer):
     @override
     def restore_named_state(self, state: dict[str, Any]) -> None:
         super().restore_named_state(state)
-        begun = {name_of_whole(name) for name in state["begun"]}
+        begun = {name_of_tiled(name) for name in state["begun"]}
         params = self._params.values()
-        self._begun = {param.spec for param in params if name_of_whole(param.name) in begun}
+        self._begun = {param.spec for param in params if name_of_tiled(param.name) in begun}
 
 
 class Lion(OffloadedOptimizer):

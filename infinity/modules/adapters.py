@@ -10,7 +10,7 @@ layer called `token_adapter` in such a module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from torch import nn
 from infinity.errors import ConfigError
 from infinity.modules.awaited import is_to_come
 from infinity.modules.handle import Handle
-
-if TYPE_CHECKING:
-    from infinity.engine.engine import Engine
 
 # Methods, and values of `init_lora_weights`, whose first values PEFT computes from the base.
 _STARTS_FROM_BASE = ("CPT", "DELORA")
@@ -119,24 +116,28 @@ def _is_of_first_values(parameter: torch.Tensor, layer: Any, adapter: str) -> bo
     return torch.equal(parameter.detach().to(expected.dtype), expected.detach())
 
 
-def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
+def derive(
+    model: nn.Module,
+    wanted: dict[str, tuple[nn.Module, str]],
+    *,
+    read: Callable[[torch.Tensor], torch.Tensor],
+    write: Callable[[str, torch.Tensor], None],
+) -> None:
     """Computes PEFT's first values of the parameters that derive from base weights.
 
-    `wanted` names the tuner layer and the adapter of each parameter. The base weights must have
-    their values.
+    `wanted` names the tuner layer and the adapter of each parameter. `read` returns the value of a
+    handle, `write` replaces the value of a named parameter. The base weights must have their
+    values.
     """
-    names = {id(param.handle): param.name for param in engine.params}
     with torch.no_grad():
         for name, (layer, adapter) in wanted.items():
             if hasattr(layer, "lora_magnitude_vector"):
-                value = _magnitude(
-                    layer, adapter, lambda tensor: engine.read_parameter(names[id(tensor)])
-                )
+                value = _magnitude(layer, adapter, read)
             else:
                 value = layer.weight[layer.token_indices[adapter]]  # type: ignore[index]
-            engine.write_parameter(name, value.detach().cpu())
+            write(name, value.detach().cpu())
         tuner: Any
-        for tuner in engine.model.modules():
+        for tuner in model.modules():
             for adapter, rows in getattr(tuner, "trainable_tokens_original", {}).items():
                 if rows.is_meta:
                     rows = tuner.weight[tuner.token_indices[adapter]].detach().clone()

@@ -1,4 +1,4 @@
-"""Models that are never complete in memory: built on meta and initialised tensor by tensor."""
+"""First values: those of the model, those of files, and those that are initialised or computed."""
 
 from __future__ import annotations
 
@@ -9,53 +9,75 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config import SwapConfig
-from infinity.engine.adapters import adapter_modules
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, listed
-from infinity.modules.awaited import Awaited, Provisional, building
-
-# Parameters up to this size keep the values of their module's constructor: for a scale made by
-# torch.ones no reset_parameters exists that could make it again.
-_KEPT_NBYTES = 64 << 10
-
-
-@contextmanager
-def init_empty_weights(config: Any = None) -> Iterator[None]:
-    """Builds modules without memory for their parameters inside a `with` block; buffers have
-    values.
-
-    `config` is checked, so that a bad file is refused before a model is built. Call
-    `infinity.offload(model, config, weights=...)` afterwards, which reads or initialises the
-    weights. Attach and load adapters between the two: adapters have memory, and the values that
-    PEFT gives them.
-    """
-    SwapConfig.load(config)
-    kept: list[Provisional] = []
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, param)
-        if type(param) is not nn.Parameter or param.is_meta:
-            return
-        if param.numel() * param.element_size() <= _KEPT_NBYTES:
-            param.__class__ = Provisional
-            kept.append(param)  # type: ignore[arg-type]
-        else:
-            module._parameters[name] = Awaited.make(param)  # type: ignore[assignment]
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-    try:
-        with building():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-        for parameter in kept:
-            if isinstance(parameter, Provisional):
-                parameter.built_version = parameter._version
+from infinity.modules.adapters import (
+    adapter_modules,
+    copied_parameters,
+    derive,
+    derived_parameters,
+    values_of_adapters,
+)
+from infinity.modules.awaited import is_to_come
+from infinity.modules.load_plan import LoadPlan
+from infinity.tiers.device import DeviceAdapter
 
 
-def initialise(engine: Engine, missing: set[str], without: set[str], seed: int) -> None:
+def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
+    """Fills the tiers: first values that are in memory, then values that are read or
+    initialised."""
+    names = {id(param.original): param.name for param in engine.params}
+    wanted = {names[derived]: place for derived, place in derived_parameters(engine.model).items()}
+    kept, without, to_come = values_of_adapters(engine.model), set[str](), set(wanted)
+    for param in engine.params:
+        original = param.original
+        if original is not None and is_to_come(original) and id(original) not in kept:
+            to_come.add(param.name)
+            if original.is_meta:
+                without.add(param.name)
+    copies = [(names[id(copy)], names[id(own)]) for copy, own in copied_parameters(engine.model)]
+    in_place = {spec.name for unit in engine.store.units if unit.stored for spec in unit.tensors}
+    to_come -= in_place
+    without -= in_place
+    for unit in engine.store.units:
+        if unit.stored is None:
+            engine.fill(unit)
+    engine.install()
+    if weights is not None:
+
+        def write(name: str, tensor: torch.Tensor) -> None:
+            engine.write_parameter(name, tensor)
+            written = {tile for tile, _, _ in engine.tile_rows(name)}
+            to_come.difference_update(written)
+            without.difference_update(written)
+
+        weights.load(write, engine.tile_rows, _with_tiled(in_place, engine))
+    if (without if weights is None else to_come) - wanted.keys():
+        _initialise(engine, to_come - wanted.keys(), without, seed)
+    for copy, own in copies:
+        if copy in to_come:
+            engine.write_parameter(copy, engine.read_parameter(own))
+    handles = {id(param.handle): param.name for param in engine.params}
+    derive(
+        engine.model,
+        {name: place for name, place in wanted.items() if name in to_come},
+        read=lambda tensor: engine.read_parameter(handles[id(tensor)]),
+        write=engine.write_parameter,
+    )
+    engine.flush()
+
+
+def _with_tiled(names: set[str], engine: Engine) -> set[str]:
+    """Returns the names, and those of tiled parameters with all tiles among them."""
+    tiled = {
+        name
+        for name in engine.tiled_params
+        if all(tile in names for tile, _, _ in engine.tile_rows(name))
+    }
+    return names | tiled
+
+
+def _initialise(engine: Engine, missing: set[str], without: set[str], seed: int) -> None:
     """Initialises the `missing` parameters by their modules' own rules. The parameters `without`
     any value must have a rule.
 
@@ -127,3 +149,11 @@ def _marked(engine: Engine, names: set[str]) -> Iterator[None]:
     finally:
         for tensor, _ in parameters:
             del tensor._is_hf_initialized  # type: ignore[union-attr]
+
+
+def move_buffers(model: nn.Module, device: DeviceAdapter) -> None:
+    """Moves every buffer of the model to the device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device.torch_device)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.errors import InfinityError
 from infinity.modules.accumulate.experts import ExpertStores
 from infinity.modules.accumulate.layer_major import LayerMajorSchedule
@@ -61,7 +60,6 @@ class ModelPasses:
         self._grads = grads
         self._gradients = gradients
         self._weight_cache = weight_cache
-        self._activations = activations
         self._expert_stores = ExpertStores(activations, waiting)
         self._layer_inputs: InputStore = activations
         self._lock = lock
@@ -166,9 +164,9 @@ class ModelPasses:
         self._passes.end_forward()
         self._passes.begin_backward()
 
-    def share_activations(self, group: Any) -> None:
-        """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
-        self._layer_inputs = SharedActivationStore(self._activations, group)
+    def save_inputs_in(self, store: InputStore) -> None:
+        """Saves layer inputs in this store from now on."""
+        self._layer_inputs = store
 
     # -- Interrupted passes ------------------------------------------------------------------------
 

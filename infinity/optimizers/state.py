@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.modules.param import OffloadedParam
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.state.units import StateKind
-
-if TYPE_CHECKING:
-    from infinity.engine.engine import Engine
 
 _READ_ONLY = (
     "{} would change a fetched copy of optimizer.state and be lost; clone it to change it. "
@@ -101,8 +99,8 @@ class ParameterState:
         if name == "step":
             return torch.tensor(float(owner.step_of(self._params[0])))
         parts = [read_moment(owner.engine, param, StateKind(name)) for param in self._params]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole.as_subclass(FetchedMoment)
+        moment = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return moment.as_subclass(FetchedMoment)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Reads one tensor of the state from its tier; `default` for an unknown name."""

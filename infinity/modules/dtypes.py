@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine.adapters import adapter_modules
+from infinity.modules.adapters import adapter_modules
 from infinity.modules.awaited import is_to_come
 
 _log = logging.getLogger("infinity")

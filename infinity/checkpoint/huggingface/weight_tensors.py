@@ -1,0 +1,182 @@
+"""The tensors of a Hugging Face directory or safetensors file, by their names."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from infinity.checkpoint.huggingface.import_checks import read_config, refuse_undeclared
+from infinity.checkpoint.huggingface.safetensors_file import (
+    KnownHeader,
+    SafetensorsReader,
+    TensorInfo,
+    dtype_name,
+    tensor_bytes,
+)
+from infinity.checkpoint.huggingface.weight_files import INDEX_NAME, find_files
+from infinity.codecs import Plain
+from infinity.codecs.detect import logical_tensors
+from infinity.codecs.found import Encoded
+from infinity.errors import CorruptionError
+from infinity.state.stored import Decoder
+from infinity.storage.shards import ShardIdentity, ShardRange
+
+
+class WeightTensors:
+    """The logical tensors of a checkpoint, by their names. Holds headers, no tensor.
+
+    A tensor that is stored as numbers has its name in the files. A quantised weight is one tensor
+    with the name and the shape of the weight; its codes and scales are stored tensors
+    (`infinity.codecs`). Not thread-safe; close it.
+
+    Raises ConfigError for a path without weights and for a quantised checkpoint that no codec can
+    decode, CorruptionError for a damaged header or index, StorageError for a read that fails.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._files: dict[str, Path] = {}  # tensor name -> the file that has it
+        self._infos: dict[str, TensorInfo] = {}
+        self._reader: SafetensorsReader | None = None
+        self._headers: dict[Path, KnownHeader] = {}
+        for file, listed_names in find_files(self.path).items():
+            with SafetensorsReader(file) as reader:
+                for name in listed_names:
+                    if name not in reader.tensors:
+                        raise CorruptionError(
+                            errno.ENOENT,
+                            operation="read",
+                            path=str(file),
+                            detail=f"{INDEX_NAME} says that tensor {name!r} is in this file, "
+                            "but its header does not have it",
+                        )
+                self._headers[file] = reader.header()
+                listed_here = set(listed_names)
+                for name, info in reader.tensors.items():
+                    if name in listed_here or name not in self._files:
+                        self._files[name], self._infos[name] = file, info
+        self._encoded = self._find_encoded()
+
+    def _find_encoded(self) -> dict[str, Encoded]:
+        directory = self.path if self.path.is_dir() else self.path.parent
+        config = read_config(directory)
+        refuse_undeclared(directory, config)
+        headers = {
+            name: (_stored_name(info), tuple(info.shape)) for name, info in self._infos.items()
+        }
+        return logical_tensors(config, headers, read=self._read_bytes, where=str(directory))
+
+    def _read_bytes(self, name: str) -> bytes:
+        return bytes(tensor_bytes(self._opened(name).read(name)))
+
+    @property
+    def identities(self) -> list[ShardIdentity]:
+        """The files, as they were when their headers were read."""
+        return [header.identity for header in self._headers.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors in the files."""
+        return sum(info.nbytes for info in self._infos.values())
+
+    def names(self) -> list[str]:
+        """Returns the names of all logical tensors."""
+        return list(self._encoded)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor."""
+        return self._encoded[name].shape
+
+    def stored_dtype(self, name: str) -> torch.dtype | str:
+        """Returns the dtype of a tensor; its name in the file if torch does not have the dtype."""
+        encoded = self._encoded[name]
+        if isinstance(encoded.codec, Plain):
+            return self._infos[name].stored_dtype
+        return encoded.dtype
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype of a tensor. Raises UnsupportedError if torch does not have it."""
+        encoded = self._encoded[name]
+        is_plain = isinstance(encoded.codec, Plain)
+        return self._infos[name].dtype if is_plain else encoded.dtype
+
+    def file_of(self, name: str) -> Path:
+        """Returns the file with the tensor, or with its codes."""
+        return self._files[self._encoded[name].names[0]]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a fresh CPU tensor, in the dtype of the file or decoded.
+
+        The file stays open until `close`. Raises CorruptionError, StorageError, UnsupportedError
+        for a dtype that torch does not have.
+        """
+        encoded = self._encoded[name]
+        if isinstance(encoded.codec, Plain):
+            return self._opened(name).read(name)
+        parts = [self._stored_bytes(part) for part in encoded.names]
+        tensor = torch.empty(encoded.shape, dtype=encoded.dtype)
+        encoded.codec.decode(parts, encoded.shape, tensor)
+        return tensor
+
+    def _stored_bytes(self, name: str) -> torch.Tensor:
+        return self._opened(name).read(name).reshape(-1).view(torch.uint8)
+
+    def encoded(self, name: str) -> Encoded:
+        """Returns the codec of a tensor and the names of its stored tensors."""
+        return self._encoded[name]
+
+    def stored_info(self, stored_name: str) -> TensorInfo:
+        """Returns the facts of a stored tensor, by its name in the files."""
+        return self._infos[stored_name]
+
+    def read_stored(self, stored_name: str) -> torch.Tensor:
+        """Returns a stored tensor, by its name in the files, in the dtype of the file."""
+        return self._opened(stored_name).read(stored_name)
+
+    def stored(self, name: str) -> tuple[Decoder, tuple[ShardRange, ...]]:
+        """Returns the codec of a tensor, and the ranges of files that it decodes."""
+        encoded = self._encoded[name]
+        ranges = []
+        for part in encoded.names:
+            info, path = self._infos[part], self._headers[self._files[part]].identity.path
+            ranges.append(ShardRange(path, info.offset_nbytes, info.nbytes))
+        return encoded.codec, tuple(ranges)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Returns rows [start, stop) of a tensor. Raises as `read`."""
+        if not isinstance(self._encoded[name].codec, Plain):
+            return self.read(name)[start:stop].clone()
+        reader, info = self._opened(name), self._infos[name]
+        rows = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        reader.read_into(name, start * math.prod(info.shape[1:]), rows)
+        return rows
+
+    def _opened(self, name: str) -> SafetensorsReader:
+        path = self._files[name]
+        file = str(path)
+        if self._reader is None or self._reader.path != file:
+            self.close()
+            self._reader = SafetensorsReader(path, known=self._headers[path])
+        if self._reader.tensors.get(name) != self._infos[name]:
+            raise CorruptionError(
+                errno.ESTALE,
+                operation="read",
+                path=file,
+                detail=f"the place of tensor {name!r} changed since the checkpoint was opened",
+            )
+        return self._reader
+
+    def close(self) -> None:
+        """Closes the file. Idempotent; a later `read` opens it again."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def _stored_name(info: TensorInfo) -> str:
+    """Returns the dtype as the header has it."""
+    return dtype_name(info.dtype) if info.unreadable is None else info.unreadable[0]

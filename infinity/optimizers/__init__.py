@@ -1,0 +1,1 @@
+"""The optimizers: classes of `torch.optim.Optimizer` over state that rests on tiers."""
