@@ -63,10 +63,11 @@ class Channel:
         self._mapped = mapped
 
     def close(self) -> None:
-        """Ends every wait on the channel, here and on the other rank."""
+        """Ends every wait on the channel, here and on the other rank. Unmaps the memory."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
+        self._bounce = self._mapped = None
 
     # -- Sending -----------------------------------------------------------------------------------
 
@@ -154,8 +155,9 @@ class Channel:
         The calls together take all of the content. Raises RankError if the message ends with word
         of a failure.
         """
-        if self._mapped is not None and _is_lent(kind, nbytes):
-            return _LentContent(self, self._mapped, nbytes, check).fill
+        mapped = self._mapped  # `close` may come from another thread.
+        if mapped is not None and _is_lent(kind, nbytes):
+            return _LentContent(self, mapped, nbytes, check).fill
         return partial(self.receive_into, check=check)
 
     def receive_content(self, kind: MessageType, nbytes: int) -> bytearray:

@@ -183,6 +183,7 @@ class NodeMemory:
         self._own = own
         self._mapped = mapped
         self.readers = frozenset(readers)
+        self._place = "arena" if own is not None and own.lends_arena else "bounce buffers"
 
     def mapped(self, rank: int) -> MappedMemory | None:
         """Returns the memory of another rank; None if contents come through sockets."""
@@ -197,11 +198,14 @@ class NodeMemory:
     def routes(self, num_others: int) -> str:
         """Returns how contents go from this rank to the other ranks, for a log or a table."""
         count = len(self.readers)
-        place = "arena" if self._own is not None and self._own.lends_arena else "bounce buffers"
-        ways = [f"contents to {count} ranks through shared memory ({place})"] if count else []
+        ways = [f"contents to {count} ranks through shared memory ({self._place})"] if count else []
         if num_others > count:
             ways.append(f"contents to {num_others - count} ranks through sockets")
         return ", ".join(ways)
+
+    def close(self) -> None:
+        """Unmaps the memory, which channels may still use. A mapping keeps the memory of a rank."""
+        self._own, self._mapped = None, {}
 
 
 def bytes_of(content: memoryview) -> Bytes:

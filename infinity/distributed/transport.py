@@ -167,6 +167,7 @@ class PeerTransport:
         outgoing = [link.channel for link in self._outgoing.values()]
         for channel in (*outgoing, *self._incoming):
             channel.close()
+        self.memory.close()
         self._listener.close()
         for thread in self._serving:
             if thread is not threading.current_thread():

@@ -13,7 +13,7 @@ from infinity.doctor.files import read_text
 from infinity.doctor.finding import Finding, degraded, missing, ok
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, MIB, format_nbytes
-from infinity.storage.arena import Arena
+from infinity.storage.arena import Arena, can_share
 from infinity.storage.probe import find_uring_refusal
 
 _TRIAL_ARENA_NBYTES = 16 * MIB
@@ -31,6 +31,7 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
         is_wanted=config.tiers.host.huge_pages,
         share=_huge_page_share() if config.tiers.host.huge_pages else None,
     )
+    yield check_sharing(can_share(huge_pages=config.tiers.host.huge_pages))
     limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield check_memlock(
         None if limit_nbytes == resource.RLIM_INFINITY else limit_nbytes,
@@ -94,6 +95,20 @@ def check_huge_pages(mode: str | None, *, is_wanted: bool, share: float | None) 
             "the run soon after boot.",
         )
     return ok(subject, found)
+
+
+def check_sharing(is_as_good: bool) -> Finding:
+    """`is_as_good`: an arena that other processes map has as many huge pages as one of its own."""
+    subject = "memory of ranks"
+    if is_as_good:
+        return ok(subject, "ranks of this machine read each other's arenas")
+    return degraded(
+        subject,
+        "a shared arena has fewer huge pages, or cannot be made",
+        cost="contents between ranks of this machine are copied twice; one rank is not concerned",
+        remedy="Boot Linux 6.1 or later, or as root: "
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+    )
 
 
 def check_memlock(

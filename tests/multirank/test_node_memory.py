@@ -193,6 +193,8 @@ def _count(rank: int, cases: list[Case]) -> list[tuple[dict[str, float], int, in
         described = str(infinity.describe(model))
         found.append((counted, len(units), sum(len(unit.tensors) for unit in units), described))
         engine.close()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        assert not [line for line in maps if "r--s" in line and "infinity-arena" in line]
     return found
 
 

@@ -137,6 +137,11 @@ def test_huge_pages(
     expect(memory.check_huge_pages(mode, is_wanted=is_wanted, share=share), status, word)
 
 
+def test_sharing() -> None:
+    expect(memory.check_sharing(True), "ok", "each other's arenas")
+    expect(memory.check_sharing(False), "degraded", "copied twice", "shmem_enabled")
+
+
 @pytest.mark.parametrize(
     ("limit_nbytes", "is_exempt", "has_ring", "status", "word"),
     [
@@ -430,7 +435,8 @@ def test_json_holds_every_subject_once(tmp_path: Path) -> None:
     names = [row["subject"] for row in report["findings"]]
     assert len(names) == len(set(names))
     assert {
-        "kernel", "io_uring", "liburing binding", "host memory", "huge pages", "memlock limit",
+        "kernel", "io_uring", "liburing binding", "host memory", "huge pages",
+        "memory of ranks", "memlock limit",
         f"{tmp_path}: direct I/O", f"{tmp_path}: free space", "cores", "instruction sets", "NUMA",
         "torch", "CUDA",
     } <= set(names)  # fmt: skip
