@@ -60,6 +60,22 @@ class TensorGradient:
     scale: torch.Tensor | None = None
     # (Which gradient of the parameter, counted from the first; how often it was changed.)
     stamp: tuple[int, int] | None = None
+    # Gradients in the present sum, and in the last one; whether norms of them were needed.
+    num_added: int = 0
+    num_expected: int = 0
+    is_norm_needed: bool = False
+    was_norm_needed: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the sum is complete, if it is like the last one, and its norm will be needed."""
+        return self.was_norm_needed and self.num_added == self.num_expected
+
+    def begin_sum(self) -> None:
+        """The next gradient is the first of another sum."""
+        if self.num_added:
+            self.num_expected, self.num_added = self.num_added, 0
+            self.was_norm_needed, self.is_norm_needed = self.is_norm_needed, False
 
     def note_change(self) -> None:
         """Changes the stamp."""
@@ -68,6 +84,7 @@ class TensorGradient:
 
     def forget(self) -> None:
         """The parameter has no gradient; the next one is another."""
+        self.begin_sum()
         self.is_present, self.norm, self.scale = False, None, None
         number, changes = self.stamp or (0, 0)
         self.stamp = number + 1, changes

@@ -35,6 +35,7 @@ from infinity.streaming.gradient_memory import (
     tail_of,
     widen,
 )
+from infinity.streaming.gradient_norms import CompleteSums, norm_of
 from infinity.streaming.gradient_sums import (
     PooledSumBlocks,
     SumBlocks,
@@ -74,6 +75,7 @@ class GradientStore:
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
         self._leaving: deque[LeavingGradient] = deque()  # Not on the host yet, or not known to be.
         self._keeping: deque[LeavingGradient] = deque()  # Those whose device memory is still kept.
+        self.norms = CompleteSums()
         self._most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
 
     # -- In ----------------------------------------------------------------------------------------
@@ -93,6 +95,7 @@ class GradientStore:
             return
         flat = in_memory_order(gradient.detach(), spec)
         known.norm = None
+        known.num_added += 1
         location = self._store.location(unit, StateKind.GRADIENTS)
         # `flat` is detached and sums never require gradients: autograd records nothing here.
         if isinstance(location, DeviceLocation):
@@ -104,7 +107,10 @@ class GradientStore:
                 self._await_more(sums)
             if not first:
                 self.finish_copies()  # The last one may be on its way to this place.
-            put(flat_of(self._array(unit), spec), flat, first=first)
+            place = flat_of(self._array(unit), spec)
+            put(place, flat, first=first)
+            if known.was_norm_needed and known.is_due:
+                self.norms.note(unit, spec, known, place)
         else:
             self._take_off_device(sums, spec, flat, first=first)
         if spec not in sums.device_sums:
@@ -144,10 +150,13 @@ class GradientStore:
         if sums.is_summed_on_device and first:
             self._add_on_device(sums, spec, flat)
         elif first:
-            self._send(unit, flat, flat_of(self._array(unit), spec))
+            self._send(unit, spec, flat, flat_of(self._array(unit), spec))
         else:
             self.finish_copies()
-            self._add_staged(unit, spec, flat, flat_of(self._array(unit), spec))
+            place, known = flat_of(self._array(unit), spec), self._tensors[spec]
+            self._add_staged(unit, spec, flat, place)
+            if known.is_due:
+                self.norms.note(unit, spec, known, place)
 
     def sum_on_device(self, units: Iterable[Unit]) -> None:
         """Sums the gradients of these units on the device until `write_out`."""
@@ -192,14 +201,14 @@ class GradientStore:
 
     def _send_sums(self, unit: Unit) -> None:
         for spec, flat in self.take_device_sums(unit).items():
-            self._send(unit, flat, flat_of(self._array(unit), spec))
+            self._send(unit, spec, flat, flat_of(self._array(unit), spec))
             self._tensors[spec].is_present = True
 
-    def _send(self, unit: Unit, flat: torch.Tensor, place: torch.Tensor) -> None:
+    def _send(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor) -> None:
         """Starts copying a gradient from the device to its place on the host."""
         self._take_in_copies()
         copy = self._device.copy(flat, tail_of(place, flat.dtype))
-        leaving = LeavingGradient(unit, copy, place, flat.dtype)
+        leaving = LeavingGradient(unit, spec, copy, place, flat.dtype)
         self._leaving.append(leaving)
         self._keeping.append(leaving)
         kept_nbytes = sum(each.nbytes for each in self._keeping)
@@ -221,6 +230,9 @@ class GradientStore:
             self._keeping.popleft()
         leaving.copy.wait()
         widen(leaving.place, leaving.dtype)
+        known = self._tensors[leaving.spec]
+        if known.is_due:
+            self.norms.note(leaving.unit, leaving.spec, known, leaving.place)
 
     def _add_staged(
         self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, target: torch.Tensor
@@ -339,8 +351,11 @@ class GradientStore:
         if sums.state is SumState.ON_HOST:
             assert sums.array is not None and sums.block is not None
             for spec in unit.trainable():
-                if self.has(spec):
-                    self._tensors[spec].norm = self._norm(spec, sums.array)
+                known = self._tensors[spec]
+                # To read a sum again costs more than its norm; of the first one nothing is known.
+                is_needed = known.was_norm_needed or not known.num_expected
+                if known.is_present and is_needed and known.num_added > known.num_expected:
+                    known.norm = norm_of(flat_of(sums.array, spec), spec)
             sums.begin_write(self._store.write(unit, StateKind.GRADIENTS, sums.block))
 
     def write_out_all(self) -> None:
@@ -365,6 +380,7 @@ class GradientStore:
             if unit is not self._in_use:
                 self._end_copies()
                 self._start_write(unit)
+                self.norms.finish(unit)
                 del self._lent[unit]
                 writing, block = sums.writing, sums.give_up_block()
                 self._wait_write(unit, writing)
@@ -400,27 +416,12 @@ class GradientStore:
         rests."""
         known = self._tensors[spec]
         assert known.is_present
+        known.is_norm_needed = True
         if spec.numel == 0:
             return torch.zeros(())
-        if known.scale is not None and not isinstance(
-            self._store.location(unit, StateKind.GRADIENTS), DeviceLocation
-        ):
-            self._array(unit)  # Applies what the last step left for later.
         if known.norm is None:
-            self.finish_copies()
-            location = self._store.location(unit, StateKind.GRADIENTS)
-            if (
-                isinstance(location, NvmeLocation)
-                or self._store.host_view(unit, StateKind.GRADIENTS) is not None
-            ):
-                known.norm = self._norm(spec, self._array(unit))
-            else:
-                known.norm = torch.linalg.vector_norm(self.read(unit, spec))
+            known.norm = norm_of(self.view(unit, spec), spec)
         return known.norm
-
-    def _norm(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
-        norm: torch.Tensor = torch.linalg.vector_norm(shaped(flat_of(array, spec), spec))
-        return norm
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """A copy of one gradient: fp32, the parameter's shape, on the host."""
@@ -486,6 +487,7 @@ class GradientStore:
             return
         self.finish_copies()
         known.norm = known.scale = None
+        known.begin_sum()
         self._scaled.discard(spec)
         known.note_change()
         location = self._store.location(unit, StateKind.GRADIENTS)
