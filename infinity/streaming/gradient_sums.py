@@ -26,8 +26,8 @@ import torch
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.state.store import Transfer
-from infinity.state.units import STATE_ITEM_NBYTES, TensorSpec, Unit
+from infinity.state.store import DeviceLocation, StateStore, Transfer
+from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
@@ -71,12 +71,6 @@ class TensorGradient:
         """Whether the sum is complete, if it is like the last one, and its norm will be needed."""
         return self.was_norm_needed and self.num_added == self.num_expected
 
-    def begin_sum(self) -> None:
-        """The next gradient is the first of another sum."""
-        if self.num_added:
-            self.num_expected, self.num_added = self.num_added, 0
-            self.was_norm_needed, self.is_norm_needed = self.is_norm_needed, False
-
     def note_change(self) -> None:
         """Changes the stamp."""
         number, changes = self.stamp or (0, 0)
@@ -84,7 +78,9 @@ class TensorGradient:
 
     def forget(self) -> None:
         """The parameter has no gradient; the next one is another."""
-        self.begin_sum()
+        if self.num_added:
+            self.num_expected, self.num_added = self.num_added, 0
+            self.was_norm_needed, self.is_norm_needed = self.is_norm_needed, False
         self.is_present, self.norm, self.scale = False, None, None
         number, changes = self.stamp or (0, 0)
         self.stamp = number + 1, changes
@@ -95,6 +91,9 @@ class UnitGradients:
     """One unit's sum on its way. Written by `GradientStore` alone."""
 
     unit: Unit
+    # Where the unit's gradients rest: fp32 (state_numel,) that the host can add to, or a device's.
+    on_host: torch.Tensor | None = None
+    on_device: torch.Tensor | None = None
     state: SumState = SumState.AT_REST
     block: Block | None = None
     array: torch.Tensor | None = None  # The block: fp32 (state_numel,).
@@ -134,6 +133,17 @@ class UnitGradients:
         self.block = self.array = self.writing = None
         self.state = SumState.AT_REST
         return block
+
+
+def sums_of(unit: Unit, store: StateStore) -> UnitGradients:
+    """Returns a unit's sum at rest, where the store has it."""
+    on_host = store.host_view(unit, StateKind.GRADIENTS)
+    location = store.location(unit, StateKind.GRADIENTS)
+    return UnitGradients(
+        unit,
+        None if on_host is None else on_host.view(torch.float32),
+        location.memory.view(torch.float32) if isinstance(location, DeviceLocation) else None,
+    )
 
 
 class SumBlocks(Protocol):

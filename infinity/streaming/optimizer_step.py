@@ -389,7 +389,8 @@ class Updater(StepRunner):
         staging slots that are free. Never waits."""
         if self._is_applying or self._torn is not None:
             return
-        if self._pending and self._reads_ahead and self._ring.take(or_none=True):
+        reads_ahead = self._pending and self._reads_ahead and self._ring.travels
+        if reads_ahead and self._ring.take(or_none=True):
             self._ring.start_more(self._expected())
         if self._pending and self._is_feeding:
             self._feed_worker()
