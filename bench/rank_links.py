@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from infinity.distributed import transport as transport_module
+from infinity.distributed import connecting
 from infinity.distributed.peer import Peer
 from infinity.distributed.transport import PeerTransport
 from infinity.observe import Counters
@@ -93,13 +93,13 @@ def run(rank: int, peers: list[Peer], listener: socket.socket, words: Any) -> No
 
 
 def pace_sockets(rate_nbytes: int) -> None:
-    prepare = transport_module._prepare
+    prepare = connecting._prepare
 
     def prepared(connection: socket.socket) -> None:
         prepare(connection)
         connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate_nbytes)
 
-    transport_module._prepare = prepared
+    connecting._prepare = prepared
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def measure(
         ),
         "sent_nbytes": sum(each["sent_nbytes"] for each in found) / count,
         "gathered_nbytes": sum(each["gathered_nbytes"] for each in found) / count,
+        "socket_nbytes": max(each["socket_nbytes"] for each in found),
         "link_in_nbytes": max(each["link_in_nbytes"] for each in found),
         "link_out_nbytes": max(each["link_out_nbytes"] for each in found),
         "collectives": min(each["collectives"] for each in found),
@@ -167,6 +168,7 @@ def train(
         "reduce_buffer_high_water_nbytes": after.get("ranks_reduce_buffer_high_water_nbytes", 0),
         "sent_nbytes": grown(before, after, "ranks_reduced_nbytes"),
         "gathered_nbytes": grown(before, after, "ranks_gathered_nbytes"),
+        "socket_nbytes": grown(before, after, "ranks_socket_nbytes"),
         "link_in_nbytes": grown(before, after, "device_in_nbytes"),
         "link_out_nbytes": grown(before, after, "device_out_nbytes"),
         "collectives": grown(before, after, "ranks_collectives"),
@@ -186,7 +188,7 @@ def report(
     table = Table(title="bytes per parameter, of the rank that has most")
     for title in (
         "ranks", "stage", "rests", "formula", "arena", "reduce buffer", "sent", "received",
-        "data parallel", "volume",
+        "data parallel", "volume", "through sockets",
     ):  # fmt: skip
         table.add_column(title, justify="right")
     for row in rows:
@@ -205,6 +207,7 @@ def report(
                 )
             ),
             "-" if row["volume_share"] is None else f"{row['volume_share']:.2f}",
+            f"{row['socket_nbytes'] / numel:.4f}",
         )  # fmt: skip
     Console().print(table)
     crossed = Table(title="bytes per parameter over a rank's own link, stage 3, one step")

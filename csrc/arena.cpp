@@ -5,8 +5,10 @@
 #include <cstring>
 #include <iterator>
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -44,6 +46,21 @@ std::uintptr_t map_aligned(std::size_t nbytes, int protection, int flags) noexce
   const std::size_t tail_nbytes = start + wide_nbytes - (aligned + nbytes);
   if (tail_nbytes > 0) munmap(pointer(aligned + nbytes), tail_nbytes);
   return aligned;
+}
+
+// Returns a file in memory of a fixed size, or -1 with errno set. memfd_create(2), fcntl(2).
+int open_memory(std::size_t nbytes) noexcept {
+  const int descriptor = memfd_create("infinity-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (descriptor < 0) return -1;
+  // Who maps the file could not touch pages behind its end.
+  if (ftruncate(descriptor, static_cast<off_t>(nbytes)) == 0 &&
+      fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0) {
+    return descriptor;
+  }
+  const int code = errno;
+  close(descriptor);
+  errno = code;
+  return -1;
 }
 
 // Without libnuma: mbind(2), MPOL_PREFERRED. The threads that touch the pages may run anywhere.
@@ -149,21 +166,57 @@ bool overlaps(const std::map<std::size_t, Value>& ranges, std::size_t offset,
 
 Arena::~Arena() {
   if (address_ != 0) munmap(pointer(address_), capacity_nbytes_);
+  close_file();
 }
 
-int Arena::open(std::size_t capacity_nbytes, bool huge_pages, unsigned num_threads,
-                int numa_node) noexcept {
+void Arena::close_file() noexcept {
+  if (descriptor_ >= 0) close(descriptor_);
+  descriptor_ = -1;
+}
+
+int Arena::open(std::size_t capacity_nbytes, bool huge_pages, unsigned num_threads, int numa_node,
+                bool is_shared) noexcept {
   const std::uintptr_t address =
       map_aligned(capacity_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
   if (address == 0) return errno;
   address_ = address;
   capacity_nbytes_ = capacity_nbytes;
   void* start = pointer(address);
+  if (is_shared) {
+    descriptor_ = open_memory(capacity_nbytes);
+    if (descriptor_ < 0) return errno;
+    const void* got = mmap(start, capacity_nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                           descriptor_, 0);
+    if (got == MAP_FAILED) return errno;
+  }
   // A fork with a pinned arena would copy all of it: 0.5-0.8 s and the same memory again per GiB.
   madvise(start, capacity_nbytes, MADV_DONTFORK);
   madvise(start, capacity_nbytes, huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   prefers_node_ = prefer_node(address, capacity_nbytes, numa_node);  // Before the first touch.
   return populate_all(address, capacity_nbytes, huge_pages, num_threads);
+}
+
+ArenaView::~ArenaView() {
+  if (address_ != 0) munmap(pointer(address_), nbytes_);
+}
+
+int ArenaView::open(int descriptor, std::size_t nbytes) noexcept {
+  const int seals = fcntl(descriptor, F_GET_SEALS);
+  struct stat found {};
+  if (seals < 0 || fstat(descriptor, &found) != 0) return errno;
+  if ((seals & F_SEAL_SHRINK) == 0 || static_cast<std::size_t>(found.st_size) < nbytes) {
+    return EINVAL;
+  }
+  const std::uintptr_t address = map_aligned(nbytes, PROT_NONE, kReserveFlags);
+  if (address == 0) return errno;
+  address_ = address;
+  nbytes_ = nbytes;
+  void* start = pointer(address);
+  if (mmap(start, nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, descriptor, 0) == MAP_FAILED) {
+    return errno;
+  }
+  madvise(start, nbytes, MADV_DONTFORK);
+  return 0;
 }
 
 Window::~Window() {

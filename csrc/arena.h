@@ -23,7 +23,8 @@ namespace infinity {
 inline constexpr std::size_t kPageNbytes = 4096;
 inline constexpr std::size_t kHugePageNbytes = std::size_t{2} << 20;
 
-// One populated anonymous mapping, aligned to 2 MiB, kept out of forks. Pages are zero at first.
+// One populated mapping, aligned to 2 MiB, kept out of forks. Pages are zero at first. It is
+// anonymous, or, if it is shared, of a file in memory that other processes can map, too.
 class Arena {
  public:
   Arena() = default;
@@ -34,7 +35,13 @@ class Arena {
   // Maps and populates; `capacity_nbytes` must be a multiple of kPageNbytes. Returns 0 or an errno.
   // `numa_node`: where pages shall lie as long as there are free ones; negative: anywhere.
   [[nodiscard]] int open(std::size_t capacity_nbytes, bool huge_pages, unsigned num_threads,
-                         int numa_node = -1) noexcept;
+                         int numa_node = -1, bool is_shared = false) noexcept;
+
+  // The file of a shared arena, sealed against truncation; -1 without one, and after close_file().
+  [[nodiscard]] int descriptor() const noexcept { return descriptor_; }
+
+  // What is mapped stays. A child of a fork, which inherits the file, would keep the memory.
+  void close_file() noexcept;
 
   // Whether the kernel took the wish of `numa_node`.
   [[nodiscard]] bool prefers_node() const noexcept { return prefers_node_; }
@@ -48,7 +55,28 @@ class Arena {
   std::uintptr_t address_ = 0;
   std::size_t capacity_nbytes_ = 0;
   bool prefers_node_ = false;
+  int descriptor_ = -1;
   std::map<std::size_t, std::size_t> away_;  // offset -> bytes that are in some window
+};
+
+// The memory of a shared arena of another process, read-only, aligned as there, kept out of forks.
+class ArenaView {
+ public:
+  ArenaView() = default;
+  ArenaView(const ArenaView&) = delete;
+  ArenaView& operator=(const ArenaView&) = delete;
+  ~ArenaView();
+
+  // Maps a file, which the caller may then close. Returns 0 or an errno: EINVAL for a file that is
+  // shorter, or that may become shorter; touching what is missing would be SIGBUS.
+  [[nodiscard]] int open(int descriptor, std::size_t nbytes) noexcept;
+
+  [[nodiscard]] std::uintptr_t address() const noexcept { return address_; }
+  [[nodiscard]] std::size_t nbytes() const noexcept { return nbytes_; }
+
+ private:
+  std::uintptr_t address_ = 0;
+  std::size_t nbytes_ = 0;
 };
 
 // Reserved address space of the same alignment, without memory of its own. Not thread-safe.

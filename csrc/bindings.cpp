@@ -402,18 +402,27 @@ void check_capacity(std::size_t capacity_nbytes) {
 }
 
 std::unique_ptr<Arena> open_arena(std::size_t capacity_nbytes, bool huge_pages,
-                                  unsigned num_threads, int numa_node) {
+                                  unsigned num_threads, int numa_node, bool is_shared) {
   check_capacity(capacity_nbytes);
   auto arena = std::make_unique<Arena>();
   int code = 0;
   {
     const py::gil_scoped_release released;
-    code = arena->open(capacity_nbytes, huge_pages, num_threads, numa_node);
+    code = arena->open(capacity_nbytes, huge_pages, num_threads, numa_node, is_shared);
   }
   if (code != 0) {
     raise_os_error(code, "cannot map and populate " + std::to_string(capacity_nbytes) + " bytes");
   }
   return arena;
+}
+
+std::unique_ptr<ArenaView> open_view(int descriptor, std::size_t nbytes) {
+  check_capacity(nbytes);
+  auto view = std::make_unique<ArenaView>();
+  if (const int code = view->open(descriptor, nbytes)) {
+    raise_os_error(code, "cannot map " + std::to_string(nbytes) + " bytes of another process");
+  }
+  return view;
 }
 
 std::unique_ptr<Window> open_window(std::size_t capacity_nbytes) {
@@ -539,12 +548,21 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<Arena>(module, "Arena", py::buffer_protocol())
       .def(py::init(&open_arena), py::arg("capacity_nbytes"), py::arg("huge_pages"),
-           py::arg("num_threads"), py::arg("numa_node") = -1)
+           py::arg("num_threads"), py::arg("numa_node") = -1, py::arg("is_shared") = false)
+      .def_property_readonly("descriptor", &Arena::descriptor)
+      .def("close_file", &Arena::close_file)
       .def_property_readonly("prefers_node", &Arena::prefers_node)
       .def_property_readonly("address", &Arena::address)
       .def_property_readonly("capacity_nbytes", &Arena::capacity_nbytes)
       .def_buffer(
           [](const Arena& arena) { return bytes_at(arena.address(), arena.capacity_nbytes()); });
+
+  py::class_<ArenaView>(module, "ArenaView", py::buffer_protocol())
+      .def(py::init(&open_view), py::arg("descriptor"), py::arg("nbytes"))
+      .def_buffer([](const ArenaView& view) {
+        const auto* bytes = reinterpret_cast<const unsigned char*>(view.address());  // NOLINT
+        return py::buffer_info(bytes, static_cast<py::ssize_t>(view.nbytes()));  // Read-only.
+      });
 
   py::class_<Window>(module, "Window", py::buffer_protocol())
       .def(py::init(&open_window), py::arg("capacity_nbytes"))

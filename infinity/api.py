@@ -21,7 +21,7 @@ from infinity.engine.describe import Residence
 from infinity.engine.describe import describe as residence_of
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of, owner_of
-from infinity.engine.replace import calling_place, make_room, remember
+from infinity.engine.replace import calling_place, free_swap_directories, remember
 from infinity.errors import ConfigError
 from infinity.modules.discover import UnitRule
 from infinity.modules.empty_weights import init_empty_weights
@@ -111,7 +111,7 @@ def offload(
         adopted = plan_adoption(resolved, resume, group)
     place = calling_place()
     if group is None and not dist.is_initialized():  # Every rank has its own swap directory.
-        make_room(resolved, place)
+        free_swap_directories(resolved, place)
     build(
         model, resolved, weights=plan, seed=seed, units=units, device=device, group=group,
         model_parallel_group=model_parallel_group, adopted=adopted,

@@ -49,7 +49,7 @@ class Peer:
             [python, str(Path(script).resolve()), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **(_deepspeed(venv) if venv else {}), **(variables or {})},
+            env={**os.environ, **(deepspeed_variables(venv) if venv else {}), **(variables or {})},
             text=True,
         )
         self.hello = self._answer()
@@ -80,7 +80,7 @@ class Peer:
         return stop(f"{' '.join(map(str, self._process.args))} ended with code {code}; see above")
 
 
-def _deepspeed(venv: Path) -> dict[str, str]:
+def deepspeed_variables(venv: Path) -> dict[str, str]:
     """Where it finds the headers it compiles its extension with, and keeps it."""
     headers = venv / "libaio/usr"
     return {

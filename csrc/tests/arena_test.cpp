@@ -3,6 +3,9 @@
 #include <cerrno>
 #include <cstring>
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "check.h"
 
 using namespace infinity;
@@ -39,6 +42,25 @@ TEST(PagesMoveIntoTheWindowAndBack) {
     CHECK(window.unmap(arena, 2 * kMiB, 4 * kMiB, 0) == 0);
     CHECK(at(arena.address() + 2 * kMiB)[17] == 99);
   }
+}
+
+TEST(PagesOfASharedArenaAreThoseOfItsFile) {
+  if (!can_remap()) return;
+  Arena arena;
+  Window window;
+  CHECK(arena.open(8 * kMiB, true, 2, -1, true) == 0 && window.open(4 * kMiB) == 0);
+  CHECK(ftruncate(arena.descriptor(), 0) == -1 && errno == EPERM);
+  void* other = mmap(nullptr, 8 * kMiB, PROT_READ, MAP_SHARED, arena.descriptor(), 0);
+  CHECK(other != MAP_FAILED);
+  arena.close_file();
+  CHECK(arena.descriptor() == -1);
+  if (window.map(arena, 2 * kMiB, 4 * kMiB, 0) == 0) {  // Linux 5.13.
+    std::memset(at(window.address()), 7, 4 * kMiB);
+    CHECK(static_cast<unsigned char*>(other)[2 * kMiB] == 7);
+    CHECK(window.unmap(arena, 2 * kMiB, 4 * kMiB, 0) == 0);
+    CHECK(at(arena.address())[6 * kMiB - 1] == 7);
+  }
+  munmap(other, 8 * kMiB);
 }
 
 TEST(ImpossibleMovesAreRefusedAndChangeNothing) {

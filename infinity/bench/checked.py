@@ -19,7 +19,7 @@ from infinity.bench import pattern
 from infinity.bench.lab import Lab
 from infinity.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
 from infinity.bench.nvme import EXTENT_NBYTES
-from infinity.bench.scratch import DIRECTORY_NAME, check_room, remove_directory
+from infinity.bench.scratch import DIRECTORY_NAME, check_space, remove_directory
 from infinity.bench.transfer import next_seed
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
@@ -98,7 +98,7 @@ def verify(lab: Lab, directory: Path) -> Iterator[Result]:
     """Reads and writes with and without checksums on one drive, alternately."""
     nbytes = min(lab.effort.nbytes, 4 * lab.effort.sweep_nbytes)
     roots = [directory / f"{DIRECTORY_NAME}-{name}" for name in ("plain", "checked")]
-    check_room(roots, [1.0, 1.0], 2 * nbytes)
+    check_space(roots, [1.0, 1.0], 2 * nbytes)
     lab.on_step(f"writing files in {directory}")
     with lab.engine() as engine, contextlib.ExitStack() as stack:
         volumes = []

@@ -80,7 +80,7 @@ class BenchDirectory:
         return shares_of(self.regions[region], self.file_paths)
 
     def _open(self, arena: Arena, weights: Sequence[float]) -> None:
-        check_room(self._roots, weights, 2 * self.nbytes)
+        check_space(self._roots, weights, 2 * self.nbytes)
         for root in self._roots:
             self._stack.callback(remove_directory, root)
         engine = open_engine("auto", arena=arena)
@@ -118,7 +118,7 @@ def shares_of(extents: Sequence[Extent], file_paths: Sequence[str]) -> list[Spac
     return shares
 
 
-def check_room(roots: Sequence[Path], weights: Sequence[float], nbytes: int) -> None:
+def check_space(roots: Sequence[Path], weights: Sequence[float], nbytes: int) -> None:
     """Raises CapacityError unless every drive keeps its reserve with `nbytes` over all paths.
 
     The reserve is 5 % of the file system or 1 GiB, whichever is smaller, as for swap files.

@@ -240,7 +240,7 @@ def _spans(moves: Sequence[TransferMove]) -> list[TransferMove]:
     become one.
     """
     spans: list[TransferMove] = []
-    for move in sorted(moves, key=lambda each: (each.operation, each.offset_nbytes)):
+    for move in sorted(moves, key=lambda entry: (entry.operation, entry.offset_nbytes)):
         last = spans[-1] if spans else None
         if (
             last is not None

@@ -28,7 +28,7 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.ops.split_master import join
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import MIB
-from infinity.state.units import MOMENT_PIECES, StateKind, TensorSpec, Unit, weight_of
+from infinity.state.units import MOMENT_KINDS, StateKind, TensorSpec, Unit, weight_of
 
 if TYPE_CHECKING:
     pass
@@ -85,7 +85,7 @@ class StateSource(Protocol):
 
 
 @contextmanager
-def whole_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
+def full_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
     """Gives the state of an offloaded model, which is at rest during the block.
 
     `what` names the caller in errors. All ranks call it: the first rank gets the state of all
@@ -103,8 +103,8 @@ def whole_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
 def engine_source(
     model: nn.Module, optimizer: OffloadedOptimizer | None, *, what: str
 ) -> Iterator[StateSource | None]:
-    """Gives the state of an offloaded model to export. Ranks and errors as in `whole_state`."""
-    with whole_state(model, what) as state:
+    """Gives the state of an offloaded model to export. Ranks and errors as in `full_state`."""
+    with full_state(model, what) as state:
         named = None if optimizer is None else optimizer.named_state()
         yield None if state is None else _EngineSource(model, state, named)
 
@@ -139,7 +139,7 @@ class _EngineSource:
         for spec in unit.trainable():
             if unit.master_dtype is not None and spec.facts.dtype is not torch.float32:
                 yield spec, StateInfo(spec.name, "master", spec.facts.shape, torch.float32)
-        for state_kind in MOMENT_PIECES:
+        for state_kind in MOMENT_KINDS:
             specs = [spec for spec in unit.trainable() if spec.name in self._optimized]
             if not specs or not self._state.is_kept(unit, state_kind):
                 continue
@@ -185,7 +185,7 @@ def _optimized(named: dict[str, Any] | None) -> set[str]:
 def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Iterator[StatePart]:
     """Yields the elements in row-major order; holds a full tensor if its strides differ."""
     left = dict(infos)
-    whole: torch.Tensor | None = None
+    full: torch.Tensor | None = None
     for part in parts:
         spec = part.spec
         if spec not in infos:
@@ -196,13 +196,13 @@ def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Ite
         if is_row_major(spec):
             yield StatePart(infos[spec], part.start, part.values)
             continue
-        if whole is None:
-            whole = torch.empty(spec.numel, dtype=part.values.dtype)
-        whole[part.start : stop] = part.values
+        if full is None:
+            full = torch.empty(spec.numel, dtype=part.values.dtype)
+        full[part.start : stop] = part.values
         if stop == spec.numel:
-            shaped = whole.as_strided(spec.facts.shape, spec.facts.stride)
+            shaped = full.as_strided(spec.facts.shape, spec.facts.stride)
             yield StatePart(infos[spec], 0, shaped.contiguous().view(-1))
-            whole = None
+            full = None
     for spec, info in left.items():  # A tensor without an element has no part.
         assert not spec.numel, f"no part of {info.name} {info.kind}"
         yield StatePart(info, 0, torch.empty(0, dtype=info.dtype))
@@ -246,12 +246,12 @@ class CheckpointSource:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Reads the model's buffers, by name."""
-        return {name: self._reader.read_whole(tensor) for name, tensor in self._buffers.items()}
+        return {name: self._reader.read_full(tensor) for name, tensor in self._buffers.items()}
 
     def raw_tensors(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
         """Yields ((parameter, "weight" or ending of the name), values) of every stored tensor."""
         for key, tensor in self._stored.items():
-            yield key, self._reader.read_whole(tensor)
+            yield key, self._reader.read_full(tensor)
 
     def tensor(self, info: StateInfo) -> torch.Tensor:
         """Returns a fresh tensor on the host. Raises CorruptionError, StorageError."""

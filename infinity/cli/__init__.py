@@ -129,8 +129,8 @@ def _import_command(name: str) -> Any:
 
 def _without_types_of_flags(command: Any) -> Any:
     """Returns the command whose help says no type of a flag, because a flag takes no value."""
-    for each in getattr(command, "commands", {}).values():
-        _without_types_of_flags(each)
+    for child in getattr(command, "commands", {}).values():
+        _without_types_of_flags(child)
     for param in command.get_params(typer.Context(command)):
         if getattr(param, "is_bool_flag", False):
             param.metavar = ""

@@ -92,7 +92,7 @@ def _clean(directory: Path, *, commits: bool, dry_run: bool) -> Left:
     from infinity.checkpoint.run.directory import list_checkpoints
 
     path, swaps = str(directory), swap_contents(directory)
-    steps = [each for place in commit_places(directory) for each in list_checkpoints(place)]
+    steps = [step for place in commit_places(directory) for step in list_checkpoints(place)]
     nbytes = sum(file.taken_nbytes for swap in swaps for file in swap.files)
     if not swaps and not steps:
         return Left(path, "clean", 0, "")

@@ -46,7 +46,7 @@ def inspect(
     from infinity.errors import ConfigError
 
     swaps = swap_contents(directory)
-    commits = [each for each in commit_places(directory) if list_checkpoints(each)]
+    commits = list(filter(list_checkpoints, commit_places(directory)))
     has_commits = bool(commits)
     if remove:
         if not swaps and not has_commits:
@@ -59,21 +59,22 @@ def inspect(
         return
     is_swap = bool(swaps) or has_commits
     found = [
-        each
+        inspection
         for place in (commits if is_swap else [directory])
-        for each in examine(place, verify=verify)
+        for inspection in examine(place, verify=verify)
     ]
     if as_json:
-        rows = [each.to_dict() for each in found]
+        rows = [inspection.to_dict() for inspection in found]
         typer.echo(json.dumps(_tables(directory, swaps, rows) if is_swap else rows, indent=2))
     else:
         for swap in swaps:
             _print_swap(swap)
         if swaps and not has_commits:
             typer.echo("  no committed step")
-        for each in found:
-            _print(each)
-    if not all(each.is_whole for each in found) or any(each.faults for each in swaps):
+        for inspection in found:
+            _print(inspection)
+    has_faults = any(contents.faults for contents in swaps)
+    if has_faults or not all(inspection.is_intact for inspection in found):
         raise typer.Exit(1)
 
 
@@ -106,7 +107,7 @@ def swap_contents(directory: Path) -> list[SwapContents]:
         return []
     places = [directory, *sorted(directory.glob("rank-*"))]  # Every rank has its own directory.
     examined = [examine(str(place)) for place in places if place.is_dir()]
-    return [each for each in examined if each is not None]
+    return [contents for contents in examined if contents is not None]
 
 
 def commit_places(directory: Path) -> list[Path]:
@@ -185,8 +186,8 @@ def _print(found: Inspection) -> None:
             typer.echo(f"  {kind:<12}{format_nbytes(nbytes)}")
     for fault in found.faults:
         print_error(f"  {fault}" if manifest is not None else f"{found.path}: {fault}")
-    if found.is_whole:
+    if found.is_intact:
         how = (
             "every byte verified" if found.is_verified else "names and lengths; --verify reads all"
         )
-        typer.echo(f"  whole ({how})")
+        typer.echo(f"  intact ({how})")

@@ -41,8 +41,8 @@ def with_quiet(command: Any) -> Any:
 
     Exit code and written files are then the answer. JSON that was asked for is still printed.
     """
-    for each in getattr(command, "commands", {}).values():
-        with_quiet(each)
+    for child in getattr(command, "commands", {}).values():
+        with_quiet(child)
     is_group = hasattr(command, "commands")
     if is_group or any("--quiet" in param.opts for param in command.params):
         return command

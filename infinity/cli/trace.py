@@ -48,10 +48,10 @@ def summary(
     if plot is not None:
         gantt.draw(spans, gantt.choose(steps, step), plot)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(each) for each in steps], indent=2))
+        typer.echo(json.dumps([dataclasses.asdict(step) for step in steps], indent=2))
         return
-    for each in steps:
-        typer.echo("\n".join(lines_of(each)) + "\n")
+    for summarized in steps:
+        typer.echo("\n".join(lines_of(summarized)) + "\n")
 
 
 @app.command()

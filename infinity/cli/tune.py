@@ -61,7 +61,7 @@ def tune(
         f"infinity tune, {datetime.datetime.now(datetime.UTC).date()}, kernel "
         f"{platform.release()}: {choice.rounds} rounds, extents of 16 MiB; GB/s are decimal"
     )
-    fragment = tuning.to_toml(choice, names or [str(each) for each in directories], remark)
+    fragment = tuning.to_toml(choice, names or list(map(str, directories)), remark)
     if write is not None:
         write.write_text(fragment)
     if as_json:

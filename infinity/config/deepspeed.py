@@ -142,7 +142,7 @@ def rule_of(key: str) -> Rule | None:
     around = key
     while around:
         around = around.rpartition(".")[0]
-        if around in _BY_KEY and _BY_KEY[around].whole:
+        if around in _BY_KEY and _BY_KEY[around].nested:
             return _BY_KEY[around]
     return None
 
@@ -238,7 +238,7 @@ the keys that belong there are then written as comments.
 def to_markdown() -> str:
     """The table of all rules: docs/DEEPSPEED.md."""
     rows = [
-        f"| `{rule.key}{'.*' if rule.whole and _is_section(rule) else ''}` | {rule.usual} | "
+        f"| `{rule.key}{'.*' if rule.nested and _is_section(rule) else ''}` | {rule.usual} | "
         f"{f'`{rule.ours}`' if rule.ours else ''} | {rule.reason} |"
         for rule in RULES
     ]

@@ -19,7 +19,7 @@ from infinity.config.deepspeed_values import Convert, Decision, Facts, Outcome, 
 class Rule:
     """One key. `usual` is its verdict for a value that has an effect, `ours` the keys it sets.
 
-    With `whole` the key stands for a section, and the rule for everything in it.
+    With `nested` the rule holds for every key inside the section `key`, too.
     """
 
     key: str
@@ -27,22 +27,22 @@ class Rule:
     ours: str
     reason: str
     convert: Convert
-    whole: bool = False
+    nested: bool = False
 
 
 def _same(key: str, ours: str, reason: str = "the same meaning") -> Rule:
     return Rule(key, "same", ours, reason, lambda value, _: Outcome("same", reason, {ours: value}))
 
 
-def _mapped(key: str, ours: str, reason: str, convert: Convert, *, whole: bool = False) -> Rule:
-    return Rule(key, "mapped", ours, reason, convert, whole)
+def _mapped(key: str, ours: str, reason: str, convert: Convert, *, nested: bool = False) -> Rule:
+    return Rule(key, "mapped", ours, reason, convert, nested)
 
 
-def _ignored(key: str, reason: str, *, whole: bool = False) -> Rule:
-    return Rule(key, "ignored", "", reason, lambda *_: Outcome("ignored", reason), whole)
+def _ignored(key: str, reason: str, *, nested: bool = False) -> Rule:
+    return Rule(key, "ignored", "", reason, lambda *_: Outcome("ignored", reason), nested)
 
 
-def _refused(key: str, reason: str, *, whole: bool = False, neutral: tuple[Any, ...] = ()) -> Rule:
+def _refused(key: str, reason: str, *, nested: bool = False, neutral: tuple[Any, ...] = ()) -> Rule:
     """Returns a rule that refuses every value but the `neutral` ones."""
 
     def convert(value: Any, _: Facts) -> Outcome:
@@ -50,7 +50,7 @@ def _refused(key: str, reason: str, *, whole: bool = False, neutral: tuple[Any, 
             return Outcome("ignored", "it is off")
         return Outcome("refused", reason)
 
-    return Rule(key, "refused", "", reason, convert, whole)
+    return Rule(key, "refused", "", reason, convert, nested)
 
 
 _ZERO = "zero_optimization"
@@ -126,8 +126,8 @@ RULES: tuple[Rule, ...] = (
     _ignored("data_types.param_dtype", "precision.compute decides"),
     _ignored("data_types.buffer_dtype", "buffers keep the model's dtype"),
     _refused("torch_autocast", "there is no autocast; precision.compute is the dtype of weights "
-             "and arithmetic", whole=True),
-    _refused("amp", "there is no Apex; use bf16", whole=True),
+             "and arithmetic", nested=True),
+    _refused("amp", "there is no Apex; use bf16", nested=True),
     # ZeRO
     _mapped(f"{_ZERO}.stage", "placement", "state that is not offloaded rests on the device",
             values.stage),
@@ -183,19 +183,19 @@ RULES: tuple[Rule, ...] = (
         "round_robin_gradients", "zero_hpz_partition_size", "mics_shard_size",
         "mics_hierarchical_params_gather",
     )),
-    *(_ignored(f"{_ZERO}.{key}", _EXACT, whole=key.endswith("param")) for key in (
+    *(_ignored(f"{_ZERO}.{key}", _EXACT, nested=key.endswith("param")) for key in (
         "zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param",
     )),
     _refused(f"{_ZERO}.zero_quantized_nontrainable_weights", "frozen weights are kept exactly; "
              "there is no int8"),
     _refused(f"{_ZERO}.zenflow", "it changes the arithmetic of the update: late and partial ones",
-             whole=True),
+             nested=True),
     *(_ignored(f"{_ZERO}.{key}", "an export always writes whole weights") for key in (
         "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
         "gather_16bit_weights_on_model_save",
     )),
     *(_ignored(f"{_ZERO}.{key}", "units are found by themselves; infinity.offload(units=...) "
-               "names others", whole=key == "leaf_module") for key in (
+               "names others", nested=key == "leaf_module") for key in (
         "stage3_module_granularity_threshold", "module_granularity_threshold", "leaf_module",
     )),
     _ignored(f"{_ZERO}.ignore_unused_parameters", "a parameter without a gradient is not touched"),
@@ -237,30 +237,30 @@ RULES: tuple[Rule, ...] = (
     )),
     _refused("gradient_allreduce_op", "gradients of ranks are averaged", neutral=("mean",)),
     _refused("sparse_gradients", "gradients of embeddings are dense"),
-    *(_refused(key, "state is split over data-parallel ranks only", whole=True) for key in (
+    *(_refused(key, "state is split over data-parallel ranks only", nested=True) for key in (
         "tensor_parallel", "expert_parallel", "autotp", "sequence_parallel_size",
     )),
-    _ignored("pipeline", "it counts for a PipelineModule only", whole=True),
-    _refused("elasticity", "the batch of a run does not change with its ranks", whole=True),
+    _ignored("pipeline", "it counts for a PipelineModule only", nested=True),
+    _refused("elasticity", "the batch of a run does not change with its ranks", nested=True),
     # Keys that change the arithmetic
-    *(_refused(key, "it changes the arithmetic of training", whole=True) for key in (
+    *(_refused(key, "it changes the arithmetic of training", nested=True) for key in (
         "sparse_attention", "compression_training", "quantize_training", "progressive_layer_drop",
         "curriculum_learning", "data_efficiency", "eigenvalue", "weight_quantization",
     )),
-    _ignored("hybrid_engine", "generate() works on the offloaded model", whole=True),
-    _ignored("compile", "no DeepCompile; compile blocks with torch before offloading", whole=True),
+    _ignored("hybrid_engine", "generate() works on the offloaded model", nested=True),
+    _ignored("compile", "no DeepCompile; compile blocks with torch before offloading", nested=True),
     _ignored("graph_harvesting", "CUDA graphs are not used"),
     # Saving
-    *(_ignored(f"checkpoint.{key}", "see [checkpoint]", whole=True) for key in (
+    *(_ignored(f"checkpoint.{key}", "see [checkpoint]", nested=True) for key in (
         "tag_validation", "use_node_local_storage", "parallel_write", "writer", "load_universal",
         "checkpoint_serialization", "async_io", "type",
     )),
-    _ignored("nebula", "see [checkpoint]", whole=True),
-    _ignored("datastates", "see [checkpoint]", whole=True),
+    _ignored("nebula", "see [checkpoint]", nested=True),
+    _ignored("datastates", "see [checkpoint]", nested=True),
     # Reports
     Rule("steps_per_print", "same", "train.log_every", "steps between log lines",
          values.steps_per_print),
-    *(_ignored(key, reason, whole=True) for key, reason in (
+    *(_ignored(key, reason, nested=True) for key, reason in (
         ("wall_clock_breakdown", "`infinity train --trace` says where time goes"),
         ("memory_breakdown", "the summary of a run has peak memory"),
         ("dump_state", "`infinity config show` prints every value"),

@@ -197,11 +197,11 @@ def block_size(value: Any, _: Facts) -> Outcome:
     nbytes = as_count(value)
     if not nbytes:
         return _wrong("a number of bytes", value)
-    whole = min(max(nbytes, _MIN_BLOCK_NBYTES), _MAX_BLOCK_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
-    if whole == nbytes:
-        return Outcome("same", "bytes of one request", {"io.block_size": whole})
+    aligned = min(max(nbytes, _MIN_BLOCK_NBYTES), _MAX_BLOCK_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
+    if aligned == nbytes:
+        return Outcome("same", "bytes of one request", {"io.block_size": aligned})
     reason = "whole pages from 64 KiB to 1 GiB"
-    return Outcome("mapped", reason, {"io.block_size": whole})
+    return Outcome("mapped", reason, {"io.block_size": aligned})
 
 
 def queue_depth(value: Any, facts: Facts) -> Outcome:

@@ -81,12 +81,12 @@ def _cgroup_limits(root: Path) -> Iterator[HostMemory]:
             continue
         group = PurePosixPath(path)
         for level in (group, *group.parents):
-            room = _room(found, found.base / str(level).lstrip("/"))
-            if room is not None:
-                yield room
+            memory = _memory_of(found, found.base / str(level).lstrip("/"))
+            if memory is not None:
+                yield memory
 
 
-def _room(controller: _Controller, directory: Path) -> HostMemory | None:
+def _memory_of(controller: _Controller, directory: Path) -> HostMemory | None:
     """Memory left in one cgroup; None without a limit or if the files are not readable."""
     try:
         text = (directory / controller.limit).read_text().strip()

@@ -147,7 +147,7 @@ def _bound_expansion(root: Any) -> None:
 def _child_nodes(node: Any) -> list[Any]:
     if isinstance(node.value, str):
         return []
-    return [each for row in node.value for each in (row if isinstance(row, tuple) else (row,))]
+    return [cell for row in node.value for cell in (row if isinstance(row, tuple) else (row,))]
 
 
 def _yaml_loader(yaml: Any) -> Callable[[str], Any]:

@@ -59,7 +59,7 @@ class GradientBucket:
     @property
     def nbytes(self) -> int:
         """The bytes of all contributions."""
-        return sum(each.nbytes for each in self.contributions)
+        return sum(member.nbytes for member in self.contributions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,12 @@ class GradientBuckets:
         bucket = self._open.pop(unit, None)
         if bucket is None:
             return
-        bucket.contributions.sort(key=lambda each: each.index)  # Autograd's order may differ.
+        bucket.contributions.sort(key=lambda member: member.index)  # Autograd's order may differ.
         given = [
             [
-                each.flat[share.start : share.stop]
-                for each in bucket.contributions
-                for share in self._shares[each.spec]
+                member.flat[share.start : share.stop]
+                for member in bucket.contributions
+                for share in self._shares[member.spec]
                 if share.rank == rank
             ]
             for rank in range(self._count)
@@ -162,8 +162,8 @@ class GradientBuckets:
             assert bucket.summed is not None
             bucket.summed.order()
             numels = [
-                sum(s.stop - s.start for s in self._shares[each.spec] if s.rank == self._rank)
-                for each in bucket.contributions
+                sum(s.stop - s.start for s in self._shares[member.spec] if s.rank == self._rank)
+                for member in bucket.contributions
             ]
             yield Answered(bucket, list(bucket.mean.split(numels)))
 
@@ -173,18 +173,20 @@ class GradientBuckets:
         return is_there or bucket.proposal.is_cancelled
 
     def _has_too_much(self) -> bool:
-        return sum(each.nbytes for each in list(self._proposed)[:-1]) > self._most_nbytes
+        return sum(bucket.nbytes for bucket in list(self._proposed)[:-1]) > self._most_nbytes
 
 
 def _fits(bucket: GradientBucket, contribution: Contribution) -> bool:
     return bucket.contributions[0].flat.dtype is contribution.flat.dtype and all(
-        each.spec is not contribution.spec for each in bucket.contributions
+        member.spec is not contribution.spec for member in bucket.contributions
     )
 
 
 def _what(bucket: GradientBucket) -> int:
     """Returns a number that ranks have in common whose buckets have the same layout and numbers."""
     text = [str(bucket.contributions[0].flat.dtype)]
-    text += [f"{each.index} {each.generation} {each.number}" for each in bucket.contributions]
+    text += [
+        f"{member.index} {member.generation} {member.number}" for member in bucket.contributions
+    ]
     digest = hashlib.blake2b("\n".join(text).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -248,14 +248,16 @@ class Collectives:
                 assert self._coordinator is not None
                 self._pass_on(self._coordinator.on_message(rank, verb, step, key))
 
-    def _pass_on(self, verdicts: list[Decision]) -> None:
+    def _pass_on(self, decisions: list[Decision]) -> None:
         """Sends decisions, with the lock: every rank receives them in one order."""
-        for each in verdicts:
-            for rank in each.ranks:
+        for decision in decisions:
+            for rank in decision.ranks:
                 if rank == self._transport.rank:
-                    self._take(each.verb, each.key)
+                    self._take(decision.verb, decision.key)
                 else:
-                    self._transport.tell(rank, _WORD.pack(each.verb, each.step, *each.key))
+                    self._transport.tell(
+                        rank, _WORD.pack(decision.verb, decision.step, *decision.key)
+                    )
 
     def _take(self, verb: Verb, key: Key) -> None:
         proposal = self._pending.pop(key)

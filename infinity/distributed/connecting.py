@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 
-from infinity.distributed.messages import HEADER, MessageType, Purpose, send
+from infinity.distributed.messages import HEADER, MessageType, Purpose
 from infinity.distributed.peer import Peer
 from infinity.distributed.reception import Reception
 from infinity.errors import RankError
@@ -22,7 +22,8 @@ def connect_to(peer: Peer, purpose: Purpose, *, rank: int, deadline_s: float) ->
         left_s = max(0.1, deadline_s - time.monotonic())
         connection = socket.create_connection((peer.address, peer.port), timeout=left_s)
         _prepare(connection)
-        send(connection, MessageType.HELLO, (rank, purpose, 0), memoryview(peer.secret))
+        hello = HEADER.pack(MessageType.HELLO, rank, purpose, 0, len(peer.secret))
+        connection.sendall(hello + peer.secret)
     except OSError as error:
         raise RankError(peer.rank, f"{peer} cannot be reached: {error}") from error
     return connection

@@ -87,8 +87,8 @@ class Coordinator:
                 answers.append(self._answer(step, key, Verb.CANCEL))
         elif verb is Verb.DONE:
             now.done.add(rank)
-            lacking = [each for each, ranks in now.proposals.items() if rank not in ranks]
-            answers += [self._answer(step, each, Verb.CANCEL) for each in lacking]
+            lacking = [proposal for proposal, ranks in now.proposals.items() if rank not in ranks]
+            answers += [self._answer(step, proposal, Verb.CANCEL) for proposal in lacking]
         elif rank in now.proposals.get(key, ()):  # Else it was answered on the way.
             if verb is Verb.WITHDRAW:
                 if rank in now.awaited:

@@ -81,10 +81,10 @@ class DeviceExchange:
         self._count = buffers.count
         self._part_nbytes = buffers.part_nbytes
         self._link: Stream = device.streams.new_stream()
-        whole_nbytes = buffers.count * buffers.part_nbytes
+        full_nbytes = buffers.count * buffers.part_nbytes
         self._sending = [self._buffer(buffers.part_nbytes) for _ in range(2)]
-        self._giving = self._buffer(whole_nbytes)
-        self._coming = self._buffer(whole_nbytes)
+        self._giving = self._buffer(full_nbytes)
+        self._coming = self._buffer(full_nbytes)
         self._sent: list[Event | None] = [None, None]  # By buffer: no rank sends from it any more.
 
     def _buffer(self, nbytes: int) -> StreamRegion:
@@ -110,14 +110,14 @@ class DeviceExchange:
         `local`.
         """
         assert isinstance(region, StreamRegion)
-        whole = all_of(region.memory)
-        copies = self._gather(whole, local, ranges, made=region.memory)
+        full = all_of(region.memory)
+        copies = self._gather(full, local, ranges, made=region.memory)
         self._device.note_use(region, self._link)
         return copies
 
     def gather_in_place(
         self,
-        whole: torch.Tensor,
+        full: torch.Tensor,
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
         ready: Sequence[Event],
@@ -128,18 +128,18 @@ class DeviceExchange:
         """
         for event in ready:
             self._link.wait_event(event)
-        arrival, _ = self._gather(whole, local, ranges)
+        arrival, _ = self._gather(full, local, ranges)
         return arrival
 
     def _gather(
         self,
-        whole: torch.Tensor,
+        full: torch.Tensor,
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
         made: ResizedRegion | None = None,
     ) -> tuple[StreamCopy, StreamCopy]:
         is_on_host = self._device.is_on_host(local)
-        total_nbytes = max(each.start + each.nbytes for each in ranges)
+        total_nbytes = max(part.start + part.nbytes for part in ranges)
         self._link.wait_event(self._device.inward_event())  # The region's memory is taken there.
         departure: StreamCopy | None = None
         for number, start in enumerate(range(0, total_nbytes, self._part_nbytes)):
@@ -147,13 +147,13 @@ class DeviceExchange:
             own, turn = local[start : start + nbytes], number % 2
             if is_on_host and own.numel():
                 departure = self._bring(own, turn)
-            work = self._round(whole, None if is_on_host else own, turn, start, nbytes, ranges)
+            work = self._round(full, None if is_on_host else own, turn, start, nbytes, ranges)
             used = (self._sending[turn].memory, self._coming.memory)
             self._device.streams.run(self._link, work, used, made)
             event = self._device.streams.new_event()
             event.record(self._link)
             self._sent[turn] = event
-        arrival = self._device.watch_link(self._link, whole)
+        arrival = self._device.watch_link(self._link, full)
         return arrival, departure or arrival
 
     def _bring(self, own: torch.Tensor, turn: int) -> StreamCopy:
@@ -168,7 +168,7 @@ class DeviceExchange:
 
     def _round(
         self,
-        whole: torch.Tensor,
+        full: torch.Tensor,
         own: torch.Tensor | None,
         turn: int,
         start: int,
@@ -176,7 +176,7 @@ class DeviceExchange:
         ranges: Sequence[PlacedRange],
     ) -> Callable[[], None]:
         """Sends the bytes [start, start + nbytes) of every rank's part to their places in
-        `whole`."""
+        `full`."""
         sending = all_of(self._sending[turn].memory)[:nbytes]
         coming = all_of(self._coming.memory)[: self._count * nbytes]
 
@@ -184,13 +184,13 @@ class DeviceExchange:
             if own is not None:
                 sending[: own.numel()].copy_(own)
             self._operations.all_gather(coming, sending)
-            for each in ranges:
-                low = max(start, each.start)
-                high = min(start + nbytes, each.start + each.nbytes)
+            for part in ranges:
+                low = max(start, part.start)
+                high = min(start + nbytes, part.start + part.nbytes)
                 if low < high:
-                    place = each.place + low - each.start
-                    at = each.rank * nbytes + low - start
-                    whole[place : place + high - low].copy_(coming[at : at + high - low])
+                    place = part.place + low - part.start
+                    at = part.rank * nbytes + low - start
+                    full[place : place + high - low].copy_(coming[at : at + high - low])
 
         return work
 
@@ -205,9 +205,9 @@ class DeviceExchange:
         current one, which has just allocated the result.
         """
         events = []
-        for each in {stream or self.current(), self.current()}:
+        for awaited in {stream or self.current(), self.current()}:
             events.append(self._device.streams.new_event())
-            events[-1].record(each)
+            events[-1].record(awaited)
         return events
 
     def sum(
@@ -249,8 +249,8 @@ class DeviceExchange:
     ) -> None:
         nbytes = self._count * numel * dtype.itemsize
         giving, coming = (
-            all_of(each.memory)[:nbytes].view(dtype).view(self._count, numel)
-            for each in (self._giving, self._coming)
+            all_of(side.memory)[:nbytes].view(dtype).view(self._count, numel)
+            for side in (self._giving, self._coming)
         )
 
         def work() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -22,11 +23,14 @@ from infinity.distributed.addresses import (
     this_machine,
 )
 from infinity.distributed.messages import Purpose
+from infinity.distributed.node_memory import NodeMemory, OwnMemory, map_memory
 from infinity.distributed.peer import Peer
 from infinity.distributed.transport import PeerTransport
-from infinity.errors import ConfigError
+from infinity.errors import CapacityError, ConfigError
 from infinity.observe import Counters
+from infinity.storage.arena import Arena
 
+_log = logging.getLogger("infinity")
 _STRANGERS = 128
 
 
@@ -42,6 +46,12 @@ class RankTopology:
     node_rank: int  # Among the ranks of this node.
     node_count: int  # Ranks of this node, those of other groups included where torchrun says so.
     machines: tuple[Machine, ...]  # By rank of the group.
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether another rank of the group runs on this boot of this machine."""
+        boot = self.machines[self.rank].boot
+        return bool(boot) and sum(machine.boot == boot for machine in self.machines) > 1
 
 
 def path_of_rank(path: Path, rank: int) -> Path:
@@ -101,10 +111,11 @@ def process_group(group: Any) -> Any:
     return group
 
 
-def connect(group: RankTopology, counters: Counters) -> PeerTransport:
+def connect(group: RankTopology, counters: Counters, arena: Arena) -> PeerTransport:
     """Returns the transport between the ranks, not open yet. A collective call.
 
-    Raises ConfigError, on all ranks, if a rank cannot be reached from another machine.
+    The other ranks of this machine read `arena` where it is a file in memory. Raises ConfigError,
+    on all ranks, if a rank cannot be reached from another machine.
     """
     address = choose_address(group.rank, group.machines)
     # Strangers may connect before any rank is admitted.
@@ -118,15 +129,47 @@ def connect(group: RankTopology, counters: Counters) -> PeerTransport:
         listener.getsockname()[1],
         secrets.token_bytes(32),
     )
-    peers: list[Any] = [None] * group.count
-    dist.all_gather_object(peers, me, group=group.process_group)
+    peers = _of_all(group, me)
     unreachable = {peer.rank: group.machines[peer.rank] for peer in peers if not peer.address}
     if unreachable:
         listener.close()
         raise ConfigError(refusal(unreachable))
-    transport = PeerTransport(group.rank, peers, listener, counters)
+    transport = PeerTransport(group.rank, peers, listener, counters, _share_memory(group, arena))
     _tell_of_uncaught_exceptions(transport)
     return transport
+
+
+def _share_memory(group: RankTopology, arena: Arena) -> NodeMemory:
+    """Maps the memory of the other ranks of this machine, and learns which of them map this rank's.
+    A collective call."""
+    boot, own = group.machines[group.rank].boot, None
+    if group.has_neighbours:
+        try:
+            own = OwnMemory(group.count, boot, arena)
+        except (OSError, CapacityError) as error:
+            _log.info("rank %d shares no memory: %s", group.rank, error)
+    offers = _of_all(group, own and own.offer)
+    mapped = {}
+    for rank, offer in enumerate(offers):
+        found = map_memory(offer, boot) if offer is not None and rank != group.rank else None
+        if found is not None:
+            mapped[rank] = found
+    readers = [
+        rank for rank, known in enumerate(_of_all(group, set(mapped))) if group.rank in known
+    ]
+    arena.close_file()
+    if own is not None:
+        own.close_files()
+    memory = NodeMemory(own, mapped, readers)
+    _log.info("rank %d: %s", group.rank, memory.routes(group.count - 1))
+    return memory
+
+
+def _of_all(group: RankTopology, local: Any) -> list[Any]:
+    """Returns every rank's object, by rank. A collective call."""
+    gathered: list[Any] = [None] * group.count
+    dist.all_gather_object(gathered, local, group=group.process_group)
+    return gathered
 
 
 def _tell_of_uncaught_exceptions(transport: PeerTransport) -> None:

@@ -48,7 +48,7 @@ def norms_of(
 
 def first_block(part: ShardSlice) -> int:
     """Returns the number of elements before the first multiple of a granule in the unit's state."""
-    start = part.whole.state_offset + part.start
+    start = part.full.state_offset + part.start
     return min(-start % STATE_GRANULE, part.stop - part.start)
 
 

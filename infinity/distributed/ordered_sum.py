@@ -177,8 +177,8 @@ class OrderedReduction(Generic[Content]):
             nodes = entry.nodes.setdefault(entry.number, {})
             if entry.is_fresh and entry.number == 0:
                 content = self._next_into_slot(entry, nodes, all_are_there)
-                is_whole = entry.slot is not None and entry.slot[0] == self._top
-                is_over = content is None and (is_whole or all_are_there)
+                is_complete = entry.slot is not None and entry.slot[0] == self._top
+                is_over = content is None and (is_complete or all_are_there)
             else:
                 content = self._subtree(nodes, (self._top, 0), all_are_there)
                 is_over = content is not None or all_are_there

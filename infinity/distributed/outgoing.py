@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from infinity.distributed.channel import Channel
 from infinity.distributed.messages import MessageType
 from infinity.distributed.peer import Peer, RemoteRequest
 
@@ -33,7 +33,7 @@ class Outgoing:
     """
 
     peer: Peer
-    connection: socket.socket
+    channel: Channel
     sending: threading.Lock = field(default_factory=threading.Lock)
     _waiting: queue.SimpleQueue[Message | None] = field(default_factory=queue.SimpleQueue)
 

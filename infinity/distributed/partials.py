@@ -10,11 +10,12 @@ owner has freed memory by summing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from infinity.distributed.channel import Fill
 from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import PAGE_NBYTES, align_up
@@ -26,8 +27,18 @@ from infinity.tiers.host import Block, HostBlocks
 # A live rank sums, or sends, within this time.
 PATIENCE_S = 60.0
 
-# Fills all of its argument with the next bytes.
-Fill = Callable[[memoryview], None]
+_WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def wire_code(dtype: torch.dtype, number: int) -> int:
+    """Returns dtype and number of a contribution as one number for a message."""
+    return number * len(_WIRE_DTYPES) + _WIRE_DTYPES.index(dtype)
+
+
+def from_wire_code(code: int) -> tuple[torch.dtype, int]:
+    """Returns dtype and number of a contribution: the inverse of `wire_code`."""
+    number, index = divmod(code, len(_WIRE_DTYPES))
+    return _WIRE_DTYPES[index], number
 
 
 @dataclass(eq=False, slots=True)

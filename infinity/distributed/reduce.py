@@ -17,13 +17,14 @@ from infinity.distributed.buckets import Contribution, GradientBuckets
 from infinity.distributed.grad_memory import SumsMemory
 from infinity.distributed.norms import block_sums, first_block, norms_of
 from infinity.distributed.ordered_sum import OrderedReduction
-from infinity.distributed.partials import PATIENCE_S, PartialGradient
+from infinity.distributed.partials import PATIENCE_S, PartialGradient, wire_code
+from infinity.distributed.peer import RemoteRequest
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.transport import PeerTransport
 from infinity.errors import RankError, UnsupportedError
 from infinity.observe import Counters
 from infinity.state.partition import Partition, ShardSlice
-from infinity.state.units import TensorSpec, Unit
+from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, in_memory_order
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.gradient_sums import refuse_sparse
@@ -35,18 +36,6 @@ from infinity.tiers.pool import HostPool
 _LEAD_S = 10.0  # A rank that is ahead waits so long for the others, once in a step.
 _ALL = 2**32 - 1  # More backward passes than a step has.
 _LOOK_S = 0.02  # Between two looks at the partial gradients, during a wait for space.
-_WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def wire_code(dtype: torch.dtype, number: int) -> int:
-    """Returns dtype and number of a contribution as one number for a message."""
-    return number * len(_WIRE_DTYPES) + _WIRE_DTYPES.index(dtype)
-
-
-def from_wire_code(code: int) -> tuple[torch.dtype, int]:
-    """Returns dtype and number of a contribution: the inverse of `wire_code`."""
-    number, index = divmod(code, len(_WIRE_DTYPES))
-    return _WIRE_DTYPES[index], number
 
 
 class DistributedGradients(GradientSink):
@@ -86,6 +75,7 @@ class DistributedGradients(GradientSink):
         self._buckets = buckets
         self._sums_memory = sums
         self._device = device
+        self._store = store
         self._partition: Partition = store.partition
         self._transport: PeerTransport = store.transport
         self._shares = store.partition.shares()
@@ -94,7 +84,7 @@ class DistributedGradients(GradientSink):
         self._local_shares: dict[int, tuple[Unit, ShardSlice]] = {}
         for shard in store.partition.local:
             for share in shard.shares:
-                self._local_shares[self._index[share.whole]] = shard.unit, share
+                self._local_shares[self._index[share.full]] = shard.unit, share
         self._pending, self._partials = store.pending, store.partials
         self._reduce_buffer: OrderedReduction[PartialGradient] = OrderedReduction(
             self._partition.count, combine=self._combine, drop=self._partials.drop
@@ -109,6 +99,7 @@ class DistributedGradients(GradientSink):
         self._given: set[TensorSpec] = set()  # Sent by this rank since the last step.
         self._known: set[TensorSpec] = set()  # Sent by some rank.
         self._all_norms: dict[TensorSpec, torch.Tensor] | None = None
+        self._sending: list[RemoteRequest] = []  # Parts of sums that rest on this rank.
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -145,11 +136,11 @@ class DistributedGradients(GradientSink):
         for answered in self._buckets.take(all_of_them=all_of_them):
             contributions = answered.bucket.contributions
             if answered.means is None:
-                for each in contributions:
-                    self._give(each)
+                for contribution in contributions:
+                    self._give(contribution)
             else:
-                for each, mean in zip(contributions, answered.means, strict=True):
-                    self._add_sum(each, mean)
+                for contribution, mean in zip(contributions, answered.means, strict=True):
+                    self._add_sum(contribution, mean)
                 self.owned.write_out(self._partition.local[answered.bucket.unit.index].unit)
 
     def _add_sum(self, contribution: Contribution, mean: torch.Tensor) -> None:
@@ -174,13 +165,14 @@ class DistributedGradients(GradientSink):
         self._device.copy(flat, on_host).wait()
         return on_host
 
-    def _give(self, contribution: Contribution, *, is_on_host: bool = False) -> None:
+    def _give(self, contribution: Contribution, *, is_on_host: bool = False) -> list[RemoteRequest]:
         """Sends the parts of a gradient to their owners and adds what may be added already."""
         self._await_turn()
         spec, index, flat = contribution.spec, contribution.index, contribution.flat
         generation, number = contribution.generation, contribution.number
         if not is_on_host and not self._device.shares_host_memory:
             flat = self._on_host(flat)
+        requests = []
         for share in self._shares[spec]:
             part = flat[share.start : share.stop]
             if share.rank == self._partition.rank:
@@ -189,10 +181,12 @@ class DistributedGradients(GradientSink):
             else:
                 content = part.view(torch.uint8).numpy().data
                 code = wire_code(part.dtype, number)
-                self._transport.put(
+                request = self._transport.put(
                     share.rank, index, code, generation, content, meanwhile=self.take_in
                 )
+                requests.append(request)
         self._sum_up(all_are_there=False)
+        return requests
 
     def _await_turn(self) -> None:
         """Waits, before a backward sends gradients, until the last backward is over on all ranks.
@@ -301,6 +295,9 @@ class DistributedGradients(GradientSink):
             given.tobytes() + local.tobytes() + decision,
             meanwhile=self.take_in,
         )
+        for request in self._sending:  # The next backward changes the sums.
+            request.wait()
+        self._sending.clear()
         for rank, content in enumerate(remote):
             flags = numpy.frombuffer(content, numpy.bool_, len(self._specs))
             given = given | flags
@@ -324,11 +321,14 @@ class DistributedGradients(GradientSink):
 
     def _give_sums(self, unit: Unit) -> None:
         """Sends the sums of this rank to their owners."""
+        is_resting = self._store.host_view(unit, StateKind.GRADIENTS) is not None
         for spec in unit.trainable():
             if self.local.has(spec):
                 dtype = self._sent_as.pop(spec) or torch.float32
-                flat = self.local.view(unit, spec).to(dtype, copy=True)  # For its way.
-                self._give(self._contribution(spec, flat), is_on_host=True)
+                # Sums that rest on the host stay as they are until the next backward.
+                flat = self.local.view(unit, spec).to(dtype, copy=not is_resting)
+                requests = self._give(self._contribution(spec, flat), is_on_host=True)
+                self._sending += requests if is_resting else ()
                 self.local.forget(spec)
 
     def _bucket_sums(self, unit: Unit) -> None:

@@ -63,7 +63,7 @@ class ShardingPlan:
         return serving_nbytes(self.partition)
 
     @property
-    def given_nbytes(self) -> int:
+    def received_nbytes(self) -> int:
         """The most bytes of partial gradients that wait if ranks run alike.
 
         That is what all ranks send to this one in a backward, in the dtype of the weights, of two
@@ -91,7 +91,7 @@ class ShardingPlan:
             device_nbytes=device_nbytes,
             gathered_nbytes=self.gathered_nbytes,
             serving_nbytes=self.serving_nbytes,
-            given_nbytes=self.given_nbytes,
+            received_nbytes=self.received_nbytes,
             summed_nbytes=self.sums.nbytes,
             num_sharing=self.sharing,
             **sizes,
@@ -155,7 +155,7 @@ class ShardingPlan:
         The ranks connect after `local` has taken its space: that may take a while, and a rank waits
         for the connections of the others.
         """
-        transport = connect(self.group, counters)
+        transport = connect(self.group, counters, host.arena)
         resources.callback(transport.close)
         store = DistributedStore(
             local, self.partition, transport,

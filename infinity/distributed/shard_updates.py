@@ -138,7 +138,7 @@ class RestingWeights(UpdatedWeights):
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
     ) -> None:
-        slot = next((each for each in self._slots if each.unit == unit), None)
+        slot = next((slot for slot in self._slots if slot.unit == unit), None)
         if slot is None:
             return
         slot.unit = None

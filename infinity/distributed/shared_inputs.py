@@ -28,7 +28,7 @@ class SharedSavedInput:
     stride: tuple[int, ...]
     dtype: torch.dtype
     uses: int = 1
-    whole: torch.Tensor | None = None
+    full: torch.Tensor | None = None
 
 
 class SharedActivationStore:
@@ -87,17 +87,17 @@ class SharedActivationStore:
 
     def restore(self, saved: SharedSavedInput) -> torch.Tensor:
         """Returns the whole tensor. See `ActivationStore.restore`."""
-        if saved.whole is None:
+        if saved.full is None:
             part = self._parts.restore(saved.part)
-            whole = part.new_empty(part.numel() * self._count)
-            dist.all_gather_into_tensor(whole, part, group=self._group)
+            full = part.new_empty(part.numel() * self._count)
+            dist.all_gather_into_tensor(full, part, group=self._group)
             nbytes = saved.shape.numel() * saved.dtype.itemsize
-            flat = whole[:nbytes].view(saved.dtype)
-            saved.whole = flat.as_strided(saved.shape, saved.stride)
-        tensor = saved.whole
+            flat = full[:nbytes].view(saved.dtype)
+            saved.full = flat.as_strided(saved.shape, saved.stride)
+        tensor = saved.full
         saved.uses -= 1
         if saved.uses == 0:
-            saved.whole = None
+            saved.full = None
         return tensor
 
     def clear(self) -> None:

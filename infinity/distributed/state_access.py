@@ -173,7 +173,7 @@ class StateAccess:
                 start, stop = part.state_offset, part.state_offset + part.numel
                 numel = shard.unit.state_numel
                 for inner in _parts(shard.unit, kind, memory, numel, part, start, stop):
-                    yield replace(inner, spec=share.whole, start=share.start + inner.start)
+                    yield replace(inner, spec=share.full, start=share.start + inner.start)
 
     def has_gradient(self, spec: TensorSpec) -> bool:
         """Whether this step has a gradient of the tensor."""

@@ -64,7 +64,7 @@ class ShardWeights(UpdatedWeights):
             return self._weight_cache.check_out(unit, read=read)
         weights = self._weight_cache.check_out(index, read=True)
         place = self._partition.local[index].segments[0]
-        return weights[place.whole_offset_nbytes : place.whole_offset_nbytes + place.nbytes]
+        return weights[place.full_offset_nbytes : place.full_offset_nbytes + place.nbytes]
 
     @override
     def check_in(
@@ -75,9 +75,9 @@ class ShardWeights(UpdatedWeights):
                 unit, dirty_nbytes=dirty_nbytes, write_now=write_now, is_valid=is_valid
             )
             return
-        whole = self._partition.full_units[unit - self._num_full]
-        dirty_nbytes = whole.trainable_nbytes if dirty_nbytes else 0
-        self._weight_cache.check_in(whole.index, dirty_nbytes=dirty_nbytes)
+        full = self._partition.full_units[unit - self._num_full]
+        dirty_nbytes = full.trainable_nbytes if dirty_nbytes else 0
+        self._weight_cache.check_in(full.index, dirty_nbytes=dirty_nbytes)
 
 
 class DistributedUpdater(StepRunner):
@@ -107,7 +107,7 @@ class DistributedUpdater(StepRunner):
         self._num_full = len(store.partition.full_units)
         self._full_units = weight_cache
         self._gathering = None if store.partition.shards_parameters else gathering
-        self._parts = {share.whole: share.part for s in store.partition.local for share in s.shares}
+        self._parts = {share.full: share.part for s in store.partition.local for share in s.shares}
         self._gradients = gradients.owned
         self.deferred: ShardUpdates | None = None
         shard_units = [shard.unit for shard in store.partition.local]
@@ -297,8 +297,8 @@ class DistributedMasters(MasterWeights):
 
     @override
     def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
-        whole = self._store.gather_state(unit.index, StateKind.MASTER)
-        flat = whole[spec.state_offset : spec.state_offset + spec.numel]
+        full = self._store.gather_state(unit.index, StateKind.MASTER)
+        flat = full[spec.state_offset : spec.state_offset + spec.numel]
         return join(narrow, flat) if unit.has_residual else flat.clone()
 
     @override

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from infinity.distributed.partials import Fill, PartialGradient, PartialGradients
+from infinity.distributed.channel import Fill
+from infinity.distributed.partials import PartialGradient, PartialGradients
 from infinity.distributed.peer import RemoteRequest
 from infinity.distributed.pending import PendingShards
 from infinity.distributed.transport import PeerTransport
@@ -178,8 +179,8 @@ class DistributedStore:
                 return self._in_own_thread(self._read_updated, unit.index, read)
             return read()
         assert offset_nbytes == 0 and nbytes is None
-        whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
-        return self.gather_weights(unit.index, whole, is_local_present=False)
+        full = self._host.tensor(block, nbytes=unit.weight_nbytes)
+        return self.gather_weights(unit.index, full, is_local_present=False)
 
     def write(
         self,
@@ -195,23 +196,21 @@ class DistributedStore:
             return self.local.write(unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes)
         assert offset_nbytes == 0
         self.rewritten.add(unit.index)
-        whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
-        return self._in_own_thread(self._keep_local, unit.index, whole)
+        full = self._host.tensor(block, nbytes=unit.weight_nbytes)
+        return self._in_own_thread(self._keep_local, unit.index, full)
 
-    def gather_weights(
-        self, index: int, whole: torch.Tensor, *, is_local_present: bool
-    ) -> Transfer:
-        """Starts to fetch the sharded weights of a unit to their places in `whole`.
+    def gather_weights(self, index: int, full: torch.Tensor, *, is_local_present: bool) -> Transfer:
+        """Starts to fetch the sharded weights of a unit to their places in `full`.
 
-        whole: uint8, host, shape (weight_nbytes,)
-        is_local_present: this rank's shard is in `whole` already
+        full: uint8, host, shape (weight_nbytes,)
+        is_local_present: this rank's shard is in `full` already
         """
         jobs: list[RemoteRequest] = []
         for shard in self.partition.shards[index]:
             segments = self._served(shard, StateKind.PARAMETERS)
             sinks = [
-                whole[each.whole_offset_nbytes : each.whole_offset_nbytes + each.nbytes]
-                for each in segments
+                full[segment.full_offset_nbytes : segment.full_offset_nbytes + segment.nbytes]
+                for segment in segments
             ]
             if not segments:
                 continue
@@ -229,15 +228,15 @@ class DistributedStore:
         unit = self.partition.full_units[index]
         dtype = unit.dtype(state_kind)
         assert dtype is not None and state_kind is not StateKind.PARAMETERS
-        whole = torch.zeros(unit.state_numel, dtype=dtype)
+        full = torch.zeros(unit.state_numel, dtype=dtype)
         shards = [shard for shard in self.partition.shards[index] if shard.stop > shard.start]
         MultiTransfer(
             [
-                self.get_state(shard, state_kind, whole[shard.start : shard.stop].view(torch.uint8))
+                self.get_state(shard, state_kind, full[shard.start : shard.stop].view(torch.uint8))
                 for shard in shards
             ]
         ).wait()
-        return whole
+        return full
 
     def get_state(self, shard: Shard, state_kind: StateKind, sink: torch.Tensor) -> RemoteRequest:
         """Starts to fetch one state kind of any rank's shard, as it rests there, into `sink`.
@@ -267,7 +266,7 @@ class DistributedStore:
         """The bytes of this rank's shard of a unit, for another rank; see `peer.Service`."""
         shard, kind = self.partition.shards[unit][self.partition.rank], _CODES[state_kind]
         segments = self._served(shard, kind)
-        return sum(each.nbytes for each in segments), self._parts(shard, kind, segments, to)
+        return sum(segment.nbytes for segment in segments), self._parts(shard, kind, segments, to)
 
     def _served(self, shard: Shard, state_kind: StateKind) -> Sequence[ShardSegment]:
         if state_kind is StateKind.PARAMETERS:
@@ -284,16 +283,16 @@ class DistributedStore:
     ) -> Iterator[memoryview]:
         """Yields the bytes of `segments` in parts. A part is valid until the next one."""
         self.pending.await_update(shard.unit.index)
-        unit, is_whole = shard.unit, False
+        unit, is_full = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
-            unit, is_whole = (
+            unit, is_full = (
                 self.partition.full_units[unit.index - len(self.partition.full_units)],
                 True,
             )
         host_view = self.host_view(unit, state_kind)
         block = self._reading[reader]
         for segment in segments:
-            start = segment.whole_offset_nbytes if is_whole else segment.shard_offset_nbytes
+            start = segment.full_offset_nbytes if is_full else segment.shard_offset_nbytes
             stop = start + segment.nbytes
             if host_view is not None:
                 yield _memory_of(host_view[start:stop])
@@ -334,15 +333,15 @@ class DistributedStore:
                 sink[done : done + part.nbytes].copy_(torch.frombuffer(part, dtype=torch.uint8))
                 done += part.nbytes
 
-    def _keep_local(self, index: int, whole: torch.Tensor) -> None:
+    def _keep_local(self, index: int, full: torch.Tensor) -> None:
         """Writes this rank's part of full weights to where the part rests."""
         shard = self.partition.shards[index][self.partition.rank]
         self.pending.await_update(shard.unit.index)
         host_view = self.host_view(shard.unit, StateKind.PARAMETERS)
         block = self._reading[self.partition.rank]
         for segment in shard.segments:
-            start = segment.whole_offset_nbytes
-            source = whole[start : start + segment.nbytes]
+            start = segment.full_offset_nbytes
+            source = full[start : start + segment.nbytes]
             if host_view is not None:
                 place = segment.shard_offset_nbytes
                 host_view[place : place + segment.nbytes].copy_(source)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import numpy
 from typing_extensions import override
 
+from infinity.distributed.channel import Fill
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.partials import Fill
+from infinity.distributed.partials import from_wire_code
 from infinity.distributed.peer import Service
-from infinity.distributed.reduce import DistributedGradients, from_wire_code
+from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.unshard import DeviceUnshard
 from infinity.errors import InfinityError, RankError
@@ -63,6 +64,10 @@ class RankSync(Service):
         if self._collectives is not None:
             self._collectives.open()
 
+    def routes(self) -> str:
+        """Returns how contents go from this rank to the other ranks, in words."""
+        return self.transport.memory.routes(self.num_ranks - 1)
+
     def begin_step(self) -> None:
         """Enters the step, with all ranks: everything that they have sent each other has come."""
         collectives = self._collectives
@@ -104,7 +109,7 @@ class RankSync(Service):
     def all_gather_numbers(self, what: str, number: float) -> list[float]:
         """Returns every rank's number, in rank order."""
         remote = self._exchange(what, numpy.float64(number).tobytes())
-        return [float(numpy.frombuffer(each, numpy.float64)[0]) for each in remote]
+        return [float(numpy.frombuffer(content, numpy.float64)[0]) for content in remote]
 
     @contextmanager
     def collective_section(self, what: str) -> Iterator[CollectiveSection]:
@@ -193,6 +198,10 @@ class OneRank:
 
     def open(self) -> None:
         """Does nothing: there is no other rank."""
+
+    def routes(self) -> str:
+        """Returns "": there is no other rank."""
+        return ""
 
     def begin_step(self) -> None:
         """Does nothing: there is no other rank."""

@@ -12,8 +12,9 @@ A closed socket shows that a rank has ended; silence shows that a rank is stuck,
 without other messages sends a HEARTBEAT every HEARTBEAT_S. The first failure ends every wait on
 this rank and is sent to the other ranks, so that all ranks name the same one.
 
-The format of the messages is in `messages.py`. A rank that connects must know the secret that the
-process group has exchanged.
+Ranks of one machine send contents through memory, and the names of its ranges through sockets
+(`channel.py`). The format of the messages is in `messages.py`. A rank that connects must know the
+secret that the process group has exchanged.
 """
 
 from __future__ import annotations
@@ -25,19 +26,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
+from infinity.distributed.channel import Channel, cause_of, open_channel
 from infinity.distributed.connecting import accepted, connect_to
-from infinity.distributed.messages import (
-    HEADER,
-    MOST_NBYTES,
-    MessageType,
-    Purpose,
-    receive_content,
-    receive_header,
-    receive_into,
-    send,
-)
+from infinity.distributed.messages import MOST_NBYTES, MessageType, Purpose
+from infinity.distributed.node_memory import NodeMemory
 from infinity.distributed.outgoing import Message, Outgoing
 from infinity.distributed.peer import Peer, RemoteRequest, Service
 from infinity.errors import InfinityError, RankError
@@ -55,23 +48,29 @@ class PeerTransport:
     """The connections of one rank to all others. Thread-safe.
 
     `peers` has every rank, this one included; `listener` accepts at the address of this one.
-    Nothing is served before `open`.
+    `memory`: what ranks of this machine read of each other. Nothing is served before `open`.
     """
 
     def __init__(
-        self, rank: int, peers: Sequence[Peer], listener: socket.socket, counters: Counters
+        self,
+        rank: int,
+        peers: Sequence[Peer],
+        listener: socket.socket,
+        counters: Counters,
+        memory: NodeMemory | None = None,
     ) -> None:
         self.rank = rank
         self.peers = tuple(peers)
         self._listener = listener
         self._counters = counters
+        self.memory = memory or NodeMemory(None, {}, ())
         self._changed = threading.Condition()
         self._failure: RankError | None = None
         self._contents: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
         self._left: set[int] = set()  # Ranks that have closed.
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
         self._outgoing: dict[tuple[int, Purpose], Outgoing] = {}
-        self._incoming: list[socket.socket] = []
+        self._incoming: list[Channel] = []
         # Sockets that other ranks have not opened yet.
         self._missing = {(peer.rank, purpose) for peer in self.others for purpose in Purpose}
         self._serving: list[threading.Thread] = []
@@ -112,7 +111,10 @@ class PeerTransport:
         accepting.start()
         for peer, purpose in ((peer, purpose) for peer in self.others for purpose in Purpose):
             connection = connect_to(peer, purpose, rank=self.rank, deadline_s=deadline_s)
-            self._outgoing[peer.rank, purpose] = Outgoing(peer, connection)
+            channel = open_channel(
+                connection, self._counters, self.memory, peer.rank, purpose, is_answering=False
+            )
+            self._outgoing[peer.rank, purpose] = Outgoing(peer, channel)
         accepting.join()
         for rank, _ in sorted(self._missing):
             raise RankError(rank, f"{self.peers[rank]} has not connected within {SILENCE_S:.0f} s")
@@ -123,10 +125,13 @@ class PeerTransport:
         for rank, purpose, connection in arrivals:
             connection.settimeout(SILENCE_S)
             self._missing.discard((rank, purpose))
-            self._incoming.append(connection)
+            channel = open_channel(
+                connection, self._counters, self.memory, rank, purpose, is_answering=True
+            )
+            self._incoming.append(channel)
             serving = threading.Thread(
                 target=self._serve_all,
-                args=(self.peers[rank], connection),
+                args=(self.peers[rank], channel),
                 name=f"infinity-serve-{rank}",
                 daemon=True,
             )
@@ -159,11 +164,9 @@ class PeerTransport:
                         break
         for link in self._outgoing.values():
             link.end()
-        outgoing = [link.connection for link in self._outgoing.values()]
-        for connection in (*outgoing, *self._incoming):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        outgoing = [link.channel for link in self._outgoing.values()]
+        for channel in (*outgoing, *self._incoming):
+            channel.close()
         self._listener.close()
         for thread in self._serving:
             if thread is not threading.current_thread():
@@ -211,7 +214,7 @@ class PeerTransport:
         # Not through the queue, which may be long.
         with contextlib.suppress(OSError), link.sending:
             content = memoryview(str(error).encode()[: MOST_NBYTES[MessageType.CLOSE]])
-            send(link.connection, MessageType.CLOSE, (error.rank + 1, 0, 0), content)
+            link.channel.send(MessageType.CLOSE, (error.rank + 1, 0, 0), content)
 
     def _is_done(self) -> bool:
         """Whether all other ranks have closed. A socket that closes then is no failure."""
@@ -249,9 +252,9 @@ class PeerTransport:
         content: memoryview,
         *,
         meanwhile: Callable[[], None],
-    ) -> None:
-        """Sends a part of a gradient to its owner, with `code`. `content` stays unchanged until it
-        is sent.
+    ) -> RemoteRequest:
+        """Sends a part of a gradient to its owner, with `code`. `content` stays unchanged until the
+        request that is returned is over.
 
         Waits while too much is queued, and calls `meanwhile` again and again: if no rank has
         space for what it receives, each rank has to free some.
@@ -260,7 +263,7 @@ class PeerTransport:
         with self._changed:
             self._queued_nbytes += content.nbytes
         self._counters.add("ranks_reduced_nbytes", content.nbytes)
-        self._submit(rank, MessageType.PUT, (tensor, code, generation), content)
+        return self._submit(rank, MessageType.PUT, (tensor, code, generation), content)
 
     def tell(self, rank: int, content: bytes) -> None:
         """Sends a control message to another rank; see `Service.on_message`. Does not wait."""
@@ -408,7 +411,7 @@ class PeerTransport:
                 try:
                     self._carry_out(link, message)
                 except (OSError, RankError) as broken:
-                    self._lost(link.peer, _describe(broken))
+                    self._lost(link.peer, cause_of(broken))
                     error = self._failure or RankError(
                         link.peer.rank, f"{link.peer} has closed its engine"
                     )
@@ -428,50 +431,49 @@ class PeerTransport:
     def _carry_out(self, link: Outgoing, message: Message) -> None:
         # Wakes to see whether the serving rank is alive, which its heartbeats show. It may
         # be slow: it has no space for gradients, or its drive is slow.
-        connection = link.connection
-        connection.settimeout(HEARTBEAT_S)
+        channel = link.channel
+        channel.connection.settimeout(HEARTBEAT_S)
         with link.sending:
-            send(connection, message.kind, message.numbers, message.content, self.check)
+            channel.send(message.kind, message.numbers, message.content, self.check)
         if message.kind is not MessageType.GET:
             return
-        kind, _, nbytes = receive_header(connection, self.check)
+        kind, _, nbytes = channel.receive_header(self.check)
         wanted = sum(sink.nbytes for sink in message.sinks)
         if kind is not MessageType.DATA or nbytes != wanted:
             raise ConnectionError(f"expected {wanted} bytes of data, got {nbytes} of {kind.name}")
+        fill = channel.filler(kind, nbytes, self.check)
         for sink in message.sinks:
-            receive_into(connection, sink, self.check)
+            fill(sink)
         self._counters.add("ranks_gathered_nbytes", nbytes)
 
-    def _serve_all(self, peer: Peer, connection: socket.socket) -> None:
+    def _serve_all(self, peer: Peer, channel: Channel) -> None:
         """Serves one other rank until it closes or is gone."""
         assert self._service is not None
         try:
-            while self._serve_one(peer, connection, self._service):
+            while self._serve_one(peer, channel, self._service):
                 pass
+        except RankError as error:  # Word of a failure, in place of the rest of a content.
+            self._fail(error)
         except InfinityError as error:  # An error of this rank: a drive that failed, no space.
             self.abort(f"{type(error).__name__}: {error}")
         except TimeoutError:
             self._lost(peer, f"it said nothing for {SILENCE_S:.0f} s")
         except OSError as broken:
-            self._lost(peer, _describe(broken))
+            self._lost(peer, cause_of(broken))
         except Exception as error:  # A broken invariant, here or on the sending rank.
             self.abort(f"{type(error).__name__} while it served {peer}: {error}")
 
-    def _serve_one(self, peer: Peer, connection: socket.socket, service: Service) -> bool:
-        kind, (first, second, third), nbytes = receive_header(connection)
-        if kind is MessageType.GET:
-            receive_content(connection, kind, nbytes)
-            total_nbytes, parts = service.serve(first, second, to=peer.rank)
-            connection.sendall(HEADER.pack(MessageType.DATA, 0, 0, 0, total_nbytes))
-            for part in parts:
-                connection.sendall(part)
-            return True
+    def _serve_one(self, peer: Peer, channel: Channel, service: Service) -> bool:
+        kind, (first, second, third), nbytes = channel.receive_header()
         if kind is MessageType.PUT:
-            receive = partial(receive_into, connection)
-            service.deliver(peer.rank, first, second, third, nbytes, receive)
+            fill = channel.filler(kind, nbytes)
+            service.deliver(peer.rank, first, second, third, nbytes, fill)
             return True
-        content = receive_content(connection, kind, nbytes)
-        if kind is MessageType.OVER:
+        content = channel.receive_content(kind, nbytes)
+        if kind is MessageType.GET:
+            total_nbytes, parts = service.serve(first, second, to=peer.rank)
+            channel.send_parts(MessageType.DATA, (0, 0, 0), total_nbytes, parts)
+        elif kind is MessageType.OVER:
             with self._changed:
                 self._over[peer.rank] = (first, second)
                 self._changed.notify_all()
@@ -492,9 +494,3 @@ class PeerTransport:
                 self._left.add(peer.rank)
                 self._changed.notify_all()
         return True
-
-
-def _describe(broken: Exception) -> str:
-    if isinstance(broken, (ConnectionResetError, BrokenPipeError)):
-        return "its connections closed without a word; it was killed or has crashed"
-    return str(broken) or type(broken).__name__

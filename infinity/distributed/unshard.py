@@ -105,15 +105,15 @@ class DeviceUnshard:
         ranges = self._ranges(unit)
         if not self.is_on or not isinstance(location, DeviceLocation) or not ranges:
             return None
-        whole, ready = location.memory, self._exchange.ready()
-        local = whole[:0]
-        for each in ranges:
-            if each.rank == self._partition.rank:  # One range: trained tensors are adjacent.
-                local = whole[each.place : each.place + each.nbytes]
+        full, ready = location.memory, self._exchange.ready()
+        local = full[:0]
+        for part in ranges:
+            if part.rank == self._partition.rank:  # One range: trained tensors are adjacent.
+                local = full[part.place : part.place + part.nbytes]
 
         def issue() -> tuple[Copy, Copy]:
             self._count(ranges)
-            arrival = self._exchange.gather_in_place(whole, local, ranges, ready)
+            arrival = self._exchange.gather_in_place(full, local, ranges, ready)
             return arrival, arrival
 
         return AllGather(self._collectives, (_REFRESHING, unit, 0), issue)
@@ -121,13 +121,13 @@ class DeviceUnshard:
     def _ranges(self, unit: int) -> list[PlacedRange]:
         """Returns the places in the full unit of the parts that ranks serve."""
         return [
-            PlacedRange(shard.rank, each.shard_offset_nbytes, each.whole_offset_nbytes, each.nbytes)
+            PlacedRange(shard.rank, part.shard_offset_nbytes, part.full_offset_nbytes, part.nbytes)
             for shard in self._partition.shards[unit]
-            for each in self._partition.served(shard)
+            for part in self._partition.served(shard)
         ]
 
     def _count(self, ranges: list[PlacedRange]) -> None:
-        of_others = (each.nbytes for each in ranges if each.rank != self._partition.rank)
+        of_others = (part.nbytes for part in ranges if part.rank != self._partition.rank)
         self._counters.add("ranks_gathered_nbytes", sum(of_others))
 
 

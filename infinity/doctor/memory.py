@@ -25,7 +25,7 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
     """Yields the findings on host memory, huge pages and limits of locked memory."""
     memory = host_memory(root)
     arena_nbytes = config.tiers.host.budget_nbytes(memory.nbytes)
-    yield check_room(memory, arena_nbytes)
+    yield check_capacity(memory, arena_nbytes)
     yield check_huge_pages(
         read_text(root / "sys/kernel/mm/transparent_hugepage/enabled"),
         is_wanted=config.tiers.host.huge_pages,
@@ -40,7 +40,7 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
     )
 
 
-def check_room(memory: HostMemory, arena_nbytes: int) -> Finding:
+def check_capacity(memory: HostMemory, arena_nbytes: int) -> Finding:
     """`memory` is available without swapping; the arena takes `arena_nbytes` of it at start."""
     subject = "host memory"
     available = f"{format_nbytes(memory.nbytes)} available"

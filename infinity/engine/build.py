@@ -234,6 +234,7 @@ def _assemble(
     tiers = open_tiers(
         config, units, budgets, own_device, wrap_storage, adopted, identities, resources,
         num_spares=num_spares,
+        has_neighbours=sharding is not None and sharding.group.has_neighbours,
     )  # fmt: skip
     device, counters = tiers.device, tiers.counters
     sharing = 1 if sharding is None else sharding.group.node_count
@@ -346,7 +347,7 @@ def _add_reclaimers(
     # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would
     # cost more weights than it holds, because they are not adjacent.
     pool.add_reclaimer(lambda _: gradients.reclaim())
-    pool.add_reclaimer(lambda _: any(each.reclaim() for each in stores))
+    pool.add_reclaimer(lambda _: any(store.reclaim() for store in stores))
     pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True, drops=True))
     pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())

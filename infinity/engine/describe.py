@@ -107,6 +107,8 @@ def describe(engine: Engine) -> Residence:
         resting["parameters"]["checkpoint"] = sum(weights.nbytes for weights in stored)
         folders = sorted({os.path.dirname(path) for path in store.shards.identities})
         places["checkpoint"] = "read in place from " + ", ".join(folders)
+    if engine.ranks.partition is not None:
+        places["ranks"] = engine.ranks.routes()
     parameters = list(engine.model.parameters())
     return Residence(
         model=type(engine.model).__name__,

@@ -93,11 +93,11 @@ def lay_out(
         budgets = _budgets(config, laid_out, layout, device, sharding)
         return LaidOut(layout, laid_out, sharding, budgets)
 
-    def has_room_ahead(found: LaidOut) -> bool:
-        return found.budgets.has_room_ahead(max(unit.weight_nbytes for unit in found.units))
+    def has_space_ahead(found: LaidOut) -> bool:
+        return found.budgets.has_space_ahead(max(unit.weight_nbytes for unit in found.units))
 
     try:
-        return fit(config.schedule.tile, attempt, has_room_ahead, tiling.largest_nbytes)
+        return fit(config.schedule.tile, attempt, has_space_ahead, tiling.largest_nbytes)
     except CapacityError as error:
         reasons = tiling.why_not()
         if config.schedule.tile is not None and reasons:
@@ -136,7 +136,7 @@ def _budgets(
         "held_nbytes": held_nbytes,
         "host_held_nbytes": host_held_nbytes,
         "shares_host_memory": is_cpu,
-        "device_nbytes": device_nbytes(config, is_given=is_cpu or device is not None),
+        "device_nbytes": device_nbytes(config, is_cuda=not is_cpu and device is None),
         "available_host_nbytes": available_host_nbytes(),
     }
     if sharding is None:

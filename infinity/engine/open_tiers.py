@@ -17,7 +17,7 @@ from infinity.config.schema import NvmeTier
 from infinity.observe import Counters
 from infinity.state.budgets import Budgets
 from infinity.state.units import Unit
-from infinity.storage.arena import Arena
+from infinity.storage.arena import Arena, can_share
 from infinity.storage.open import open_configured
 from infinity.storage.protocol import StorageEngine
 from infinity.storage.shards import ShardFiles, ShardIdentity
@@ -54,17 +54,20 @@ def open_tiers(
     resources: ExitStack,
     *,
     num_spares: int,
+    has_neighbours: bool,
 ) -> OpenTiers:
     """Opens what the budgets need; `resources` closes it, in the opposite order.
 
     `identities`: the files of a checkpoint; those that `units` rest in are opened. `num_spares`:
-    generations of the volume beside the current one. Raises StorageError, CapacityError.
+    generations of the volume beside the current one. `has_neighbours`: other ranks of the machine
+    read the arena. Raises StorageError, CapacityError.
     """
-    counters = Counters()
+    counters, huge_pages = Counters(), config.tiers.host.huge_pages
     arena = Arena(
         budgets.host_nbytes,
-        huge_pages=config.tiers.host.huge_pages,
+        huge_pages=huge_pages,
         numa_node=device_node(config, own_device),
+        is_shared=has_neighbours and can_share(huge_pages=huge_pages),
     )
     resources.callback(arena.close)
     read = {run.path for unit in units if unit.stored is not None for run in unit.stored.runs}

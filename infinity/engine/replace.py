@@ -72,7 +72,7 @@ def remember(engine: Engine, place: Place) -> None:
     _places[engine] = place
 
 
-def make_room(config: SwapConfig, place: Place) -> None:
+def free_swap_directories(config: SwapConfig, place: Place) -> None:
     """Closes engines of this process on the swap directories of `config` that this call replaces.
 
     An unreachable engine is removed by garbage collection. An engine that the same call has made is

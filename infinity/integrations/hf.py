@@ -138,8 +138,8 @@ def _refuse_strays(model: nn.Module) -> None:
     ones stay in memory and work as they are: TRL adds a reference adapter in this way."""
     strays = [
         name
-        for name, each in model.named_parameters()
-        if each.requires_grad and owner_of(each) is None
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and owner_of(parameter) is None
     ]
     if strays:
         raise ConfigError(
@@ -232,7 +232,7 @@ def _frozen_in(model: nn.Module, directory: Path) -> set[str]:
     """Returns the checkpoints there whose content this engine protects from being overwritten."""
     volume = engine_of(model).store.volume
     place = os.path.realpath(directory)
-    labels = (each.label for each in volume.frozen) if volume is not None else ()
+    labels = (extent.label for extent in volume.frozen) if volume is not None else ()
     return {label for label in labels if os.path.dirname(label) == place}
 
 

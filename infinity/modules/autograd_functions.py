@@ -41,8 +41,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
 
-def _followed(given: Any) -> Any:
-    return given.handle if isinstance(given, Follower) else given
+def _followed(argument: Any) -> Any:
+    return argument.handle if isinstance(argument, Follower) else argument
 
 
 def _apply_to_parameters(
@@ -50,10 +50,10 @@ def _apply_to_parameters(
 ) -> Any:
     """Replaces the handles of one owner. Handles of another owner are replaced when the function is
     applied again. Lists stay the same objects, because no gradient flows into their elements."""
-    given = [*args, *kwargs.values()]
+    arguments = [*args, *kwargs.values()]
     own = {
         id(handle): handle
-        for handle in given
+        for handle in arguments
         if isinstance(handle, Handle) and handle.owner is owner
     }
 

@@ -50,9 +50,9 @@ class WeightEdits:
         self._is_sharded = is_sharded
         self._param_table = param_table
         self._expected: set[int] = set()
-        # Of `RawAccess`: digests from before the access, and what was given and may be alive.
+        # Of `RawAccess`: digests from before the access, and objects that share the memory.
         self._raw: dict[OffloadedParam, bytes] = {}
-        self._given: dict[OffloadedParam, list[weakref.ref[Any]]] = {}
+        self._views: dict[OffloadedParam, list[weakref.ref[Any]]] = {}
         self._before: dict[OffloadedParam, torch.Tensor] = {}  # Weights at the time of `lend`.
 
     def expect(self, units: Iterable[int]) -> None:
@@ -148,21 +148,21 @@ class WeightEdits:
         if param not in self._raw:
             self._raw[param] = _digest(param.compute)
 
-    def note_raw(self, params: Iterable[OffloadedParam], given: weakref.ref[Any]) -> None:
-        """Records the object that was given the memory of these parameters."""
+    def note_raw(self, params: Iterable[OffloadedParam], view: weakref.ref[Any]) -> None:
+        """Records an object that shares the memory of these parameters."""
         for param in params:
-            self._given[param] = [*self._alive(param), given]
+            self._views[param] = [*self._alive(param), view]
 
     def _alive(self, param: OffloadedParam) -> list[weakref.ref[Any]]:
-        return [given for given in self._given.pop(param, ()) if given() is not None]
+        return [view for view in self._views.pop(param, ()) if view() is not None]
 
     def _kept(self, unit: int) -> list[OffloadedParam]:
         """Returns the parameters of a unit whose memory another object still has."""
         found = []
-        for param in self._param_table.of_unit(unit) if self._given else ():
+        for param in self._param_table.of_unit(unit) if self._views else ():
             alive = self._alive(param)
             if alive:
-                self._given[param] = alive
+                self._views[param] = alive
                 found.append(param)
         return found
 

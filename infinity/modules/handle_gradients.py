@@ -19,8 +19,8 @@ def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.grad` for handles. The backward itself fetches the parameters it needs."""
     if find_handles(outputs):
         return NotImplemented
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    leaves = [_leaves_of(tensor) for tensor in given]
+    tensors = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    leaves = [_leaves_of(tensor) for tensor in tensors]
     wanted = [leaf for tiles in leaves for leaf in tiles]
     flat = iter(torch.autograd.grad(outputs, wanted, *args, **kwargs))
     dim = 1 if kwargs.get("is_grads_batched") else 0
@@ -53,8 +53,8 @@ def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = kwargs.get("inputs")
     if inputs is None or find_handles((tensors, args)):
         return NotImplemented
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-    leaves = [leaf for tensor in given for leaf in _leaves_of(tensor)]
+    targets = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    leaves = [leaf for target in targets for leaf in _leaves_of(target)]
     return torch.autograd.backward(tensors, *args, **{**kwargs, "inputs": leaves})
 
 

@@ -301,9 +301,9 @@ def _one_by_one(
 
     answers: list[Any] = []
     for index in range(count):
-        given = [part(argument, index) for argument in args]
+        positional = [part(argument, index) for argument in args]
         named = {key: part(argument, index) for key, argument in kwargs.items()}
-        answers += func(*given, **named) or ()
+        answers += func(*positional, **named) or ()
     return answers or None
 
 

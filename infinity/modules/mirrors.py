@@ -120,13 +120,13 @@ class Mirror(torch.Tensor):
         if special is not None:
             return special(func, *args, **kwargs)
         plain: dict[int, _Plain] = {}
-        given = [_map(argument, lambda t: _lend(t, plain)) for argument in args]
+        positional = [_map(argument, lambda t: _lend(t, plain)) for argument in args]
         named = {key: _map(argument, lambda t: _lend(t, plain)) for key, argument in kwargs.items()}
-        for target in _tensors(given[:1] if says_it_writes(func) else named.get("out")):
+        for target in _tensors(positional[:1] if says_it_writes(func) else named.get("out")):
             for lent in plain.values():
                 lent.is_target |= lent.tensor is target
         try:
-            answer = func(*given, **named)
+            answer = func(*positional, **named)
         finally:
             # Functions of torch.nn.init write under a no_grad of their own, which is over here.
             is_recording = (

@@ -89,10 +89,10 @@ class RawAccess:
                     )
             return params
 
-    def note_given(self, params: list[OffloadedParam], given: Any) -> None:
-        """Remembers what was given, as long as it lives."""
+    def note_view(self, params: list[OffloadedParam], view: Any) -> None:
+        """Remembers an object over the memory, as long as it lives."""
         with self._lock:
-            self._edits.note_raw(params, weakref.ref(given))
+            self._edits.note_raw(params, weakref.ref(view))
 
 
 def _owner_of(tensor: Any) -> RawAccess | None:
@@ -120,9 +120,9 @@ class _Property(_Observed):
         if owner is None:
             return self._original.__get__(tensor, kind)
         params = owner.begin(tensor)
-        given = self._original.__get__(tensor, kind)
-        owner.note_given(params, given)
-        return given
+        view = self._original.__get__(tensor, kind)
+        owner.note_view(params, view)
+        return view
 
     def __set__(self, tensor: Any, value: Any) -> None:
         self._original.__set__(tensor, value)
@@ -142,9 +142,9 @@ class _Method(_Observed):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             params = owner.begin(tensor)
-            given = bound(*args, **kwargs)
+            view = bound(*args, **kwargs)
             # A capsule cannot be followed; the tensor or array that is made of it holds `tensor`.
-            owner.note_given(params, tensor if self._original.__name__ == "__dlpack__" else given)
-            return given
+            owner.note_view(params, tensor if self._original.__name__ == "__dlpack__" else view)
+            return view
 
         return call

@@ -69,12 +69,12 @@ class UnitUses:
         # By the backward that is running, in its order: that of their writes and early updates.
         self._left: dict[int, None] = {}
         self.is_closed = False
-        # Tells the step that is expected of a unit. Of the engine, which knows the optimizer.
+        # Returns the step that is expected of a unit: `StepForecasts`, once the engine has it.
         self.forecast: Callable[[Unit], StepRecord | None] = _unknown
         self.on_tile: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = param_table.is_parameter_memory
         self.begin_use: Callable[[HookedModule], None] = (
-            _ignore  # Of the engine, once it is installed.
+            _ignore  # Of `ModelPasses`, once it is installed.
         )
 
     # -- Uses ------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
 
 def named_picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
     """Returns `picture_of` with a bar for each span, named after it and cut at the step's ends."""
-    whole = picture_of(spans, step)
+    picture = picture_of(spans, step)
     window = step.start_ns, _end_ns(step)
     found: dict[str, list[tuple[float, float, str]]] = {use.track: [] for use in step.tracks}
     for span in spans:
@@ -74,9 +74,9 @@ def named_picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
             found[str(span.track)].append((start, length, _name(span)))
     tracks = [
         (label, [Bars(_color(track), [bar[:2] for bar in bars], [bar[2] for bar in bars])])
-        for (label, _), (track, bars) in zip(whole.tracks, found.items(), strict=True)
+        for (label, _), (track, bars) in zip(picture.tracks, found.items(), strict=True)
     ]
-    return replace(whole, tracks=tracks)
+    return replace(picture, tracks=tracks)
 
 
 def _finding(step: StepSummary) -> str:

@@ -86,9 +86,9 @@ def dynamic_map(is_signed: bool) -> DynamicMap:
     slopes, offsets, lasts = [0.0], [0.0], [0.0]
     for decade in range(NUM_DECADES):
         count = 2.0 ** (decade if is_signed else decade + 1)
-        whole = 20 * count * 10.0 ** (NUM_DECADES - 1 - decade)
-        lowest.append((2 * count + 9) / whole)
-        highest.append((20 * count - 9) / whole)
+        denominator = 20 * count * 10.0 ** (NUM_DECADES - 1 - decade)
+        lowest.append((2 * count + 9) / denominator)
+        highest.append((20 * count - 9) / denominator)
         slopes.append(count * 10.0 ** (NUM_DECADES - decade) / 9)
         offsets.append((8 * count - (0 if is_signed else 9)) / 9)
         lasts.append(2 * count - (1 if is_signed else 2))

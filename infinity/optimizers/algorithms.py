@@ -21,7 +21,7 @@ from infinity.optimizers.offloaded import (
     check_number,
     refuse_options,
 )
-from infinity.state.tiles import name_of_whole
+from infinity.state.tiles import name_of_tiled
 from infinity.state.units import TensorSpec
 
 
@@ -61,8 +61,8 @@ class AdamW(OffloadedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        given = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
-        refuse_options(self, given | {"differentiable": differentiable})
+        options = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
+        refuse_options(self, options | {"differentiable": differentiable})
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(
             params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
@@ -202,9 +202,9 @@ class SGD(OffloadedOptimizer):
     @override
     def restore_named_state(self, state: dict[str, Any]) -> None:
         super().restore_named_state(state)
-        begun = {name_of_whole(name) for name in state["begun"]}
+        begun = {name_of_tiled(name) for name in state["begun"]}
         params = self._params.values()
-        self._begun = {param.spec for param in params if name_of_whole(param.name) in begun}
+        self._begun = {param.spec for param in params if name_of_tiled(param.name) in begun}
 
 
 class Lion(OffloadedOptimizer):

@@ -22,7 +22,7 @@ from infinity.modules.tiling.split import tiles_of
 from infinity.ops.optimizers import Settings
 from infinity.optimizers.state import OptimizerState
 from infinity.state.moments import moments_of
-from infinity.state.tiles import name_of_whole
+from infinity.state.tiles import name_of_tiled
 from infinity.state.units import TensorSpec
 from infinity.streaming.step_record import StepRecord
 
@@ -107,7 +107,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         param_group["params"] = params = (
             [params] if isinstance(params, torch.Tensor) else list(params)
         )
-        param_group["params"] = params = [tile for each in params for tile in tiles_of(each)]
+        param_group["params"] = params = [tile for param in params for tile in tiles_of(param)]
         refuse_options(self, param_group)
         self.check_group({**self.defaults, **param_group})
         for place, item in enumerate(params):
@@ -121,10 +121,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             handle = item[1] if isinstance(item, tuple) else item
             self._groups[id(handle)] = param_group
         for param in self._params.values():
-            self._check_room(self.settings_of(self.param_groups[-1], param, step=1).state_names)
+            self._check_moments(self.settings_of(self.param_groups[-1], param, step=1).state_names)
             break
 
-    def _check_room(self, needed: Iterable[str]) -> None:
+    def _check_moments(self, needed: Iterable[str]) -> None:
         """Raises ConfigError unless the model was offloaded with space for exactly the moments that
         the groups of this rule can use."""
         assert self._engine is not None
@@ -136,7 +136,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         kept = " and ".join(sorted(needed)) or "no moments"
         momentum = ", and optimizer.momentum as it is here" if self.name == "sgd" and needed else ""
         raise ConfigError(
-            f"infinity.{word} keeps {kept} of a parameter, and the model was offloaded with room "
+            f"infinity.{word} keeps {kept} of a parameter, and the model was offloaded with space "
             f"for {' and '.join(sorted(reserved)) or 'none'}, by optimizer.name = "
             f'"{config.optimizer.name}"; set optimizer.name = "{self.name}"{momentum} in the '
             "configuration of infinity.offload"
@@ -184,7 +184,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     steps[id(handle)] = self._steps.get(id(handle), 0) + 1
                     settings[param.spec] = self.settings_of(group, param, steps[id(handle)])
         if settings:
-            self._check_room({name for each in settings.values() for name in each.state_names})
+            self._check_moments(
+                {name for setting in settings.values() for name in setting.state_names}
+            )
             with uninterrupted():
                 self.engine.step(StepRecord(settings, factor))
                 self._steps.update(steps)  # A refused step is not counted.
@@ -296,9 +298,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 {key: value for key, value in group.items() if key != "params"}
                 | {"params": indexes}
             )
-            for each, handle in zip(indexes, group["params"], strict=True):
+            for number, handle in zip(indexes, group["params"], strict=True):
                 if id(handle) in self._steps:
-                    steps[each] = {"step": self._steps[id(handle)]}
+                    steps[number] = {"step": self._steps[id(handle)]}
         return {"state": steps, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -363,8 +365,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         steps = state["steps"]
         names = {param.name: key for key, param in self._params.items()}
         if not set(steps) <= set(names):
-            step_of = {name_of_whole(name): step for name, step in steps.items()}
-            tiled_names = {name: name_of_whole(name) for name in names}
+            step_of = {name_of_tiled(name): step for name, step in steps.items()}
+            tiled_names = {name: name_of_tiled(name) for name in names}
             steps = {n: step_of[tiled] for n, tiled in tiled_names.items() if tiled in step_of}
         self._steps = {names[name]: step for name, step in steps.items()}
         self.grad_norm = None
@@ -403,7 +405,7 @@ def _other_optimizer(param: OffloadedParam) -> ConfigError:
 
 def _tiled_names(names: list[str]) -> list[str]:
     """Returns the parameters' names in the user's model, each once."""
-    return list(dict.fromkeys(map(name_of_whole, names)))
+    return list(dict.fromkeys(map(name_of_tiled, names)))
 
 
 def refuse_options(optimizer: OffloadedOptimizer, options: Mapping[str, Any]) -> None:

@@ -99,8 +99,8 @@ class ParameterState:
         if name == "step":
             return torch.tensor(float(owner.step_of(self._params[0])))
         parts = [read_moment(owner.engine, param, StateKind(name)) for param in self._params]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole.as_subclass(FetchedMoment)
+        moment = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return moment.as_subclass(FetchedMoment)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Reads one tensor of the state from its tier; `default` for an unknown name."""

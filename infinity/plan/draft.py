@@ -14,10 +14,10 @@ from typing import Any
 from infinity.config import SwapConfig
 from infinity.config.source import ConfigSource
 from infinity.errors import CapacityError
+from infinity.plan.capacity import most_decoded_nbytes
 from infinity.plan.data_facts import DataFacts
 from infinity.plan.hardware import Hardware
 from infinity.plan.predict import Forecast
-from infinity.plan.room import most_decoded_nbytes
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
 
 Table = dict[str, Any]

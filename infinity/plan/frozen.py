@@ -79,11 +79,11 @@ class _Builder:
     def add_frozen(self, name: str, tensors: Mapping[str, int], num_experts: int = 0) -> int:
         """Adds a unit of stored bytes; a tensor called "experts" has a row per expert."""
         facts = []
-        for each, nbytes in tensors.items():
+        for tensor, nbytes in tensors.items():
             size: tuple[int, ...] = (nbytes,)
-            if each == "experts":
+            if tensor == "experts":
                 size = (num_experts, 1, -(-nbytes // num_experts))
-            facts.append(facts_of_shape(f"{name}.{each}", size, torch.uint8, is_trainable=False))
+            facts.append(facts_of_shape(f"{name}.{tensor}", size, torch.uint8, is_trainable=False))
         return self._add(name, facts)
 
     def add_block(self, layer: int, block: StoredBlock, size: AdapterSize) -> None:

@@ -25,6 +25,6 @@ class FrozenBase:
         """Returns the bytes of a unit's weights (or of a chunk's) that are decoded for a use."""
         found = 0.0
         for tensor in unit.tensors:
-            whole = tensor.name.partition(".tiles.")[0]
-            found += tensor.weight_nbytes * self.decoded_per_byte.get(whole, 0.0)
+            name = tensor.name.partition(".tiles.")[0]
+            found += tensor.weight_nbytes * self.decoded_per_byte.get(name, 0.0)
         return int(found)

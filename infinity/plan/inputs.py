@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity.config import SwapConfig
+from infinity.plan.capacity import window_nbytes_of
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
-from infinity.plan.room import window_nbytes_of
 from infinity.simulate.job import Batch
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
@@ -147,12 +147,12 @@ def input_nbytes(config: SwapConfig, model: PlannedModel, batch: Batch) -> int:
     return batch.tokens_per_step * model.checkpoint_width * itemsize
 
 
-def said_of_tiles(whole: PlannedModel, model: PlannedModel) -> list[str]:
+def said_of_tiles(untiled: PlannedModel, model: PlannedModel) -> list[str]:
     """Returns how layers are divided, for a reader."""
-    num_tiles = len(model.units) - len(whole.units)
+    num_tiles = len(model.units) - len(untiled.units)
     if num_tiles <= 0:
         return []
-    names = {unit.name for unit in whole.units}
+    names = {unit.name for unit in untiled.units}
     tiles = [unit.weight_nbytes for unit in model.units if unit.name not in names]
     return [
         f"layers too large to be fetched whole run as {len(tiles):,} tiles of at most "

@@ -101,8 +101,8 @@ def model_of_shape(
 
     def add_unit(name: str, tensors: dict[str, tuple[int, ...]]) -> int:
         facts = [
-            facts_of_shape(f"{name}.{each}", size, dtype, is_trainable=True)
-            for each, size in tensors.items()
+            facts_of_shape(f"{name}.{tensor}", size, dtype, is_trainable=True)
+            for tensor, size in tensors.items()
         ]
         units.append(layout_unit(len(units), name, facts, moments))
         return len(units) - 1
@@ -161,7 +161,7 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
         layout_unit(
             index,
             name,
-            [facts_of(each, dtypes) for each in members],
+            [facts_of(member, dtypes) for member in members],
             moments_of(config),
         )
         for index, (name, members) in enumerate(layout.units)

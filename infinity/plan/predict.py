@@ -12,6 +12,13 @@ from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
 from infinity.distributed.setup import ShardingPlan
+from infinity.plan.capacity import (
+    by_kind,
+    fitted,
+    refuse_full_tiers,
+    window_nbytes_of,
+    with_checkpoint_tier,
+)
 from infinity.plan.hardware import Hardware
 from infinity.plan.inputs import (
     ChunkTraffic,
@@ -25,13 +32,6 @@ from infinity.plan.inputs import (
 )
 from infinity.plan.model import PlannedModel
 from infinity.plan.node import NodeView, RankLayout, blocks_of, layout_of_rank
-from infinity.plan.room import (
-    by_kind,
-    fitted,
-    refuse_full_tiers,
-    window_nbytes_of,
-    with_checkpoint_tier,
-)
 from infinity.simulate.job import Batch, make_job
 from infinity.simulate.log import WRITE
 from infinity.simulate.order import Use
@@ -124,7 +124,7 @@ def forecast(
     node = NodeView(config, hardware, num_ranks, rank)
     config, machine = node.config_of_rank, node.hardware_of_rank
     window_nbytes = window_nbytes_of(config, machine)
-    whole = model
+    untiled = model
     model, sharding, budgets = fitted(node, model, window_nbytes)
     placement = budgets.placement
     units = model.units if sharding is None else sharding.partition.units
@@ -160,7 +160,7 @@ def forecast(
         step=predict(job, rates),
         warnings=(
             *said_of_waiting(config, chunks),
-            *said_of_tiles(whole, model),
+            *said_of_tiles(untiled, model),
             *said_of_devices(machine),
             *obstacles,
             *node.warnings(),

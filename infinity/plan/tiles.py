@@ -50,8 +50,8 @@ def with_tiles(model: PlannedModel, limit_nbytes: int | None) -> PlannedModel:
         units=tuple(units),
         hooked_modules=tuple(
             hooked
-            for whole in model.hooked_modules
-            for hooked in _hooked_modules(whole, [parts[unit] for unit in whole.units], units)
+            for work in model.hooked_modules
+            for hooked in _hooked_modules(work, [parts[unit] for unit in work.units], units)
         ),
         held_nbytes=max(held) + _nested_nbytes(model),
     )
@@ -135,35 +135,34 @@ def _cut_experts(name: str, experts: list[TensorFacts], limit_nbytes: int) -> _T
 
 
 def _hooked_modules(
-    whole: ModuleWork, parts: list[_Parts], units: list[Unit]
+    work: ModuleWork, parts: list[_Parts], units: list[Unit]
 ) -> Iterator[ModuleWork]:
     """Returns one use of the rest of the unit, with the attention, then one use of every tile."""
     left = tuple(unit for rest, _ in parts for unit in rest)
     tiles = [unit for _, tiles in parts for unit in tiles]
-    shares = _shares(whole, left, tiles, units)
-    if left or whole.attention_width:
-        yield replace(
-            whole, units=left, active_params=whole.active_params - sum(shares), expert_params=0
-        )
+    shares = _shares(work, left, tiles, units)
+    if left or work.attention_width:
+        active_params = work.active_params - sum(shares)
+        yield replace(work, units=left, active_params=active_params, expert_params=0)
     for unit, share in zip(tiles, shares, strict=True):
         yield ModuleWork(
             (unit,),
             share,
-            is_tile=whole.attention_width > 0,
+            is_tile=work.attention_width > 0,
             is_experts=bool(_experts(units[unit])),
-            trained_params=None if whole.trained_params is None else 0,
-            has_backward=whole.has_backward,
+            trained_params=None if work.trained_params is None else 0,
+            has_backward=work.has_backward,
         )
 
 
 def _shares(
-    whole: ModuleWork, left: tuple[int, ...], tiles: list[int], units: list[Unit]
+    work: ModuleWork, left: tuple[int, ...], tiles: list[int], units: list[Unit]
 ) -> list[int]:
     """Returns the active parameters of every tile: even parts of those of routed experts if they
     are known, else in proportion to elements."""
-    shared, divided = whole.active_params, (*left, *tiles)
-    if whole.expert_params:
-        shared, divided = whole.expert_params, tuple(tiles)
+    shared, divided = work.active_params, (*left, *tiles)
+    if work.expert_params:
+        shared, divided = work.expert_params, tuple(tiles)
     num_params = sum(_numel(units[unit]) for unit in divided)
     return [shared * _numel(units[unit]) // max(num_params, 1) for unit in tiles]
 

@@ -66,7 +66,7 @@ def rank_loads(
                 received_nbytes=sum(part_nbytes) - own_nbytes,
                 served_nbytes=(partition.count - 1) * own_nbytes,
                 sent_nbytes=sum(
-                    (share.stop - share.start) * _itemsize(share.whole, reduced, are_wide)
+                    (share.stop - share.start) * _itemsize(share.full, reduced, are_wide)
                     for shard in of_ranks
                     for share in shard.shares
                     if shard.rank != partition.rank

@@ -71,7 +71,7 @@ class Budgets:
         )
         return None if window_nbytes is None else window_nbytes - self.decoded_from_nbytes
 
-    def has_room_ahead(self, next_nbytes: int) -> bool:
+    def has_space_ahead(self, next_nbytes: int) -> bool:
         """Returns whether `next_nbytes` of weights can be fetched beside those in use."""
         window_nbytes = self.device_window_nbytes
         fits = window_nbytes is None or self.held_nbytes + next_nbytes <= window_nbytes
@@ -90,7 +90,7 @@ class _Request:
     device_nbytes: int | None
     gathered_nbytes: int
     serving_nbytes: int
-    given_nbytes: int
+    received_nbytes: int
     summed_nbytes: int
     host_held_nbytes: int
     num_sharing: int
@@ -106,7 +106,7 @@ class _Request:
     def spills(self) -> bool:
         """Whether gradients of other ranks can wait on NVMe."""
         has_nvme = any("nvme" in order for order in self.preferences.values())
-        return self.given_nbytes > 0 and has_nvme
+        return self.received_nbytes > 0 and has_nvme
 
     @property
     def least_nbytes(self) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def compute_budgets(
     available_host_nbytes: int,
     gathered_nbytes: int = 0,
     serving_nbytes: int = 0,
-    given_nbytes: int = 0,
+    received_nbytes: int = 0,
     summed_nbytes: int = 0,
     host_held_nbytes: int | None = None,
     decoded_nbytes: int = 0,
@@ -148,7 +148,7 @@ def compute_budgets(
     `available_host_nbytes`: free host memory, of which `tiers.host.capacity` may be a share.
     `shares_host_memory`: the device computes on host memory. With ranks, `gathered_nbytes`: the
     weights of the largest unit, gathered from shards; `serving_nbytes`: memory to serve other ranks
-    from, lent once; `given_nbytes`: the most gradients that other ranks send during a backward;
+    from, lent once; `received_nbytes`: the most gradients that other ranks send during a backward;
     `summed_nbytes`: sums of gradients of `infinity.forward_backward` before they are sent, reserved
     if the configuration has micro-batches. `host_held_nbytes`: the same as `held_nbytes` in host
     memory, where frozen weights may be quantised, or quantised and decoded (None: as much), of
@@ -159,13 +159,13 @@ def compute_budgets(
     preferences = _preferences(config)
     request = _Request(
         config, units, preferences, held_nbytes, shares_host_memory, device_nbytes,
-        gathered_nbytes, serving_nbytes, given_nbytes, summed_nbytes,
+        gathered_nbytes, serving_nbytes, received_nbytes, summed_nbytes,
         held_nbytes if host_held_nbytes is None else host_held_nbytes, num_sharing,
     )  # fmt: skip
     alone, with_sums = request.least_nbytes
     smallest = alone if config.schedule.micro_batch is None else with_sums
     comfortable = _comfortable_nbytes(request, alone) + smallest - alone
-    asked_nbytes = _asked_host_nbytes(request, comfortable + given_nbytes, available_host_nbytes)
+    asked_nbytes = _asked_host_nbytes(request, comfortable + received_nbytes, available_host_nbytes)
     resting = _only_on_host_nbytes(request)
     buffer_nbytes = _reduce_buffer_nbytes(request, asked_nbytes, asked_nbytes - smallest - resting)
     least_nbytes = resting + with_sums + _reduce_buffer_nbytes(request, 0, 0)
@@ -257,13 +257,13 @@ def _reduce_buffer_nbytes(request: _Request, asked_nbytes: int, spare_nbytes: in
 
     If they can wait on NVMe, any size will do; else the least is the gradients of two units.
     """
-    if not request.given_nbytes:
+    if not request.received_nbytes:
         return 0
     largest_nbytes = max(unit.state_numel for unit in request.units) * STATE_ITEM_NBYTES
     least_nbytes = 0 if request.spills else 2 * largest_nbytes
     chosen = request.config.distributed.reduce_buffer
     if chosen == "auto":
-        return max(least_nbytes, min(request.given_nbytes, asked_nbytes // 8, spare_nbytes))
+        return max(least_nbytes, min(request.received_nbytes, asked_nbytes // 8, spare_nbytes))
     if chosen < least_nbytes:
         raise CapacityError(
             "host",

@@ -26,8 +26,8 @@ def kind_nbytes(numel: int) -> int:
 
     Worked example: 262,144 codes and 1,024 scales are 65 pages; 2,048 codes and 8 scales are 2.
     """
-    whole, rest = divmod(numel, GRANULE_NUMEL)
-    nbytes = whole * _GRANULE_NBYTES
+    num_granules, rest = divmod(numel, GRANULE_NUMEL)
+    nbytes = num_granules * _GRANULE_NBYTES
     if rest:
         nbytes += align_up(rest, PAGE_NBYTES)
         nbytes += align_up(num_scales(rest) * SCALE_NBYTES, PAGE_NBYTES)

@@ -20,7 +20,7 @@ class OldGeneration:
         self._checksums: dict[tuple[int, StateKind], bytes] = {}
 
     @staticmethod
-    def has_room(store: LocalStore) -> bool:
+    def has_space(store: LocalStore) -> bool:
         """Whether the volume has a spare generation that nothing else holds."""
         return store.volume is not None and len(store.volume.frozen) < store.volume.num_spares
 

@@ -41,7 +41,7 @@ _KEPT = {
 class ShardSegment:
     """`nbytes` bytes of weights: where they lie in the whole unit and where in the shard."""
 
-    whole_offset_nbytes: int
+    full_offset_nbytes: int
     shard_offset_nbytes: int
     nbytes: int
 
@@ -53,7 +53,7 @@ class ShardSlice:
     """
 
     rank: int
-    whole: TensorSpec
+    full: TensorSpec
     part: TensorSpec
     start: int
     stop: int
@@ -120,8 +120,8 @@ class Partition:
         """
         if self.shards_parameters:
             return shard.segments
-        whole = self.full_units[shard.unit.index - len(self.full_units)]
-        return [s for s in shard.segments if s.whole_offset_nbytes < whole.trainable_nbytes]
+        full = self.full_units[shard.unit.index - len(self.full_units)]
+        return [s for s in shard.segments if s.full_offset_nbytes < full.trainable_nbytes]
 
     def shares(self) -> dict[TensorSpec, list[ShardSlice]]:
         """The shares of every trainable tensor in element order. Empty tensors have none."""
@@ -131,7 +131,7 @@ class Partition:
         for of_unit in self.shards:
             for shard in of_unit:
                 for share in shard.shares:
-                    found[share.whole].append(share)
+                    found[share.full].append(share)
         for shares in found.values():
             shares.sort(key=lambda share: share.start)
         return found
@@ -239,35 +239,35 @@ def _weight_place(unit: Unit, element: int) -> int:
 
 
 def _shares(unit: Unit, rank: int, start: int, stop: int, low_nbytes: int) -> Iterator[ShardSlice]:
-    for whole in unit.trainable():
-        first = max(start, whole.state_offset) - whole.state_offset
-        last = min(stop, whole.state_offset + whole.numel) - whole.state_offset
+    for full in unit.trainable():
+        first = max(start, full.state_offset) - full.state_offset
+        last = min(stop, full.state_offset + full.numel) - full.state_offset
         if first < last:
-            state_offset = whole.state_offset + first - start
-            yield _share(rank, whole, first, last, -low_nbytes, state_offset)
+            state_offset = full.state_offset + first - start
+            yield _share(rank, full, first, last, -low_nbytes, state_offset)
 
 
 def _frozen_shares(unit: Unit, rank: int, segment: ShardSegment) -> Iterator[ShardSlice]:
     """Yields the elements in these bytes of tensors without state, which are split at pages."""
-    shift_nbytes = segment.shard_offset_nbytes - segment.whole_offset_nbytes
-    for whole in unit.tensors:
-        size = whole.facts.dtype.itemsize
-        start_nbytes = segment.whole_offset_nbytes - whole.weight_offset_nbytes
+    shift_nbytes = segment.shard_offset_nbytes - segment.full_offset_nbytes
+    for full in unit.tensors:
+        size = full.facts.dtype.itemsize
+        start_nbytes = segment.full_offset_nbytes - full.weight_offset_nbytes
         first = max(0, start_nbytes) // size
-        last = min(whole.numel, (start_nbytes + segment.nbytes) // size)
-        if whole.state_offset < 0 and first < last:
-            yield _share(rank, whole, first, last, shift_nbytes, -1)
+        last = min(full.numel, (start_nbytes + segment.nbytes) // size)
+        if full.state_offset < 0 and first < last:
+            yield _share(rank, full, first, last, shift_nbytes, -1)
 
 
 def _share(
-    rank: int, whole: TensorSpec, first: int, last: int, shift_nbytes: int, state_offset: int
+    rank: int, full: TensorSpec, first: int, last: int, shift_nbytes: int, state_offset: int
 ) -> ShardSlice:
     """`shift_nbytes`: from a place in the unit's weights to the place in the shard's."""
-    facts = whole.facts
+    facts = full.facts
     part = TensorSpec(
         TensorFacts(facts.name, (last - first,), (1,), facts.dtype, facts.is_trainable),
         last - first,
-        whole.weight_offset_nbytes + first * facts.dtype.itemsize + shift_nbytes,
+        full.weight_offset_nbytes + first * facts.dtype.itemsize + shift_nbytes,
         state_offset,
     )
-    return ShardSlice(rank, whole, part, first, last)
+    return ShardSlice(rank, full, part, first, last)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, align_up, format_nbytes
 from infinity.state.units import (
-    MOMENT_PIECES,
+    MOMENT_KINDS,
     STATE_GRANULE,
     STATE_ITEM_NBYTES,
     StateKind,
@@ -32,7 +32,7 @@ _PLACING_ORDER = (
     StateKind.PARAMETERS,
     StateKind.GRADIENTS,
     StateKind.MASTER,
-    *MOMENT_PIECES,
+    *MOMENT_KINDS,
 )
 
 _BUDGET_KEYS = {
@@ -89,7 +89,7 @@ def place(
             order = ("checkpoint",)
         tier = next((tier for tier in order if free_nbytes[tier] >= needed_nbytes), None)
         if tier is None:
-            raise _no_room(units, state_kind, unit, order, free_nbytes)
+            raise _no_space(units, state_kind, unit, order, free_nbytes)
         tiers[unit.index, state_kind] = tier
         free_nbytes[tier] -= needed_nbytes
         placed_nbytes[tier] += needed_nbytes
@@ -119,7 +119,7 @@ def resting_nbytes(unit: Unit, state_kind: StateKind) -> int:
     return rounded_nbytes(nbytes) if nbytes else 0
 
 
-def _no_room(
+def _no_space(
     units: Sequence[Unit],
     state_kind: StateKind,
     unit: Unit,
@@ -134,7 +134,7 @@ def _no_room(
         available_nbytes=int(free_nbytes[last]),
         key=_BUDGET_KEYS[last],
         remedy=f"change {_BUDGET_KEYS[last]}, or add 'nvme' to placement.{state_kind.kind}",
-        detail=f"{state_kind.value} of {unit.name!r} has no room "
+        detail=f"{state_kind.value} of {unit.name!r} has no space "
         f"(all units: {format_nbytes(total_nbytes)})",
     )
 
@@ -145,7 +145,7 @@ _GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
 _LEAST_SLOTS = 3  # One being read, one updated, one written, if they fit.
 _SMOOTH_SLOTS = 12
 _EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
-STATE_KINDS = (StateKind.GRADIENTS, *MOMENT_PIECES, StateKind.MASTER)
+STATE_KINDS = (StateKind.GRADIENTS, *MOMENT_KINDS, StateKind.MASTER)
 
 
 def least_chunk_nbytes(units: Sequence[Unit]) -> int:
@@ -200,8 +200,7 @@ def smallest_working_nbytes(
     travelling = sum(
         state_kind.kind in streamed
         for state_kind in STATE_KINDS
-        if state_kind not in MOMENT_PIECES
-        or any(state_kind in unit.moments.kinds for unit in units)
+        if state_kind not in MOMENT_KINDS or any(state_kind in unit.moments.kinds for unit in units)
     )
     chunk_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), least_chunk_nbytes(units))
     working_nbytes = max(

@@ -30,7 +30,7 @@ def is_cut_by_name(attribute: str) -> bool:
     return re.fullmatch(_ATTRIBUTES, attribute) is not None
 
 
-def name_of_whole(name: str) -> str:
+def name_of_tiled(name: str) -> str:
     """The name of a parameter, or of state of it, without the tile: "head.tiles.3.weight" is part
     of "head.weight". A name without tiles is its own."""
     return _TILE.sub("", name)
@@ -72,7 +72,7 @@ def limits(largest_nbytes: int) -> Iterator[int]:
 def fit(
     tile: Literal["auto"] | int | None,
     attempt: Callable[[int | None], T],
-    has_room_ahead: Callable[[T], bool],
+    has_space_ahead: Callable[[T], bool],
     largest_nbytes: int,
 ) -> T:
     """Returns the result of `attempt(limit_nbytes)` for the limit that `[schedule] tile` requests.
@@ -92,7 +92,7 @@ def fit(
         except CapacityError as error:
             refused.append(error)
             continue
-        if limit_nbytes is None or has_room_ahead(found):
+        if limit_nbytes is None or has_space_ahead(found):
             return found
         if largest_that_fits is None:
             largest_that_fits = limit_nbytes

@@ -63,11 +63,11 @@ class StateKind(StrEnum):
     @property
     def kind(self) -> str:
         """The name by which `[placement]` speaks of it."""
-        return "moments" if self in MOMENT_PIECES else self.value
+        return "moments" if self in MOMENT_KINDS else self.value
 
 
 # The moments of all optimizers, under torch's names; `Moments` has those of one optimizer.
-MOMENT_PIECES = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ, StateKind.MOMENTUM_BUFFER)
+MOMENT_KINDS = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ, StateKind.MOMENTUM_BUFFER)
 
 
 @dataclass(frozen=True, slots=True)

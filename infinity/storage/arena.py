@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 from errno import ENOMEM
 from pathlib import Path
+from typing import Any
 
 from infinity import _core
 from infinity.config.cores import usable_cores
@@ -26,22 +28,29 @@ _VMA = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 
 
 class Arena:
-    """One anonymous, populated mapping: aligned to 2 MiB, of huge pages where the kernel has them.
+    """One populated mapping: aligned to 2 MiB, of huge pages where the kernel has them.
 
     The capacity is rounded up to full pages of 4096 bytes. Not inherited by forked children.
     Views returned by `memory` keep the memory alive, also after `close`; it is unmapped when the
     last of them, and of the engines that were opened with it, is gone. `numa_node`: where its pages
-    shall lie as long as there are free ones, usually that of the device; mbind(2).
+    shall lie as long as there are free ones, usually that of the device; mbind(2). `is_shared`: the
+    mapping is of a file in memory that other processes can map; see `can_share`.
     """
 
     def __init__(
-        self, capacity_nbytes: int, *, huge_pages: bool = True, numa_node: int | None = None
+        self,
+        capacity_nbytes: int,
+        *,
+        huge_pages: bool = True,
+        numa_node: int | None = None,
+        is_shared: bool = False,
     ) -> None:
         if capacity_nbytes <= 0:
             raise ConfigError(f"{capacity_nbytes=}, expected a positive number of bytes")
         capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
         _check_available(capacity_nbytes)
-        wish = {} if numa_node is None else {"numa_node": numa_node}
+        wish: dict[str, Any] = {} if numa_node is None else {"numa_node": numa_node}
+        wish |= {"is_shared": True} if is_shared else {}
         try:
             self._core: _core.Arena | None = _core.Arena(
                 capacity_nbytes, huge_pages=huge_pages, num_threads=usable_cores(), **wish
@@ -53,6 +62,7 @@ class Arena:
             raise _too_large(capacity_nbytes, memory.nbytes, memory.limit) from error
         self.address: int = self._core.address
         self.capacity_nbytes = capacity_nbytes
+        self.is_shared = is_shared
         if numa_node is not None:
             taken = "on" if self._core.prefers_node else "not, as the kernel refuses mbind, on"
             _log.info("pages of the host arena %s NUMA node %d", taken, numa_node)
@@ -71,6 +81,19 @@ class Arena:
         return self._core
 
     @property
+    def descriptor(self) -> int | None:
+        """The file in memory of a shared arena, sealed against truncation; None without one, and
+        after `close_file`."""
+        descriptor = self.core.descriptor if self.is_shared else -1
+        return None if descriptor < 0 else descriptor
+
+    def close_file(self) -> None:
+        """Closes the file of a shared arena, before a child of a fork inherits it and keeps the
+        memory. What is mapped, here or elsewhere, stays. Idempotent."""
+        if self.is_shared:
+            self.core.close_file()
+
+    @property
     def huge_page_nbytes(self) -> int:
         """Bytes that huge pages back now. Asks the kernel about all mappings: milliseconds."""
         return _huge_page_nbytes(self.core.address, self.capacity_nbytes)
@@ -83,6 +106,20 @@ class Arena:
     def close(self) -> None:
         """Unmaps the memory. Idempotent."""
         self._core = None
+
+
+def view_arena(pid: int, descriptor: int, nbytes: int) -> memoryview:
+    """Returns the memory of a shared arena of another process, read-only; it stays as long as the
+    view, also after the end of that process.
+
+    `descriptor`: `Arena.descriptor` there. Raises OSError if this process may not open it, or if it
+    is no such file. proc(5).
+    """
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return memoryview(_core.ArenaView(opened, nbytes))
+    finally:
+        os.close(opened)
 
 
 class Window:
@@ -143,6 +180,27 @@ def can_remap() -> bool:
     return _core.can_remap()
 
 
+@functools.cache
+def can_share(*, huge_pages: bool) -> bool:
+    """Returns whether a shared arena is as good as one of this process alone, found by trying: the
+    kernel gives it as many huge pages, and moves its pages into windows (Linux 5.13)."""
+    nbytes = 2 * HUGE_PAGE_NBYTES
+    try:
+        with (
+            Arena(nbytes, huge_pages=huge_pages) as own,
+            Arena(nbytes, huge_pages=huge_pages, is_shared=True) as shared,
+        ):
+            if shared.huge_page_nbytes < own.huge_page_nbytes:
+                return False
+            if can_remap():
+                with Window(nbytes) as window:
+                    window.map(shared, 0, nbytes)
+                    window.unmap(shared, 0, nbytes)
+    except (OSError, CapacityError):
+        return False
+    return True
+
+
 def available_host_nbytes() -> int:
     """Memory that can be populated without swapping, inside the limits of every cgroup."""
     return host_memory().nbytes
@@ -174,7 +232,7 @@ def _check_range(offset_nbytes: int, nbytes: int, capacity_nbytes: int) -> None:
 
 
 def _huge_page_nbytes(address: int, capacity_nbytes: int) -> int:
-    """Bytes of the range that huge pages back, as the kernel counts them. Linux 2.6.38, smaps."""
+    """Bytes of the range that huge pages back, as the kernel counts them. Linux 4.8, smaps."""
     total_nbytes = 0
     is_inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -183,6 +241,6 @@ def _huge_page_nbytes(address: int, capacity_nbytes: int) -> int:
             is_inside = address <= start and end <= address + align_up(
                 capacity_nbytes, HUGE_PAGE_NBYTES
             )
-        elif is_inside and line.startswith("AnonHugePages:"):
+        elif is_inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
             total_nbytes += int(line.split()[1]) * 1024
     return total_nbytes

@@ -135,7 +135,9 @@ def choose_targets(
         return current.of(offset_nbytes, nbytes)
     end = offset_nbytes + nbytes
     cuts = {
-        run.offset_nbytes for each in (current, *frozen) for run in each.of(offset_nbytes, nbytes)
+        run.offset_nbytes
+        for generation in (current, *frozen)
+        for run in generation.of(offset_nbytes, nbytes)
     }
     runs: list[GenerationRun] = []
     for start, stop in pairwise(sorted(cuts | {end})):

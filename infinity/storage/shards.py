@@ -151,8 +151,10 @@ class _ReadChecks:
 
     def expect(self, checksums: Iterable[RunChecksum]) -> None:
         with self._lock:
-            for each in checksums:
-                self._checksums[each.path, each.offset_nbytes, each.nbytes] = each.crc32c
+            for checksum in checksums:
+                self._checksums[checksum.path, checksum.offset_nbytes, checksum.nbytes] = (
+                    checksum.crc32c
+                )
 
     def close(self) -> None:
         """Waits for the checks that were started."""
@@ -170,14 +172,14 @@ class ShardFiles:
         self, engine: StorageEngine, identities: Sequence[ShardIdentity], *, verify: bool
     ) -> None:
         self._engine = engine
-        self.identities: Mapping[str, ShardIdentity] = {each.path: each for each in identities}
+        self.identities: Mapping[str, ShardIdentity] = {file.path: file for file in identities}
         self._files: dict[str, int] = {}
-        nbytes_of = {each.path: each.nbytes for each in identities}
+        nbytes_of = {file.path: file.nbytes for file in identities}
         self._checks = _ReadChecks(nbytes_of) if verify else None
         try:
-            for each in identities:
-                refuse_changed(each)
-                self._files[each.path] = _open(engine, each.path)
+            for identity in identities:
+                refuse_changed(identity)
+                self._files[identity.path] = _open(engine, identity.path)
         except BaseException:
             self.close()
             raise

@@ -244,7 +244,7 @@ class ActivationStore:
         if self._leaving:
             self._free_leaving()
             return True
-        for saved in sorted(self._waiting, key=lambda each: each.moving is None):
+        for saved in sorted(self._waiting, key=lambda saved: saved.moving is None):
             if saved is self._in_use or saved.block is None:
                 continue
             if saved.moving is None:

@@ -126,7 +126,7 @@ class EarlyUpdates:
 
     def _begin(self) -> None:
         planned = self.policy.plan()
-        if not planned or not OldGeneration.has_room(self._store):
+        if not planned or not OldGeneration.has_space(self._store):
             return
         try:
             self._ring.take()

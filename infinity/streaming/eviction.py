@@ -1,6 +1,6 @@
 """Decisions about residency: pure functions of the access order and of the resident units.
 
-Memory that is allocated in ranges of one piece needs neighbours to go: `choose_neighbours`.
+Memory that is allocated in one range needs neighbours to go: `choose_neighbours`.
 Elsewhere one unit after the other goes: `choose_victim`.
 
 Source: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: evicting
@@ -35,11 +35,11 @@ class Evictable:
 def choose_neighbours(
     blocks: Iterable[Evictable], holes: Iterable[Range], wanted_nbytes: int
 ) -> list[Evictable]:
-    """Returns blocks that make room for `wanted_nbytes` together with the holes between them.
+    """Returns blocks that make space for `wanted_nbytes` together with the holes between them.
 
     Of all such neighbours those whose first use is furthest away, and among equals the fewest
     bytes. Neighbours of more than twice the wanted bytes are chosen only if there are no others,
-    or if no use of them is expected. Empty if no neighbours make enough room.
+    or if no use of them is expected. Empty if no neighbours make enough space.
     """
     found: list[tuple[Range, Evictable | None]] = [(hole, None) for hole in holes]
     found += [(block.range, block) for block in blocks]

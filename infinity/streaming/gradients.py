@@ -212,7 +212,7 @@ class GradientStore:
         leaving = LeavingGradient(unit, spec, copy, place, flat.dtype)
         self._leaving.append(leaving)
         self._keeping.append(leaving)
-        kept_nbytes = sum(each.nbytes for each in self._keeping)
+        kept_nbytes = sum(kept.nbytes for kept in self._keeping)
         while kept_nbytes > self._most_kept_nbytes and len(self._keeping) > 1:
             oldest = self._keeping.popleft()
             kept_nbytes -= oldest.nbytes
@@ -222,7 +222,9 @@ class GradientStore:
         """Widens what has come, and starts writing what was due and is complete. Never waits."""
         while self._leaving and self._leaving[0].copy.done():
             self._end_oldest()
-        for unit in [u for u in self._due if all(u is not each.unit for each in self._leaving)]:
+        for unit in [
+            u for u in self._due if all(u is not leaving.unit for leaving in self._leaving)
+        ]:
             self._start_write(unit)
 
     def _end_oldest(self) -> None:

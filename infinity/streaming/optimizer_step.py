@@ -254,7 +254,7 @@ class Updater(StepRunner):
     def _apply(self, update: UnitUpdate, is_needed: bool) -> None:
         if self._pool.is_tight:
             self.reclaim()  # Its place may be in the way of the weights.
-        # The largest first: around weights that lie there already, room may be in two parts.
+        # The largest first: around weights that lie there already, space may be in two parts.
         self._ring.take()
         self._is_applying = True
         try:

@@ -2,7 +2,7 @@
 
 `WeightCache` decides which unit moves, and when. It writes the uses and check-outs of a unit.
 `WeightMoves` makes the moves and is the only writer of residency; `weight_state.py` has the states.
-`WeightRoom` chooses the units that leave, and lets `WeightMoves` move them.
+`WeightEvictor` chooses the units that leave, and lets `WeightMoves` move them.
 
 Note [Feeders]
   A `WeightProvider` may fill a unit's device region from another unit, its feeder, and from
@@ -33,9 +33,9 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.weight_decoding import refuse_change
+from infinity.streaming.weight_evictor import WeightEvictor
 from infinity.streaming.weight_moves import WeightMoves
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
-from infinity.streaming.weight_room import WeightRoom
 from infinity.streaming.weight_state import Weights, WeightState, check_kept
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
@@ -73,10 +73,10 @@ class WeightCache:
         self._is_all_there = device.shares_host_memory and all(
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
-        self._room = WeightRoom(
+        self._evictor = WeightEvictor(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
-        self._moves.decoding.prepare(decoded_nbytes, self._room.reclaim_zone)
+        self._moves.decoding.prepare(decoded_nbytes, self._evictor.reclaim_zone)
 
     # -- Uses ------------------------------------------------------------------------------------
 
@@ -181,21 +181,21 @@ class WeightCache:
         return feeder
 
     def _start_arrival(self, weights: Weights, feeder: Weights) -> None:
-        if not self._room.make_device_room(self._order, weights.unit):
-            self._room.refuse_device(weights.unit, self.in_use())
+        if not self._evictor.make_device_space(self._order, weights.unit):
+            self._evictor.refuse_device(weights.unit, self.in_use())
         self._moves.start_arrival(weights, feeder)
 
     def _start_arrival_ahead(self, weights: Weights, feeder: Weights) -> bool:
         """As `_attach_ahead`, for a unit with a feeder."""
-        has_room = self._room.make_device_room(self._order, weights.unit, is_ahead=True)
-        if has_room:
+        has_space = self._evictor.make_device_space(self._order, weights.unit, is_ahead=True)
+        if has_space:
             self._moves.start_arrival(weights, feeder)
-        return has_room
+        return has_space
 
     def _attach(self, weights: Weights) -> None:
         assert weights.block is not None and not weights.awaits_update
-        if not self._room.make_device_room(self._order, weights.unit):
-            self._room.refuse_device(weights.unit, self.in_use())
+        if not self._evictor.make_device_space(self._order, weights.unit):
+            self._evictor.refuse_device(weights.unit, self.in_use())
         self._moves.attach(weights)
 
     # -- Fetching ahead and evicting ---------------------------------------------------------------
@@ -205,7 +205,7 @@ class WeightCache:
         if not self._window_nbytes or self._is_all_there:
             return
         ahead_nbytes = 0
-        has_device_room = not self._device.shares_host_memory
+        has_device_space = not self._device.shares_host_memory
         for index in self._order.upcoming(this_pass=self._source.is_outdated_by_step):
             weights = self.weights[index]
             feeder = self._feeder_of(weights)
@@ -217,17 +217,17 @@ class WeightCache:
             if is_absent and not self._read_ahead(read, priority):
                 return
             if feeder is not None:
-                if weights.state is WeightState.ABSENT and has_device_room:
-                    has_device_room = self._start_arrival_ahead(weights, feeder)
+                if weights.state is WeightState.ABSENT and has_device_space:
+                    has_device_space = self._start_arrival_ahead(weights, feeder)
                 continue
             if weights.state is WeightState.READING and weights.reading and weights.reading.done():
                 self._moves.finish_read(weights)
-            if weights.state is WeightState.READY and has_device_room:
-                has_device_room = self._attach_ahead(weights)
+            if weights.state is WeightState.READY and has_device_space:
+                has_device_space = self._attach_ahead(weights)
 
     def _read_ahead(self, weights: Weights, priority: Priority) -> bool:
         """Starts a read if there is space without dropping weights that are needed sooner."""
-        block = self._room.find_block(self._order, weights)
+        block = self._evictor.find_block(self._order, weights)
         if block is None:
             return False
         self._moves.start_read(weights, block, priority)
@@ -238,10 +238,10 @@ class WeightCache:
         sooner. Returns whether there may be space for more."""
         if weights.is_checked_out or weights.awaits_update:
             return True
-        has_room = self._room.make_device_room(self._order, weights.unit, is_ahead=True)
-        if has_room:
+        has_space = self._evictor.make_device_space(self._order, weights.unit, is_ahead=True)
+        if has_space:
             self._attach(weights)
-        return has_room
+        return has_space
 
     def forget(self) -> None:
         """Drops every copy of weights that rest on NVMe, because the bytes there are going to
@@ -257,11 +257,11 @@ class WeightCache:
 
     def reclaim(self, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Called by the pool when it is out of memory."""
-        return self._room.reclaim(self._order, wanted_nbytes)
+        return self._evictor.reclaim(self._order, wanted_nbytes)
 
     def give_up_zone(self) -> bool:
         """Frees host memory that is for decoded weights alone. Called by the pool when nobody else
-        has room to give. Returns whether there was any."""
+        has space to free. Returns whether there was any."""
         return self._moves.decoding.give_up_zone()
 
     # -- Changing weights --------------------------------------------------------------------------

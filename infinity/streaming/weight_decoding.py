@@ -29,7 +29,7 @@ import torch
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.state.store import StateStore
-from infinity.state.stored import StoredPiece
+from infinity.state.stored import StoredSlice
 from infinity.state.units import StateKind, Unit, weight_of
 from infinity.storage.protocol import Priority
 from infinity.streaming.weight_state import Weights
@@ -162,11 +162,12 @@ class WeightDecoding:
             weights.decoded = None
 
     def digests(self, weights: Weights) -> list[bytes]:
-        """Returns a digest of each piece of the attached weights, in the order of the pieces."""
+        """Returns a digest of each slice of the attached weights, in the order of the slices."""
         unit, stored = weights.unit, weights.unit.stored
         assert stored is not None
         shown = [
-            piece.target(_tensor_in(weights.region, unit, name)) for name, piece, _ in stored.pieces
+            stored_slice.target(_tensor_in(weights.region, unit, name))
+            for name, stored_slice, _ in stored.slices
         ]
         return [_digest(tensor.contiguous().cpu()) for tensor in shown]
 
@@ -188,8 +189,8 @@ class WeightDecoding:
                 kind, urgency = StateKind.PARAMETERS, Priority.STATE
                 self._store.read(unit, kind, block, priority=urgency).wait()
 
-            def target(name: str, piece: StoredPiece) -> torch.Tensor:
-                return torch.empty(piece.shape, dtype=unit.spec(name).facts.dtype)
+            def target(name: str, stored_slice: StoredSlice) -> torch.Tensor:
+                return torch.empty(stored_slice.shape, dtype=unit.spec(name).facts.dtype)
 
             decoded = stored.decoded(self._pool.tensor(block), target)
             return any(
@@ -211,7 +212,7 @@ def refuse_change(unit: Unit) -> None:
     """Raises UnsupportedError for weights that rest in files which are not written."""
     stored = unit.stored
     if stored is not None:
-        names = list(dict.fromkeys(name for name, _, _ in stored.pieces))
+        names = list(dict.fromkeys(name for name, _, _ in stored.slices))
         raise UnsupportedError(
             f"{', '.join(map(repr, names[:3]))} of {unit.name!r} cannot be "
             f"changed: the frozen weights rest in {stored.runs[0].path}, which is only read. "

@@ -1,7 +1,7 @@
 """Moves of one unit's weights between its tier, its host block and its device region.
 
 Every transition of `weight_state.py` is a method here. Which unit moves, and which unit goes for
-it, is decided elsewhere (`parameters.py`, `weight_room.py`).
+it, is decided elsewhere (`parameters.py`, `weight_evictor.py`).
 
 Note [Dirty weights]
   A block that is being written stays valid for readers; it is only freed, or changed again, after

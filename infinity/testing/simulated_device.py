@@ -229,7 +229,7 @@ class SimulatedMemory(ResizedRegion):
     @override
     def drop_memory(self) -> None:
         for name, moment in self.last_uses.items():
-            self._stream.require(name, moment, "the room of a region is given to others")
+            self._stream.require(name, moment, "the space of a region is given to others")
         self.last_uses.clear()
         all_of(self).fill_(_POISON_BYTE)
         self._stream.submit(lambda: all_of(self).fill_(_POISON_BYTE))  # After late copies, too.

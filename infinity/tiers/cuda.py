@@ -22,7 +22,7 @@ from infinity.observe import Counters
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
 from infinity.tiers.device import ResizedRegion
-from infinity.tiers.host import PINNED_PIECE_NBYTES, HostBlocks
+from infinity.tiers.host import MAX_REGISTERED_NBYTES, HostBlocks
 from infinity.tiers.streams import StreamDevice, Streams
 
 _log = logging.getLogger("infinity")
@@ -122,21 +122,26 @@ class CudaDevice(StreamDevice):
 
 
 def pin(
-    arena: Arena, runtime: Any, device: torch.device, *, piece_nbytes: int = PINNED_PIECE_NBYTES
+    arena: Arena,
+    runtime: Any,
+    device: torch.device,
+    *,
+    registered_nbytes: int = MAX_REGISTERED_NBYTES,
 ) -> None:
     """Page-locks the arena for the device: without it copies are neither asynchronous nor fast.
 
-    In pieces, which blocks of the arena do not cross (tiers/ranges.py). All of it or nothing: after
-    a refusal no page is locked. Takes seconds to minutes, which the log shows.
+    The arena is registered in parts of `registered_nbytes`, whose ends no block crosses
+    (tiers/ranges.py). All of it or nothing: after a refusal no page is locked. Takes seconds to
+    minutes, which the log shows.
     `runtime`: `torch.cuda.cudart()`, whose functions return the error and raise nothing.
     Source: CUDA Runtime API, cudaHostRegister.
     """
     begun_s = time.monotonic()
     done_nbytes = 0
-    for address, nbytes in _pieces(arena, piece_nbytes):
+    for address, nbytes in _registrations(arena, registered_nbytes):
         code = _code(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
         if code != 0:
-            _unregister(runtime, _pieces(arena, piece_nbytes), stop=address)
+            _unregister(runtime, _registrations(arena, registered_nbytes), stop=address)
             _clear_error(device)
             raise UnsupportedError(
                 f"the driver refused to page-lock {format_nbytes(nbytes)} of the host arena after "
@@ -154,22 +159,22 @@ def pin(
             )  # fmt: skip
 
 
-def unpin(arena: Arena, runtime: Any, *, piece_nbytes: int = PINNED_PIECE_NBYTES) -> None:
+def unpin(arena: Arena, runtime: Any, *, registered_nbytes: int = MAX_REGISTERED_NBYTES) -> None:
     """Ends the registrations before the arena is unmapped. A failure is logged, not raised."""
-    _unregister(runtime, _pieces(arena, piece_nbytes))
+    _unregister(runtime, _registrations(arena, registered_nbytes))
 
 
-def _pieces(arena: Arena, piece_nbytes: int) -> Iterator[tuple[int, int]]:
+def _registrations(arena: Arena, registered_nbytes: int) -> Iterator[tuple[int, int]]:
     """Yields address and bytes of each registration."""
-    for offset in range(0, arena.capacity_nbytes, piece_nbytes):
-        yield arena.address + offset, min(piece_nbytes, arena.capacity_nbytes - offset)
+    for offset in range(0, arena.capacity_nbytes, registered_nbytes):
+        yield arena.address + offset, min(registered_nbytes, arena.capacity_nbytes - offset)
 
 
 def _unregister(
-    runtime: Any, pieces: Iterator[tuple[int, int]], *, stop: int | None = None
+    runtime: Any, registrations: Iterator[tuple[int, int]], *, stop: int | None = None
 ) -> None:
-    """Ends the registrations of the pieces before the address `stop`."""
-    for address, _ in pieces:
+    """Ends the registrations before the address `stop`."""
+    for address, _ in registrations:
         if address == stop:
             return
         code = _code(runtime.cudaHostUnregister(address))

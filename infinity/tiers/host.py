@@ -21,7 +21,7 @@ from infinity.tiers.ranges import Range, RangeAllocator
 # The most bytes that are page-locked for a device at once. CUDA drivers keep one object of page
 # table entries for each registration: with pages of 4 KiB 512 GiB need 2 GiB of them, more than the
 # kernel allocates (NVIDIA open-gpu-kernel-modules, pull request 1234).
-PINNED_PIECE_NBYTES = 64 * GIB
+MAX_REGISTERED_NBYTES = 64 * GIB
 
 
 @dataclass(eq=False, slots=True)
@@ -46,8 +46,10 @@ class HostBlocks:
         self.arena = arena
         self.capacity_nbytes = arena.capacity_nbytes
         self._bytes = torch.frombuffer(arena.memory(0, arena.capacity_nbytes), dtype=torch.uint8)
-        # A device may have registered the arena in such pieces.
-        self._ranges = RangeAllocator(arena.capacity_nbytes, piece_nbytes=PINNED_PIECE_NBYTES)
+        # A device may have registered the arena in parts of this size.
+        self._ranges = RangeAllocator(
+            arena.capacity_nbytes, registered_nbytes=MAX_REGISTERED_NBYTES
+        )
         self._counters = counters
         self._lock = threading.Lock()
         self._lent: set[Block] = set()

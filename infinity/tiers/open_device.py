@@ -27,9 +27,9 @@ def shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
     return device.shares_host_memory if device is not None else device_kind(config) == "cpu"
 
 
-def device_nbytes(config: SwapConfig, *, is_given: bool) -> int | None:
-    """Returns the budget of the device; None: unlimited. `is_given`: its memory is not asked."""
-    if is_given:
+def device_nbytes(config: SwapConfig, *, is_cuda: bool) -> int | None:
+    """Returns the budget of the device; None: unlimited. `is_cuda`: torch knows its free memory."""
+    if not is_cuda:
         # A share of "device memory" means nothing here: unlimited.
         return config.tiers.device.capacity.nbytes
     free_nbytes, _ = torch.cuda.mem_get_info()

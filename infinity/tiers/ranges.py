@@ -4,8 +4,8 @@ Large ranges come from the bottom, aligned to huge pages; small ones come from t
 pages. So a small range never splits a huge page that a large range needs, and long-lived small
 ranges do not scatter over the space of large ones.
 
-No range lies across a border. Devices register the arena in pieces that end at borders, and a copy
-across two registrations may be refused.
+No range lies across a border. Devices register the arena in parts that end at borders, and a copy
+across two parts may be refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rounded_nbytes(nbytes: int) -> int:
 
 
 def fits_within(start_nbytes: int, end_nbytes: int, nbytes: int) -> bool:
-    """Returns whether `allocate(nbytes)` finds room in a hole between two offsets, where there is
+    """Returns whether `allocate(nbytes)` finds space in a hole between two offsets, where there is
     no border."""
     size_nbytes = rounded_nbytes(nbytes)
     if size_nbytes >= HUGE_PAGE_NBYTES:
@@ -48,12 +48,12 @@ def fits_within(start_nbytes: int, end_nbytes: int, nbytes: int) -> bool:
 class RangeAllocator:
     """Free list over `capacity_nbytes`. Not thread-safe; the owner locks.
 
-    `piece_nbytes`: the distance of borders, a multiple of HUGE_PAGE_NBYTES; None: there are none.
+    `registered_nbytes`: the distance of borders, a multiple of HUGE_PAGE_NBYTES; None: no borders.
     """
 
-    def __init__(self, capacity_nbytes: int, *, piece_nbytes: int | None = None) -> None:
-        assert piece_nbytes is None or piece_nbytes % HUGE_PAGE_NBYTES == 0
-        self._piece_nbytes = piece_nbytes
+    def __init__(self, capacity_nbytes: int, *, registered_nbytes: int | None = None) -> None:
+        assert registered_nbytes is None or registered_nbytes % HUGE_PAGE_NBYTES == 0
+        self._registered_nbytes = registered_nbytes
         self.capacity_nbytes = align_down(capacity_nbytes, PAGE_NBYTES)
         self.free_nbytes = self.capacity_nbytes
         # Disjoint, sorted, never adjacent: neighbours are merged when freed.
@@ -62,9 +62,9 @@ class RangeAllocator:
 
     def allocate(self, nbytes: int) -> Range | None:
         """Returns a free range of `rounded_nbytes(nbytes)`; None if no hole is large enough, or if
-        the range is larger than `piece_nbytes`."""
+        the range is larger than `registered_nbytes`."""
         size_nbytes = rounded_nbytes(nbytes)
-        if self._piece_nbytes is not None and size_nbytes > self._piece_nbytes:
+        if self._registered_nbytes is not None and size_nbytes > self._registered_nbytes:
             return None
         place = self._from_bottom if size_nbytes >= HUGE_PAGE_NBYTES else self._from_top
         taken = place(size_nbytes)
@@ -95,8 +95,8 @@ class RangeAllocator:
     def _from_bottom(self, nbytes: int) -> Range | None:
         for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             aligned = align_up(start, HUGE_PAGE_NBYTES)
-            if self._piece_nbytes is not None and self._is_across(aligned, nbytes):
-                aligned = align_up(aligned, self._piece_nbytes)
+            if self._registered_nbytes is not None and self._is_across(aligned, nbytes):
+                aligned = align_up(aligned, self._registered_nbytes)
             if aligned + nbytes <= end:
                 return self._take(index, aligned, nbytes)
         return None
@@ -104,17 +104,17 @@ class RangeAllocator:
     def _from_top(self, nbytes: int) -> Range | None:
         for index in range(len(self._starts) - 1, -1, -1):
             start, end = self._starts[index], self._ends[index]
-            if self._piece_nbytes is not None and self._is_across(end - nbytes, nbytes):
-                end = align_down(end, self._piece_nbytes)
+            if self._registered_nbytes is not None and self._is_across(end - nbytes, nbytes):
+                end = align_down(end, self._registered_nbytes)
             if end - start >= nbytes:
                 return self._take(index, end - nbytes, nbytes)
         return None
 
     def _is_across(self, offset_nbytes: int, nbytes: int) -> bool:
         """Whether a border lies inside the range."""
-        assert self._piece_nbytes is not None
+        assert self._registered_nbytes is not None
         last = offset_nbytes + nbytes - 1
-        return offset_nbytes // self._piece_nbytes != last // self._piece_nbytes
+        return offset_nbytes // self._registered_nbytes != last // self._registered_nbytes
 
     def _take(self, index: int, offset_nbytes: int, nbytes: int) -> Range:
         """Cuts the range out of hole `index`, leaving what is before and after it."""

@@ -122,7 +122,7 @@ def auto_targets(model: nn.Module) -> list[str]:
         parts = name.split(".")
         options = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
         endings[
-            next(each for each in options if not any(_ends(other, each) for other in others))
+            next(option for option in options if not any(_ends(other, option) for other in others))
         ] = None
     return sorted(ending for ending in endings if not _means_experts(model, ending))
 

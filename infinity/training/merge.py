@@ -127,7 +127,7 @@ def _changes(adapted: Any, source: WeightSource, groups: Any) -> dict[str, list[
             for box in boxes:
                 name = planned.group.source_names[box.index]
                 whole = source.shape(name) == planned.targets[target]
-                change = [_Change(each, box, whole) for each in layers.get(target, [])]
+                change = [_Change(factors, box, whole) for factors in layers.get(target, [])]
                 found.setdefault(name, []).extend(change)
     if left:
         raise ConfigError(f"{source.path} lacks {min(left)!r}, which the adapter changes")

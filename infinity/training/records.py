@@ -176,7 +176,7 @@ def mark_conversations(
             own = json.loads(own) if isinstance(own, str) else own
             marked += mark_by_prefixes([_without_nulls(m) for m in messages], tokenizer, own, at)
         keys = ("input_ids", "assistant_masks")
-        return {key: [each[key] for each in marked] for key in keys}
+        return {key: [record[key] for record in marked] for key in keys}
 
     made = dataset.map(
         mark, batched=True, with_indices=True, remove_columns=dataset.column_names,

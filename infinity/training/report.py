@@ -399,9 +399,9 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     for name, title in LINKS.items():
         link = summary["links"][name]
         if link["nbytes"]:
-            each = link["bytes_per_parameter_and_step"]
+            nbytes = link["bytes_per_parameter_and_step"]
             speed = link["bytes_per_s"] / 1e9
-            rows.append((title, f"{each:.1f} bytes per parameter and step, {speed:.2f} GB/s"))
+            rows.append((title, f"{nbytes:.1f} bytes per parameter and step, {speed:.2f} GB/s"))
     rows += [
         ("peak RSS", format_nbytes(summary["peak_rss_nbytes"])),
         (
@@ -422,7 +422,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("checkpoint", summary["checkpoint"]))
     if summary["export_directory"]:
         rows.append(("export", summary["export_directory"]))
-    rows += [("LOST", each) for each in summary["lost"]]
+    rows += [("LOST", line) for line in summary["lost"]]
     return rows
 
 

@@ -57,7 +57,9 @@ def plan_resume(
         for place in places:
             _refuse_whole_later(place, loaded)
         return loaded
-    there = sorted((each for place in places for each in list_checkpoints(place)), key=step_of)
+    there = sorted(
+        (directory for place in places for directory in list_checkpoints(place)), key=step_of
+    )
     if not there:
         return None
     newest = there[-1]
@@ -127,15 +129,15 @@ def naming_older(config: SwapConfig, path: Path) -> Iterator[None]:
 def _newest_before(config: SwapConfig, path: Path) -> Path | None:
     """Returns the newest checkpoint before `path` whose small state can be read."""
     places = [*config.commit_directories, config.checkpoint_directory]
-    there = [each for place in places for each in list_checkpoints(place)]
+    there = [directory for place in places for directory in list_checkpoints(place)]
     last = step_of(path) if path in there else math.inf
-    for each in sorted(there, key=step_of, reverse=True):
-        if step_of(each) <= last and each != path:
+    for directory in sorted(there, key=step_of, reverse=True):
+        if step_of(directory) <= last and directory != path:
             try:
-                read_program(each)
+                read_program(directory)
             except InfinityError:
                 continue
-            return each
+            return directory
     return None
 
 
@@ -184,7 +186,7 @@ def check_same_run(
             + (". Each step has to see as many batches as before" if has_others else "")
             + (". To go on with it nevertheless, add --accept-changes" if can_accept else "")
         )
-    return [f"accepted since {loaded.path.name}: {each}" for each in changed.values()]
+    return [f"accepted since {loaded.path.name}: {change}" for change in changed.values()]
 
 
 def follow(scheduler: Any, optimizer: Any, lr: float) -> None:

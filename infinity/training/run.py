@@ -84,8 +84,8 @@ class Run:
         checkpoint, directory = self._config.checkpoint, self._config.checkpoint_directory
         is_cleared = resume is not None and self._job.rank.is_first and directory.is_dir()
         if self._job.resume is not None and self._job.rank.is_first:
-            for each in clear_way(self._config, self._job.resume):
-                self._reporter.note(each)
+            for line in clear_way(self._config, self._job.resume):
+                self._reporter.note(line)
         if checkpoint is not None and is_cleared:
             prune(directory, checkpoint.keep)  # A crash may have prevented it.
         config = self._config

@@ -121,5 +121,5 @@ def _dtype_of_weights(path: Path) -> str | None:
                 dtypes = [weights.get_slice(name).get_dtype() for name in weights.keys()]  # noqa: SIM118
         except (OSError, SafetensorError):
             return None
-        return next((_HEADER_DTYPES[each] for each in dtypes if each in _HEADER_DTYPES), None)
+        return next((_HEADER_DTYPES[dtype] for dtype in dtypes if dtype in _HEADER_DTYPES), None)
     return None

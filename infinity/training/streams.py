@@ -141,4 +141,4 @@ def outliving_streams() -> Iterator[None]:
 def lost_streams() -> list[str]:
     """Describes the output that could not be printed so far."""
     streams = [getattr(sys, name) for name in _NAMES]
-    return [str(each) for each in streams if isinstance(each, Outliving) and each.error]
+    return [str(stream) for stream in streams if isinstance(stream, Outliving) and stream.error]

@@ -116,9 +116,9 @@ class Ring:
             raise RingError(errno.EINVAL, "io_uring_register(PROBE)", "Linux 5.6 is needed")
         try:
             return frozenset(
-                OPCODES[each.op] if each.op < len(OPCODES) else f"op {each.op}"
-                for each in (found.ops[index] for index in range(found.ops_len))
-                if each.flags & self._lib.IO_URING_OP_SUPPORTED
+                OPCODES[op.op] if op.op < len(OPCODES) else f"op {op.op}"
+                for op in (found.ops[index] for index in range(found.ops_len))
+                if op.flags & self._lib.IO_URING_OP_SUPPORTED
             )
         finally:
             self._lib.io_uring_free_probe(found)
@@ -129,7 +129,7 @@ class Ring:
         A buffer has at most 1 GiB. Raises RingError; its errno is ENOMEM above the memlock limit.
         """
         ring = self._live()
-        memories = [self._memory(each, is_written=True) for each in buffers]
+        memories = [self._memory(buffer, is_written=True) for buffer in buffers]
         vectors = self._ffi.new("struct iovec[]", len(memories))
         for vector, (pointer, nbytes) in zip(vectors, memories, strict=True):
             vector.iov_base, vector.iov_len = pointer, nbytes

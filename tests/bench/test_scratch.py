@@ -11,7 +11,13 @@ import pytest
 
 from infinity.bench import pattern
 from infinity.bench.lab import Lab
-from infinity.bench.scratch import DIRECTORY_NAME, BenchDirectory, SpaceShare, check_room, shares_of
+from infinity.bench.scratch import (
+    DIRECTORY_NAME,
+    BenchDirectory,
+    SpaceShare,
+    check_space,
+    shares_of,
+)
 from infinity.errors import CapacityError, StorageError, SwapLockedError
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
@@ -87,9 +93,9 @@ def test_paths_of_one_drive_need_their_summed_space(
     pages = 4096
     room = _Statvfs(pages, 100 * GIB // pages, (GIB + 60 * MIB) // pages)
     monkeypatch.setattr(os, "statvfs", lambda _: room)
-    check_room(roots, [1.0, 1.0], 60 * MIB)
+    check_space(roots, [1.0, 1.0], 60 * MIB)
     with pytest.raises(CapacityError):
-        check_room(roots, [1.0, 1.0], 61 * MIB)
+        check_space(roots, [1.0, 1.0], 61 * MIB)
 
 
 def test_a_missing_directory_is_named(arena: Arena, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_resumed_run_continues_in_the_existing_swap_files(tmp_path, kind, plac
     wanted = expected(tmp_path, kind, 4, 9)
     assert got == wanted[0]
     assert_same(wanted[1], state)
-    assert infinity.checkpoint.inspect(tmp_path / "c", verify=True)[0].is_whole
+    assert infinity.checkpoint.inspect(tmp_path / "c", verify=True)[0].is_intact
 
 
 def test_no_byte_of_the_state_is_copied(tmp_path):
@@ -226,4 +226,6 @@ def test_checkpoints_of_the_user_are_never_removed(tmp_path):
         each.load(commits(tmp_path))
         got = each.steps(4, 6)
     assert got == expected(tmp_path, "bf16", 4, 6)[0]
-    assert all(found.is_whole for found in infinity.checkpoint.inspect(tmp_path / "c", verify=True))
+    assert all(
+        found.is_intact for found in infinity.checkpoint.inspect(tmp_path / "c", verify=True)
+    )

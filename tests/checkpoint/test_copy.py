@@ -106,7 +106,7 @@ def test_training_goes_on_while_a_checkpoint_is_copied(tmp_path, far, drives, mo
         assert_same(expected[1], each.state())
         each.save(far, step=9, keep=2)
     assert [each.name for each in sorted(far.iterdir())] == ["step-00000008", "step-00000009"]
-    assert all(found.is_whole for found in infinity.checkpoint.inspect(far, verify=True))
+    assert all(found.is_intact for found in infinity.checkpoint.inspect(far, verify=True))
     with run("bf16", tmp_path / "again", seed=5) as resumed:
         resumed.load(far / "step-00000008")
         assert_same(expected[1], resumed.state())
@@ -149,11 +149,11 @@ def test_whatever_fails_the_checkpoint_before_is_untouched(tmp_path, far, drives
                 assert again.value is error and error.errno == errno.EIO
                 causes.append((error.operation, Path(error.path).parent.name))
                 assert content(far) == before
-                assert infinity.checkpoint.inspect(saving.source, verify=True)[0].is_whole
+                assert infinity.checkpoint.inspect(saving.source, verify=True)[0].is_intact
             else:
                 break
         assert {("read", "step-00000002"), ("write", ".step-00000002.partial")} == set(causes)
-        assert infinity.checkpoint.inspect(far, verify=True)[-1].is_whole
+        assert infinity.checkpoint.inspect(far, verify=True)[-1].is_intact
         each.steps(2, 3)
         drive.fail_at, drive.num_copies = 1, 0
         save(each, far).close()

@@ -41,7 +41,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 
 def verified(path: Path) -> list[str]:
     (found,) = infinity.checkpoint.inspect(path, verify=True)
-    assert found.is_whole == (found.faults == ())
+    assert found.is_intact == (found.faults == ())
     return list(found.faults)
 
 
@@ -60,7 +60,7 @@ def test_an_entry_named_as_a_checkpoint_that_is_no_directory_is_a_fault(copy, ki
     else:
         fake.touch() if kind == "file" else fake.symlink_to("nowhere")
     whole, found = infinity.checkpoint.inspect(copy.parent)
-    assert whole.is_whole and not found.is_whole
+    assert whole.is_intact and not found.is_intact
     assert found.path == fake and "expected a directory" in found.faults[0]
 
 
@@ -162,7 +162,7 @@ def test_files_of_another_length_are_found_without_reading_them(saved, copy, tmp
             with pytest.raises(CorruptionError, match=name.replace(".", r"\.")):
                 each.load(copy)
             (found,) = infinity.checkpoint.inspect(copy)
-            assert not found.is_whole
+            assert not found.is_intact
             (copy / name).write_bytes(whole)
         assert_same(before, each.state())
         each.load(copy)
@@ -198,7 +198,7 @@ def test_inspect_command(copy):
     (row,) = json.loads(command(str(copy), "--json").stdout)
     files = content(copy)
     size = sum(len(files[name]) for name in files if "manifest" not in name)
-    assert row["step"] == 1 and row["is_whole"] and not row["is_verified"]
+    assert row["step"] == 1 and row["is_intact"] and not row["is_verified"]
     assert row["nbytes"] == sum(row["nbytes_by_kind"].values()) == size
     assert {"parameters", "moments", "gradients", "buffers"} <= set(row["nbytes_by_kind"])
 

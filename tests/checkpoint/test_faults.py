@@ -63,7 +63,7 @@ def test_whatever_fails_the_checkpoint_before_is_untouched(tmp_path, monkeypatch
                 assert ladder.failed is not None
                 assert error.errno == errno.EIO and str(checkpoints) in str(error)
                 assert content(checkpoints) == first, f"after {ladder.failed} failed"
-                assert infinity.checkpoint.inspect(checkpoints, verify=True)[-1].is_whole
+                assert infinity.checkpoint.inspect(checkpoints, verify=True)[-1].is_intact
                 seen.append(ladder.failed)
             else:
                 assert ladder.failed is None, f"{ladder.failed} failed and nobody noticed"
@@ -97,7 +97,7 @@ def test_removing_the_old_ones_fails_at_any_place(tmp_path, monkeypatch):
             each.save(checkpoints, keep=1)
         monkeypatch.setattr(shutil, "rmtree", real)
         (only,) = infinity.checkpoint.inspect(checkpoints, verify=True)
-        assert only.is_whole and only.manifest.step == 1
+        assert only.is_intact and only.manifest.step == 1
         each.steps(1, 2)
         each.save(checkpoints, keep=1)
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]

@@ -55,7 +55,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
     final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]
     assert final[0] == final[1]
     left = infinity.checkpoint.inspect(tmp_path / "killed" / "checkpoints", verify=True)
-    assert len(left) == 2 and all(each.is_whole for each in left)
+    assert len(left) == 2 and all(each.is_intact for each in left)
 
 
 @pytest.mark.timeout(900 + 30 * LINKED_KILLS)
@@ -71,6 +71,6 @@ def test_a_run_whose_every_step_is_committed_loses_none(tmp_path):
     final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]
     assert final[0] == final[1]
     left = infinity.checkpoint.inspect(tmp_path / "killed" / "checkpoints", verify=True)
-    assert len(left) == 2 and all(each.is_whole for each in left)
+    assert len(left) == 2 and all(each.is_intact for each in left)
     assert list((tmp_path / "killed" / "swap").iterdir()) == []
     print(json.dumps(report))

@@ -110,7 +110,7 @@ def test_saving_changes_nothing_and_every_kept_one_stays_as_it_was(tmp_path):
         with run("bf16", tmp_path / "again", seed=2) as resumed:
             resumed.load(path)
             assert_same(states[path], resumed.state())
-    assert all(each.is_whole for each in infinity.checkpoint.inspect(checkpoints, verify=True))
+    assert all(each.is_intact for each in infinity.checkpoint.inspect(checkpoints, verify=True))
 
 
 # Cheap.
@@ -211,7 +211,7 @@ def test_more_than_the_spares_hold_are_copies(tmp_path):
         each.steps(4, 5)
         assert is_linked(each.save(checkpoints))
         expected = each.steps(5, 6)
-    assert all(found.is_whole for found in infinity.checkpoint.inspect(checkpoints, verify=True))
+    assert all(found.is_intact for found in infinity.checkpoint.inspect(checkpoints, verify=True))
     with run("bf16", tmp_path / "swap", seed=1) as resumed:
         resumed.load(checkpoints)
         assert resumed.steps(5, 6) == expected
@@ -229,7 +229,7 @@ def test_a_file_system_without_links_gets_a_copy(tmp_path, monkeypatch, code):
         assert not is_linked(path)
         assert infinity.engine_of(each.model).store.volume.frozen == ()
         each.steps(1, 2)
-        assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
+        assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
 
 
 def test_commit_needs_its_section(tmp_path):
@@ -283,7 +283,7 @@ def test_a_flipped_bit_is_found_in_every_page_and_every_small_file(saved, tmp_pa
         (found,) = infinity.checkpoint.inspect(copy, verify=True)
         assert any(name in fault or "manifest" in fault for fault in found.faults), (name, at)
         flip(copy / name, at)
-    assert infinity.checkpoint.inspect(copy, verify=True)[0].is_whole
+    assert infinity.checkpoint.inspect(copy, verify=True)[0].is_intact
 
 
 def flip(path: Path, at: int) -> None:
@@ -307,7 +307,7 @@ def test_other_ranges_of_a_linked_file_are_no_part_of_it(saved, tmp_path):
         assert other
         for page in other:
             flip(copy / name, page * 4096)
-    assert infinity.checkpoint.inspect(copy, verify=True)[0].is_whole
+    assert infinity.checkpoint.inspect(copy, verify=True)[0].is_intact
 
 
 def test_a_damaged_page_stops_a_load(saved, tmp_path):
@@ -343,7 +343,7 @@ def test_a_file_that_is_short_or_missing_is_named_before_anything_changes(saved,
             with pytest.raises(CorruptionError, match=path.name.replace(".", r"\.")):
                 each.load(copy)
             (found,) = infinity.checkpoint.inspect(copy)
-            assert not found.is_whole
+            assert not found.is_intact
             path.write_bytes(whole)
         assert_same(before, each.state())
 
@@ -388,7 +388,7 @@ def test_whatever_fails_the_commits_before_are_untouched(tmp_path, monkeypatch):
                 if (checkpoints / "step-00000002").exists():
                     break  # What failed is the removal of the old one; see below.
                 assert state_of(checkpoints) == first, f"after {ladder.failed} failed"
-                assert infinity.checkpoint.inspect(checkpoints, verify=True)[-1].is_whole
+                assert infinity.checkpoint.inspect(checkpoints, verify=True)[-1].is_intact
                 seen.append(ladder.failed or "link")
             else:
                 break
@@ -396,7 +396,7 @@ def test_whatever_fails_the_commits_before_are_untouched(tmp_path, monkeypatch):
         ladder.left = 0
         newest = state_of(checkpoints)
         assert all(
-            found.is_whole for found in infinity.checkpoint.inspect(checkpoints, verify=True)
+            found.is_intact for found in infinity.checkpoint.inspect(checkpoints, verify=True)
         )
         expected = each.state()
         with pytest.raises(StorageError, match="2 commits are kept and there are 1 spare") as full:
@@ -465,7 +465,7 @@ def test_a_drive_that_fills_up_or_fails_keeps_the_last_commit(tmp_path, operatio
         assert causes and all(cause.errno == code for cause in causes)
         assert all("infinity-" in cause.path for cause in causes)
         assert state_of(path.parent) == kept
-    assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
+    assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
     with run("bf16", tmp_path / "swap", seed=5) as resumed:
         assert resumed.load(path.parent).step == 2
         assert resumed.steps(2, 3) == expected
@@ -491,7 +491,7 @@ def test_a_file_system_that_turns_read_only_keeps_the_last_commit(tmp_path):
             assert {error.errno for error in errors} <= {errno.EROFS, errno.EIO}
             assert all(str(drive) in error.path for error in errors)
             assert state_of(path.parent) == kept
-        assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
+        assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
         with run("bf16", tmp_path / "swap", seed=5) as resumed:
             assert resumed.load(path.parent).step == 2
             assert resumed.steps(2, 3) == expected
@@ -541,7 +541,7 @@ def test_deleted_swap_files_are_named_and_the_last_commit_stays(tmp_path):
         with pytest.raises(StorageError, match="the swap file is gone"):
             each.commit()
         each.steps(2, 3)
-        assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
+        assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
     with run("bf16", tmp_path / "swap", seed=5) as resumed:
         assert resumed.load(path).step == 1
 
@@ -558,4 +558,4 @@ def test_a_second_job_gets_an_error_not_the_state(tmp_path):
             pass
         each.steps(1, 2)
         each.commit()
-    assert not path.exists() and infinity.checkpoint.inspect(path.parent, verify=True)[0].is_whole
+    assert not path.exists() and infinity.checkpoint.inspect(path.parent, verify=True)[0].is_intact

@@ -126,7 +126,7 @@ def faults_of(root: Path, returned: int, recording: Recording) -> list[str]:
             faults += found.faults
             step = step_of(found.path)
             newest = max(newest, step)
-            if found.is_whole:
+            if found.is_intact:
                 content = (found.path / MANIFEST_NAME).read_bytes()
                 if content not in recording.manifests or json.loads(content)["step"] != step:
                     faults.append(f"step {step} is not what was committed")

@@ -249,7 +249,7 @@ def test_a_killed_rank_leaves_the_last_commit_to_any_number_of_ranks(
         assert message.startswith(f"RankError: rank {victim} "), message
     commits = tmp_path / "swap" / "commits"
     [left] = infinity.checkpoint.inspect(commits, verify=True)
-    assert left.is_whole and left.manifest is not None and left.manifest.step == 1
+    assert left.is_intact and left.manifest is not None and left.manifest.step == 1
     if phase == "files":
         return  # What is left is that of the other two.
     wanted = content(left.path)
@@ -257,7 +257,7 @@ def test_a_killed_rank_leaves_the_last_commit_to_any_number_of_ranks(
     found = content(tmp_path / "again" / "step-00000001")
     assert all(torch.equal(found[key], value) for key, value in wanted.items())
     assert sorted(os.listdir(commits)) == ["step-00000002"]
-    assert infinity.checkpoint.inspect(commits, verify=True)[0].is_whole
+    assert infinity.checkpoint.inspect(commits, verify=True)[0].is_intact
 
 
 def _commit_and_end(rank: int, directory: str) -> None:
@@ -289,7 +289,7 @@ def _go_on_in_place(rank: int, directory: str) -> tuple[float, list[tuple[float,
     seem_elsewhere(far)
     saving = infinity.checkpoint.async_save(far, run.model, run.optimizer)
     assert saving.done() and saving.source is None, "nothing is copied behind training"
-    assert infinity.checkpoint.inspect(saving.wait(), verify=True)[0].is_whole
+    assert infinity.checkpoint.inspect(saving.wait(), verify=True)[0].is_intact
     run.engine.close()
     return written - weights_nbytes, steps
 
@@ -356,7 +356,7 @@ def test_checkpoints_of_ranks_are_verified_and_exported(tmp_path: Path) -> None:
         os.pwrite(linked.fileno(), bytes([byte ^ 16]), at + 5)
     for found in (saved, saved.parent):
         [seen] = infinity.checkpoint.inspect(found, verify=True)
-        assert not seen.is_whole
+        assert not seen.is_intact
         assert "exp_avg" in seen.faults[0] and f"rank-00001/{file}" in seen.faults[0]
     run = Run(0, Case(1), str(tmp_path))
     with pytest.raises(CorruptionError, match="rank-00001"):

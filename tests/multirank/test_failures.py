@@ -14,6 +14,8 @@ import torch
 
 import infinity
 from infinity.distributed import transport as transport
+from infinity.distributed.channel import Channel
+from infinity.distributed.node_memory import BounceBuffer
 from infinity.errors import InfinityError, NonFiniteError, RankError
 
 from .models import loss_of
@@ -65,6 +67,10 @@ def _die_in(
                 model.blocks[1].register_full_backward_hook(die)
             elif phase == "step":
                 engine.updater.local._chunks._update = die  # type: ignore[attr-defined]
+            elif phase == "lend":  # Another rank reads, or will read, this rank's memory.
+                BounceBuffer.lend = die  # type: ignore[method-assign]
+            elif phase == "take":  # Another rank waits until this rank has read its memory.
+                Channel.note_taken = die  # type: ignore[method-assign]
             elif phase == "update":
                 engine.updater.deferred._chunks._update = die  # type: ignore[attr-defined]
             else:
@@ -98,6 +104,8 @@ def _deaths(
         ("forward", "collective"),
         ("backward", "collective"),
         ("step", "one_sided"),
+        ("lend", "one_sided"),
+        ("take", "one_sided"),
         ("update", "one_sided"),
         ("update", "collective"),
         ("between", "collective"),
@@ -116,8 +124,11 @@ def test_an_exception_on_one_rank_is_reported_by_all_others(phase: str, tmp_path
         assert "MemoryError: of the test" in message
 
 
-def test_a_rank_that_is_stuck_is_named_by_all_others(tmp_path: Path) -> None:
-    deaths = _deaths(tmp_path, "forward", signal.SIGSTOP, silence_s=8.0, exchange="collective")
+@pytest.mark.parametrize(("phase", "exchange"), [("forward", "collective"), ("take", "one_sided")])
+def test_a_rank_that_is_stuck_is_named_by_all_others(
+    phase: str, exchange: str, tmp_path: Path
+) -> None:
+    deaths = _deaths(tmp_path, phase, signal.SIGSTOP, silence_s=8.0, exchange=exchange)
     for message in deaths:
         assert message.startswith(f"RankError: rank {VICTIM} "), message
         assert "said nothing" in message

@@ -154,7 +154,7 @@ def budgets(reduce_buffer: str, *, host: str = "64MiB", placement: str = "host")
         available_host_nbytes=64 * MIB,
         gathered_nbytes=4 * MIB,
         serving_nbytes=3 * MIB,
-        given_nbytes=8 * MIB,
+        received_nbytes=8 * MIB,
     )
 
 

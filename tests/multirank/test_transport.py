@@ -15,6 +15,7 @@ import pytest
 
 from infinity.distributed import transport as transport_module
 from infinity.distributed.messages import HEADER, MessageType, Purpose
+from infinity.distributed.node_memory import NodeMemory, OwnMemory, map_memory
 from infinity.distributed.peer import Peer
 from infinity.distributed.transport import PeerTransport
 from infinity.errors import RankError, StorageError
@@ -49,13 +50,34 @@ class Shelf:
         self.delivered.append((rank, tensor, dtype, generation, bytes(content)))
 
 
-def make(count: int) -> list[PeerTransport]:
+def make(count: int, memories: Iterable[NodeMemory | None] | None = None) -> list[PeerTransport]:
+    """Transports of ranks in this process. `memories`: by rank; without it all use sockets alone."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     peers = [
         Peer(rank, "here", rank, "127.0.0.1", each.getsockname()[1], b"%032d" % rank)
         for rank, each in enumerate(listeners)
     ]
-    return [PeerTransport(rank, peers, each, Counters()) for rank, each in enumerate(listeners)]
+    return [
+        PeerTransport(rank, peers, listener, Counters(), memory)
+        for rank, (listener, memory) in enumerate(
+            zip(listeners, memories or [None] * count, strict=True)
+        )
+    ]
+
+
+def shared_memories(count: int) -> list[NodeMemory]:
+    """What each rank reads of the others, with the bounce buffers alone."""
+    own = [OwnMemory(count, "a boot", None) for _ in range(count)]
+    memories = []
+    for rank in range(count):
+        others = [other for other in range(count) if other != rank]
+        mapped = {other: map_memory(own[other].offer, "a boot") for other in others}
+        found = {other: memory for other, memory in mapped.items() if memory is not None}
+        assert len(found) == count - 1
+        memories.append(NodeMemory(own[rank], found, others))
+    for each in own:
+        each.close_files()
+    return memories
 
 
 def collective_section(functions: Iterable[object]) -> None:
@@ -67,9 +89,10 @@ def collective_section(functions: Iterable[object]) -> None:
         assert not thread.is_alive()
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[list[PeerTransport], list[Shelf]]]:
-    transport, shelves = make(2), [Shelf(), Shelf()]
+@pytest.fixture(params=["sockets", "memory"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[list[PeerTransport], list[Shelf]]]:
+    memories = shared_memories(2) if request.param == "memory" else None
+    transport, shelves = make(2, memories), [Shelf(), Shelf()]
     collective_section([lambda i=i: transport[i].open(shelves[i]) for i in range(2)])
     yield transport, shelves
     collective_section([each.close for each in transport])
@@ -185,7 +208,7 @@ def test_a_rank_that_announces_what_cannot_be_is_named(
     transport, _ = pair
     liar = transport[1]._outgoing[0, Purpose.GIVING]
     with liar.sending:
-        liar.connection.sendall(HEADER.pack(*header))
+        liar.channel.connection.sendall(HEADER.pack(*header))
     assert transport[0]._wait_until(lambda: transport[0].is_broken, TIME_LIMIT_S)
     with pytest.raises(RankError, match=f"rank 1 .*{why}") as caught:
         transport[0].check()
@@ -268,13 +291,16 @@ def test_a_drive_that_fails_is_of_the_rank_that_serves(
     assert caught.value.rank == 1
 
 
-def test_a_rank_that_takes_its_time_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_rank_that_takes_its_time_is_not_gone(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has no space for what it receives, for longer than the timeout of a silent rank, and frees
     some while it waits in a barrier: the other rank's message arrives behind its put. A shard that
     is asked for does not wait for that."""
     # Longer than a thread of a busy machine waits for its turn.
     monkeypatch.setattr(transport_module, "SILENCE_S", 3.0)
-    transport, shelves = make(2), [Shelf(), Shelf()]
+    transport, shelves = make(2, shared_memories(2) if shares else None), [Shelf(), Shelf()]
     collective_section([lambda i=i: transport[i].open(shelves[i]) for i in range(2)])
     # Not before: who connects has a beat's time to say who it is.
     monkeypatch.setattr(transport_module, "HEARTBEAT_S", 0.2)

@@ -169,7 +169,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         UnitUses, "join", _nobody, "side|compute",
     ),
     "the end of the use is noted on one stream": (
-        StreamDevice, "begin_use", _nobody, "room of a region|still in use",
+        StreamDevice, "begin_use", _nobody, "space of a region|still in use",
     ),
     "the stream that owns a gradient does not wait": (
         StreamCopy, "order", _order_of_one, "goes back to",

@@ -298,15 +298,15 @@ def test_the_arena_is_pinned_in_pieces_all_of_them_or_none(caplog: Any) -> None:
     class Pages:
         address, capacity_nbytes = 1 << 30, 5 * 4096
 
-    here, piece_nbytes = torch.device("cpu"), 2 * 4096
+    here, registered_nbytes = torch.device("cpu"), 2 * 4096
     starts = [Pages.address + offset for offset in (0, 8192, 16384)]
     whole = [(starts[0], 8192, 1), (starts[1], 8192, 1), (starts[2], 4096, 1)]
     good, third_is_bad = Runtime(0), Runtime(0, bad=starts[2])
     with caplog.at_level("INFO", logger="infinity"):
-        pin(Pages, good, here, piece_nbytes=piece_nbytes)
+        pin(Pages, good, here, registered_nbytes=registered_nbytes)
     assert [record.args[0] for record in caplog.records] == ["8.0 KiB", "16.0 KiB", "20.0 KiB"]
-    unpin(Pages, good, piece_nbytes=piece_nbytes)
+    unpin(Pages, good, registered_nbytes=registered_nbytes)
     assert good.calls == [*whole, *starts]
     with pytest.raises(UnsupportedError, match=r"4.0 KiB.* after 16.0 KiB of 20.0 KiB.*code 2"):
-        pin(Pages, third_is_bad, here, piece_nbytes=piece_nbytes)
+        pin(Pages, third_is_bad, here, registered_nbytes=registered_nbytes)
     assert third_is_bad.calls == [*whole, *starts[:2]]

@@ -24,7 +24,7 @@ from infinity.checkpoint import save as save_checkpoint
 from infinity.errors import CapacityError
 from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.split import Tiling
-from infinity.state.tiles import name_of_whole
+from infinity.state.tiles import name_of_tiled
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences, same_bits
 from tests.support.offloading import offloaded, swap_config
@@ -63,7 +63,7 @@ def collective_section(named: Mapping[str, Any]) -> dict[str, Any]:
     """Tiles, which come in order, as the tiled parameters that they belong to."""
     parts: dict[str, list[Any]] = {}
     for name, value in named.items():
-        parts.setdefault(name_of_whole(name), []).append(value)
+        parts.setdefault(name_of_tiled(name), []).append(value)
     return {name: torch.cat(each) if len(each) > 1 else each[0] for name, each in parts.items()}
 
 
@@ -184,7 +184,7 @@ def test_gradient_hooks_of_a_tile_see_and_change_its_gradient(swap_directory: Pa
     assert expected is not None
     with offloaded(build(), config(swap_directory, host_nbytes="16MiB")) as model:
         tiles = [
-            parameter for each, parameter in model.named_parameters() if name_of_whole(each) == name
+            parameter for each, parameter in model.named_parameters() if name_of_tiled(each) == name
         ]
         seen: list[torch.Tensor] = []
         for tile in tiles:

@@ -46,7 +46,7 @@ def test_every_byte_of_weights_has_one_owner_and_a_place(laid_out: list[Unit], c
         for shard in shards:
             place = numpy.zeros(shard.unit.weight_nbytes, dtype=int)
             for segment in shard.segments:
-                start = segment.whole_offset_nbytes
+                start = segment.full_offset_nbytes
                 taken[start : start + segment.nbytes] += 1
                 start = segment.shard_offset_nbytes
                 assert start % PAGE_NBYTES == 0
@@ -72,13 +72,13 @@ def test_a_shard_finds_its_elements_in_state_and_in_weights(
             mine = torch.zeros(shard.unit.weight_nbytes, dtype=torch.uint8)
             for each in shard.segments:
                 mine[each.shard_offset_nbytes : each.shard_offset_nbytes + each.nbytes] = weights[
-                    each.whole_offset_nbytes : each.whole_offset_nbytes + each.nbytes
+                    each.full_offset_nbytes : each.full_offset_nbytes + each.nbytes
                 ]
             for share in (*shard.shares, *shard.frozen):
-                size = share.whole.facts.dtype.itemsize
-                part, whole = share.part, share.whole
+                size = share.full.facts.dtype.itemsize
+                part, full = share.part, share.full
                 start = part.weight_offset_nbytes
-                there = whole.weight_offset_nbytes + share.start * size
+                there = full.weight_offset_nbytes + share.start * size
                 assert start % size == 0
                 assert torch.equal(
                     mine[start : start + part.numel * size],
@@ -86,10 +86,10 @@ def test_a_shard_finds_its_elements_in_state_and_in_weights(
                 )
                 if share in shard.shares:
                     first = shard.start + part.state_offset
-                    assert int(state[first]) == whole.state_offset + share.start
+                    assert int(state[first]) == full.state_offset + share.start
         frozen = [share for shard in shards for share in shard.frozen]
         for spec in unit.tensors:
-            of_spec = shares.get(spec) or [share for share in frozen if share.whole is spec]
+            of_spec = shares.get(spec) or [share for share in frozen if share.full is spec]
             bounds = sorted((share.start, share.stop) for share in of_spec)
             covered = [number for start, stop in bounds for number in range(start, stop)]
             assert covered == list(range(spec.numel))
@@ -104,9 +104,9 @@ def test_bytes_at_rest_are_those_of_the_stage(laid_out: list[Unit], count: int, 
     ]
     for kind in (StateKind.PARAMETERS, StateKind.GRADIENTS, StateKind.EXP_AVG, StateKind.MASTER):
         alone = sum(unit.nbytes(kind) for unit in laid_out)
-        whole = sum(unit.nbytes(kind) for unit in divided[0].full_units)
+        full = sum(unit.nbytes(kind) for unit in divided[0].full_units)
         shards = sum(shard.unit.nbytes(kind) for each in divided for shard in each.local)
-        assert whole == (alone if kind in kept else 0)
+        assert full == (alone if kind in kept else 0)
         if kind is StateKind.PARAMETERS:
             # A shard ends on a page of its own: at most two pages more for each.
             most = alone + 2 * PAGE_NBYTES * count * len(laid_out)
@@ -127,9 +127,9 @@ def test_sums_of_squares_do_not_depend_on_the_number_of_ranks(
             found = []
             for count in (1, 2, 3, 5):
                 shares = partition(laid_out, rank=0, count=count, stage=2).shares()
-                whole = next(s for s in shares if s.name == spec.name and s is spec)
+                full = next(s for s in shares if s.name == spec.name and s is spec)
                 sums = []
-                for share in shares[whole]:
+                for share in shares[full]:
                     first = -(spec.state_offset + share.start) % STATE_GRANULE
                     part = values[share.start : share.stop]
                     first = min(first, part.numel())

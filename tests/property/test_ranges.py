@@ -37,8 +37,8 @@ class Allocation(RuleBasedStateMachine):
         piece=st.one_of(st.none(), st.integers(1, 3)),
     )
     def start(self, capacity_nbytes: int, piece: int | None) -> None:
-        piece_nbytes = None if piece is None else piece * HUGE_PAGE_NBYTES
-        self.allocator = RangeAllocator(capacity_nbytes, piece_nbytes=piece_nbytes)
+        registered_nbytes = None if piece is None else piece * HUGE_PAGE_NBYTES
+        self.allocator = RangeAllocator(capacity_nbytes, registered_nbytes=registered_nbytes)
         self.piece_pages = max(1, capacity_nbytes // PAGE_NBYTES)
         if piece is not None:
             self.piece_pages = piece * PAGES_PER_HUGE

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from infinity.checkpoint.huggingface.names import SourcePlaces, TensorGroup
 from infinity.codecs import Plain
 from infinity.sizes import KIB, PAGE_NBYTES
-from infinity.state.stored import StoredPiece, lay_out_stored, stored_tiles
+from infinity.state.stored import StoredSlice, lay_out_stored, stored_tiles
 from infinity.storage.shards import ShardRange
 
 RANGES = st.lists(
@@ -23,14 +23,14 @@ RANGES = st.lists(
 )
 
 
-def piece_of(name: str, parts: tuple[ShardRange, ...]) -> StoredPiece:
-    return StoredPiece(name, (), (), (), Plain("U8"), parts)
+def slice_of(name: str, parts: tuple[ShardRange, ...]) -> StoredSlice:
+    return StoredSlice(name, (), (), (), Plain("U8"), parts)
 
 
 @given(RANGES)
 def test_every_range_is_in_a_run_of_whole_pages(ranges: list[tuple[str, int, int]]) -> None:
     tensors = {
-        f"t{index}": (piece_of(f"t{index}", (ShardRange(*each),)),)
+        f"t{index}": (slice_of(f"t{index}", (ShardRange(*each),)),)
         for index, each in enumerate(ranges)
     }
     stored = lay_out_stored(tensors)
@@ -40,9 +40,11 @@ def test_every_range_is_in_a_run_of_whole_pages(ranges: list[tuple[str, int, int
         assert run.block_offset_nbytes == end
         end += run.nbytes
     assert stored.nbytes == max(end, PAGE_NBYTES)
-    for (_, piece, places), (path, offset, nbytes) in zip(stored.pieces, ranges, strict=True):
+    for (_, stored_slice, places), (path, offset, nbytes) in zip(
+        stored.slices, ranges, strict=True
+    ):
         ((start, length),) = places
-        assert length == nbytes and piece.parts[0].path == path
+        assert length == nbytes and stored_slice.parts[0].path == path
         if nbytes:
             run = next(
                 run
@@ -57,7 +59,7 @@ def test_every_range_is_in_a_run_of_whole_pages(ranges: list[tuple[str, int, int
 @given(RANGES)
 def test_pages_are_read_once_and_gaps_are_small(ranges: list[tuple[str, int, int]]) -> None:
     tensors = {
-        str(index): (piece_of(str(index), (ShardRange(*each),)),)
+        str(index): (slice_of(str(index), (ShardRange(*each),)),)
         for index, each in enumerate(ranges)
     }
     stored = lay_out_stored(tensors)
@@ -120,8 +122,8 @@ def test_boxes_are_where_the_conversion_puts_each_source(
         made[each.box].permute(each.axes).copy_(sources[each.index])
     assert torch.equal(made, expected)
     # And its tiles.
-    pieces = tuple(
-        StoredPiece(
+    slices = tuple(
+        StoredSlice(
             str(each.index), each.box, each.axes, shapes[each.index], Plain("F32"),
             (ShardRange("f", 1000 * each.index, sources[each.index].nbytes),),
         )
@@ -129,12 +131,12 @@ def test_boxes_are_where_the_conversion_puts_each_source(
     )  # fmt: skip
     cuts = data.draw(st.sets(st.integers(1, num_stacked - 1))) if num_stacked > 1 else set()
     starts = [0, *sorted(cuts), num_stacked]
-    tiles = stored_tiles(pieces, starts)
+    tiles = stored_tiles(slices, starts)
     assert tiles is not None and len(tiles) == len(starts) - 1
     for rows, start, stop in zip(tiles, starts, starts[1:], strict=False):
         part = torch.full_like(expected[start:stop], float("nan"))
-        for piece in rows:
-            piece.target(part).copy_(sources[int(piece.source)])
+        for stored_slice in rows:
+            stored_slice.target(part).copy_(sources[int(stored_slice.source)])
         assert torch.equal(part, expected[start:stop])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import random
 import resource
@@ -13,7 +14,7 @@ import pytest
 
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import HUGE_PAGE_NBYTES, KIB, MIB, PAGE_NBYTES, TIB
-from infinity.storage.arena import Arena, Window, available_host_nbytes, can_remap
+from infinity.storage.arena import Arena, Window, available_host_nbytes, can_remap, can_share
 from infinity.storage.protocol import Priority, Segment
 
 needs_remap = pytest.mark.skipif(
@@ -118,6 +119,39 @@ def test_arena_is_kept_out_of_forked_children() -> None:
         assert os.read(read_end, 10) == b"absent"
         os.close(read_end)
         os.close(write_end)
+
+
+def test_a_shared_arena_is_seen_by_who_maps_its_file_and_can_not_be_cut() -> None:
+    with Arena(4 * MIB, is_shared=True) as arena:
+        assert arena.address % HUGE_PAGE_NBYTES == 0 and arena.descriptor is not None
+        assert bytes(arena.memory(0, 4 * MIB)) == bytes(4 * MIB)
+        other = mmap.mmap(arena.descriptor, 4 * MIB, prot=mmap.PROT_READ)
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(arena.descriptor, 0)
+        arena.close_file()
+        assert arena.descriptor is None
+        arena.memory(MIB, 5)[:] = b"hello"
+        assert other[MIB : MIB + 5] == b"hello"
+    assert other[MIB : MIB + 5] == b"hello", "also after the arena"
+
+
+@needs_remap
+def test_pages_of_a_shared_arena_are_seen_elsewhere_while_they_are_in_a_window() -> None:
+    if not can_share(huge_pages=True):
+        pytest.skip("this kernel does not move pages of files, or gives them no huge pages")
+    with Arena(8 * MIB, is_shared=True) as arena, Window(4 * MIB) as window:
+        assert arena.descriptor is not None
+        other = mmap.mmap(arena.descriptor, 8 * MIB, prot=mmap.PROT_READ)
+        for start in (0, MIB, 2 * MIB + PAGE_NBYTES):
+            data = random.Random(start).randbytes(4 * MIB)
+            arena.memory(start, 4 * MIB)[:] = data
+            window.map(arena, start, 4 * MIB)
+            assert window.memory(0, 4 * MIB) == data
+            window.memory(0, 1)[0] = (data[0] + 1) % 256
+            assert other[start : start + 4 * MIB] == window.memory(0, 4 * MIB)
+            window.unmap(arena, start, 4 * MIB)
+            assert set(window.memory(0, 4 * MIB)) == {0xFF}
+            assert arena.memory(start, 4 * MIB) == other[start : start + 4 * MIB]
 
 
 @needs_remap

@@ -272,7 +272,7 @@ def test_swap_directory_is_inspected_and_removed_on_demand_only(job, processes):
     assert f"stale: left by process {first.pid}" in stale.stdout
     assert "every byte verified" in stale.stdout and "moments" in stale.stdout
     answer = json.loads(inspect(job / "swap", "--json").stdout)
-    assert not answer["swap"]["is_held"] and answer["commits"][0]["is_whole"]
+    assert not answer["swap"]["is_held"] and answer["commits"][0]["is_intact"]
     assert answer["commits"][-1]["linked_nbytes"] > 0
 
     commit = newest_commit(job)

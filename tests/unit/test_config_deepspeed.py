@@ -98,7 +98,7 @@ def test_every_key_of_a_file_is_named_once(name: str) -> None:
         found = []
         for key, value in table.items():
             rule = rule_of(f"{prefix}{key}")
-            is_whole = rule is not None and rule.whole
+            is_whole = rule is not None and rule.nested
             inner = value if isinstance(value, dict) and not is_whole else None
             found += leaves(inner, f"{prefix}{key}.") if inner else [f"{prefix}{key}"]
         return found

@@ -114,10 +114,10 @@ def test_binding() -> None:
 
 def test_host_memory() -> None:
     there = HostMemory(8 * GIB, "the cgroup limit of 10 GiB")
-    expect(memory.check_room(there, 4 * GIB), "ok", "8.0 GiB", "4.0 GiB", "cgroup limit")
-    expect(memory.check_room(there, 9 * GIB), "missing", "9.0 GiB", "tiers.host.capacity")
+    expect(memory.check_capacity(there, 4 * GIB), "ok", "8.0 GiB", "4.0 GiB", "cgroup limit")
+    expect(memory.check_capacity(there, 9 * GIB), "missing", "9.0 GiB", "tiers.host.capacity")
     # What the engine refuses, too: nothing would be left for the program itself.
-    expect(memory.check_room(there, 8 * GIB), "missing", "7.6 GiB of it for an arena")
+    expect(memory.check_capacity(there, 8 * GIB), "missing", "7.6 GiB of it for an arena")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 # Spaces that a reader of JSON skips: the length of a number is not known before it is.
-_STATE_ROOM = 32
+_STATE_MARGIN = 32
 
 Make = Callable[[], torch.Tensor]
 Values = Mapping[str, torch.Tensor]  # Stored tensors by name.
@@ -122,7 +122,7 @@ def as_stored(source: WeightSource, name: str, make: Make) -> PlannedTensor:
     encoded = source.encoded(name)
     infos = [source.stored_info(stored) for stored in encoded.names]
     kept = [source.stored_info(stored) for stored in encoded.aside]
-    # JSON whose numbers change is written anew, with room for longer ones.
+    # JSON whose numbers change is written anew, with space for longer ones.
     made = {info.name: info for info in _aside_infos(name, encoded.shape, encoded.codec)}
 
     def encode() -> Values:
@@ -153,7 +153,7 @@ def _aside_infos(name: str, shape: Shape, codec: Codec) -> list[TensorInfo]:
         length = tuple(tensor.shape)
         if suffix == STATE_SUFFIX:
             assert isinstance(codec, Nf4)
-            length = (len(codec.state_json(shape)) + _STATE_ROOM,)
+            length = (len(codec.state_json(shape)) + _STATE_MARGIN,)
         infos.append(TensorInfo(name=name + suffix, dtype=tensor.dtype, shape=length))
     return infos
 
@@ -167,9 +167,11 @@ def _aside_values(name: str, encoding: Encoding, infos: Sequence[TensorInfo]) ->
     values = {}
     for info in infos:
         tensor = encoding.aside[info.name.removeprefix(name)]
-        room = info.shape[0] - tensor.shape[0]
-        assert room >= 0, info.name
-        values[info.name] = torch.cat([tensor, torch.full((room,), ord(" "), dtype=tensor.dtype)])
+        num_spaces = info.shape[0] - tensor.shape[0]
+        assert num_spaces >= 0, info.name
+        values[info.name] = torch.cat(
+            [tensor, torch.full((num_spaces,), ord(" "), dtype=tensor.dtype)]
+        )
     return values
 
 

@@ -150,7 +150,7 @@ def run_spread(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
             own = plan.directory / move.name
             if move.name not in record.links:
                 record.links[move.name] = os.readlink(own) if own.is_symlink() else None
-            former = [each for each in record.places.get(move.name, []) if each != move.place]
+            former = [place for place in record.places.get(move.name, []) if place != move.place]
             record.places[move.name] = [*former, move.place]
         _write_record(plan.directory, record)
         for move in plan.moves:

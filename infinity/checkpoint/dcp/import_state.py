@@ -95,7 +95,7 @@ def _load_moments(state: StateAccess, read: Callable[[str, str], torch.Tensor | 
                 tensor = by_spec[part.spec]
                 if last is None or last[0] is not part.spec:
                     value = read(part.spec.name, state_kind.value)
-                    last = part.spec, None if value is None else _flat(value, tensor.whole)
+                    last = part.spec, None if value is None else _flat(value, tensor.full)
                 start = tensor.start + part.start
                 if last[1] is None:
                     part.values.zero_()

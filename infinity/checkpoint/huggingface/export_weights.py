@@ -277,7 +277,7 @@ def _fetcher(model: nn.Module, read: Read) -> Read:
     first_name = {id(parameter): name for name, parameter in model.named_parameters()}
     for _, module in modules_of(model):
         if isinstance(module, Tiled):
-            first_name |= {id(whole.tensor): whole.name for whole in module.tiled_params.values()}
+            first_name |= {id(tiled.tensor): tiled.name for tiled in module.tiled_params.values()}
 
     def fetch(name: str) -> torch.Tensor:
         path, _, leaf = name.rpartition(".")

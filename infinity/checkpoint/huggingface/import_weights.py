@@ -42,7 +42,7 @@ from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
 from infinity.errors import ConfigError, listed
 from infinity.modules.dtypes import names_kept_wide
-from infinity.state.stored import StoredPiece, StoredTensor
+from infinity.state.stored import StoredSlice, StoredTensor
 from infinity.storage.shards import ShardIdentity
 
 _log = logging.getLogger("infinity")
@@ -186,15 +186,15 @@ class ImportPlan:
                 target = self.view.targets.get(name)
                 if target is None:
                     continue
-                pieces = tuple(self._piece(names[each.index], each) for each in sources)
+                slices = tuple(self._slice(names[placed.index], placed) for placed in sources)
                 for parameter_name in target.parameter_names:
-                    found.setdefault(parameter_name, pieces)
+                    found.setdefault(parameter_name, slices)
         return found
 
-    def _piece(self, source: str, placed: PlacedSource) -> StoredPiece:
+    def _slice(self, source: str, placed: PlacedSource) -> StoredSlice:
         codec, parts = self.source.stored(source)
         shape = self.source.shape(source)
-        return StoredPiece(source, placed.box, placed.axes, shape, codec, parts)
+        return StoredSlice(source, placed.box, placed.axes, shape, codec, parts)
 
     def load(
         self,

@@ -268,8 +268,8 @@ def _placed_sources(
             return None  # The conversion computes.
         boxes = _boxes(tensor.contiguous().numpy(), small, starts)
         scaled = [
-            None if each is None else _scaled(index, each, shapes[index], common)
-            for index, each in boxes
+            None if box is None else _scaled(index, box, shapes[index], common)
+            for index, box in boxes
         ]
         found = [box for box in scaled if box is not None]
         covered = sum(math.prod(shapes[box.index]) for box in found)

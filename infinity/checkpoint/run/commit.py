@@ -84,7 +84,7 @@ def is_linkable(state: StateAccess, unit: Unit, state_kind: StateKind) -> bool:
     return isinstance(state.store.location(unit, state_kind), NvmeLocation)
 
 
-def has_room(volume: Volume, target: Path, *, keep: int | None, leaving: Collection[str]) -> bool:
+def has_space(volume: Volume, target: Path, *, keep: int | None, leaving: Collection[str]) -> bool:
     """Whether a spare generation is left for the writes after a commit of `target`.
 
     `keep` is the number of checkpoints that stay in the directory of `target`, with `target`;
@@ -116,7 +116,7 @@ def state_kind_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[KindR
 
 def own_weights(divided: Partition) -> Iterator[KindRange]:
     """Yields the part that this rank owns of the weights that every rank keeps in full."""
-    for whole, shard in zip(divided.full_units, divided.local, strict=True):
+    for full_unit, shard in zip(divided.full_units, divided.local, strict=True):
         for shares in (shard.shares, shard.frozen):
             places = [_weight_range(share) for share in shares]
             if not places:
@@ -125,22 +125,22 @@ def own_weights(divided: Partition) -> Iterator[KindRange]:
             high = align_up(max(stop for _, stop in places), PAGE_NBYTES)
             tensors = tuple(
                 LinkedTensor(
-                    share.whole.name,
-                    dtype_name(share.whole.facts.dtype),
-                    share.whole.facts.shape,
-                    share.whole.facts.stride,
+                    share.full.name,
+                    dtype_name(share.full.facts.dtype),
+                    share.full.facts.shape,
+                    share.full.facts.stride,
                     start - low,
                     share.start,
                     share.part.numel,
                 )
                 for share, (start, _) in zip(shares, places, strict=True)
             )
-            yield KindRange(whole, StateKind.PARAMETERS, low, high, tensors)
+            yield KindRange(full_unit, StateKind.PARAMETERS, low, high, tensors)
 
 
 def _weight_range(share: ShardSlice) -> tuple[int, int]:
     """Returns the byte range [start, stop) of a shard in the weights of the full unit."""
-    at, size = share.whole.weight_offset_nbytes, share.whole.facts.dtype.itemsize
+    at, size = share.full.weight_offset_nbytes, share.full.facts.dtype.itemsize
     return at + share.start * size, at + share.stop * size
 
 

@@ -236,7 +236,7 @@ def _write_state_kind(
 ) -> None:
     tensors = {tensor.spec: tensor for tensor in of_state_kind if not tensor.is_scales}
     scales = {tensor.spec: tensor for tensor in of_state_kind if tensor.is_scales}
-    whole: torch.Tensor | None = None  # A tensor that is not row-major in memory.
+    full: torch.Tensor | None = None  # A tensor that is not row-major in memory.
     for tensor in of_state_kind:
         if not tensor.spec.numel:  # `parts` yields no part of it.
             writer.put(tensor.name, 0, torch.empty(tensor.info.shape, dtype=tensor.dtype))
@@ -250,18 +250,18 @@ def _write_state_kind(
         if is_row_major(spec):
             writer.put(name, part.start, part.values)
             continue
-        whole = _collect(whole, part)
+        full = _collect(full, part)
         if part.start + part.values.numel() == spec.numel:
-            shaped = whole.as_strided(spec.facts.shape, spec.facts.stride)
+            shaped = full.as_strided(spec.facts.shape, spec.facts.stride)
             writer.put(name, 0, shaped.contiguous())
-            whole = None
+            full = None
 
 
-def _collect(whole: torch.Tensor | None, part: Part) -> torch.Tensor:
-    if whole is None:
-        whole = torch.empty(part.spec.numel, dtype=part.values.dtype)
-    whole[part.start : part.start + part.values.numel()] = part.values
-    return whole
+def _collect(full: torch.Tensor | None, part: Part) -> torch.Tensor:
+    if full is None:
+        full = torch.empty(part.spec.numel, dtype=part.values.dtype)
+    full[part.start : part.start + part.values.numel()] = part.values
+    return full
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ class Inspection:
     is_verified: bool  # Every byte was compared, not only names and lengths.
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether no fault was found."""
         return not self.faults
 
@@ -70,7 +70,7 @@ class Inspection:
         }  # fmt: skip
         return {
             "path": str(self.path),
-            "is_whole": self.is_whole,
+            "is_intact": self.is_intact,
             "is_verified": self.is_verified,
             "faults": list(self.faults),
             **facts,

@@ -18,10 +18,10 @@ import torch
 from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.state.partition import Partition, ShardSlice
-from infinity.state.units import MOMENT_PIECES, StateKind, TensorFacts, TensorSpec, Unit
+from infinity.state.units import MOMENT_KINDS, StateKind, TensorFacts, TensorSpec, Unit
 
 # State kinds that are streamed; gradients are few and handled one by one.
-STREAMED = (StateKind.PARAMETERS, StateKind.MASTER, *MOMENT_PIECES)
+STREAMED = (StateKind.PARAMETERS, StateKind.MASTER, *MOMENT_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class StateTensor:
     share: ShardSlice | None = None
 
     @property
-    def whole(self) -> TensorSpec:
+    def full(self) -> TensorSpec:
         """The full parameter."""
-        return self.spec if self.share is None else self.share.whole
+        return self.spec if self.share is None else self.share.full
 
     @property
     def facts(self) -> TensorFacts:
         """Shape, stride and dtype of the full parameter."""
-        return self.whole.facts
+        return self.full.facts
 
     @property
     def start(self) -> int:
@@ -61,7 +61,7 @@ class StateTensor:
     @property
     def info(self) -> TensorInfo:
         """Name, dtype and shape, as a file has them."""
-        shape = (num_scales(self.whole.numel),) if self.is_scales else self.facts.shape
+        shape = (num_scales(self.full.numel),) if self.is_scales else self.facts.shape
         return TensorInfo(name=self.name, dtype=self.dtype, shape=shape)
 
 
@@ -83,7 +83,7 @@ def state_tensors(
         yield weight
         if spec.state_offset < 0:
             continue
-        for state_kind in (StateKind.MASTER, *MOMENT_PIECES):
+        for state_kind in (StateKind.MASTER, *MOMENT_KINDS):
             dtype = unit.dtype(state_kind)
             # A residual beside fp32 weights is zero, always.
             is_zero = (

@@ -77,7 +77,7 @@ class LinkedTensor:
             object.__setattr__(self, "numel", math.prod(self.shape))
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether these are all elements of the tensor, and not the part of one rank."""
         return self.numel == math.prod(self.shape)
 
@@ -108,7 +108,7 @@ def to_bytes(kinds: Sequence[LinkedKind]) -> bytes:
             "runs": [[run.file, run.offset_nbytes, run.nbytes] for run in entry.runs],
             "tensors": [
                 [t.name, t.dtype, t.shape, t.stride, t.offset_nbytes]
-                + ([] if t.is_whole else [t.start, t.numel])
+                + ([] if t.is_full else [t.start, t.numel])
                 for t in entry.tensors
             ],
         }
@@ -168,11 +168,11 @@ def _tensor(value: Any, state_kind_nbytes: int) -> LinkedTensor:
     shape, stride = (_dimensions(row[index], name) for index in (2, 3))
     place = [whole_number(number, f"the place of {name!r}") for number in row[4:]]
     tensor = LinkedTensor(name, dtype, shape, stride, *place)
-    whole = math.prod(shape)
+    full_numel = math.prod(shape)
     end_nbytes = tensor.offset_nbytes + tensor.numel * max(1, int(width[1] or 8) // 8)
     if (
         len(stride) != len(shape)
-        or tensor.start + tensor.numel > whole
+        or tensor.start + tensor.numel > full_numel
         or (tensor.numel and end_nbytes > state_kind_nbytes)
     ):
         raise MalformedError(f"{name!r} does not fit its shape, or the piece that it lies in")

@@ -130,8 +130,8 @@ def _check_program(
     scheduler: Stateful | None,
     path: Path,
 ) -> None:
-    for what, given in (("an optimizer", optimizer), ("a scheduler", scheduler)):
-        if given is not None and program[what.split()[1]] is None:
+    for what, target in (("an optimizer", optimizer), ("a scheduler", scheduler)):
+        if target is not None and program[what.split()[1]] is None:
             raise ConfigError(f"{path} was saved without {what}, so there is none to bring back")
     if optimizer is not None:
         with believing(path, "the optimizer's state"):
@@ -170,7 +170,7 @@ class _ModelReader:
         """Returns a fresh tensor on the CPU, in its shape. Raises as `read_into`."""
         recut = self._checkpoint.recut(name)
         if recut is None:
-            return self._reader.read_whole(self._checkpoint.tensors[name])
+            return self._reader.read_full(self._checkpoint.tensors[name])
         values = torch.empty(math.prod(recut.info.shape), dtype=recut.info.dtype)
         self.read_into(name, 0, values)
         return values.view(recut.info.shape)
@@ -205,7 +205,7 @@ def _load_state_kind(
     kept = [tensor for tensor in tensors if tensor.state_kind is state_kind]
     by_spec = {tensor.spec: tensor for tensor in kept if not tensor.is_scales}
     scales = {tensor.spec: tensor for tensor in kept if tensor.is_scales}
-    whole: tuple[TensorSpec, torch.Tensor] | None = None
+    full: tuple[TensorSpec, torch.Tensor] | None = None
     for part in state.parts(unit, state_kind, keep=True):
         spec, tensor = part.spec, by_spec.get(part.spec)
         if part.scales is not None:
@@ -216,10 +216,10 @@ def _load_state_kind(
         elif reader.is_in_memory_order(tensor):
             reader.read_into(tensor.name, tensor.start + part.start, part.values)
         else:
-            if whole is None or whole[0] is not spec:
-                whole = spec, in_memory_order(reader.read(tensor.name), tensor.whole)
+            if full is None or full[0] is not spec:
+                full = spec, in_memory_order(reader.read(tensor.name), tensor.full)
             start = tensor.start + part.start
-            part.values.copy_(whole[1][start : start + part.values.numel()])
+            part.values.copy_(full[1][start : start + part.values.numel()])
 
 
 def _load_buffers(checkpoint: OpenCheckpoint, model: nn.Module, rank: int) -> None:
@@ -228,4 +228,4 @@ def _load_buffers(checkpoint: OpenCheckpoint, model: nn.Module, rank: int) -> No
         return
     with StoredReader(consequence=_MIXTURE) as reader, torch.no_grad():
         for name, buffer in buffers_of(model).items():
-            buffer.copy_(reader.read_whole(saved[name]))
+            buffer.copy_(reader.read_full(saved[name]))

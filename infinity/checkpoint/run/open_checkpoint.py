@@ -28,9 +28,9 @@ from infinity.checkpoint.run.references import check_reference
 from infinity.checkpoint.run.stored import FileTensor, PagedTensor
 from infinity.distributed.state_access import StateAccess
 from infinity.errors import ConfigError, corrupt
-from infinity.state.units import MOMENT_PIECES, StateKind
+from infinity.state.units import MOMENT_KINDS, StateKind
 
-_MOMENT_ENDS = tuple(f".{state_kind.value}" for state_kind in MOMENT_PIECES)
+_MOMENT_ENDS = tuple(f".{state_kind.value}" for state_kind in MOMENT_KINDS)
 
 
 class OpenCheckpoint:
@@ -170,7 +170,7 @@ class OpenCheckpoint:
         if wanted and saved and wanted != saved:
             raise ConfigError(
                 f"{self.path} is of another optimizer: of a parameter it has {saved or 'nothing'}, "
-                f"and the model has room for {wanted or 'nothing'}; set optimizer.name, and "
+                f"and the model has space for {wanted or 'nothing'}; set optimizer.name, and "
                 "optimizer.momentum for sgd, as they were for that run"
             )
         for name, info in expected.items():
@@ -188,7 +188,7 @@ class OpenCheckpoint:
 def _moments_in(names: Iterable[str]) -> str:
     """Lists the kinds of moments that the names of tensors end with."""
     endings = {name.rpartition(".")[2] for name in names}
-    return " and ".join(kind.value for kind in MOMENT_PIECES if kind.value in endings)
+    return " and ".join(kind.value for kind in MOMENT_KINDS if kind.value in endings)
 
 
 def _expected(state: StateAccess) -> Iterator[StateTensor]:

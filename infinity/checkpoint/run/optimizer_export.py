@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.reader import whole_state
+from infinity.checkpoint.reader import full_state
 from infinity.engine.registry import engine_of
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import State8Bit, decode
@@ -35,7 +35,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dic
             "schedule.tile = 0"
         )
     moments: dict[str, dict[str, torch.Tensor]] = {}
-    with whole_state(model, "infinity.checkpoint.optimizer_state_dict") as state:
+    with full_state(model, "infinity.checkpoint.optimizer_state_dict") as state:
         if state is None:
             return {}
         for unit in state.full_units:
@@ -47,13 +47,13 @@ def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dic
                     empty = torch.empty_strided(facts.shape, facts.stride)
                     moments.setdefault(spec.name, {})[state_kind.value] = empty
                 for part in state.parts(unit, state_kind):
-                    whole = moments[part.spec.name][state_kind.value].as_strided(
+                    full = moments[part.spec.name][state_kind.value].as_strided(
                         (part.spec.numel,), (1,)
                     )
                     values = part.values
                     if part.scales is not None:
                         values = decode(State8Bit(values, part.scales), state_kind.value)
-                    whole[part.start : part.start + values.numel()] = values
+                    full[part.start : part.start + values.numel()] = values
         answer, named = optimizer.state_dict(), optimizer.named_state()
         names = [name for group in named["groups"] for name in group["params"]]
     steps, answer["state"] = answer["state"], {}

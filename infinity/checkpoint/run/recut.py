@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
-from infinity.state.tiles import name_of_whole, number_of_tile
+from infinity.state.tiles import name_of_tiled, number_of_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _by_parameter(infos: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]
     """Groups tiles by the name of the tiled parameter, in order; a plain tensor is one tile."""
     groups: dict[str, list[TensorInfo]] = {}
     for info in infos.values():
-        groups.setdefault(name_of_whole(info.name), []).append(info)
+        groups.setdefault(name_of_tiled(info.name), []).append(info)
     for tiles in groups.values():
         tiles.sort(key=lambda info: number_of_tile(info.name))
     return groups

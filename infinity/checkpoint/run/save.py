@@ -26,7 +26,7 @@ from infinity.checkpoint.huggingface.export_weights import check_space
 from infinity.checkpoint.run import directory as state_directory
 from infinity.checkpoint.run.commit import (
     Stored,
-    has_room,
+    has_space,
     label_of,
     link_state,
     thaw,
@@ -196,7 +196,7 @@ def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | Non
     thaw_removed(volume)
     own = _own_commits(engine, engine.commit_directory)
     target = copying / state_directory.checkpoint_name(step)
-    return copying if has_room(volume, target, keep=1, leaving=own) else None
+    return copying if has_space(volume, target, keep=1, leaving=own) else None
 
 
 def commit(
@@ -321,7 +321,7 @@ def _write_checkpoint(
         ):
             if volume is not None and volume.num_spares:
                 thaw_removed(volume)  # The user may have removed checkpoints.
-                if linked and not has_room(volume, target, keep=keep, leaving=leaving):
+                if linked and not has_space(volume, target, keep=keep, leaving=leaving):
                     linked = False
                     _log.warning(
                         "%s is a full copy: its links would need more than the %d spare "

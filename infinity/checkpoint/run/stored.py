@@ -136,7 +136,7 @@ class StoredReader:
         self.read_into(tensor, start, values)
         return values
 
-    def read_whole(self, tensor: FileTensor | PagedTensor) -> torch.Tensor:
+    def read_full(self, tensor: FileTensor | PagedTensor) -> torch.Tensor:
         """Returns a fresh tensor on the CPU, in its shape. Raises as `read_into`."""
         shape = tensor.info.shape
         return self.read(tensor, 0, math.prod(shape)).as_strided(shape, tensor.stride)

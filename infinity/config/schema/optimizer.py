@@ -92,7 +92,7 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _keys_of_the_rule(self) -> Optimizer:
         """Refuses keys of other rules; fills in what the rule takes where the file is silent."""
-        given, own = self.model_fields_set, _OWN_KEYS[self.name]
+        named, own = self.model_fields_set, _OWN_KEYS[self.name]
         fields = type(self).model_fields
         foreign = [
             key
@@ -106,7 +106,7 @@ class Optimizer(Section):
             faults.append(fault(text, "nesterov"))
         refuse_all(faults)
         for key, value in _DERIVED[self.name].items():
-            if key not in given:
+            if key not in named:
                 self.__dict__[key] = value
         return self
 

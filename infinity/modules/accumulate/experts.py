@@ -97,8 +97,8 @@ class _Position:
         """Whether the call's hidden states have memory of their own. Other micro-batches may use
         that of the block's inputs."""
         place = place_of(call.arguments.hidden)
-        tensors = (each for each in self.inputs if isinstance(each, torch.Tensor))
-        return all(place_of(each) != place for each in tensors)
+        tensors = (tensor for tensor in self.inputs if isinstance(tensor, torch.Tensor))
+        return all(place_of(tensor) != place for tensor in tensors)
 
 
 class _Here(threading.local):
@@ -169,8 +169,8 @@ class ExpertsSchedule(Runner):
             return out.clone()  # The block may change its own in place.
         suspended = position.suspended[position.count]
         position.count += 1
-        given = call.arguments
-        values = (given.hidden, given.indices, given.weights, *given.factors)
+        arguments = call.arguments
+        values = (arguments.hidden, arguments.indices, arguments.weights, *arguments.factors)
         self._suspended[call] = suspended
         if suspended.gradients is None:
             suspended.call, suspended.values = call, tuple(value.detach() for value in values)
@@ -231,7 +231,8 @@ class ExpertsSchedule(Runner):
             return self._alone.backward(call, gradient, needs)
         assert suspended.gradients is not None, "a backward has come to experts before its probe"
         return [
-            None if each is None else self._inputs.restore(each) for each in suspended.gradients
+            None if gradient is None else self._inputs.restore(gradient)
+            for gradient in suspended.gradients
         ]
 
     # -- Tiles, in the thread of the schedule ------------------------------------------------------
@@ -282,13 +283,13 @@ class ExpertsSchedule(Runner):
         `calls`: the calls of every micro-batch in one block. `probe(numbers)` repeats the block's
         forward of these micro-batches, and calls `self.probe` for each of them.
         """
-        while numbers := [n for n, each in enumerate(calls) if _is_waiting(each)]:
+        while numbers := [n for n, call in enumerate(calls) if _is_waiting(call)]:
             probe(numbers)
             by_module: dict[tuple[int, ...], list[SuspendedExperts]] = {}
             for number in numbers:
                 suspended = _last_waiting(calls[number])
                 # The backwards of later probes pass it, and that of the block.
-                suspended.num_uses = sum(each.gradients is None for each in calls[number])
+                suspended.num_uses = sum(call.gradients is None for call in calls[number])
                 by_module.setdefault(suspended.module, []).append(suspended)
             for together in by_module.values():
                 self._serve_backward(together)
@@ -301,7 +302,7 @@ class ExpertsSchedule(Runner):
                 assert call is not None
                 suspended.gradients = [None] * len(suspended.needs)
                 if suspended.gradient is not None:
-                    stack.enter_context(call.given(*suspended.values))
+                    stack.enter_context(call.with_arguments(*suspended.values))
                     call.begin_backward(suspended.gradient, suspended.needs)
                     running.append(call)
                     if suspended.is_away:
@@ -317,8 +318,8 @@ class ExpertsSchedule(Runner):
                     self._bring_back(suspended.call)
                     for _ in range(suspended.num_uses):
                         suspended.gradients = [
-                            None if each is None else self._inputs.save(each)
-                            for each in suspended.call.arguments.gradients()
+                            None if gradient is None else self._inputs.save(gradient)
+                            for gradient in suspended.call.arguments.gradients()
                         ]
                 suspended.gradient, suspended.values, suspended.is_away = None, (), False
 

@@ -201,7 +201,7 @@ class LayerMajorSchedule:
         if self._tile_micro_batches > 1:
             self._uses.on_tile = self._yield_at_tile
         try:
-            with self._experts.installed([each for b in self._blocks for each in b.experts]):
+            with self._experts.installed([experts for b in self._blocks for experts in b.experts]):
                 yield
         finally:
             self._uses.on_tile = None

@@ -69,7 +69,7 @@ class ModeSwitch:
         return tuple(map(_IS_TRAINING, self._modules))
 
     def _read_adapters(self) -> tuple[Any, ...]:
-        return tuple([_frozen(each.get(name, _ABSENT)) for each, name in self._adapters])
+        return tuple([_frozen(adapter.get(name, _ABSENT)) for adapter, name in self._adapters])
 
     def now(self) -> ModuleModes:
         """Returns the present modes. Equal modes are the same object, so that many calls can keep

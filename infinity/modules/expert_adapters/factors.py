@@ -176,8 +176,8 @@ class AdaptedWeight:
         the rows, a stack of matrices, and the arguments that give the ends of the groups."""
         left, right = _aligned(self._left, self._right)
         through = product(product(rows, left, *args, **kwargs), right, *args, **kwargs)
-        whole = product(rows, self.weight, *args, **kwargs)
-        return torch.add(whole, through, alpha=self._scaling)
+        product_of_base = product(rows, self.weight, *args, **kwargs)
+        return torch.add(product_of_base, through, alpha=self._scaling)
 
     @classmethod
     def __torch_function__(
@@ -197,7 +197,7 @@ class AdaptedWeight:
                 return out if bias is None else out + bias
             if name in _MATMULS and adapted.weight.dim() == (3 if name == "bmm" else 2):
                 return adapted.after(rows)
-            if name in _GROUPED and not any(kwargs.get(each) for each in ("bias", "out_dtype")):
+            if name in _GROUPED and not any(kwargs.get(option) for option in ("bias", "out_dtype")):
                 return adapted.grouped(func, rows, args[2:], kwargs)
         if name == "bmm" and len(args) == 2 and isinstance(args[0], cls):
             return args[0].before(args[1])

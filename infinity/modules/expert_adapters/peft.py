@@ -131,8 +131,8 @@ def _adaptation(wrapper: Any, adapters: list[str]) -> Adaptation:
     factors = [wrapper.get_delta_factors(name) for name in adapters]
     left, right, scaling = factors[0]
     if len(factors) > 1:
-        left = torch.cat([each * scale for each, _, scale in factors], dim=-1)
-        right, scaling = torch.cat([each for _, each, _ in factors], dim=-2), 1.0
+        left = torch.cat([factor * scale for factor, _, scale in factors], dim=-1)
+        right, scaling = torch.cat([factor for _, factor, _ in factors], dim=-2), 1.0
     return LowRank(_dense(left), _dense(right), float(scaling))
 
 

@@ -91,8 +91,8 @@ class ExpertsTile(HeldByCaller):
     def adapted(self, adaptations: Mapping[str, Adaptation]) -> Iterator[None]:
         """Shows adapted weights in the place of the tile's parameters."""
         parameters: dict[str, Any] = self._parameters
-        for name, each in adaptations.items():
-            self.__dict__[name] = each.of(partial(parameters.__getitem__, name))
+        for name, adaptation in adaptations.items():
+            self.__dict__[name] = adaptation.of(partial(parameters.__getitem__, name))
         try:
             yield
         finally:
@@ -109,9 +109,9 @@ def is_packed(module: nn.Module) -> bool:
 def why_not_cut(module: nn.Module) -> str | None:
     """Returns the reason why packed experts cannot run as tiles, or None."""
     kind = type(module).__name__
-    own = [each for each in module._parameters.values() if each is not None]
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
     num_experts = module.__dict__.get("num_experts")
-    if any(not each.dim() or each.shape[0] != num_experts for each in own):
+    if any(not parameter.dim() or parameter.shape[0] != num_experts for parameter in own):
         return f"a parameter of its {kind} does not have one row per expert"
     if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
         return f"its {kind} has modules with their own state"

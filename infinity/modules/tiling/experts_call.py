@@ -98,7 +98,7 @@ class ExpertsCall:
         self._arguments: _Arguments | None = None
 
     @contextmanager
-    def given(self, *values: torch.Tensor) -> Iterator[None]:
+    def with_arguments(self, *values: torch.Tensor) -> Iterator[None]:
         """Has arguments and sums for the time of a `with` block. values: hidden states [tokens,
         width], indices [tokens, k], routing weights [tokens, k], factors of adapters."""
         self._arguments = _Arguments(values, self._starts)
@@ -133,12 +133,12 @@ class ExpertsCall:
     @torch.no_grad()
     def run_forward(self, index: int) -> None:
         """Adds what the experts of one tile give. The tile's weights are there."""
-        given, out = self.arguments, self.arguments.sum()
+        arguments, out = self.arguments, self.arguments.sum()
         with self._modes.set(), torch.no_grad():
-            part = self._run_tile(index, *given.rows_of(index)).to(out.dtype)
-        first, _ = given.pairs.range_of(index)
-        for begin, end in given.pairs.ranges_of_experts(index):
-            out.index_add_(0, given.pairs.tokens[begin:end], part[begin - first : end - first])
+            part = self._run_tile(index, *arguments.rows_of(index)).to(out.dtype)
+        first, _ = arguments.pairs.range_of(index)
+        for begin, end in arguments.pairs.ranges_of_experts(index):
+            out.index_add_(0, arguments.pairs.tokens[begin:end], part[begin - first : end - first])
 
     # -- Backward ----------------------------------------------------------------------------------
 
@@ -154,31 +154,31 @@ class ExpertsCall:
     @torch.no_grad()
     def run_backward(self, index: int, *, is_for_leaves: bool) -> None:
         """Adds the gradients of one tile, whose weights are there."""
-        given, tile = self.arguments, self.tiles[index]
-        totals = given.gradients()
+        arguments, tile = self.arguments, self.tiles[index]
+        totals = arguments.gradients()
         trained = tile.trained() if is_for_leaves else []
         found: list[torch.Tensor | None] = [None] * len(trained)
         if self.needs_forward(index):
             leaves = [
                 value.detach().requires_grad_(total is not None)
-                for value, total in zip(given.rows_of(index), totals, strict=True)
+                for value, total in zip(arguments.rows_of(index), totals, strict=True)
             ]
             needed = [leaf for leaf in leaves if leaf.requires_grad] + trained
             if not needed:
                 return
             with self._modes.set():
-                part = self._run_tile(index, *leaves).to(given.sum().dtype)
-            first, end = given.pairs.range_of(index)
-            gradient = given.sum()[given.pairs.tokens[first:end]]
+                part = self._run_tile(index, *leaves).to(arguments.sum().dtype)
+            first, end = arguments.pairs.range_of(index)
+            gradient = arguments.sum()[arguments.pairs.tokens[first:end]]
             found = list(torch.autograd.grad([part], needed, [gradient], allow_unused=True))
-            self._add(index, [found.pop(0) if each.requires_grad else None for each in leaves])
+            self._add(index, [found.pop(0) if leaf.requires_grad else None for leaf in leaves])
         _deliver(trained, found)
 
     def _add(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        given, pairs = self.arguments, self.arguments.pairs
+        arguments, pairs = self.arguments, self.arguments.pairs
         first, end = pairs.range_of(index)
         (hidden, of_hidden), (weights, of_weights), *rest = zip(
-            given.gradients(), gradients, strict=True
+            arguments.gradients(), gradients, strict=True
         )
         if hidden is not None and of_hidden is not None:
             for begin, stop in reversed(pairs.ranges_of_experts(index)):
@@ -357,7 +357,7 @@ class ExpertsNode(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call, ctx.runner = call, runner
         ctx.save_for_backward(*values)
-        with call.given(*values):
+        with call.with_arguments(*values):
             return runner.forward(call)
 
     @staticmethod
@@ -366,7 +366,7 @@ class ExpertsNode(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         needs = list(ctx.needs_input_grad[3:])
         del needs[1]  # Of the indices.
-        with ctx.call.given(*ctx.saved_tensors):
+        with ctx.call.with_arguments(*ctx.saved_tensors):
             hidden, weights, *factors = ctx.runner.backward(ctx.call, gradient, needs)
         return None, None, None, hidden, None, weights, *factors
 

@@ -91,11 +91,11 @@ class _Candidate:
         return self._values()[0].shape[0]
 
     def nbytes(self, itemsize_of: Callable[[nn.Parameter], int]) -> int:
-        return sum(each.numel() * itemsize_of(each) for each in self._values())
+        return sum(parameter.numel() * itemsize_of(parameter) for parameter in self._values())
 
     def row_nbytes(self, itemsize_of: Callable[[nn.Parameter], int]) -> int:
         """Returns the bytes of a row of all parameters, including the element of a bias."""
-        rows = sum(math.prod(each.shape[1:]) * itemsize_of(each) for each in self._values())
+        rows = sum(math.prod(p.shape[1:]) * itemsize_of(p) for p in self._values())
         has_bias = any(
             "bias" not in self.parameters and module._parameters.get("bias") is not None
             for _, module in self.modules
@@ -148,7 +148,7 @@ class Tiling:
 
     def why_not(self) -> str:
         """The reason why the largest parameters are not split; empty if they could be."""
-        sizes = [each.numel() * self._itemsize_of(each) for _, each, _ in self._reasons]
+        sizes = [param.numel() * self._itemsize_of(param) for _, param, _ in self._reasons]
         least_nbytes = max(self.largest_nbytes, *sizes, 0) // 2
         said = [
             f"{name!r} ({reason})"
@@ -183,9 +183,9 @@ class Tiling:
 
     def _tiled(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
         tiles = []
-        whole = without_class(parameter.detach())  # Rows of an Awaited take a millisecond each.
+        full = without_class(parameter.detach())  # Rows of an Awaited take a millisecond each.
         for start, stop in pairwise(starts):
-            tile = nn.Parameter(whole[start:stop], requires_grad=parameter.requires_grad)
+            tile = nn.Parameter(full[start:stop], requires_grad=parameter.requires_grad)
             if isinstance(parameter, Provisional):
                 tile.__class__ = Provisional
             tile.__dict__.update(vars(parameter))

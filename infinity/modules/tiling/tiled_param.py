@@ -54,7 +54,7 @@ class TiledParam(Owner, Original):
 
         answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
         for handle, copy, version in lent.values():
-            if copy._version != version or any(handle is each for each in changes):
+            if copy._version != version or any(handle is change for change in changes):
                 self._write_back(handle, copy)
                 if answer is copy:
                     return handle

@@ -1,4 +1,4 @@
-"""Room for weights: which units leave the host or the device so that another unit fits.
+"""Eviction of weights: which units leave the host or the device so that another unit fits.
 
 `eviction.py` has the rule. This file finds the candidates and lets them go.
 """
@@ -19,7 +19,7 @@ from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
 
-class WeightRoom:
+class WeightEvictor:
     """Makes space by moves of idle units. Writes no field of `Weights` itself.
 
     `weights`: all units, by index. Each call takes the recorded `order` of the pass. Called under
@@ -41,9 +41,9 @@ class WeightRoom:
         self._device = device
         self._device_window_nbytes = device_window_nbytes
         # Stored blocks, tiles of them and decoded blocks have very different sizes.
-        self._has_stored = any(each.unit.stored is not None for each in weights)
+        self._has_stored = any(entry.unit.stored is not None for entry in weights)
 
-    def make_device_room(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
+    def make_device_space(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
         """Detaches the units whose next use is furthest away until the unit fits the device window.
 
         Ahead of its use, only units that are used later are detached. Returns whether it fits.
@@ -88,13 +88,13 @@ class WeightRoom:
         unit, nbytes = weights.unit, self._moves.nbytes[weights.unit.index]
         label = f"parameters of {unit.name}"
         while (block := self._pool.try_allocate(nbytes, label)) is None:
-            if self._pool.is_tight or not self._make_room(order, nbytes, unit.index):
+            if self._pool.is_tight or not self._make_space(order, nbytes, unit.index):
                 return None
         return block
 
     def reclaim(self, order: AccessOrder, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Returns whether there was one."""
-        if self._make_room(order, wanted_nbytes) or self._free_one(order, wanted_nbytes):
+        if self._make_space(order, wanted_nbytes) or self._free_one(order, wanted_nbytes):
             return True
         victim = self._choose(order, self._feeding(), wanted_nbytes)
         if victim is None:
@@ -113,10 +113,10 @@ class WeightRoom:
             self._moves.detach(weights)
         return bool(dropped)
 
-    def _make_room(
+    def _make_space(
         self, order: AccessOrder, wanted_nbytes: int, nearer_than: int | None = None
     ) -> bool:
-        """Frees what makes the wanted room, or, where all weights are blocks of similar sizes, one
+        """Frees what makes the wanted space, or, where all weights are blocks of similar sizes, one
         block. Returns whether something was freed."""
         make = self._free_neighbours if self._has_stored else self._free_one
         return make(order, wanted_nbytes, nearer_than)
@@ -125,9 +125,9 @@ class WeightRoom:
         self, order: AccessOrder, wanted_nbytes: int, nearer_than: int | None = None
     ) -> bool:
         """Frees neighbouring blocks, of units that are used later than `nearer_than`, which make
-        the wanted room. Returns whether there were some; else nothing is freed."""
+        the wanted space. Returns whether there were some; else nothing is freed."""
         limit = -1 if nearer_than is None else order.distance(nearer_than)
-        blocks = [each for each in self._freeable(order) if each.distance > limit]
+        blocks = [block for block in self._freeable(order) if block.distance > limit]
         chosen = choose_neighbours(blocks, self._pool.holes(), wanted_nbytes)
         for block in chosen:
             self._free(block.unit, is_decoded=block.is_decoded)

@@ -1,4 +1,4 @@
-"""The room of a machine for a model: tiles that fit, budgets, and refusals by name. Pure.
+"""The capacity of a machine for a model: tiles that fit, budgets, and refusals by name. Pure.
 
 Budgets and placement are computed by the engine's own functions with the machine's sizes.
 """
@@ -51,9 +51,9 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
             return tiled, None, compute_budgets(config, tiled.units, **sizes)
         return tiled, sharding, sharding.budgets(config, **sizes)
 
-    def has_room_ahead(found: Fitted) -> bool:
+    def has_space_ahead(found: Fitted) -> bool:
         tiled, _, budgets = found
-        return budgets.has_room_ahead(max(unit.weight_nbytes for unit in tiled.units))
+        return budgets.has_space_ahead(max(unit.weight_nbytes for unit in tiled.units))
 
     refused: list[CapacityError] = []
 
@@ -65,7 +65,7 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
             raise
 
     try:
-        return fit(config.schedule.tile, attempt_and_note, has_room_ahead, largest_nbytes(model))
+        return fit(config.schedule.tile, attempt_and_note, has_space_ahead, largest_nbytes(model))
     except CapacityError:
         if model.frozen is None:
             raise
@@ -167,8 +167,8 @@ def most_decoded_nbytes(model: PlannedModel) -> int:
 
 
 def with_checkpoint_tier(config: SwapConfig) -> SwapConfig:
-    """Returns the configuration with room for weights outside the host: that of a frozen base is in
-    the files of its checkpoint, with or without a tier for swap files."""
+    """Returns the configuration with space for weights outside the host: that of a frozen base is
+    in the files of its checkpoint, with or without a tier for swap files."""
     tiers, placement = config.tiers, config.placement
     if not tiers.nvme:
         drive = NvmeTier.model_validate({"path": Path("checkpoint")})

@@ -1,0 +1,209 @@
+"""Memory that the ranks of one machine read of each other, in place of bytes through sockets.
+
+A rank has two regions that other ranks of its machine map, read-only: its host arena, where the
+kernel makes that a file in memory, and a bounce buffer for contents that are elsewhere. A rank
+opens the files of another one as /proc/PID/fd/N. A token in the bounce buffer shows that the file
+is the right one: in another PID namespace the number means another process. Where anything of this
+fails, contents go through sockets, in that direction alone.
+
+A mapping keeps its memory after the end of the rank that made it, so a read never faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy
+
+from infinity.distributed.messages import Purpose
+from infinity.sizes import KIB, PAGE_NBYTES
+from infinity.storage.arena import Arena, view_arena
+
+CHUNK_NBYTES = 512 * KIB  # A chunk is copied in while the other rank copies the one before out.
+NUM_CHUNKS = 2  # Of a bounce buffer.
+_TOKEN_NBYTES = 32
+
+Bytes = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
+_NOTHING: Bytes = numpy.empty(0, numpy.uint8)
+
+
+class SharedRegion(IntEnum):
+    """Memory of a rank that other ranks of its machine read."""
+
+    BOUNCE = 0
+    ARENA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """A file in memory of another process: descriptor there, bytes."""
+
+    descriptor: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOffer:
+    """What a rank tells the other ranks of its memory. `token` is at the start of BOUNCE."""
+
+    boot: str
+    pid: int
+    token: bytes
+    files: dict[SharedRegion, SharedFile]
+
+
+@dataclass(frozen=True, slots=True)
+class LentRange:
+    """A range of a region."""
+
+    region: SharedRegion
+    offset_nbytes: int
+    nbytes: int
+
+
+class BounceBuffer:
+    """Memory through which one thread of this rank lends contents to another rank.
+
+    The lender waits until a chunk is taken before it asks for the next but one.
+    """
+
+    def __init__(self, own: OwnMemory, offset_nbytes: int) -> None:
+        self._own = own
+        self._offset_nbytes = offset_nbytes
+
+    def lend(self, content: memoryview) -> Iterator[LentRange]:
+        """Yields the ranges of `content`, in order: the memory itself where other ranks have it
+        mapped, else chunks of a copy."""
+        start = self._own.place_in_arena(content)
+        if start is not None:
+            yield LentRange(SharedRegion.ARENA, start, content.nbytes)
+            return
+        source = bytes_of(content)
+        for number, done in enumerate(range(0, content.nbytes, CHUNK_NBYTES)):
+            part = source[done : done + CHUNK_NBYTES]
+            place = self._offset_nbytes + number % NUM_CHUNKS * CHUNK_NBYTES
+            numpy.copyto(self._own.bounce[place : place + part.size], part)
+            yield LentRange(SharedRegion.BOUNCE, place, part.size)
+
+
+class OwnMemory:
+    """The memory of this rank that other ranks read. Raises OSError if the kernel has no memfd."""
+
+    def __init__(self, num_ranks: int, boot: str, arena: Arena | None) -> None:
+        buffers_nbytes = num_ranks * len(Purpose) * NUM_CHUNKS * CHUNK_NBYTES
+        self._buffers = Arena(PAGE_NBYTES + buffers_nbytes, huge_pages=False, is_shared=True)
+        self.bounce = bytes_of(self._buffers.memory(0, self._buffers.capacity_nbytes))
+        token = secrets.token_bytes(_TOKEN_NBYTES)
+        self.bounce[:_TOKEN_NBYTES] = bytes_of(memoryview(token))
+        self._arena = None if arena is None or arena.descriptor is None else arena
+        regions = {SharedRegion.BOUNCE: self._buffers}
+        if self._arena is not None:
+            regions[SharedRegion.ARENA] = self._arena
+        files = {
+            region: SharedFile(memory.descriptor, memory.capacity_nbytes)
+            for region, memory in regions.items()
+            if memory.descriptor is not None
+        }
+        self.offer = MemoryOffer(boot, os.getpid(), token, files)
+
+    def bounce_buffer(self, rank: int, *, is_answering: bool) -> BounceBuffer:
+        """Returns the buffer for contents that go to `rank`, on a socket that this rank has opened
+        or, `is_answering`, that `rank` has opened."""
+        number = rank * len(Purpose) + is_answering
+        return BounceBuffer(self, PAGE_NBYTES + number * NUM_CHUNKS * CHUNK_NBYTES)
+
+    @property
+    def lends_arena(self) -> bool:
+        """Whether other ranks map the arena too."""
+        return self._arena is not None
+
+    def place_in_arena(self, content: memoryview) -> int | None:
+        """Returns the offset of memory in the arena; None for other memory, and without an arena
+        that other ranks read."""
+        if self._arena is None:
+            return None
+        start = int(bytes_of(content).ctypes.data) - self._arena.address
+        is_inside = start >= 0 and start + content.nbytes <= self._arena.capacity_nbytes
+        return start if is_inside else None
+
+    def close_files(self) -> None:
+        """Ends the offer. What is mapped, here or elsewhere, stays."""
+        self._buffers.close_file()
+        if self._arena is not None:
+            self._arena.close_file()
+
+
+class MappedMemory:
+    """The memory of another rank, as this rank reads it."""
+
+    def __init__(self, regions: dict[int, Bytes]) -> None:
+        self._regions = regions
+
+    def view(self, region: int, offset_nbytes: int, nbytes: int) -> Bytes:
+        """Returns a range of a region, read-only. Raises ConnectionError for one that is not
+        there."""
+        found = self._regions.get(region)
+        if found is None or not 0 < nbytes <= found.size - offset_nbytes:
+            raise ConnectionError(
+                f"it named {nbytes} bytes at {offset_nbytes} of region {region}, and there are none"
+            )
+        return found[offset_nbytes : offset_nbytes + nbytes]
+
+
+def map_memory(offer: MemoryOffer, boot: str) -> MappedMemory | None:
+    """Returns the memory of another rank; None if this process cannot map it."""
+    if not boot or offer.boot != boot:
+        return None
+    regions: dict[int, Bytes] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for region, file in offer.files.items():
+            regions[region] = bytes_of(view_arena(offer.pid, file.descriptor, file.nbytes))
+        if regions[SharedRegion.BOUNCE][:_TOKEN_NBYTES].tobytes() == offer.token:
+            return MappedMemory(regions)
+    return None
+
+
+class NodeMemory:
+    """The memory that this rank and the others of its machine read of each other.
+
+    own: None without memory to offer
+    mapped: by rank, the memory that this rank reads
+    readers: the ranks that read the memory of this one
+    """
+
+    def __init__(
+        self, own: OwnMemory | None, mapped: dict[int, MappedMemory], readers: Sequence[int]
+    ) -> None:
+        self._own = own
+        self._mapped = mapped
+        self.readers = frozenset(readers)
+
+    def mapped(self, rank: int) -> MappedMemory | None:
+        """Returns the memory of another rank; None if contents come through sockets."""
+        return self._mapped.get(rank)
+
+    def bounce_buffer(self, rank: int, *, is_answering: bool) -> BounceBuffer | None:
+        """Returns `OwnMemory.bounce_buffer`; None if contents go to `rank` through sockets."""
+        if self._own is None or rank not in self.readers:
+            return None
+        return self._own.bounce_buffer(rank, is_answering=is_answering)
+
+    def routes(self, num_others: int) -> str:
+        """Returns how contents go from this rank to the other ranks, for a log or a table."""
+        count = len(self.readers)
+        place = "arena" if self._own is not None and self._own.lends_arena else "bounce buffers"
+        ways = [f"contents to {count} ranks through shared memory ({place})"] if count else []
+        if num_others > count:
+            ways.append(f"contents to {num_others - count} ranks through sockets")
+        return ", ".join(ways)
+
+
+def bytes_of(content: memoryview) -> Bytes:
+    """Returns the memory as bytes: uint8 (nbytes,), not a copy."""
+    return numpy.frombuffer(content, numpy.uint8) if content.nbytes else _NOTHING
