@@ -15,6 +15,7 @@ class LeavingGradient:
     """A gradient on its way from the device into the tail of its place on the host."""
 
     unit: Unit
+    spec: TensorSpec
     copy: Copy
     place: torch.Tensor  # fp32 (numel,)
     dtype: torch.dtype

@@ -26,8 +26,8 @@ import torch
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.state.store import Transfer
-from infinity.state.units import STATE_ITEM_NBYTES, TensorSpec, Unit
+from infinity.state.store import DeviceLocation, StateStore, Transfer
+from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
@@ -60,6 +60,16 @@ class TensorGradient:
     scale: torch.Tensor | None = None
     # (Which gradient of the parameter, counted from the first; how often it was changed.)
     stamp: tuple[int, int] | None = None
+    # Gradients in the present sum, and in the last one; whether norms of them were needed.
+    num_added: int = 0
+    num_expected: int = 0
+    is_norm_needed: bool = False
+    was_norm_needed: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the sum is complete, if it is like the last one, and its norm will be needed."""
+        return self.was_norm_needed and self.num_added == self.num_expected
 
     def note_change(self) -> None:
         """Changes the stamp."""
@@ -68,6 +78,9 @@ class TensorGradient:
 
     def forget(self) -> None:
         """The parameter has no gradient; the next one is another."""
+        if self.num_added:
+            self.num_expected, self.num_added = self.num_added, 0
+            self.was_norm_needed, self.is_norm_needed = self.is_norm_needed, False
         self.is_present, self.norm, self.scale = False, None, None
         number, changes = self.stamp or (0, 0)
         self.stamp = number + 1, changes
@@ -78,6 +91,9 @@ class UnitGradients:
     """One unit's sum on its way. Written by `GradientStore` alone."""
 
     unit: Unit
+    # Where the unit's gradients rest: fp32 (state_numel,) that the host can add to, or a device's.
+    on_host: torch.Tensor | None = None
+    on_device: torch.Tensor | None = None
     state: SumState = SumState.AT_REST
     block: Block | None = None
     array: torch.Tensor | None = None  # The block: fp32 (state_numel,).
@@ -117,6 +133,17 @@ class UnitGradients:
         self.block = self.array = self.writing = None
         self.state = SumState.AT_REST
         return block
+
+
+def sums_of(unit: Unit, store: StateStore) -> UnitGradients:
+    """Returns a unit's sum at rest, where the store has it."""
+    on_host = store.host_view(unit, StateKind.GRADIENTS)
+    location = store.location(unit, StateKind.GRADIENTS)
+    return UnitGradients(
+        unit,
+        None if on_host is None else on_host.view(torch.float32),
+        location.memory.view(torch.float32) if isinstance(location, DeviceLocation) else None,
+    )
 
 
 class SumBlocks(Protocol):

@@ -23,7 +23,7 @@ import torch
 
 from infinity.observe import Counters
 from infinity.state.budgets import STAGED_NBYTES
-from infinity.state.store import DeviceLocation, NvmeLocation, StateStore, Transfer
+from infinity.state.store import NvmeLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradient_memory import (
@@ -35,6 +35,7 @@ from infinity.streaming.gradient_memory import (
     tail_of,
     widen,
 )
+from infinity.streaming.gradient_norms import CompleteSums, norm_of
 from infinity.streaming.gradient_sums import (
     PooledSumBlocks,
     SumBlocks,
@@ -42,6 +43,7 @@ from infinity.streaming.gradient_sums import (
     TensorGradient,
     UnitGradients,
     refuse_sparse,
+    sums_of,
 )
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
@@ -64,7 +66,7 @@ class GradientStore:
         self._blocks = blocks or PooledSumBlocks(pool)
         self._device = device
         self._counters = counters
-        self._sums = {unit.index: UnitGradients(unit) for unit in store.units}
+        self._sums = {unit.index: sums_of(unit, store) for unit in store.units}
         self._tensors: defaultdict[TensorSpec, TensorGradient] = defaultdict(TensorGradient)
         # Orders of work, each a subset of the units; their states are in `_sums`.
         self._lent: dict[Unit, UnitGradients] = {}  # With a host block, the oldest first.
@@ -74,6 +76,7 @@ class GradientStore:
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
         self._leaving: deque[LeavingGradient] = deque()  # Not on the host yet, or not known to be.
         self._keeping: deque[LeavingGradient] = deque()  # Those whose device memory is still kept.
+        self.norms = CompleteSums()
         self._most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
 
     # -- In ----------------------------------------------------------------------------------------
@@ -83,7 +86,8 @@ class GradientStore:
     ) -> None:
         """Takes one gradient: any floating dtype, the parameter's shape, on the device, or on the
         host where it was summed there."""
-        refuse_sparse(spec, gradient)
+        if gradient.layout is not torch.strided:
+            refuse_sparse(spec, gradient)
         # INV-8: gradients are added in the order in which autograd delivers them.
         known, sums = self._tensors[spec], self._sums[unit.index]
         first = not known.is_present
@@ -93,18 +97,21 @@ class GradientStore:
             return
         flat = in_memory_order(gradient.detach(), spec)
         known.norm = None
-        location = self._store.location(unit, StateKind.GRADIENTS)
+        known.num_added += 1
         # `flat` is detached and sums never require gradients: autograd records nothing here.
-        if isinstance(location, DeviceLocation):
-            self._rescale_resting(unit, location.memory)
+        if sums.on_device is not None:
+            self._rescale_resting(unit, sums.on_device)
             flat = flat.to(self._device.torch_device)
-            put(flat_of(location.memory.view(torch.float32), spec), flat, first=first)
+            put(flat_of(sums.on_device, spec), flat, first=first)
         elif is_on_host or self._device.shares_host_memory:
             if sums.state is SumState.DUE:
                 self._await_more(sums)
             if not first:
                 self.finish_copies()  # The last one may be on its way to this place.
-            put(flat_of(self._array(unit), spec), flat, first=first)
+            place = flat_of(self._array(unit), spec)
+            _ = place.copy_(flat) if first else place.add_(flat)
+            if known.was_norm_needed and known.is_due:
+                self.norms.note(unit, spec, known, place)
         else:
             self._take_off_device(sums, spec, flat, first=first)
         if spec not in sums.device_sums:
@@ -144,10 +151,13 @@ class GradientStore:
         if sums.is_summed_on_device and first:
             self._add_on_device(sums, spec, flat)
         elif first:
-            self._send(unit, flat, flat_of(self._array(unit), spec))
+            self._send(unit, spec, flat, flat_of(self._array(unit), spec))
         else:
             self.finish_copies()
-            self._add_staged(unit, spec, flat, flat_of(self._array(unit), spec))
+            place, known = flat_of(self._array(unit), spec), self._tensors[spec]
+            self._add_staged(unit, spec, flat, place)
+            if known.is_due:
+                self.norms.note(unit, spec, known, place)
 
     def sum_on_device(self, units: Iterable[Unit]) -> None:
         """Sums the gradients of these units on the device until `write_out`."""
@@ -192,14 +202,14 @@ class GradientStore:
 
     def _send_sums(self, unit: Unit) -> None:
         for spec, flat in self.take_device_sums(unit).items():
-            self._send(unit, flat, flat_of(self._array(unit), spec))
+            self._send(unit, spec, flat, flat_of(self._array(unit), spec))
             self._tensors[spec].is_present = True
 
-    def _send(self, unit: Unit, flat: torch.Tensor, place: torch.Tensor) -> None:
+    def _send(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor) -> None:
         """Starts copying a gradient from the device to its place on the host."""
         self._take_in_copies()
         copy = self._device.copy(flat, tail_of(place, flat.dtype))
-        leaving = LeavingGradient(unit, copy, place, flat.dtype)
+        leaving = LeavingGradient(unit, spec, copy, place, flat.dtype)
         self._leaving.append(leaving)
         self._keeping.append(leaving)
         kept_nbytes = sum(kept.nbytes for kept in self._keeping)
@@ -223,6 +233,9 @@ class GradientStore:
             self._keeping.popleft()
         leaving.copy.wait()
         widen(leaving.place, leaving.dtype)
+        known = self._tensors[leaving.spec]
+        if known.is_due:
+            self.norms.note(leaving.unit, leaving.spec, known, leaving.place)
 
     def _add_staged(
         self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, target: torch.Tensor
@@ -244,12 +257,11 @@ class GradientStore:
 
     def _array(self, unit: Unit) -> torch.Tensor:
         """The unit's gradients where the host can add to them: fp32 (state_numel,)."""
-        host_view = self._store.host_view(unit, StateKind.GRADIENTS)
-        if host_view is not None:
-            if self._scaled:
-                self._rescale_resting(unit, host_view)
-            return host_view.view(torch.float32)
         sums = self._sums[unit.index]
+        if sums.on_host is not None:
+            if self._scaled:
+                self._rescale_resting(unit, sums.on_host)
+            return sums.on_host
         match sums.state:
             case SumState.AT_REST:
                 self._lend_block(sums)
@@ -273,18 +285,18 @@ class GradientStore:
             except BaseException:
                 self._blocks.give_back(block)
                 raise
-            self._rescale_resting(unit, array.view(torch.uint8))
+            self._rescale_resting(unit, array)
         sums.lend(block, array)
         self._lent[unit] = sums
 
-    def _rescale_resting(self, unit: Unit, memory: torch.Tensor) -> None:
+    def _rescale_resting(self, unit: Unit, array: torch.Tensor) -> None:
         """Applies the clip factor that the last step left for later."""
         for spec in unit.trainable():
             known = self._tensors[spec]
             scale, known.scale = known.scale, None
             self._scaled.discard(spec)
             if scale is not None:
-                flat_of(memory.view(torch.float32), spec).mul_(scale.to(memory.device))
+                flat_of(array, spec).mul_(scale.to(array.device))
 
     def _wait_read(self, unit: Unit, transfer: Transfer) -> None:
         what = f"gradients of {unit.name} are added to"
@@ -341,8 +353,11 @@ class GradientStore:
         if sums.state is SumState.ON_HOST:
             assert sums.array is not None and sums.block is not None
             for spec in unit.trainable():
-                if self.has(spec):
-                    self._tensors[spec].norm = self._norm(spec, sums.array)
+                known = self._tensors[spec]
+                # To read a sum again costs more than its norm; of the first one nothing is known.
+                is_needed = known.was_norm_needed or not known.num_expected
+                if known.is_present and is_needed and known.num_added > known.num_expected:
+                    known.norm = norm_of(flat_of(sums.array, spec), spec)
             sums.begin_write(self._store.write(unit, StateKind.GRADIENTS, sums.block))
 
     def write_out_all(self) -> None:
@@ -367,6 +382,7 @@ class GradientStore:
             if unit is not self._in_use:
                 self._end_copies()
                 self._start_write(unit)
+                self.norms.finish(unit)
                 del self._lent[unit]
                 writing, block = sums.writing, sums.give_up_block()
                 self._wait_write(unit, writing)
@@ -388,9 +404,10 @@ class GradientStore:
 
     def is_complete(self, unit: Unit) -> bool:
         """Whether every gradient that was added is in its sum on this host, or on NVMe."""
-        if isinstance(self._store.location(unit, StateKind.GRADIENTS), DeviceLocation):
+        sums = self._sums[unit.index]
+        if sums.on_device is not None:
             return False
-        is_leaving = self._sums[unit.index].device_sums or unit in [c.unit for c in self._leaving]
+        is_leaving = sums.device_sums or unit in [c.unit for c in self._leaving]
         return not is_leaving and all(self._tensors[s].scale is None for s in unit.trainable())
 
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:
@@ -402,27 +419,12 @@ class GradientStore:
         rests."""
         known = self._tensors[spec]
         assert known.is_present
+        known.is_norm_needed = True
         if spec.numel == 0:
             return torch.zeros(())
-        if known.scale is not None and not isinstance(
-            self._store.location(unit, StateKind.GRADIENTS), DeviceLocation
-        ):
-            self._array(unit)  # Applies what the last step left for later.
         if known.norm is None:
-            self.finish_copies()
-            location = self._store.location(unit, StateKind.GRADIENTS)
-            if (
-                isinstance(location, NvmeLocation)
-                or self._store.host_view(unit, StateKind.GRADIENTS) is not None
-            ):
-                known.norm = self._norm(spec, self._array(unit))
-            else:
-                known.norm = torch.linalg.vector_norm(self.read(unit, spec))
+            known.norm = norm_of(self.view(unit, spec), spec)
         return known.norm
-
-    def _norm(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
-        norm: torch.Tensor = torch.linalg.vector_norm(shaped(flat_of(array, spec), spec))
-        return norm
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """A copy of one gradient: fp32, the parameter's shape, on the host."""
@@ -430,33 +432,30 @@ class GradientStore:
         if spec.numel == 0:
             return torch.zeros(spec.facts.shape)
         self.finish_copies()
-        location = self._store.location(unit, StateKind.GRADIENTS)
-        if isinstance(location, DeviceLocation):
-            self._rescale_resting(unit, location.memory)
-            flat = flat_of(location.memory.view(torch.float32), spec).cpu().clone()
+        on_device = self.resting_on_device(unit)
+        if on_device is not None:
+            flat = flat_of(on_device, spec).cpu().clone()
         else:
             flat = flat_of(self._array(unit), spec).clone()
-            if isinstance(location, NvmeLocation):
+            if isinstance(self._store.location(unit, StateKind.GRADIENTS), NvmeLocation):
                 self.write_out(unit)
         return shaped(flat, spec)
 
     def resting_on_device(self, unit: Unit) -> torch.Tensor | None:
         """The unit's gradients where they rest: fp32 (state_numel,); None when not on a device."""
-        location = self._store.location(unit, StateKind.GRADIENTS)
-        if not isinstance(location, DeviceLocation):
-            return None
-        self._rescale_resting(unit, location.memory)
-        return location.memory.view(torch.float32)
+        on_device = self._sums[unit.index].on_device
+        if on_device is not None:
+            self._rescale_resting(unit, on_device)
+        return on_device
 
     def view(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """One gradient, fp32, flat, on the host: not a copy where that can be, and valid until
         anything else is asked of these gradients."""
         assert self.has(spec)
         self.finish_copies()
-        location = self._store.location(unit, StateKind.GRADIENTS)
-        if isinstance(location, DeviceLocation):
-            self._rescale_resting(unit, location.memory)
-            return flat_of(location.memory.view(torch.float32), spec).cpu()
+        on_device = self.resting_on_device(unit)
+        if on_device is not None:
+            return flat_of(on_device, spec).cpu()
         return flat_of(self._array(unit), spec)
 
     # -- After a step ------------------------------------------------------------------------------
@@ -487,12 +486,10 @@ class GradientStore:
         if not known.is_present or spec.numel == 0:
             return
         self.finish_copies()
-        known.norm = known.scale = None
-        self._scaled.discard(spec)
+        stamp = known.stamp
+        known.forget()
+        known.is_present, known.stamp = True, stamp
         known.note_change()
-        location = self._store.location(unit, StateKind.GRADIENTS)
-        if isinstance(location, DeviceLocation):
-            array = location.memory.view(torch.float32)
-        else:
-            array = self._array(unit)
-        flat_of(array, spec).zero_()
+        self._scaled.discard(spec)
+        array = self._sums[unit.index].on_device
+        flat_of(self._array(unit) if array is None else array, spec).zero_()

@@ -108,6 +108,7 @@ class Updater(StepRunner):
         if not self._rides_along or not self._is_on_host:
             return
         self._worker = UpdateWorker(lock, self._turn)
+        self._gradients.norms.is_beside = True
         resources.callback(self._worker.close)
         if self._early is not None:
             self._early.wake_worker = self._worker.wake
@@ -305,10 +306,12 @@ class Updater(StepRunner):
         return self._pending.get(update.unit.index) is update and update.weights is not None
 
     def _turn(self) -> Sequence[Transfer] | None:
-        """A turn of the worker, see `UpdateWorker`: first of pending updates, then of early
-        ones."""
+        """A turn of the worker, see `UpdateWorker`: first of norms, which the step needs, then of
+        pending updates, then of early ones."""
         if self._is_applying or self._torn is not None:
             return None
+        if self._gradients.norms.compute_next():
+            return ()
         update = next(filter(self._is_beside, self._beside), None)
         if update is not None and self._is_feeding:
             return self._turn_of(update)
@@ -386,10 +389,13 @@ class Updater(StepRunner):
         staging slots that are free. Never waits."""
         if self._is_applying or self._torn is not None:
             return
-        if self._pending and self._reads_ahead and self._ring.take(or_none=True):
+        reads_ahead = self._pending and self._reads_ahead and self._ring.travels
+        if reads_ahead and self._ring.take(or_none=True):
             self._ring.start_more(self._expected())
         if self._pending and self._is_feeding:
             self._feed_worker()
+        if self._worker is not None and self._gradients.norms:
+            self._worker.wake()
         if self._early is not None:
             self._early.advance()
         if self._next is not None and self._ring.take(or_none=True):

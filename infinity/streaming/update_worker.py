@@ -53,6 +53,7 @@ class UpdateWorker:
         """There may be work. Any thread. Raises what the last turn has raised."""
         if self._failure is not None:
             raise self._failure
+        self._num_threads = torch.get_num_threads()  # Sums have the bits of this thread.
         self._is_woken.set()
 
     def close(self) -> None:
@@ -63,7 +64,6 @@ class UpdateWorker:
             self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)  # A thread begins with the process's default.
         while not self._is_closing and self._turn() is not None:
             if self._is_woken.wait(_POLL_S):
                 self._is_woken.clear()
@@ -75,6 +75,8 @@ class UpdateWorker:
         if not self._lock.acquire(timeout=_POLL_S):
             return True  # `close` may be waiting, with the lock.
         try:
+            if torch.get_num_threads() != self._num_threads:
+                torch.set_num_threads(self._num_threads)
             turn = self._turn()
             awaited = None if turn is None else turn()
         except BaseException as error:

@@ -1,0 +1,70 @@
+"""Norms of gradients whose sums are complete, computed before the step needs them.
+
+A sum is complete when as many gradients have come as to the last sum of the parameter. That is a
+prediction: another gradient makes the norm unknown again. Norms are wanted of those parameters
+whose norm the last step needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from infinity.state.units import TensorSpec, Unit
+from infinity.streaming.gradient_memory import shaped
+from infinity.streaming.gradient_sums import TensorGradient
+
+
+def norm_of(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Returns the 2-norm of a sum, fp32 (numel,): an fp32 scalar, the bits of plain PyTorch."""
+    norm: torch.Tensor = torch.linalg.vector_norm(shaped(flat, spec))
+    return norm
+
+
+@dataclass(frozen=True, slots=True)
+class _DueNorm:
+    unit: Unit
+    spec: TensorSpec
+    known: TensorGradient
+    stamp: tuple[int, int] | None
+    flat: torch.Tensor
+
+    def compute(self) -> None:
+        """Computes the norm, unless the sum has changed since."""
+        known = self.known
+        if known.is_present and known.norm is None and known.stamp == self.stamp:
+            known.norm = norm_of(self.flat, self.spec)
+
+
+class CompleteSums:
+    """Norms that are due. `is_beside`: a worker calls `compute_next`; else the norm of a sum is
+    computed when it is complete, by the thread that added the last gradient. Under the engine's
+    lock."""
+
+    def __init__(self) -> None:
+        self.is_beside = False
+        self._due: dict[TensorSpec, _DueNorm] = {}
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def note(self, unit: Unit, spec: TensorSpec, known: TensorGradient, flat: torch.Tensor) -> None:
+        """A sum is complete. `flat`: fp32 (numel,), valid until `finish` of its unit."""
+        if self.is_beside:
+            self._due[spec] = _DueNorm(unit, spec, known, known.stamp, flat)
+        else:
+            known.norm = norm_of(flat, spec)
+
+    def compute_next(self) -> bool:
+        """Computes one norm. Returns whether there was one to compute."""
+        if not self._due:
+            return False
+        self._due.pop(next(iter(self._due))).compute()
+        return True
+
+    def finish(self, unit: Unit) -> None:
+        """Computes the norms of a unit, whose memory is given up."""
+        for due in [each for each in self._due.values() if each.unit is unit]:
+            del self._due[due.spec]
+            due.compute()

@@ -1,0 +1,122 @@
+"""Norms of gradients: the bits of plain PyTorch, computed when a sum is complete, once."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.streaming import gradient_norms, gradients
+from infinity.testing.simulated_device import SimulatedDevice
+
+from .test_early_updates import Run, config_of, loss_of, make, plain_run
+from .test_update_worker import WORKER
+
+NUM_TENSORS = len(list(make().parameters()))
+CASES = [("host", False), ("nvme", False), ("host", True), ("nvme", True)]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Norms by the thread that has computed them."""
+    counted: Counter[str] = Counter()
+    real = gradient_norms.norm_of
+
+    def norm_of(*arguments: Any) -> torch.Tensor:
+        counted[threading.current_thread().name] += 1
+        return real(*arguments)
+
+    for module in (gradient_norms, gradients):
+        monkeypatch.setattr(module, "norm_of", norm_of)
+    return counted
+
+
+def offloaded(directory: Path, tier: str, *, is_apart: bool) -> Run:
+    options: dict[str, Any] = {"device": SimulatedDevice()} if is_apart else {}
+    config = config_of(directory, gradients=tier, schedule={"updates": "deferred"})
+    model = infinity.offload(make(), config, **options)
+    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+
+
+def let_worker_finish(run: Run) -> None:
+    engine = infinity.engine_of(run.model)
+    engine.gradients.finish_copies()
+    done = threading.Event()
+    for _ in range(6000):
+        with engine._lock:
+            engine.updater.advance()
+            if not engine.gradients.norms:
+                return
+        done.wait(0.01)
+    pytest.fail("the worker computes no norms")
+
+
+def backwards(run: Run, step: int, count: int) -> None:
+    for number in range(count):
+        (loss_of(run.model, 10 * step + number) / count).backward()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("tier", "is_apart"), CASES)
+def test_norms_are_computed_once_when_the_last_gradient_of_a_step_is_there(
+    swap_directory: Path, computed: Counter[str], tier: str, is_apart: bool, count: int
+) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        for step in range(4):
+            computed.clear()
+            backwards(run, step, count)
+            if not run.is_plain and step > 0:
+                if is_apart:
+                    let_worker_finish(run)
+                assert computed.total() == NUM_TENSORS, "each norm once, in the backward"
+                assert not is_apart or computed[WORKER] > 0
+            before = computed.total()
+            run.step(0.1)
+            assert run.is_plain or step == 0 or computed.total() == before
+        return []
+
+    expected = plain_run(body)
+    run = offloaded(swap_directory, tier, is_apart=is_apart)
+    body(run)
+    actual = list(run.values().values())
+    infinity.close(run.model)
+    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+
+
+@pytest.mark.parametrize(("tier", "is_apart"), CASES)
+def test_more_gradients_than_before_and_changed_ones_have_another_norm(
+    swap_directory: Path, tier: str, is_apart: bool
+) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        seen = []
+        for step, count in enumerate((1, 1, 3, 2, 2, 1)):
+            backwards(run, step, count)
+            if step == 4:
+                with torch.no_grad():
+                    for parameter in run.model.parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(0.5)
+            run.step(0.1)
+            seen.append(run.weight("blocks.0.up.weight"))
+        return seen
+
+    expected = plain_run(body)
+    run = offloaded(swap_directory, tier, is_apart=is_apart)
+    actual = [*body(run), *run.values().values()]
+    infinity.close(run.model)
+    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+
+
+def test_without_clipping_no_norm_is_computed(swap_directory: Path, computed: Counter[str]) -> None:
+    run = offloaded(swap_directory, "nvme", is_apart=False)
+    for step in range(3):
+        computed.clear()
+        backwards(run, step, 1)
+        run.step()
+        assert step == 0 or not computed
+    infinity.close(run.model)
