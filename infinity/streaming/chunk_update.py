@@ -108,13 +108,13 @@ def _spans(
     """
     arrays, chunk_start = staged.arrays, staged.chunk.start
     gradients, moments = arrays[StateKind.GRADIENTS], [arrays[kind] for kind in kinds]
-    has_whole_master = staged.chunk.unit.master_dtype is torch.float32
+    has_full_master = staged.chunk.unit.master_dtype is torch.float32
     spans = []
     for part in parts:
         start = part.tensor.state_offset + part.start - chunk_start
         elements = slice(start, start + part.stop - part.start)
         states = tuple(map(itemgetter(elements), moments))
-        if has_whole_master:
+        if has_full_master:
             master = arrays[StateKind.MASTER][elements]
             spans.append(StateSpan(master, gradients[elements], states, None))
             continue

@@ -65,6 +65,6 @@ class CompleteSums:
 
     def finish(self, unit: Unit) -> None:
         """Computes the norms of a unit, whose memory is given up."""
-        for due in [each for each in self._due.values() if each.unit is unit]:
+        for due in [norm for norm in self._due.values() if norm.unit is unit]:
             del self._due[due.spec]
             due.compute()
