@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infinity.cli.plan_inputs import refuse_inputs
 from infinity.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def plan(
         return
     if full:
         raise ConfigError("--full is for --table; a plan without --lora is one of all weights")
-    _refuse(config, model, params, data_tokens, examples)
+    refuse_inputs(config, model, params, data_tokens, examples)
     if write is not None:
         _write(write, config, model, lora, hardware, sequence, experts=experts, as_json=as_json)
         return
@@ -288,35 +288,6 @@ def _on_other_drives(request: Request) -> Any:
         return _forecast(request, 1 if is_spread else None)
     except CapacityError:
         return None
-
-
-def _refuse(
-    config: Path | None, model: str | None, params: str | None, data_tokens: Any, examples: Any
-) -> None:
-    if model is not None and params is not None:
-        raise ConfigError("expected --model or --params, got both; leave one out")
-    if config is None and model is None and params is None:
-        raise ConfigError(
-            "expected CONFIG, --model or --params; `infinity plan --list` has names, and --table "
-            "says which model trains on which machine"
-        )
-    if data_tokens is not None and examples is not None:
-        raise ConfigError("expected --data-tokens or --examples, got both; leave one out")
-    if config is not None and not config.is_file():
-        _refuse_model_as_file(config)
-
-
-def _refuse_model_as_file(config: Path) -> None:
-    """Raises ConfigError for a model that stands where a configuration file was expected."""
-    from infinity.plan.shipped import shapes_remedy
-
-    if config.is_dir():
-        raise ConfigError(
-            f"{config}: expected a configuration file; got a directory. For a model's directory: "
-            f"infinity plan --model {shlex.quote(str(config))}"
-        )
-    if remedy := shapes_remedy(str(config)):
-        raise ConfigError(f"{config}: expected a configuration file; there is none{remedy}")
 
 
 def _adapter_settings(lora: int | None, experts: bool) -> list[str]:
