@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.cli.plan_arguments import refuse_arguments
+from infinity.cli.plan_inputs import refuse_inputs
 from infinity.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def plan(
         return
     if full:
         raise ConfigError("--full is for --table; a plan without --lora is one of all weights")
-    refuse_arguments(config, model, params, data_tokens, examples)
+    refuse_inputs(config, model, params, data_tokens, examples)
     if write is not None:
         _write(write, config, model, lora, hardware, sequence, experts=experts, as_json=as_json)
         return

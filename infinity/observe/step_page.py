@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from infinity.observe.page import PageRow, PageTable, PageView
@@ -11,6 +12,7 @@ from infinity.observe.tracer import Span
 from infinity.sizes import format_nbytes
 
 _MAX_CAUSES = 12
+_DOTTED_NAME = re.compile(r"(?<!\S)\w+(?:\.\w+)+(?!\S)")
 
 
 def views_of(spans: Sequence[Span], steps: Iterable[StepSummary]) -> list[PageView]:
@@ -26,6 +28,8 @@ def idle_by_cause(step: StepSummary) -> PageTable:
     units = {
         transfer.partition(" of ")[2] for stall in step.largest for transfer in stall.waits_for
     } - {""}
+    # A wait may end without a transfer of its unit, so dotted names in causes count as units.
+    units |= {word for stall in step.largest for word in _DOTTED_NAME.findall(stall.cause)}
     groups: dict[str, list[Stall]] = {}
     for stall in step.largest:
         groups.setdefault(kind_of(stall.cause, units), []).append(stall)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from importlib import resources
+from pathlib import Path
 
 from infinity.config.hub import download_remedy
+from infinity.errors import ConfigError
 
 
 def shipped_in(folder: str) -> list[str]:
@@ -28,6 +31,17 @@ def shapes_remedy(hub_name: str) -> str:
     return (
         f". Without a download, `infinity plan --model {name}` plans the shapes of {hub}{download}"
     )
+
+
+def refuse_model_as_file(config: Path) -> None:
+    """Raises ConfigError for a model that stands where a configuration file was expected."""
+    if config.is_dir():
+        raise ConfigError(
+            f"{config}: expected a configuration file; got a directory. For a model's directory: "
+            f"infinity plan --model {shlex.quote(str(config))}"
+        )
+    if remedy := shapes_remedy(str(config)):
+        raise ConfigError(f"{config}: expected a configuration file; there is none{remedy}")
 
 
 def _shapes_of_hub(wanted: str) -> tuple[str, str] | None:
