@@ -7,7 +7,6 @@ import tomllib
 from importlib import resources
 from pathlib import Path
 
-from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
 
 
@@ -23,6 +22,8 @@ def shapes_remedy(hub_name: str) -> str:
 
     A name that continues a shipped model's (`-Instruct`, `-0324`) has the shapes of that model.
     """
+    from infinity.config.hub import download_remedy  # `infinity.config` is slow to import.
+
     download = download_remedy(hub_name)
     found = _shapes_of_hub(hub_name.casefold()) if download else None
     if found is None:

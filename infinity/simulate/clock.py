@@ -22,7 +22,8 @@ class Operation:
     ended.
 
     `traffic` names the counter of `nbytes`; `step` is the optimizer step of the operation. One that
-    `is_late` goes after all others that are ready, as writes go after reads on the drives.
+    `is_late` goes after others that are ready, as writes go after reads on the drives, until it has
+    waited for eight times its own duration.
     """
 
     track: str
@@ -44,9 +45,34 @@ class Timeline:
     finish_s: tuple[float, ...]
 
 
+# Of the storage engine: after so many reads of a size it issues a write of the size.
+_READS_BEFORE_WRITE = 8
+
+
+class _Ready:
+    """The operations that are ready for one track, by their indexes."""
+
+    def __init__(self) -> None:
+        self._first: list[int] = []
+        self._late: list[tuple[int, float]] = []  # With the time until which it may wait.
+
+    def push(self, index: int, operation: Operation, now_s: float) -> None:
+        if operation.is_late:
+            until_s = now_s + _READS_BEFORE_WRITE * operation.duration_s
+            heapq.heappush(self._late, (index, until_s))
+        else:
+            heapq.heappush(self._first, index)
+
+    def pop(self, now_s: float) -> int | None:
+        """Returns the operation that runs at this time; None if none is ready."""
+        if self._late and (not self._first or self._late[0][1] <= now_s):
+            return heapq.heappop(self._late)[0]
+        return heapq.heappop(self._first) if self._first else None
+
+
 def simulate(operations: Sequence[Operation]) -> Timeline:
     """Runs the operations. If several are ready for one track, the earliest in the list runs
-    first, of those that are not late if there are any."""
+    first, of those that are not late if there are any. See `Operation` for late ones."""
     missing = [len(operation.after) for operation in operations]
     followers: list[list[int]] = [[] for _ in operations]
     for index, operation in enumerate(operations):
@@ -54,7 +80,7 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
             assert before < index, f"{operation.name} waits for a later operation"
             followers[before].append(index)
 
-    ready: dict[str, list[tuple[bool, int]]] = {operation.track: [] for operation in operations}
+    ready = {operation.track: _Ready() for operation in operations}
     busy: set[str] = set()
     running: list[tuple[float, int]] = []  # A heap, ordered by the end time.
     start_s = [0.0] * len(operations)
@@ -62,8 +88,8 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
 
     def start_ready(now_s: float, tracks: set[str]) -> None:
         for track in tracks - busy:
-            if ready[track]:
-                _, index = heapq.heappop(ready[track])
+            index = ready[track].pop(now_s)
+            if index is not None:
                 busy.add(track)
                 start_s[index] = now_s
                 finish_s[index] = now_s + operations[index].duration_s
@@ -71,7 +97,7 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
 
     for index, count in enumerate(missing):
         if count == 0:
-            heapq.heappush(ready[operations[index].track], (operations[index].is_late, index))
+            ready[operations[index].track].push(index, operations[index], 0.0)
     start_ready(0.0, set(ready))
     while running:
         now_s = running[0][0]
@@ -83,8 +109,8 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
             for follower in followers[index]:
                 missing[follower] -= 1
                 if missing[follower] == 0:
-                    late = operations[follower].is_late
-                    heapq.heappush(ready[operations[follower].track], (late, follower))
-                    changed.add(operations[follower].track)
+                    operation = operations[follower]
+                    ready[operation.track].push(follower, operation, now_s)
+                    changed.add(operation.track)
         start_ready(now_s, changed)
     return Timeline(tuple(operations), tuple(start_s), tuple(finish_s))
