@@ -191,7 +191,7 @@ class GradientStore:
     def end_device_sums(self, units: Sequence[Unit] | None = None) -> None:
         """Ends sums on the device, of all units without `units`, and waits until they have left."""
         self._end_sums(self._store.units if units is None else units)
-        self.finish_copies()
+        self._end_copies()
 
     def _end_sums(self, units: Sequence[Unit]) -> None:
         """Sends the sums of these units from the device; no more gradients are added to them."""
@@ -452,7 +452,8 @@ class GradientStore:
         """One gradient, fp32, flat, on the host: not a copy where that can be, and valid until
         anything else is asked of these gradients."""
         assert self.has(spec)
-        self.finish_copies()
+        self._send_sums(unit)  # Sums of other units stay on the device.
+        self._end_copies()
         on_device = self.resting_on_device(unit)
         if on_device is not None:
             return flat_of(on_device, spec).cpu()

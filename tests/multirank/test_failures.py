@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,15 @@ VICTIM = 2
 TIME_LIMIT_S = 30.0
 
 
+def _write_time(note: str) -> None:
+    """Several threads may die at once: the file is there with all of its content."""
+    own = Path(f"{note}-{threading.get_ident()}")
+    own.write_text(str(time.monotonic()))  # One clock for all processes of a machine.
+    own.replace(note)
+
+
 def _killed(signal_number: int, note: str) -> None:
-    Path(note).write_text(str(time.monotonic()))  # One clock for all processes of a machine.
+    _write_time(note)
     os.kill(os.getpid(), signal_number)
     time.sleep(600)  # A stopped process goes on from here, should it be continued.
 
@@ -54,7 +62,7 @@ def _die_in(
 
     def die(*unused: Any) -> None:
         if signal_number is None:
-            Path(note).write_text(str(time.monotonic()))
+            _write_time(note)
             raise MemoryError("of the test")
         _killed(signal_number, note)
 
