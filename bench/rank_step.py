@@ -188,11 +188,7 @@ def work(words: argparse.Namespace) -> None:
     os._exit(0)  # Groups and engines of every program end with the process.
 
 
-def plain_step(model: Any) -> Step:
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
+def step_of(model: Any, optimizer: Any) -> Step:
     def step(ids: Any) -> float:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -201,6 +197,12 @@ def plain_step(model: Any) -> Step:
         return float(loss.item())
 
     return step
+
+
+def plain_step(model: Any) -> Step:
+    import torch
+
+    return step_of(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
 
 def ddp(model: Any, words: argparse.Namespace) -> tuple[Step, Callable[[], dict[str, float]]]:
@@ -262,15 +264,7 @@ def ours(
         swap = {"path": f"{words.scratch}/swap", "capacity": "64GiB"}
         config["tiers"]["nvme"] = [swap]
     model = infinity.offload(model, config)
-    optimizer = infinity.AdamW(model, lr=1e-4)
-
-    def step(ids: Any) -> float:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.item())
-
+    step = step_of(model, infinity.AdamW(model, lr=1e-4))
     return step, infinity.engine_of(model).counters.snapshot
 
 

@@ -75,6 +75,35 @@ def go_on(run: Run, clip: Clip = unclipped) -> bool:
     return is_whole
 
 
+def told_failures_of_writes(
+    config: dict[str, Any], options: Callable[[], dict[str, Any]], code: int, clip: Clip = unclipped
+) -> int:
+    """Fails the 1st, 2nd, ... write of two steps, until none fails. Returns how many failed; each
+    has to be told by the end of the two steps."""
+    failures = 0
+    for rung in ladder():
+        with trapped(make(), config, **options()) as (engine, trap):
+            run = run_of(engine.model)
+            steps(run, BEFORE, clip)
+            engine.flush()
+            trap.set("write", rung, code)
+            with pytest.raises(InfinityError) as caught:
+                for step in (BEFORE, BEFORE + 1):
+                    steps(run, 1, clip, start=step)
+                    engine.flush()
+                assert trap.error is None, "a failed write was forgotten"
+                raise StorageError(0, operation="none", path="", offset_nbytes=0, nbytes=0)
+            if trap.error is None:
+                break
+            failures += 1
+            cause = caught.value if isinstance(caught.value, StorageError) else None
+            cause = cause or caught.value.__cause__
+            assert isinstance(cause, StorageError) and cause.errno == code
+            del caught
+            settle(engine)
+    return failures
+
+
 def test_each_read_that_fails_around_early_updates_is_told_or_made_again(
     swap_directory: Path, options: Callable[[], dict[str, Any]]
 ) -> None:
@@ -107,30 +136,7 @@ def test_each_read_that_fails_around_early_updates_is_told_or_made_again(
 def test_no_write_that_fails_around_early_updates_is_forgotten(
     swap_directory: Path, code: int, options: Callable[[], dict[str, Any]]
 ) -> None:
-    failures = 0
-    for rung in ladder():
-        model = make()
-        with trapped(model, config_of(swap_directory), **options()) as (engine, trap):
-            run = run_of(model)
-            steps(run, BEFORE)
-            engine.flush()
-            trap.set("write", rung, code)
-            with pytest.raises(InfinityError) as caught:
-                steps(run, 1, start=BEFORE)
-                engine.flush()
-                steps(run, 1, start=BEFORE + 1)
-                engine.flush()
-                assert trap.error is None, "a failed write was forgotten"
-                raise StorageError(0, operation="none", path="", offset_nbytes=0, nbytes=0)
-            if trap.error is None:
-                break
-            failures += 1
-            cause = caught.value if isinstance(caught.value, StorageError) else None
-            cause = cause or caught.value.__cause__
-            assert isinstance(cause, StorageError) and cause.errno == code
-            del caught
-            settle(engine)
-    assert failures > 10
+    assert told_failures_of_writes(config_of(swap_directory), options, code) > 10
 
 
 KILLED = """

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.errors import InfinityError, StorageError
+from infinity.errors import InfinityError
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.parity.test_early_updates import config_of, loss_of, make, steps
 from tests.support.forked import run_script
 
-from .harness import EIO, ENOSPC, assert_nothing_leaked, settle, trapped
+from .harness import EIO, ENOSPC, assert_nothing_leaked, trapped
 from .test_early_updates import (
     BEFORE,
     EXPECTED_STEPS,
@@ -23,6 +23,7 @@ from .test_early_updates import (
     ladder,
     reference,
     run_of,
+    told_failures_of_writes,
     values_of,
 )
 
@@ -73,28 +74,8 @@ def test_each_read_for_the_next_step_that_fails_is_told_or_made_again(
 def test_no_write_of_state_that_waited_is_forgotten_if_it_fails(
     swap_directory: Path, code: int, who: str
 ) -> None:
-    failures = 0
-    for rung in ladder():
-        with trapped(make(), config_here(swap_directory), **OPTIONS[who]()) as (engine, trap):
-            run = run_of(engine.model)
-            steps(run, BEFORE, clipped)
-            engine.flush()
-            trap.set("write", rung, code)
-            with pytest.raises(InfinityError) as caught:
-                for step in (BEFORE, BEFORE + 1):
-                    steps(run, 1, clipped, start=step)
-                    engine.flush()
-                assert trap.error is None, "a failed write was forgotten"
-                raise StorageError(0, operation="none", path="", offset_nbytes=0, nbytes=0)
-            if trap.error is None:
-                break
-            failures += 1
-            cause = caught.value if isinstance(caught.value, StorageError) else None
-            cause = cause or caught.value.__cause__
-            assert isinstance(cause, StorageError) and cause.errno == code
-            del caught
-            settle(engine)
-    assert failures > 10
+    config = config_here(swap_directory)
+    assert told_failures_of_writes(config, OPTIONS[who], code, clipped) > 10
 
 
 KILLED = """

@@ -15,13 +15,9 @@ from infinity.config import SwapConfig
 from infinity.plan import Batch, Forecast, forecast
 from infinity.plan.directory import read_directory
 from infinity.plan.frozen import frozen_model
-from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from tests.support.machines import ANY_MACHINE
 
-MACHINE = Hardware(
-    name="any", source="", host=Host(memory=1 << 34, update_gb_per_s=1, sum_gb_per_s=1),
-    device=Device(tflops=1), nvme=Nvme(capacity=1 << 34, read_gb_per_s=1, write_gb_per_s=1),
-)  # fmt: skip
 SPARSE = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 6}
 # Architecture, layout, changes of its configuration.
 BASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -51,7 +47,7 @@ def planned(base: Path, table: dict[str, Any]) -> Forecast:
     assert settings.adapter is not None
     directory = read_directory(base)
     model = frozen_model(directory.shape, directory.stored, settings.adapter, torch.bfloat16)
-    return forecast(settings, model, MACHINE, Batch(2 * LENGTH, LENGTH))
+    return forecast(settings, model, ANY_MACHINE, Batch(2 * LENGTH, LENGTH))
 
 
 def read_by_a_step(base: Path, table: dict[str, Any]) -> int:

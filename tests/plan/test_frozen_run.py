@@ -13,16 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import infinity
 from infinity.config import SwapConfig
 from infinity.plan import Batch, forecast
-from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.model import model_of_module
+from tests.support.machines import ANY_MACHINE
 
 SHAPE = LlamaConfig(
     vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
     num_attention_heads=4, num_key_value_heads=4,
-)  # fmt: skip
-MACHINE = Hardware(
-    name="any", source="", host=Host(memory=1 << 34, update_gb_per_s=1, sum_gb_per_s=1),
-    device=Device(tflops=1), nvme=Nvme(capacity=1 << 34, read_gb_per_s=1, write_gb_per_s=1),
 )  # fmt: skip
 LENGTH, NUM_STEPS = 32, 5
 LINKS = ("nvme_read", "nvme_write")
@@ -83,7 +79,7 @@ def test_bytes_of_an_adapters_step_are_those_of_a_run(
     settings = SwapConfig.load(table)
     model = model_of_module(build(), settings, SHAPE)
     batch = Batch(num_micro_batches * LENGTH, LENGTH)
-    found = forecast(settings, model, MACHINE, batch).step.moved_nbytes
+    found = forecast(settings, model, ANY_MACHINE, batch).step.moved_nbytes
     assert found.get("nvme_write", 0) == ran["nvme_write"]
     assert found["nvme_read"] == pytest.approx(ran["nvme_read"], rel=within)
     frozen = sum(unit.weight_nbytes for unit in model.units if not unit.state_numel)

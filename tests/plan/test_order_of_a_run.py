@@ -22,18 +22,14 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.observe.tracer import Track
 from infinity.plan import Batch, forecast
-from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.model import model_of_module
 from infinity.simulate.log import NVME, READ
 from infinity.simulate.step import predict
+from tests.support.machines import ANY_MACHINE
 
 SHAPE = LlamaConfig(
     vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=8,
     num_attention_heads=4, num_key_value_heads=4,
-)  # fmt: skip
-MACHINE = Hardware(
-    name="any", source="", host=Host(memory=1 << 34, update_gb_per_s=1, sum_gb_per_s=1),
-    device=Device(tflops=1), nvme=Nvme(capacity=1 << 34, read_gb_per_s=1, write_gb_per_s=1),
 )  # fmt: skip
 LENGTH, NUM_STEPS = 16, 6
 KINDS = ("parameters", "master", "moments", "gradients")
@@ -152,11 +148,11 @@ def order_of_a_run(case: Case, table: dict[str, Any]) -> Order:
 def simulated_order(case: Case, table: dict[str, Any]) -> Order:
     settings = SwapConfig.load(table)
     batch = Batch(case.num_micro_batches * LENGTH, LENGTH)
-    found = forecast(settings, model_of_module(build(), settings, SHAPE), MACHINE, batch)
+    found = forecast(settings, model_of_module(build(), settings, SHAPE), ANY_MACHINE, batch)
     job = found.job
     if case.early_share is not None:
         job = replace(job, early_share=case.early_share)
-    step = predict(job, MACHINE.rates())
+    step = predict(job, ANY_MACHINE.rates())
     transfers = [each for each in step.timeline.operations if each.track == NVME]
     order = order_of(
         ("read" if each.traffic == READ else "write", each.name.partition(": ")[2])
