@@ -188,9 +188,10 @@ class SimulatedEvent(Event):
     @override
     def query(self) -> bool:
         assert self._over is not None
-        if self._over.done():
-            self.synchronize()
-        return self._over.done()
+        if not self._over.done():  # Asked once: the stream may end between two answers.
+            return False
+        self.synchronize()
+        return True
 
     @override
     def synchronize(self) -> None:
