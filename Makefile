@@ -7,7 +7,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test docs quick lint types format setup gpu clean
+.PHONY: demo test exhaustive docs quick lint types format setup gpu clean
 
 demo:
 	scripts/setup.sh hf
@@ -15,6 +15,11 @@ demo:
 
 test: setup
 	$(PYTHON) -m pytest -n 2 --dist worksteal --durations=10
+
+# The suite with all cases of its large products: before a release, and after a change of what they
+# are about.
+exhaustive: setup
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m ""
 
 # A warning is an error. A test of the suite builds the site, too.
 docs: setup

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 
 import torch
 
@@ -82,8 +83,28 @@ class Moments:
         """Whether the moments are 8-bit codes with scales."""
         return self.format is MomentFormat.EIGHT_BIT and bool(self.kinds)
 
+    def is_8bit_kind(self, kind: StateKind) -> bool:
+        """Whether the state kind is one of these moments, stored as codes."""
+        return kind in self.kinds and self.is_8bit
+
 
 OF_ADAM = Moments()
+
+
+@cache
+def _dtypes(
+    moments: Moments, master_dtype: torch.dtype | None
+) -> Mapping[StateKind, torch.dtype | None]:
+    """Returns the dtype of each state kind: the same for the many units of a model."""
+
+    def dtype(kind: StateKind) -> torch.dtype | None:
+        if kind.kind == "moments" and kind not in moments.kinds:
+            return None
+        if moments.is_8bit_kind(kind):
+            return torch.uint8
+        return master_dtype if kind is StateKind.MASTER else torch.float32
+
+    return {kind: dtype(kind) for kind in StateKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +153,7 @@ class Unit:
     kinds: frozenset[StateKind] | None = None  # Those that rest on this rank; None: all of them.
     stored: StoredWeights | None = None  # Frozen weights that rest in the checkpoint's own files.
     _trainable: tuple[TensorSpec, ...] = field(init=False, repr=False)  # Asked for every gradient.
-    _dtypes: dict[StateKind, torch.dtype | None] = field(init=False, repr=False)
+    _dtypes: Mapping[StateKind, torch.dtype | None] = field(init=False, repr=False)
     known_chunks: dict[int, tuple[Chunk, ...]] = field(
         init=False, repr=False, default_factory=dict
     )  # By `chunk_nbytes`; of `chunk_unit`.
@@ -140,8 +161,7 @@ class Unit:
     def __post_init__(self) -> None:
         trainable = tuple(tensor for tensor in self.tensors if tensor.state_offset >= 0)
         object.__setattr__(self, "_trainable", trainable)
-        dtypes = {kind: self._dtype(kind) for kind in StateKind}
-        object.__setattr__(self, "_dtypes", dtypes)
+        object.__setattr__(self, "_dtypes", _dtypes(self.moments, self.master_dtype))
 
     @property
     def has_residual(self) -> bool:
@@ -152,16 +172,9 @@ class Unit:
         """The dtype of the elements of a state kind; None when the unit has none of it."""
         return self._dtypes[kind]
 
-    def _dtype(self, kind: StateKind) -> torch.dtype | None:
-        if kind.kind == "moments" and kind not in self.moments.kinds:
-            return None
-        if self.is_8bit(kind):
-            return torch.uint8
-        return self.master_dtype if kind is StateKind.MASTER else torch.float32
-
     def is_8bit(self, kind: StateKind) -> bool:
         """Returns whether the state kind is stored as codes with scales among them."""
-        return kind in self.moments.kinds and self.moments.is_8bit
+        return self.moments.is_8bit_kind(kind)
 
     @property
     def granule_numel(self) -> int:

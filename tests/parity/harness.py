@@ -111,21 +111,29 @@ class OffloadedSide:
         optimizer.step()
         return optimizer.grad_norm if plan.max_norm is not None else None
 
-    # One parameter at a time: the budgets of these tests do not hold the whole model.
+    # One unit at a time: the budgets of these tests do not hold the whole model.
 
     def gradients(self) -> Named:
-        found: Named = {}
-        for name, handle in list(self.model.named_parameters()):
-            with infinity.gather([handle]):
-                gradient = self.model.get_parameter(name).grad
-                found[name] = None if gradient is None else gradient.clone().cpu()
-        return found
+        return self._copies(lambda parameter: parameter.grad)
 
     def weights(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, handle in list(self.model.named_parameters()):
-            with infinity.gather([handle]):
-                found[name] = self.model.get_parameter(name).detach().clone().cpu()
+        found = self._copies(lambda parameter: parameter)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _copies(self, shown: Callable[[Tensor], Tensor | None]) -> Named:
+        """Copies on the host of what is shown of every parameter, in the model's order."""
+        engine = infinity.engine_of(self.model)
+        handles = dict(self.model.named_parameters())
+        together: dict[tuple[int, ...], list[str]] = {}
+        for name, handle in handles.items():
+            units = tuple(param.unit.index for param in engine.params_of([handle]))
+            together.setdefault(units, []).append(name)
+        found: Named = dict.fromkeys(handles)
+        for names in together.values():
+            with infinity.gather([handles[name] for name in names]):
+                for name in names:
+                    value = shown(self.model.get_parameter(name))
+                    found[name] = None if value is None else value.detach().clone().cpu()
         return found
 
     def settled(self) -> None:

@@ -123,16 +123,23 @@ def idle_drives() -> Iterator[None]:
     busy machine none may come about."""
     real = EarlyUpdates.advance
 
+    def under_way(early: EarlyUpdates) -> list[Any]:
+        ring = early._ring
+        slots = [*ring._slots, *(each.slot for each in ring._started.values() if each.slot)]
+        transfers = [transfer for slot in slots for transfer in slot.transfers]
+        transfers += [each.writing for each in early._weight_cache.weights if each.writing]
+        return [transfer for transfer in transfers if not transfer.done()]
+
     def advance(early: EarlyUpdates) -> None:
+        waited = under_way(early)
         for _ in range(12):
-            ring = early._ring
-            slots = [*ring._slots, *(each.slot for each in ring._started.values() if each.slot)]
-            waited = [transfer for slot in slots for transfer in slot.transfers]
-            waited += [each.writing for each in early._weight_cache.weights if each.writing]
             for transfer in waited:
                 with contextlib.suppress(StorageError):
                     transfer.wait()
             real(early)
+            waited = under_way(early)
+            if not waited:
+                break
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyUpdates, "advance", advance)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import gc
 from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.exhaustive import sampled
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
@@ -77,8 +79,14 @@ def test_the_zoo_is_wide() -> None:
 
 
 # The two ways of a model come one after the other, and share its reference.
-@pytest.mark.parametrize("where", ["nvme", "late-device"])
-@pytest.mark.parametrize("name", ZOO)
+WAYS = ["nvme", "late-device"]
+CHECKPOINTING = [name for name in ZOO if ZOO[name].checkpointing]
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    sampled(product(ZOO, WAYS), lambda case: WAYS[list(ZOO).index(case[0]) % 2] == case[1]),
+)
 def test_trains_like_plain_pytorch(name: str, where: str, swap_directory: Path) -> None:
     """All state on NVMe in the smallest host budget; or on the host, with a device that has its own
     memory, random copy delays and poisoned releases.
@@ -102,7 +110,7 @@ def test_trains_like_plain_pytorch(name: str, where: str, swap_directory: Path) 
         assert_same_run(expected, run(entry, OffloadedSide(model), plan_for(name, False)))
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if ZOO[name].checkpointing])
+@pytest.mark.parametrize("name", sampled(CHECKPOINTING, lambda name: name in CHECKPOINTING[::2]))
 def test_trains_like_plain_pytorch_with_checkpointing(name: str, swap_directory: Path) -> None:
     """`gradient_checkpointing_enable(use_reentrant=False)` on both sides."""
     config = swap_config(swap_directory, placement="nvme")
