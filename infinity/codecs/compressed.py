@@ -91,7 +91,8 @@ class CompressedScheme:
             expected = " or ".join(map(str, sorted(sizes))) or "no INT4 group"
             raise found.error(
                 f"{scale!r} has shape {stored} for a weight of {logical}: groups of {size or '?'} "
-                f"columns; config.json says {expected}"
+                f"columns; config.json says {expected}. Do config.json and the files belong "
+                "together?"
             )
         names, codec = (packed, scale), Int4Groups(size, dtype)
         found.add(name, codec, logical, names, aside=(f"{name}_shape",))

@@ -42,6 +42,15 @@ class OtherDrives:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseCopy:
+    """The copy of a frozen base before the first step: bytes at rest, decoded, of all ranks, and
+    the least time to read the checkpoint on every rank and to write the copy."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Bytes are of one step and all ranks. `obstacles` say by name what does not fit."""
 
@@ -57,6 +66,7 @@ class Answer:
     data: DataRun | None
     checkpoint_drives: int | None
     other_drives: OtherDrives | None
+    base_copy: BaseCopy | None
 
 
 def answer(
@@ -84,6 +94,7 @@ def answer(
         data=data,
         checkpoint_drives=_drives(forecast),
         other_drives=None if other is None else _other(other),
+        base_copy=_base_copy(forecast),
     )
 
 
@@ -104,7 +115,7 @@ def sentences(forecast: Forecast, found: Answer) -> list[str]:
         f"A step of {tokens:,} tokens takes {duration(found.step_s)} "
         f"({found.tokens_per_s:,.4g} tokens/s): {bound}{reads}."
     )
-    return [first, second, _of_data(found), *_of_drives(found)]
+    return [first, second, *_of_copy(forecast, found), _of_data(found), *_of_drives(found)]
 
 
 def count(number: float) -> str:
@@ -142,6 +153,29 @@ def _what(forecast: Forecast) -> str:
         f"{method} of rank {adapter.rank}{where} ({count(frozen.trained_params)} parameters) "
         f"over {forecast.model.name} ({decimal(frozen.stored.nbytes)} as stored)"
     )
+
+
+def _base_copy(forecast: Forecast) -> BaseCopy | None:
+    frozen, ranks = forecast.model.frozen, forecast.num_ranks
+    if frozen is None or not frozen.is_copied:
+        return None
+    placed = forecast.placed_nbytes["base"]
+    rates = forecast.hardware.rates(forecast.shard_drives)
+    read_s = ranks * frozen.stored.nbytes / rates.checkpoint_read
+    write_s = ranks * placed.get("nvme", 0) / rates.nvme_write
+    return BaseCopy(ranks * sum(placed.values()), read_s + write_s)
+
+
+def _of_copy(forecast: Forecast, found: Answer) -> list[str]:
+    copy, ranks = found.base_copy, forecast.num_ranks
+    if copy is None:
+        return []
+    reason = f"{ranks} ranks share it" if ranks > 1 else "[placement] says so"
+    tiers = " and ".join(sorted(forecast.placed_nbytes["base"]))
+    return [
+        f"The base is not read in place, because {reason}: before the first step it is copied, "
+        f"decoded, {decimal(copy.nbytes)} to {tiers}, in {duration(copy.seconds)} or more."
+    ]
 
 
 def _of_data(found: Answer) -> str:

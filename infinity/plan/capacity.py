@@ -22,7 +22,6 @@ from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets, compute_budgets, weights_in_use
 from infinity.state.placement import StatePlacement, resting_nbytes
-from infinity.state.stored import StoredWeights
 from infinity.state.tiles import fit
 from infinity.state.units import Unit
 from infinity.storage.volume_layout import SPARES_REMEDY
@@ -45,17 +44,13 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
             "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
         }
         if sharding is not None:
-            # Ranks keep frozen weights as they keep others.
-            decoded_nbytes = most_decoded_nbytes(tiled)
-            sizes |= {
-                "held_nbytes": tiled.held_nbytes + (decoded_nbytes if shares_host_memory else 0),
-                "device_nbytes": None if window_nbytes is None else window_nbytes - decoded_nbytes,
-            }
+            sizes |= {"held_nbytes": tiled.held_nbytes, "device_nbytes": window_nbytes}
             return tiled, sharding, sharding.budgets(config, **sizes)
-        if tiled.frozen is None:
+        if not tiled.has_base_in_place:
             sizes["held_nbytes"] = tiled.held_nbytes
         else:
-            tiled = _in_place(tiled)
+            assert tiled.frozen is not None
+            tiled = replace(tiled, units=tiled.frozen.in_place(tiled.units))
             sizes |= _in_use(tiled, shares_host_memory=shares_host_memory)
         return (
             tiled,
@@ -68,17 +63,6 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
         return budgets.has_space_ahead(max(tiled.attached_nbytes(unit) for unit in tiled.units))
 
     return fit(config.schedule.tile, attempt, has_space_ahead, largest_nbytes(model))
-
-
-def _in_place(model: PlannedModel) -> PlannedModel:
-    """Returns the model with its frozen weights in the files of their checkpoint."""
-    units = tuple(
-        unit
-        if unit.state_numel
-        else replace(unit, stored=StoredWeights(unit.weight_nbytes, (), ()))
-        for unit in model.units
-    )
-    return replace(model, units=units)
 
 
 def _in_use(model: PlannedModel, *, shares_host_memory: bool) -> dict[str, int]:
@@ -132,7 +116,8 @@ def refuse_full_tiers(
     swap_nbytes = budgets.placement.placed_nbytes["nvme"]
     drives_nbytes = 0 if hardware.nvme is None else hardware.nvme.capacity
     if model.frozen is not None:
-        swap_nbytes -= _frozen_nbytes(units, budgets.placement, "nvme")
+        if not model.frozen.is_copied:
+            swap_nbytes -= _frozen_nbytes(units, budgets.placement, "nvme")
         base_nbytes = (model.frozen.stored.nbytes + model.frozen.stored.unused_nbytes) // num_ranks
         _refuse_large_checkpoint(model, hardware, base_nbytes, shard_drives)
         if hardware.nvme is not None and hardware.nvme.checkpoint_read_gb_per_s is None:
@@ -203,12 +188,13 @@ def by_kind(
     units: Sequence[Unit], placement: StatePlacement, model: PlannedModel
 ) -> dict[str, dict[str, int]]:
     """Returns the bytes at rest by kind of state and tier. A frozen base is a kind of its own,
-    "base", and its tier beside the host is "checkpoint"."""
+    "base"; in place, its tier beside the host is "checkpoint"."""
     placed: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for (index, state_kind), rests_on in placement.tiers.items():
         tier = rests_on
         unit, kind = units[index], state_kind.kind
         if model.frozen is not None and not unit.state_numel:
-            kind, tier = "base", "checkpoint" if tier == "nvme" else tier
+            kind = "base"
+            tier = "checkpoint" if tier == "nvme" and model.has_base_in_place else tier
         placed[kind][tier] += resting_nbytes(unit, state_kind)
     return {kind: dict(tiers) for kind, tiers in placed.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,26 @@ from pydantic import ValidationError
 
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
+from infinity.codecs.detect import quantization_of
+from infinity.codecs.schemes import scheme_of
 from infinity.errors import ConfigError
 from infinity.plan.published import published_format
 from infinity.plan.shapes import LatentAttention, ModelShape, Moe
 from infinity.plan.shipped import shapes_remedy
-from infinity.plan.stored import StoredBlock, StoredModel, stored_of_shape
+from infinity.plan.stored import (
+    PlannedPart,
+    StoredBlock,
+    StoredModel,
+    stored_bytes,
+    stored_experts,
+    stored_of_shape,
+)
 from infinity.sizes import format_nbytes
+from infinity.storage.shards import ShardRange
 
 _INDEX = "model.safetensors.index.json"
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _OTHER_TOWERS = re.compile(r"(?:^|\.)(?:vision|visual|audio|mm_projector|multi_modal)")
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -47,7 +57,7 @@ class ModelDirectory:
     def is_quantised(self) -> bool:
         """Whether some weights are codes, which cannot be trained."""
         return any(
-            block.are_experts_encoded or block.is_rest_encoded for block in self.stored.blocks
+            block.experts.is_encoded or block.rest.is_encoded for block in self.stored.blocks
         )
 
     @property
@@ -60,8 +70,8 @@ def read_directory(directory: Path) -> ModelDirectory:
     """Reads config.json and headers. Without any file of weights, sizes are those of the format
     that config.json names.
 
-    Raises ConfigError for a directory without config.json or with a block that no file has,
-    CorruptionError for a damaged header.
+    Raises ConfigError for a directory without config.json, in a format without a codec, or with a
+    block that no file has; CorruptionError for a damaged header.
     """
     where = str(directory / "config.json")
     table = _table(directory / "config.json")
@@ -74,12 +84,15 @@ def read_directory(directory: Path) -> ModelDirectory:
         return ModelDirectory(
             directory, shape, replace(stored, formats=said), (), _max_positions(table)
         )
-    sizes = _Sizes()
+    quantization = quantization_of(table, str(directory))
+    if quantization is not None:
+        scheme_of(quantization, str(directory))  # Refuses formats without a codec.
+    headers = _ModelHeaders(shape)
     for file in files:
         with SafetensorsReader(file) as reader:
             for info in reader.tensors.values():
-                sizes.add(info, shape.layers)
-    stored = sizes.stored(shape, directory, _format_of(table))
+                headers.add(info, str(file))
+    stored = headers.stored(directory, _format_of(table))
     return ModelDirectory(directory, shape, stored, files, _max_positions(table))
 
 
@@ -197,54 +210,89 @@ def _files(directory: Path) -> tuple[Path, ...]:
 
 
 @dataclass(slots=True)
-class _Sizes:
-    """Bytes by block and part, as headers are read."""
+class _PartHeaders:
+    """The tensors of one part of the model, as headers are read."""
 
-    blocks: defaultdict[tuple[int, bool], int] = field(default_factory=lambda: defaultdict(int))
-    encoded: set[tuple[int, bool]] = field(default_factory=set)
-    outside: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    nbytes: int = 0
+    is_encoded: bool = False
+    ranges: defaultdict[int, list[ShardRange]] = field(default_factory=lambda: defaultdict(list))
+    stacks: list[ShardRange] = field(default_factory=list)
 
-    def add(self, info: TensorInfo, num_layers: int) -> None:
-        """Counts a tensor."""
-        found = _BLOCK.search(info.name)
-        if _OTHER_TOWERS.search(info.name) or (found and int(found[1]) >= num_layers):
-            self.outside["unused"] += info.nbytes
-        elif found:
-            key = int(found[1]), "experts" in found[2].split(".")
-            self.blocks[key] += info.nbytes
-            if info.unreadable is not None or info.dtype not in _PLAIN_DTYPES:
-                self.encoded.add(key)
+    def add(self, info: TensorInfo, path: str, num_experts: int | None) -> None:
+        """Counts a tensor; `num_experts` of routed experts, else None."""
+        self.nbytes += info.nbytes
+        self.is_encoded |= info.unreadable is not None or info.dtype not in _PLAIN_DTYPES
+        found = _EXPERT.search(info.name)
+        part = ShardRange(path, info.offset_nbytes, info.nbytes)
+        if num_experts and found is None and info.shape[:1] == (num_experts,):
+            self.stacks.append(part)
         else:
-            self.outside[_part_outside(info.name)] += info.nbytes
+            number = int(found[1]) if found is not None else 0
+            self.ranges[number if number < (num_experts or 0) else 0].append(part)
 
-    def stored(self, shape: ModelShape, directory: Path, format_name: str) -> StoredModel:
+    def stored(self, num_experts: int | None = None) -> PlannedPart:
+        """Returns the bytes, and where they are."""
+        if num_experts:
+            tensor = stored_experts(self.ranges, self.stacks, num_experts)
+        else:
+            tensor = stored_bytes(self.ranges[0])
+        return PlannedPart(self.nbytes, self.is_encoded, tensor)
+
+
+@dataclass(slots=True)
+class _ModelHeaders:
+    """The tensors by block and part, as headers are read."""
+
+    shape: ModelShape
+    blocks: defaultdict[tuple[int, bool], _PartHeaders] = field(
+        default_factory=lambda: defaultdict(_PartHeaders)
+    )
+    outside: defaultdict[str, _PartHeaders] = field(
+        default_factory=lambda: defaultdict(_PartHeaders)
+    )
+
+    @property
+    def num_experts(self) -> int | None:
+        """The number of routed experts of a block."""
+        return None if self.shape.moe is None else self.shape.moe.experts
+
+    def add(self, info: TensorInfo, path: str) -> None:
+        """Counts a tensor of a file."""
+        found = _BLOCK.search(info.name)
+        if _OTHER_TOWERS.search(info.name) or (found and int(found[1]) >= self.shape.layers):
+            self.outside["unused"].add(info, path, None)
+        elif found:
+            is_experts = "experts" in found[2].split(".")
+            part = self.blocks[int(found[1]), is_experts]
+            part.add(info, path, self.num_experts if is_experts else None)
+        else:
+            self.outside[_part_outside(info.name)].add(info, path, None)
+
+    def stored(self, directory: Path, format_name: str) -> StoredModel:
         """Returns what training reads. Raises ConfigError if a block has no weights."""
-        for layer in range(shape.layers):
-            if not self.blocks[layer, False]:
+        layers = range(self.shape.layers)
+        for layer in layers:
+            if not self.blocks[layer, False].nbytes:
                 raise ConfigError(
-                    f"{directory}: config.json has {shape.layers} layers, and no file has weights "
+                    f"{directory}: config.json has {len(layers)} layers, and no file has weights "
                     f"of layer {layer}; download all files"
                 )
+        unused_nbytes = self.outside["unused"].nbytes
+        unused = [f"{format_nbytes(unused_nbytes)} of the files are not read"] * bool(unused_nbytes)
         return StoredModel(
             blocks=tuple(
                 StoredBlock(
-                    self.blocks[layer, True],
-                    self.blocks[layer, False],
-                    (layer, True) in self.encoded,
-                    (layer, False) in self.encoded,
+                    experts=self.blocks[layer, True].stored(self.num_experts),
+                    rest=self.blocks[layer, False].stored(),
                 )
-                for layer in range(shape.layers)
+                for layer in layers
             ),
-            embedding_nbytes=self.outside["embedding"],
-            norm_nbytes=self.outside["norm"],
-            head_nbytes=self.outside["head"],
-            formats="; ".join([format_name, *self._unused()]),
-            unused_nbytes=self.outside["unused"],
+            embedding=self.outside["embedding"].stored(),
+            norm=self.outside["norm"].stored(),
+            head=self.outside["head"].stored(),
+            formats="; ".join([format_name, *unused]),
+            unused_nbytes=unused_nbytes,
         )
-
-    def _unused(self) -> Iterator[str]:
-        if self.outside["unused"]:
-            yield f"{format_nbytes(self.outside['unused'])} of the files are not read"
 
 
 def _part_outside(name: str) -> str:

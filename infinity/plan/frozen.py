@@ -7,7 +7,8 @@ so that they can be divided into chunks of experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,8 @@ from infinity.plan.adapters import AdapterSize, adapter_size, refuse_unknown_tar
 from infinity.plan.frozen_base import FrozenBase
 from infinity.plan.model import ModuleWork, PlannedModel, facts_of_shape
 from infinity.plan.shapes import ModelShape, attention_width, linears, norms, numel_of
-from infinity.plan.stored import StoredBlock, StoredModel
+from infinity.plan.stored import PlannedPart, StoredBlock, StoredModel
+from infinity.state.stored import StoredTensor
 from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit
 from infinity.tiers.ranges import rounded_nbytes
 
@@ -32,31 +34,64 @@ def frozen_model(
     of decoded weights. Raises ConfigError for a target that the model does not have."""
     refuse_unknown_targets(shape, adapter)
     builder = _Builder(shape, dtype, moments)
-    embedding = builder.add_frozen("embedding", {"weight": stored.embedding_nbytes})
+    embedding = builder.add_frozen("embedding", {"weight": stored.embedding})
     builder.work.append(ModuleWork((embedding,), 0, trained_params=0, has_backward=False))
     trained = 0
     for layer, block in enumerate(stored.blocks):
         size = adapter_size(shape, layer, adapter)
         trained += size.num_params
         builder.add_block(layer, block, size)
-    norm = builder.add_frozen("final norm", {"weight": stored.norm_nbytes})
+    norm = builder.add_frozen("final norm", {"weight": stored.norm})
     builder.work.append(ModuleWork((norm,), 0, trained_params=0))
     head = embedding
-    if stored.head_nbytes:
-        head = builder.add_frozen("head", {"weight": stored.head_nbytes})
+    if stored.head.nbytes:
+        head = builder.add_frozen("head", {"weight": stored.head})
     builder.work.append(ModuleWork((head,), shape.vocab * shape.hidden, trained_params=0))
     units, base_params = builder.units, builder.num_params + _outside_params(shape)
     return PlannedModel(
         name=shape.name,
         units=tuple(units),
         hooked_modules=tuple(builder.work),
-        held_nbytes=max(
-            sum(rounded_nbytes(units[unit].weight_nbytes) for unit in hooked.units)
-            for hooked in builder.work
-        ),
+        held_nbytes=_held_nbytes(units, builder.work),
         num_params=base_params,
         checkpoint_width=shape.hidden,
-        frozen=FrozenBase(stored, adapter, base_params, trained, builder.decoded_per_byte),
+        frozen=FrozenBase(
+            stored, adapter, base_params, trained, builder.decoded_per_byte, builder.tensors
+        ),
+    )
+
+
+def copied_model(model: PlannedModel, dtype: torch.dtype) -> PlannedModel:
+    """Returns the model as the engine trains it where it copies the base: over several ranks, and
+    with placement.frozen = "copy"."""
+    frozen = model.frozen
+    assert frozen is not None
+
+    def decoded(facts: TensorFacts) -> TensorFacts:
+        *rows, last = facts.shape
+        nbytes = last * frozen.attached_per_byte(facts.name)
+        size = (*rows, int(nbytes) // dtype.itemsize)
+        return facts_of_shape(facts.name, size, dtype, is_trainable=False)
+
+    units = [
+        unit
+        if unit.state_numel
+        else layout_unit(
+            unit.index, unit.name, [decoded(spec.facts) for spec in unit.tensors], unit.moments
+        )
+        for unit in model.units
+    ]
+    return replace(
+        model,
+        units=tuple(units),
+        held_nbytes=_held_nbytes(units, model.hooked_modules),
+        frozen=replace(frozen, decoded_per_byte={}, tensors={}, is_copied=True),
+    )
+
+
+def _held_nbytes(units: Sequence[Unit], work: Sequence[ModuleWork]) -> int:
+    return max(
+        sum(rounded_nbytes(units[unit].weight_nbytes) for unit in hooked.units) for hooked in work
     )
 
 
@@ -75,15 +110,19 @@ class _Builder:
         self.work: list[ModuleWork] = []
         self.num_params = 0
         self.decoded_per_byte: dict[str, float] = {}
+        self.tensors: dict[str, StoredTensor] = {}
 
-    def add_frozen(self, name: str, tensors: Mapping[str, int], num_experts: int = 0) -> int:
+    def add_frozen(self, name: str, parts: Mapping[str, PlannedPart], num_experts: int = 0) -> int:
         """Adds a unit of stored bytes; a tensor called "experts" has a row per expert."""
         facts = []
-        for tensor, nbytes in tensors.items():
-            size: tuple[int, ...] = (nbytes,)
+        for tensor, part in parts.items():
+            size: tuple[int, ...] = (part.nbytes,)
             if tensor == "experts":
-                size = (num_experts, 1, -(-nbytes // num_experts))
-            facts.append(facts_of_shape(f"{name}.{tensor}", size, torch.uint8, is_trainable=False))
+                size = (num_experts, 1, -(-part.nbytes // num_experts))
+            full_name = f"{name}.{tensor}"
+            facts.append(facts_of_shape(full_name, size, torch.uint8, is_trainable=False))
+            if part.tensor:
+                self.tensors[full_name] = part.tensor
         return self._add(name, facts)
 
     def add_block(self, layer: int, block: StoredBlock, size: AdapterSize) -> None:
@@ -105,18 +144,16 @@ class _Builder:
         rest += sum(numel_of(size) for size in norms(shape).values())
         self.num_params += experts + rest
         frozen = f"{name} (frozen)" if needed else name
-        tensors = {"weights": block.rest_nbytes}
-        if block.experts_nbytes:
-            tensors["experts"] = block.experts_nbytes
+        parts = {"weights": block.rest}
+        if block.experts.nbytes:
+            parts["experts"] = block.experts
         num_experts = shape.moe.experts if shape.moe is not None else 0
-        needed.append(self.add_frozen(frozen, tensors, num_experts))
-        for tensor, is_encoded, params in (
-            ("weights", block.is_rest_encoded, rest),
-            ("experts", block.are_experts_encoded, experts),
-        ):
-            if is_encoded and tensors.get(tensor):
+        needed.append(self.add_frozen(frozen, parts, num_experts))
+        for tensor, part in parts.items():
+            if part.is_encoded:
+                params = experts if tensor == "experts" else rest
                 decoded_nbytes = params * self._dtype.itemsize
-                self.decoded_per_byte[f"{frozen}.{tensor}"] = decoded_nbytes / tensors[tensor]
+                self.decoded_per_byte[f"{frozen}.{tensor}"] = decoded_nbytes / part.nbytes
         self.work.append(
             ModuleWork(
                 tuple(needed),

@@ -75,6 +75,11 @@ class PlannedModel:
     hf_config: Any = None  # The configuration of a transformers model.
     frozen: FrozenBase | None = None  # The base of an adapter; None if all weights are trained.
 
+    @property
+    def has_base_in_place(self) -> bool:
+        """Whether frozen weights are read from the files of their checkpoint."""
+        return self.frozen is not None and not self.frozen.is_copied
+
     def attached_nbytes(self, unit: Unit) -> int:
         """Returns the bytes of a unit's weights where the device computes with them."""
         return unit.weight_nbytes if self.frozen is None else self.frozen.attached_nbytes(unit)

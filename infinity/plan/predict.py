@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from infinity.config import SwapConfig
 from infinity.distributed.setup import ShardingPlan
 from infinity.plan.capacity import (
@@ -19,6 +21,7 @@ from infinity.plan.capacity import (
     window_nbytes_of,
     with_checkpoint_tier,
 )
+from infinity.plan.frozen import copied_model
 from infinity.plan.hardware import Hardware
 from infinity.plan.inputs import (
     ChunkTraffic,
@@ -46,6 +49,7 @@ from infinity.state.spare_generations import (
     updates_in_backward,
     wanted_spares,
 )
+from infinity.state.units import StateKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +123,7 @@ def forecast(
     rank that owns most. `shard_drives` of the drives hold the checkpoint of a frozen base; None:
     all of them.
     """
-    if model.frozen is not None:
-        config = with_checkpoint_tier(config)
+    config, model = _with_base(config, model, num_ranks)
     node = NodeView(config, hardware, num_ranks, rank)
     config, machine = node.config_of_rank, node.hardware_of_rank
     window_nbytes = window_nbytes_of(config, machine)
@@ -174,6 +177,17 @@ def forecast(
     )
 
 
+def _with_base(
+    config: SwapConfig, model: PlannedModel, num_ranks: int
+) -> tuple[SwapConfig, PlannedModel]:
+    """Returns both with a frozen base where the engine reads it: in its files, or in a copy."""
+    if model.frozen is None:
+        return config, model
+    if num_ranks > 1 or not config.placement.reads_in_place:
+        return config, copied_model(model, getattr(torch, config.precision.compute_dtype))
+    return with_checkpoint_tier(config), model
+
+
 def _job(
     config: SwapConfig,
     model: PlannedModel,
@@ -213,7 +227,7 @@ def _job(
             )
         )
     job = make_job(config, budgets, model.units, uses, batch, saved_on=saved_on, loads=loads)
-    return job if model.frozen is None else _from_checkpoint(job, model, budgets, saved)
+    return _from_checkpoint(job, model, budgets, saved) if model.has_base_in_place else job
 
 
 def _from_checkpoint(
@@ -227,6 +241,7 @@ def _from_checkpoint(
         else replace(
             load,
             weights="checkpoint" if load.weights == "nvme" else load.weights,
+            weight_nbytes=unit.nbytes(StateKind.PARAMETERS),
             decoded_nbytes=model.attached_nbytes(unit),
         )
         for load, unit in zip(job.units, model.units, strict=True)

@@ -2,40 +2,107 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from typing_extensions import override
 
 from infinity.plan.formats import PLAIN, stored_nbytes
 from infinity.plan.shapes import ModelShape, linears, norms, numel_of
+from infinity.state.stored import Decoder, StoredSlice, StoredTensor
+from infinity.storage.shards import ShardRange
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPart:
+    """Weights of a model in its checkpoint. `is_encoded` says whether they are codes that a device
+    decodes before it computes with them.
+
+    `tensor` has the ranges of the files, as a parameter of the planned shape: bytes, or a row for
+    each expert. It is empty if the files are not there.
+    """
+
+    nbytes: int
+    is_encoded: bool = False
+    tensor: StoredTensor = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """Bytes of a block: of its routed experts (0 without), and of the rest. `is_encoded` says
-    whether they are codes that a device decodes before it computes with them."""
+    """The weights of a block: routed experts (no bytes without), and the rest."""
 
-    experts_nbytes: int
-    rest_nbytes: int
-    are_experts_encoded: bool
-    is_rest_encoded: bool
+    experts: PlannedPart
+    rest: PlannedPart
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """Bytes of the model. `head_nbytes` is 0 if the embedding is the head. `formats` names the
+    """Bytes of the model. `head` has none if the embedding is the head. `formats` names the
     formats, for a reader. `unused_nbytes` are in the files, but no pass reads them."""
 
     blocks: tuple[StoredBlock, ...]
-    embedding_nbytes: int
-    norm_nbytes: int
-    head_nbytes: int
+    embedding: PlannedPart
+    norm: PlannedPart
+    head: PlannedPart
     formats: str
     unused_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes that training reads."""
-        blocks = sum(block.experts_nbytes + block.rest_nbytes for block in self.blocks)
-        return blocks + self.embedding_nbytes + self.norm_nbytes + self.head_nbytes
+        blocks = sum(block.experts.nbytes + block.rest.nbytes for block in self.blocks)
+        return blocks + self.embedding.nbytes + self.norm.nbytes + self.head.nbytes
+
+
+class _PlannedBytes(Decoder):
+    """Stands for the codec of ranges that a plan counts and nobody decodes."""
+
+    @override
+    def decode(
+        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], out: torch.Tensor
+    ) -> None:
+        raise AssertionError("a plan reads no weights")
+
+    @override
+    def rows(self, shape: tuple[int, ...], start: int, stop: int) -> Sequence[tuple[int, int]]:
+        return [(start * shape[1], stop * shape[1])]  # Of a stack: (experts, bytes of one).
+
+
+def stored_bytes(ranges: Iterable[ShardRange]) -> StoredTensor:
+    """Returns a planned parameter of bytes that rests in these ranges."""
+    parts = joined(ranges)
+    nbytes = sum(part.nbytes for part in parts)
+    return (StoredSlice("", (slice(0, nbytes),), (0,), (nbytes,), _PlannedBytes(), parts),)
+
+
+def stored_experts(
+    of_experts: Mapping[int, Iterable[ShardRange]], stacks: Iterable[ShardRange], count: int
+) -> StoredTensor:
+    """Returns a planned parameter with a row for each of `count` experts. `of_experts` are ranges
+    of single experts; a range of `stacks` has all experts one behind the other."""
+    codec = _PlannedBytes()
+    single = [
+        StoredSlice("", (expert,), (), (), codec, joined(ranges))
+        for expert, ranges in sorted(of_experts.items())
+    ]
+    stacked = [
+        StoredSlice("", (slice(0, count),), (0,), (count, stack.nbytes // count), codec, (stack,))
+        for stack in stacks
+    ]
+    return (*single, *stacked)
+
+
+def joined(ranges: Iterable[ShardRange]) -> tuple[ShardRange, ...]:
+    """Returns the ranges in the order of files and offsets, neighbours as one."""
+    found: list[ShardRange] = []
+    for part in sorted(ranges, key=lambda part: (part.path, part.offset_nbytes)):
+        last = found[-1] if found else None
+        if last and last.path == part.path and last.end_nbytes == part.offset_nbytes:
+            found[-1] = replace(last, nbytes=last.nbytes + part.nbytes)
+        else:
+            found.append(part)
+    return tuple(found)
 
 
 def stored_of_shape(shape: ModelShape) -> StoredModel:
@@ -53,12 +120,13 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
             nbytes[is_expert] += linear.count * one_nbytes
             encoded[is_expert] |= format_name != PLAIN
         nbytes[False] += 2 * sum(numel_of(size) for size in norms(shape).values())
-        blocks.append(StoredBlock(nbytes[True], nbytes[False], encoded[True], encoded[False]))
+        experts, rest = (PlannedPart(nbytes[key], encoded[key]) for key in (True, False))
+        blocks.append(StoredBlock(experts, rest))
     table_nbytes = 2 * shape.vocab * shape.hidden
     return StoredModel(
         blocks=tuple(blocks),
-        embedding_nbytes=table_nbytes,
-        norm_nbytes=2 * shape.hidden,
-        head_nbytes=0 if shape.tied else table_nbytes,
+        embedding=PlannedPart(table_nbytes),
+        norm=PlannedPart(2 * shape.hidden),
+        head=PlannedPart(0 if shape.tied else table_nbytes),
         formats=PLAIN if name == PLAIN else f"{name} ({', '.join(sorted(parts))}), rest {PLAIN}",
     )

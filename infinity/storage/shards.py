@@ -34,6 +34,11 @@ class ShardRange:
     offset_nbytes: int
     nbytes: int
 
+    @property
+    def end_nbytes(self) -> int:
+        """The offset behind the range."""
+        return self.offset_nbytes + self.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class ShardRun:

@@ -56,6 +56,8 @@ def attach_adapter(model: Any, options: AdapterConfig, *, base: Path | None, see
         adapted = peft.get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         # PEFT raises these for targets that are absent and for layers that it cannot adapt.
+        if options.resume is None:
+            _refuse_absent_targets(model, options.targets)
         raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
     if options.resume is not None:
         _load(adapted, options.resume)
@@ -189,6 +191,21 @@ def _target_modules(model: nn.Module, targets: tuple[str, ...]) -> Any:
     return found
 
 
+def _refuse_absent_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+    """Raises ConfigError for a target that names no module, with the linear layers that there
+    are."""
+    if set(targets) & {AUTO_TARGETS, ALL_LINEAR}:
+        return
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(_ends(name, target) for name in names):
+            linear = dict.fromkeys(name.rpartition(".")[2] for name in _linear_names(model))
+            raise ConfigError(
+                f"adapter.targets: {target!r} is no module of a {type(model).__name__}; expected "
+                f"some of its linear layers ({', '.join(sorted(linear))}), or {AUTO_TARGETS!r}"
+            )
+
+
 def _saved_config(options: AdapterConfig) -> Any:
     """Returns the configuration of the adapter to go on from. Raises ConfigError if it cannot be
     read, is no LoRA, or contradicts a key of the file."""
@@ -199,18 +216,18 @@ def _saved_config(options: AdapterConfig) -> Any:
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (path / name).is_file():
             raise ConfigError(
-                f"adapter.resume: {path} has no {name}; expected the directory of an adapter that "
-                "PEFT saved with safetensors"
+                f"the saved adapter {path} has no {name}; expected the directory of an adapter "
+                "that PEFT saved with safetensors"
             )
     try:
         config: Any = peft.PeftConfig.from_pretrained(str(path))
     except Exception as error:  # A broken file makes PEFT raise any exception.
         raise ConfigError(
-            f"adapter.resume: {path / CONFIG_NAME} cannot be used: {error}"
+            f"the saved adapter {path / CONFIG_NAME} cannot be used: {error}"
         ) from error
     if not isinstance(config, peft.LoraConfig):
         raise ConfigError(
-            f"adapter.resume: {path} is of type {config.peft_type}; expected LORA or DoRA"
+            f"the saved adapter {path} is of type {config.peft_type}; expected LORA or DoRA"
         )
     config.inference_mode = False
     _refuse_contradictions(path, config, options)
@@ -250,13 +267,13 @@ def _load(adapted: Any, path: Path) -> None:
     if lacking or foreign:
         what = f"lacks {listed(lacking)}" if lacking else f"has {listed(foreign)} beside them"
         raise ConfigError(
-            f"adapter.resume: {file} is of another base or another adapter_config.json: it {what}; "
+            f"the saved adapter {file} is of another base or another {CONFIG_NAME}: it {what}; "
             f"expected the {len(wanted)} tensors of this adapter on {_base_name(adapted)}"
         )
     for name, tensor in wanted.items():
         if tuple(tensor.shape) != found[name]:
             raise ConfigError(
-                f"adapter.resume: {file} is of another base: {name!r} has shape {found[name]}, "
+                f"the saved adapter {file} is of another base: {name!r} has shape {found[name]}, "
                 f"expected {tuple(tensor.shape)} on {_base_name(adapted)}"
             )
     peft.set_peft_model_state_dict(adapted, load_file(file))

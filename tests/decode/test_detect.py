@@ -253,7 +253,7 @@ def test_parts_that_no_codec_reads_are_refused(suffix: str) -> None:
 
 
 def test_the_group_size_of_files_and_configuration_must_agree() -> None:
-    with pytest.raises(ConfigError, match="groups of 32 columns; config.json says 128"):
+    with pytest.raises(ConfigError, match="groups of 32 columns; config.json says 128. Do config"):
         find(weights(group_size=128), INT4_HEADERS)
 
 

@@ -89,12 +89,12 @@ def directory(tmp_path: Path) -> Path:
 def test_bytes_are_those_of_the_headers(directory: Path) -> None:
     found = read_directory(directory)
     first, second = found.stored.blocks
-    assert (first.experts_nbytes, first.rest_nbytes) == (0, size(block(0)[0]))
-    assert (second.rest_nbytes, second.experts_nbytes) == tuple(map(size, block(1)))
-    assert second.are_experts_encoded and second.is_rest_encoded and found.is_quantised
+    assert (first.experts.nbytes, first.rest.nbytes) == (0, size(block(0)[0]))
+    assert (second.rest.nbytes, second.experts.nbytes) == tuple(map(size, block(1)))
+    assert second.experts.is_encoded and second.rest.is_encoded and found.is_quantised
     table_nbytes = 2 * VOCAB * HIDDEN
-    assert found.stored.embedding_nbytes == found.stored.head_nbytes == table_nbytes
-    assert found.stored.norm_nbytes == 2 * HIDDEN
+    assert found.stored.embedding.nbytes == found.stored.head.nbytes == table_nbytes
+    assert found.stored.norm.nbytes == 2 * HIDDEN
     assert found.stored.unused_nbytes == size(block(2)[0]), "the third layer is not read"
     assert found.stored.formats.startswith("fp8; ")
     assert found.num_drives == 1 and len(found.files) == 3
@@ -202,6 +202,13 @@ def test_what_a_directory_lacks_is_named(directory: Path, tmp_path: Path) -> Non
         read_directory(directory)
     (directory / "config.json").unlink()
     with pytest.raises(ConfigError, match="expected the directory of a downloaded model"):
+        read_directory(directory)
+
+
+def test_a_format_without_a_codec_is_refused_as_training_refuses_it(directory: Path) -> None:
+    table = {**CONFIG, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    (directory / "config.json").write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match="quant_method='awq'; codecs exist for fp8"):
         read_directory(directory)
 
 

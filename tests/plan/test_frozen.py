@@ -316,6 +316,17 @@ def test_an_adapter_is_sharded_over_ranks() -> None:
     found = step_of(model, settings, "8xh200-4nvme", 16384, num_ranks=8)
     assert found.ranks is not None and found.ranks.count == 8
     assert found.tokens_per_s == pytest.approx(8 * 16384 / found.step.step_s)
+    # Ranks keep shards of decoded weights: what 117 G parameters take as bf16, on host and swap.
+    copied = answer(found).base_copy
+    assert copied is not None and copied.nbytes == pytest.approx(2 * model.num_params, rel=0.01)
+    assert "checkpoint_read" not in found.step.moved_nbytes
+    said = sentences(found, answer(found))[2]
+    assert "because 8 ranks share it" in said and "234 GB to host and nvme" in said
+    with pytest.raises(ConfigError, match="no \\[\\[tiers.nvme\\]\\]"):
+        no_swap = settings.model_copy(
+            update={"tiers": settings.tiers.model_copy(update={"nvme": ()})}
+        )
+        step_of(model, no_swap, "8xh200-4nvme", 16384, num_ranks=8)
 
 
 def test_a_base_in_sixteen_bits_needs_no_decoding() -> None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import infinity
 from infinity.config import SwapConfig
 from infinity.plan import Batch, Forecast, forecast
+from infinity.plan.answer import answer, sentences
 from infinity.plan.directory import read_directory
 from infinity.plan.frozen import frozen_model
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
@@ -25,6 +26,11 @@ BASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nf4": ("llama", "nf4", {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1024}),
     "int4": ("deepseek-v3", "int4", {**SPARSE, "n_routed_experts": 16}),
     "fp8": ("qwen3-moe", "fp8-bf16-scales", {**SPARSE, "num_experts": 16}),
+    # Experts in a stack each of codes, scales and biases: a tile is four ranges of the files.
+    "mxfp4": ("gpt-oss", "mxfp4", {
+        "hidden_size": 256, "intermediate_size": 128, "num_local_experts": 16,
+        "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }),
 }  # fmt: skip
 LENGTH, NUM_STEPS = 16, 3
 
@@ -50,7 +56,7 @@ def planned(base: Path, table: dict[str, Any]) -> Forecast:
     return forecast(settings, model, ANY_MACHINE, Batch(2 * LENGTH, LENGTH))
 
 
-def read_by_a_step(base: Path, table: dict[str, Any]) -> int:
+def read_by_a_step(base: Path, table: dict[str, Any], counter: str = "shard_read_nbytes") -> int:
     """Returns the bytes of the base that the last of some steps reads."""
     with infinity.init_empty_weights():
         config = AutoConfig.from_pretrained(base)
@@ -60,7 +66,7 @@ def read_by_a_step(base: Path, table: dict[str, Any]) -> int:
     try:
         counters, optimizer = infinity.engine_of(model).counters, infinity.AdamW(model, lr=1e-3)
         for _ in range(NUM_STEPS):
-            before = counters.snapshot().get("shard_read_nbytes", 0)
+            before = counters.snapshot().get(counter, 0)
             infinity.forward_backward(
                 model,
                 lambda x: model(input_ids=x, labels=x, use_cache=False).loss,
@@ -68,7 +74,7 @@ def read_by_a_step(base: Path, table: dict[str, Any]) -> int:
             )
             optimizer.step()
             optimizer.zero_grad()
-        return int(counters.snapshot()["shard_read_nbytes"] - before)
+        return int(counters.snapshot()[counter] - before)
     finally:
         infinity.close(model)
 
@@ -77,13 +83,15 @@ def read_by_a_step(base: Path, table: dict[str, Any]) -> int:
     ("name", "host_of_base", "tile", "within"),
     [
         ("bf16", 0.8, 0, 0.03), ("bf16", 1.2, 0, 0.03), ("nf4", 1.5, 0, 0.03),
-        ("int4", 0.5, "auto", 0.1), ("int4", 0.8, "auto", 0.1), ("fp8", 0.5, "auto", 0.1),
+        ("int4", 0.5, "auto", 0.05), ("int4", 0.8, "auto", 0.05), ("fp8", 0.5, "auto", 0.08),
+        ("mxfp4", 0.5, "auto", 0.03),
     ],
 )  # fmt: skip
 def test_bytes_that_a_step_reads_of_a_base_in_place_are_those_of_a_run(
     tmp_path: Path, name: str, host_of_base: float, tile: int | str, within: float
 ) -> None:
-    """Whole pages and holes in host memory are some percent of chunks as small as these."""
+    """The pages of every tile are counted. Beside them, one tile more or less that fits between the
+    holes of host memory is some percent of a base as small as these."""
     base = tmp_path / "base"
     architecture, layout, changes = BASES[name]
     write_quantized(tiny_causal_lm(architecture, **changes), base, layout)
@@ -109,3 +117,21 @@ def test_the_least_budget_over_a_base_in_place_is_that_of_the_engine(
     needed = by_engine.value.needed_nbytes
     assert by_plan.value.needed_nbytes == pytest.approx(needed, rel=0.02)
     assert by_plan.value.key == by_engine.value.key == "tiers.host.capacity"
+
+
+def test_a_base_that_the_engine_copies_is_counted_decoded(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    architecture, layout, changes = BASES["nf4"]
+    write_quantized(
+        tiny_causal_lm(architecture, **{**changes, "num_hidden_layers": 2}), base, layout
+    )
+    stored_nbytes = read_directory(base).stored.nbytes
+    table = table_of(base, 8 * stored_nbytes >> 12 << 12, 0)
+    table["placement"] |= {"parameters": "nvme", "frozen": "copy"}
+    found = planned(base, table)
+    (placed,) = found.placed_nbytes["base"].items()
+    assert placed[0] == "nvme" and placed[1] > 3 * stored_nbytes
+    assert "checkpoint_read" not in found.step.moved_nbytes
+    ran = read_by_a_step(base, table, "nvme_read_nbytes")
+    assert found.step.moved_nbytes["nvme_read"] == pytest.approx(ran, rel=0.03) and ran
+    assert "copied, decoded" in " ".join(sentences(found, answer(found)))

@@ -408,7 +408,8 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
             raise corrupt(
                 path,
                 f"tensor {info.name!r} starts at byte {offset_nbytes - data_start} of the data, "
-                f"expected {end - data_start}: tensors overlap or leave a hole",
+                f"expected {end - data_start}: tensors overlap or leave a hole; copy "
+                "the file again",
                 end,
                 nbytes,
             )

@@ -49,7 +49,7 @@ def find_files(path: Path) -> dict[Path, list[str]]:
                 operation="open",
                 path=str(file),
                 detail=f"{INDEX_NAME} places {len(names)} tensors in it ({listed(names)}), "
-                "but there is no such file; the checkpoint is incomplete",
+                "but there is no such file; the checkpoint is incomplete: copy it again",
             )
     return files
 
