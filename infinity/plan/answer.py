@@ -115,6 +115,14 @@ def count(number: float) -> str:
     return str(int(number))
 
 
+def flops(per_s: float) -> str:
+    """Returns floating-point operations per second in words."""
+    for size, unit in ((1e15, "PFLOPS"), (1e12, "TFLOPS"), (1e9, "GFLOPS")):
+        if per_s >= size:
+            return f"{per_s / size:.3g} {unit}"
+    return f"{per_s / 1e6:.3g} MFLOPS"
+
+
 def decimal(nbytes: float) -> str:
     """Returns bytes in decimal units."""
     for size, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
