@@ -142,8 +142,9 @@ def draw_models(path: Path) -> None:
         left.annotate(
             name, (memory, size), xytext=(-4, -18), textcoords="offset points", fontsize=9
         )
-    label = "measured: it trains within this host budget\n(two cores, no GPU, one virtual drive)"
-    left.plot([], [], "o", color="#c0392b", fillstyle="none", label=label)
+    for marker, what in (("s", "all weights"), ("o", "an adapter")):
+        label = f"measured, {what}: trains within this host budget (two cores, no GPU, one drive)"
+        left.plot([], [], marker, color="#c0392b", fillstyle="none", label=label)
     left.set_yscale("log")
     left.set_ylim(1e9, 4e12)
     left.set_xlim(0.8, 700)
@@ -173,11 +174,12 @@ def draw_models(path: Path) -> None:
     right.set_xticks(MEMORIES, [str(each) for each in MEMORIES])
     left.set_ylabel("parameters")
     left.set_title("The drive, not memory, bounds the model that one GPU trains", loc="left")
-    right.set_title(f"LoRA over 671 B at {rate:,.0f} tokens/s with one RTX 4090 and 128 GB",
+    right.set_title(f"Planned: LoRA over 671 B at {rate:,.0f} tokens/s, one RTX 4090, 128 GB",
                     loc="left")  # fmt: skip
     figure.text(
-        0.51, 0.08,
-        "Lines: infinity plan, one RTX 4090 of 24 GB and one drive of 7 GB/s, not measured.\n"
+        0.51, 0.06,
+        "Lines: predicted by infinity plan for one RTX 4090 of 24 GB and one drive of 7 GB/s.\n"
+        "Measured are the three red marks on the left alone; no rate on the right is.\n"
         "Right: LoRA of rank 16, 32,768 tokens a step, as `infinity new` would set it.",
         fontsize=9, color="#555555",
     )  # fmt: skip

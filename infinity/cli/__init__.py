@@ -124,17 +124,24 @@ def _import_command(name: str) -> Any:
         alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         alone.command(name, help=target.__doc__ or line)(target)
         target = alone
-    return _without_types_of_flags(with_quiet(typer.main.get_command(target)))
+    return _without_python_types(with_quiet(typer.main.get_command(target)))
 
 
-def _without_types_of_flags(command: Any) -> Any:
-    """Returns the command whose help says no type of a flag, because a flag takes no value."""
+def _without_python_types(command: Any) -> Any:
+    """Returns the command whose help says no type of a flag, which takes no value, and none of an
+    argument, whose name and sentence say it."""
     for child in getattr(command, "commands", {}).values():
-        _without_types_of_flags(child)
+        _without_python_types(child)
     for param in command.get_params(typer.Context(command)):
         if getattr(param, "is_bool_flag", False):
             param.metavar = ""
+        elif param.param_type_name == "argument":
+            param.display_type_rich = _no_type
     return command
+
+
+def _no_type(ctx: Any) -> None:
+    """Takes the place of typer's name of a type, which is Python's."""
 
 
 app = typer.Typer(

@@ -27,7 +27,7 @@ _PIPE_WIDTH = 100
 
 _Config = Annotated[
     Path | None,
-    typer.Argument(metavar="[CONFIG]", help="A configuration file: its paths and [io]."),
+    typer.Argument(metavar="CONFIG", help="A configuration file: its paths and [io]."),
 ]
 _Paths = Annotated[
     list[Path] | None,
@@ -60,7 +60,8 @@ def bench(
     ] = None,
     size: _Size = None,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", min=1, help="Interleaved rounds; 7 by default.")
+        int | None,
+        typer.Option("--rounds", metavar="N", min=1, help="Interleaved rounds; 7 by default."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON with every sample; no tables.")

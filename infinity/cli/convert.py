@@ -95,4 +95,4 @@ def _write(plan: DirectoryPlan, out: Path, *, as_json: bool, is_quiet: bool) -> 
         typer.echo(json.dumps(summary, indent=2))
     elif not is_quiet:
         sizes = f"{format_nbytes(plan.nbytes)} from {format_nbytes(before_nbytes)}"
-        typer.echo(f"wrote {out}: {sizes}, {len(plan.shards)} shards")
+        typer.echo(f"wrote {out}: {sizes}, {len(plan.shards)} shard{'s' * (len(plan.shards) > 1)}")

@@ -20,12 +20,13 @@ _PIPE_WIDTH = 1000
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="A configuration file; its needs are checked."),
+        typer.Argument(metavar="CONFIG", help="A configuration file; its needs are checked."),
     ] = None,
     paths: Annotated[
         list[Path] | None,
         typer.Option(
             "--path",
+            metavar="DIR",
             help="A directory for swap files, instead of CONFIG; may be repeated. "
             "Default: the current directory.",
         ),

@@ -36,7 +36,8 @@ _Data = Annotated[
     typer.Option("--data", metavar="FILE", help="Conversations (.jsonl) or text; may be repeated."),
 ]
 _Rank = Annotated[
-    int | None, typer.Option("--lora", metavar="RANK", min=1, help="Rank of the adapter; 16.")
+    int | None,
+    typer.Option("--lora", metavar="RANK", min=1, help="Rank of the adapter; 16 by default."),
 ]
 _Full = Annotated[bool, typer.Option("--full", help="Train all weights, without an adapter.")]
 _Experts = Annotated[bool, typer.Option("--experts", help="Adapt the routed experts, too.")]
@@ -51,10 +52,16 @@ _Swap = Annotated[
 ]
 _Sequence = Annotated[
     int | None,
-    typer.Option("--sequence", metavar="N", min=2, help="Tokens of a sequence; as the data need."),
+    typer.Option(
+        "--sequence",
+        metavar="N",
+        min=2,
+        help="Tokens of a sequence; by default as many as the data need.",
+    ),
 ]
 _Batch = Annotated[
-    int | None, typer.Option("--batch", metavar="N", min=1, help="Sequences of a step; up to 16.")
+    int | None,
+    typer.Option("--batch", metavar="N", min=1, help="Sequences of a step; up to 16 by default."),
 ]
 _Epochs = Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="Passes over the data.")]
 _HardwareName = Annotated[

@@ -27,7 +27,7 @@ _KINDS = ("parameters", "master", "moments", "gradients")
 
 _Config = Annotated[
     Path | None,
-    typer.Argument(metavar="[CONFIG]", help="A configuration file; optional with --model."),
+    typer.Argument(metavar="CONFIG", help="A configuration file; optional with --model."),
 ]
 _Model = Annotated[
     str | None,
@@ -47,7 +47,12 @@ _Hardware = Annotated[
 ]
 _Lora = Annotated[
     int | None,
-    typer.Option("--lora", min=1, help="Freeze the model; train a LoRA adapter of this rank."),
+    typer.Option(
+        "--lora",
+        metavar="RANK",
+        min=1,
+        help="Freeze the model; train a LoRA adapter of this rank. Default: all weights.",
+    ),
 ]
 _Experts = Annotated[
     bool, typer.Option("--experts", help="With an adapter: adapt the routed experts, too.")
@@ -56,20 +61,21 @@ _Drives = Annotated[
     int | None,
     typer.Option(
         "--drives",
+        metavar="N",
         min=1,
         help="Drives of the frozen checkpoint. Default: those of its files, or all.",
     ),
 ]
-_Tokens = Annotated[
-    int | None,
-    typer.Option(
-        "--tokens", min=1, help="Tokens of a micro-batch (of a rank); with an adapter, of a step."
-    ),
-]
-_Sequence = Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence.")]
-_Accumulation = Annotated[
-    int | None, typer.Option("--accumulation", min=1, help="Micro-batches a step.")
-]
+_Tokens = Annotated[int | None, typer.Option(
+    "--tokens", metavar="N", min=1, help="Tokens of a micro-batch (of a rank); with an adapter, of "
+    "a step. Default: as the file, or 16 sequences."
+)]  # fmt: skip
+_Sequence = Annotated[int | None, typer.Option(
+    "--sequence", metavar="N", min=1, help="Tokens of a sequence. Default: as the file, or 2,048."
+)]  # fmt: skip
+_Accumulation = Annotated[int | None, typer.Option(
+    "--accumulation", metavar="N", min=1, help="Micro-batches a step. Default: the file's, or 1."
+)]  # fmt: skip
 _DataTokens = Annotated[
     str | None,
     typer.Option("--data-tokens", metavar="N", help="Tokens of all data, such as 10M: how long?"),
@@ -79,7 +85,10 @@ _Examples = Annotated[
     typer.Option("--examples", metavar="N", help="Sequences of all data, such as 50k: how long?"),
 ]
 _Ranks = Annotated[
-    int, typer.Option("--ranks", min=1, help="Ranks on the node that state is divided over.")
+    int,
+    typer.Option(
+        "--ranks", metavar="N", min=1, help="Ranks on the node that state is divided over."
+    ),
 ]
 _Overrides = Annotated[
     list[str] | None,

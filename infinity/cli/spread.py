@@ -21,7 +21,7 @@ def spread(
         Path, typer.Argument(metavar="DIR", help="A directory with *.safetensors.")
     ],
     folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="", help="Further directories of --over.")
+        list[Path] | None, typer.Argument(metavar="MORE", help="Further directories of --over.")
     ] = None,
     over: Annotated[
         list[Path] | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -74,11 +75,20 @@ def view(
     if not steps:
         raise ConfigError(f"the trace {str(file)!r} is empty: no step was over when it was written")
     page = file.with_suffix(".html") if out is None else out
-    write_page(page, f"{file.name}: {len(steps)} steps", views_of(spans, steps))
+    write_page(page, title_of(file.name, steps), views_of(spans, steps))
     if as_json:
         typer.echo(json.dumps({"page": str(page), "steps": len(steps)}))
     else:
         typer.echo(f"wrote {page}; open it in a browser")
+
+
+def title_of(name: str, steps: Sequence[StepSummary]) -> str:
+    """Returns the finding of a whole trace: how long its steps are, and what bounds them."""
+    count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
+    least, most = (milliseconds(pick(step.length_s for step in steps)) for pick in (min, max))
+    lengths = least if least == most else f"{least} to {most}"
+    bounds = sorted({step.bound.name for step in steps if step.bound is not None})
+    return ", ".join((f"{name}: {count} of {lengths}", *bounds))
 
 
 def lines_of(step: StepSummary) -> list[str]:

@@ -20,7 +20,7 @@ from infinity.sizes import MIB
 def tune(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="A configuration file: its paths."),
+        typer.Argument(metavar="CONFIG", help="A configuration file: its paths."),
     ] = None,
     paths: Annotated[
         list[Path] | None,

@@ -129,7 +129,8 @@ def _check_ranks(model: nn.Module, num_processes: int) -> None:
         raise ConfigError(
             f"expected a model that {num_processes} processes have offloaded together, got one of "
             f"{num_ranks}; call infinity.offload after the processes have joined: after "
-            "TrainingArguments, Accelerator() or torch.distributed.init_process_group"
+            "TrainingArguments, Accelerator() or torch.distributed.init_process_group. Without a "
+            "GPU these join under use_cpu=True (TrainingArguments) or cpu=True (Accelerator)"
         )
 
 

@@ -13,6 +13,7 @@ here; IPython, which a notebook has, is looked for when the first loss is added.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import time
 from typing import Any, SupportsFloat
@@ -71,7 +72,15 @@ class LossCurve:
             if self._num_steps
             else ""
         )
-        return f"<div>{self.caption()}</div>{bar}{self._svg()}"
+        return f"{self._title()}<div>{self.caption()}</div>{bar}{self._svg()}"
+
+    def _title(self) -> str:
+        """Returns what the curve shows: how far the loss has fallen or risen."""
+        first, last = (self.losses[0], self.losses[-1]) if self.losses else (0.0, 0.0)
+        if first == last or not math.isfinite(first - last):
+            return ""
+        verb = "fell" if last < first else "rose"
+        return f"<div><b>The loss {verb} from {first:.4g} to {last:.4g}</b></div>"
 
     def _svg(self) -> str:
         """Returns the curve, between the smallest and the largest finite loss."""
@@ -98,7 +107,8 @@ class LossCurve:
             f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img' aria-label='Loss by step'>"
             f"<text x='{_LEFT - 6}' y='16' text-anchor='end' style='{style}'>{high:.4g}</text>"
             f"<text x='{_LEFT - 6}' y='{_HEIGHT - 24}' text-anchor='end' style='{style}'>{low:.4g}"
-            f"</text><text x='{_WIDTH - 10}' y='{_HEIGHT - 6}' text-anchor='end' style='{style}'>"
+            f"</text><text x='{_LEFT}' y='{_HEIGHT - 6}' style='{style}'>step 1</text>"
+            f"<text x='{_WIDTH - 10}' y='{_HEIGHT - 6}' text-anchor='end' style='{style}'>"
             f"step {last}</text><polyline points='{line}' fill='none' stroke='#1d6fa5' "
             f"stroke-width='1.6'/><circle cx='{x(points[0][0]):.1f}' cy='{y(points[0][1]):.1f}' "
             "r='3' fill='#1d6fa5'/></svg>"

@@ -12,7 +12,7 @@ from infinity.observe.tracer import Span
 from infinity.sizes import format_nbytes
 
 _MAX_CAUSES = 12
-_DOTTED_NAME = re.compile(r"(?<!\S)\w+(?:\.\w+)+(?!\S)")
+_DOTTED_NAME = re.compile(r"(?<!\S)\w+(?:\.\w+)+(?: \(\w+\))?(?!\S)")
 
 
 def views_of(spans: Sequence[Span], steps: Iterable[StepSummary]) -> list[PageView]:

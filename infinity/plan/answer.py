@@ -126,6 +126,14 @@ def count(number: float) -> str:
     return str(int(number))
 
 
+def flops(per_s: float) -> str:
+    """Returns floating-point operations per second in words."""
+    for size, unit in ((1e15, "PFLOPS"), (1e12, "TFLOPS"), (1e9, "GFLOPS")):
+        if per_s >= size:
+            return f"{per_s / size:.3g} {unit}"
+    return f"{per_s / 1e6:.3g} MFLOPS"
+
+
 def decimal(nbytes: float) -> str:
     """Returns bytes in decimal units."""
     for size, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -136,9 +144,10 @@ def decimal(nbytes: float) -> str:
 
 def duration(seconds: float) -> str:
     """Returns a time in the unit that a reader would use."""
-    for size, unit in ((2 * 86400, "days"), (2 * 3600, "hours"), (600, "min")):
-        if seconds >= size:
-            return f"{seconds / {'days': 86400, 'hours': 3600, 'min': 60}[unit]:.3g} {unit}"
+    for unit_s, unit, least in ((365 * 86400, "years", 2), (86400, "days", 2), (3600, "hours", 2),
+                                (60, "min", 10)):  # fmt: skip
+        if seconds >= least * unit_s:
+            return f"{seconds / unit_s:,.3g} {unit}"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -191,9 +200,8 @@ def _of_data(found: Answer) -> str:
     else:
         worn = ""
         if found.endurance_steps is not None:
-            years = found.endurance_steps * found.step_s / (365 * 86400)
             worn = f", which wears them out after {found.endurance_steps:,.0f} steps"
-            worn += f" ({years:,.2g} years of them)"
+            worn += f" ({duration(found.endurance_steps * found.step_s)} of training)"
         lines.append(f"a step writes {decimal(found.written_nbytes)} to the drives{worn}")
     text = "; ".join(lines)
     return text[0].upper() + text[1:] + "."

@@ -14,6 +14,7 @@ from typing import Any
 from infinity.config import SwapConfig
 from infinity.config.source import ConfigSource
 from infinity.errors import CapacityError
+from infinity.plan.answer import flops
 from infinity.plan.capacity import most_decoded_nbytes
 from infinity.plan.data_facts import DataFacts
 from infinity.plan.hardware import Hardware
@@ -255,8 +256,8 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
         "data.sequence_length": why_length,
         "train.steps": why_steps,
         "train.batch_size": f"sequences of a micro-batch: {size * length:,} tokens",
-        "train.gradient_accumulation_steps": f"micro-batches; a step has {wanted} sequences, "
-        f"{wanted * length:,} tokens",
+        "train.gradient_accumulation_steps": f"micro-batches; a step has {wanted} "
+        f"sequence{'s' * (wanted > 1)}, {wanted * length:,} tokens",
         "schedule.micro_batch": "all micro-batches of a step pass a block while it is in memory",
     }
 
@@ -302,7 +303,7 @@ def describe_machine(hardware: Hardware) -> str:
     if device.memory is not None:
         many = f"{device.count} devices of " if device.count > 1 else "device memory "
         parts.append(f"{many}{format_nbytes(device.memory)}")
-    parts.append(f"{device.tflops:.3g} TFLOPS")
+    parts.append(flops(1e12 * device.tflops))
     if nvme is not None:
         read = nvme.checkpoint_read_gb_per_s or nvme.read_gb_per_s
         parts.append(f"drives that read {read:.3g} GB/s")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from infinity.plan.advice import Advice
-from infinity.plan.answer import Answer, count, sentences
+from infinity.plan.answer import Answer, count, decimal, flops, sentences
 from infinity.plan.predict import Forecast
 from infinity.simulate.log import CHECKPOINT_READ
 from infinity.sizes import format_nbytes
@@ -97,7 +97,7 @@ def to_text(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> str:
         "",
         f"step      {_duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s"
         + (", " if forecast.ranks is None else " of all ranks, ")
-        + f"{_rate(forecast.flops_per_s / 1e12)} TFLOPS of the model",
+        + f"{flops(forecast.flops_per_s)} of the model",
         f"binding   {_binding(forecast)}",
         *([] if hardware.shares_host_memory else [f"updates   on the {place.place}: {place.why}"]),
         *_helps(advice),
@@ -164,7 +164,7 @@ def _places(forecast: Forecast) -> list[str]:
     if forecast.saved is not None:
         tier, nbytes = forecast.saved
         lines.append(f"  {'activations':<12}{tier} {format_nbytes(nbytes)} at the most")
-    if forecast.num_spares:
+    if forecast.spare_nbytes:
         lines.append(
             f"  {'spare':<12}nvme {format_nbytes(forecast.spare_nbytes)} in "
             f"{forecast.num_spares} spare generations, for commits, checkpoints on the same file "
@@ -224,7 +224,7 @@ def _endurance(forecast: Forecast) -> list[str]:
     if not written:
         return ["drives    nothing is written"]
     steps = forecast.endurance_steps
-    per_step = f"{written / 1e12:.3g} TB written a step"
+    per_step = f"{decimal(written)} written a step"
     if steps is None:
         return [f"drives    {per_step}: {1e15 / written:,.0f} steps for each PB of endurance"]
     days = steps * forecast.step.step_s / 86400

@@ -10,6 +10,9 @@ ChatML.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from infinity.errors import ConfigError
@@ -35,6 +38,25 @@ def is_markable(tokenizer: Any) -> bool:
         return get_training_chat_template(tokenizer) is not None
     except Exception:  # TRL tries a template, which raises whatever its author chose.
         return False
+
+
+@contextmanager
+def without_false_alarms(tokenizer: Any) -> Iterator[None]:
+    """Drops TRL's warning that the end of an answer is not learned, if the template is `CHATML`.
+
+    A tokenizer without the token `<|im_end|>` writes it in several tokens. The run learns all of
+    them; TRL looks for one token.
+    """
+    logger = logging.getLogger("trl.trainer.sft_trainer")
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return tokenizer.chat_template != CHATML or "end-of-turn token" not in record.getMessage()
+
+    logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_true)
 
 
 def mark_by_prefixes(messages: list[Any], tokenizer: Any, tools: Any, place: str) -> list[Marked]:

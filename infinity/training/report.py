@@ -385,12 +385,13 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("steps skipped", skipped))
     if summary["loss_first"] is not None:
         num_last = min(done - summary["steps_skipped"], _NUM_LAST_STEPS)
+        last = "the last step" if num_last == 1 else f"the mean of {num_last} steps"
         held_out = ", ".join(f"{e['loss']:.3f} at {e['step']}" for e in summary["held_out_losses"])
         losses = f"{summary['loss_first']:.3f} -> {summary['loss_last_mean']:.3f}"
         fall = f"{-summary['loss_fall_share']:+.1%}"
         speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
         rows += [
-            ("loss", f"{losses} ({fall}; the last is the mean of {num_last} steps)"),
+            ("loss", f"{losses} ({fall}; the second is {last})"),
             *([("held-out loss", held_out)] if held_out else []),
             ("speed", f"{speed}, {summary['step_median_s']:.2f} s a step (median)"),
         ]

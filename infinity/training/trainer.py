@@ -29,6 +29,7 @@ from infinity.modules.tiling.split import named_parameters_of
 from infinity.optimizers.algorithms import OPTIMIZERS
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.training.arguments import state_of, trainer_arguments
+from infinity.training.chat import without_false_alarms
 from infinity.training.data import Tokenizer
 from infinity.training.job_data import JobData, check_amount
 from infinity.training.nonfinite import first_nonfinite_module
@@ -135,14 +136,15 @@ def make_trainer(
         collator = trl.trainer.sft_trainer.DataCollatorForLanguageModeling
         own["data_collator"] = collator(pad_token_id=0 if pad_id is None else pad_id)
     try:
-        trainer = kind(
-            model=model,
-            args=arguments,
-            train_dataset=data.train,
-            eval_dataset=data.held_out if config.train.eval_every else None,
-            processing_class=processing,
-            **own,
-        )
+        with without_false_alarms(processing):
+            trainer = kind(
+                model=model,
+                args=arguments,
+                train_dataset=data.train,
+                eval_dataset=data.held_out if config.train.eval_every else None,
+                processing_class=processing,
+                **own,
+            )
     except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
         if isinstance(error, InfinityError):
             raise

@@ -65,6 +65,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert f'href="{place}"' in first, "the navigation leads to every page"
     api = (tmp_path / "site" / "API.html").read_text()
     assert "Moves the model's parameters to the tiers" in api
+    assert "<code>ignore</code>: name patterns" in api, "parameters are a list"
+    assert "WeightSource" in api and "_find_encoded" not in api, "nothing private is shown"
     assert 'href="docs/' not in first
     for text in (api, first):
         assert not re.search(

@@ -135,6 +135,16 @@ def test_idle_time_is_grouped_by_cause_and_adds_up() -> None:
     assert tuple(link.cells) == ("reads /swap", "60.0 MiB", "20.0 ms", "20%", "3.15 GB/s")
 
 
+def test_waits_of_different_units_are_one_cause_also_without_a_transfer() -> None:
+    units = ("model.layers.0", "model.layers.0 (stored)", "model.layers.1.mlp.experts.tiles.2")
+    spans = [
+        Span(Track.STALLS, f"parameters of {unit} are decoded", number * MS, (number + 1) * MS)
+        for number, unit in enumerate(units)
+    ]
+    (row,) = idle_by_cause(summarize(spans, num_stalls=3)[0]).rows
+    assert row.cells[:3] == ("parameters of a unit are decoded", "3", "3.0 ms")
+
+
 def test_causes_beyond_the_list_are_summed_in_its_last_row() -> None:
     spans = [
         Span(Track.STALLS, f"cause {number}", number * MS, (number + 1) * MS)

@@ -313,6 +313,7 @@ def test_a_long_conversation_is_cut_and_one_without_an_answer_is_left_out(
     rows, _ = rows_of(table)
     assert [len(text) for text, _ in rows] == [70] * 3
     assert "1 conversations have no assistant" in caplog.text
+    assert "end-of-turn token" not in caplog.text, "<|im_end|> is learned, in several tokens"
     table["data"]["sequence_length"] = 16  # Ends before the first answer.
     with pytest.raises(ConfigError, match="0 are left for train.batch_size=2"):
         rows_of(table)
