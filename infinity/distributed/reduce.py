@@ -491,5 +491,9 @@ class DistributedGradients(GradientSink):
         self.owned.settle()
 
     @override
+    def prepare_step(self) -> None:
+        self.settle()
+
+    @override
     def apply_scales(self, unit: Unit) -> None:
         self.owned.apply_scales(self._partition.local[unit.index].unit)

@@ -410,7 +410,7 @@ class Engine:
             changed = [param for param in self.params if param.spec in record.settings]
             for unit in dict.fromkeys([param.unit for param in changed]):
                 self.gradients.apply_scales(unit)
-            self.gradients.settle()
+            self.gradients.prepare_step()
             self.passes.beginnings.end_backward()
             if self.config.schedule.updates == "at_step":
                 self.updater.apply(record)

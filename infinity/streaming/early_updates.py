@@ -224,7 +224,7 @@ class EarlyUpdates:
             self._old = OldGeneration(self._store)
         self._old.keep(early.unit)
         try:
-            if not self._chunks.try_next(update, self._gradients.sums_in_memory(early.unit)):
+            if not self._chunks.try_next(update):
                 return False
         except StorageError:
             self.take_back(index)  # Who needs the unit next meets the cause, and tells it.

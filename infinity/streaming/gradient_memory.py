@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.state.units import TensorSpec, Unit
-from infinity.tiers.device import Copy
+from infinity.tiers.device import Copy, DeviceAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,17 @@ def widen(place: torch.Tensor, dtype: torch.dtype) -> None:
         place[done : done + half].copy_(narrow[done : done + half])
         done += half
     place[done:].copy_(narrow[done:].clone())
+
+
+def add_through(
+    device: DeviceAdapter, staged: torch.Tensor, flat: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Adds device memory to host memory, both (numel,), through a part of the host, of the dtype of
+    `flat`. Waits."""
+    count = staged.numel()
+    for source, sink in zip(flat.split(count), target.split(count), strict=True):
+        device.copy(source, staged[: source.numel()]).wait()
+        sink.add_(staged[: source.numel()])
 
 
 def put(target: torch.Tensor, flat: torch.Tensor, *, first: bool) -> None:

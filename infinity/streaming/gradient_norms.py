@@ -7,12 +7,13 @@ whose norm the last step needed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming.gradient_memory import shaped
+from infinity.streaming.gradient_memory import flat_of, shaped
 from infinity.streaming.gradient_sums import TensorGradient
 
 
@@ -55,6 +56,18 @@ class CompleteSums:
             self._due[spec] = _DueNorm(unit, spec, known, known.stamp, flat)
         else:
             known.norm = norm_of(flat, spec)
+
+    def compute_late(
+        self, unit: Unit, tensors: Mapping[TensorSpec, TensorGradient], array: torch.Tensor
+    ) -> None:
+        """Computes the norms that are needed of sums with more gradients than the last ones, before
+        they leave memory. `array`: the unit's gradients, fp32 (state_numel,)."""
+        for spec in unit.trainable():
+            known = tensors[spec]
+            # To read a sum again costs more than its norm; of the first one nothing is known.
+            is_needed = known.was_norm_needed or not known.num_expected
+            if known.is_present and is_needed and known.num_added > known.num_expected:
+                known.norm = norm_of(flat_of(array, spec), spec)
 
     def compute_next(self) -> bool:
         """Computes one norm. Returns whether there was one to compute."""

@@ -63,6 +63,10 @@ class GradientSink(Protocol):
     def reclaim(self) -> bool:
         """Frees one block of host memory. Returns False if there is none to free."""
 
+    def prepare_step(self) -> None:
+        """Makes every gradient complete for `optimizer.step()`. Local: does not wait for writes,
+        and blocks stay lent. Over ranks: `settle`."""
+
     def settle(self) -> None:
         """Waits until every gradient is where it rests. No block is lent then."""
 

@@ -101,6 +101,16 @@ class UnitGradients:
     is_summed_on_device: bool = False  # Gradients that come first to a tensor stay there.
     device_sums: dict[TensorSpec, torch.Tensor] = field(default_factory=dict)  # Flat.
 
+    def add_on_device(self, spec: TensorSpec, flat: torch.Tensor) -> None:
+        """Adds a gradient to the sum on the device, fp32 unless it is the only one."""
+        before = self.device_sums.get(spec)
+        if before is None:  # One alone leaves in its own dtype, from where autograd put it.
+            self.device_sums[spec] = flat
+        elif before.dtype is torch.float32:
+            self.device_sums[spec] = before + flat
+        else:
+            self.device_sums[spec] = before.float().add_(flat)
+
     def lend(self, block: Block, array: torch.Tensor) -> None:
         """AT_REST -> ON_HOST; the array has the sum."""
         assert self.state is SumState.AT_REST

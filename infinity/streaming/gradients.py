@@ -16,11 +16,13 @@ Note [Out of the device]
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.state.budgets import STAGED_NBYTES
 from infinity.state.store import NvmeLocation, StateStore, Transfer
@@ -28,6 +30,7 @@ from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradient_memory import (
     LeavingGradient,
+    add_through,
     flat_of,
     in_memory_order,
     put,
@@ -95,10 +98,9 @@ class GradientStore:
         if spec.numel == 0:
             known.is_present = True
             return
-        flat = in_memory_order(gradient.detach(), spec)
+        flat = in_memory_order(gradient.detach(), spec)  # Autograd records nothing here.
         known.norm = None
         known.num_added += 1
-        # `flat` is detached and sums never require gradients: autograd records nothing here.
         if sums.on_device is not None:
             self._rescale_resting(unit, sums.on_device)
             flat = flat.to(self._device.torch_device)
@@ -149,7 +151,8 @@ class GradientStore:
         if flat.dtype.itemsize > STATE_ITEM_NBYTES:
             flat = flat.float()
         if sums.is_summed_on_device and first:
-            self._add_on_device(sums, spec, flat)
+            self._summed.setdefault(unit, sums)
+            sums.add_on_device(spec, flat)
         elif first:
             self._send(unit, spec, flat, flat_of(self._array(unit), spec))
         else:
@@ -165,17 +168,6 @@ class GradientStore:
             for unit in units:
                 if not any(self.has(spec) for spec in unit.trainable()):
                     self._sums[unit.index].is_summed_on_device = True
-
-    def _add_on_device(self, sums: UnitGradients, spec: TensorSpec, flat: torch.Tensor) -> None:
-        self._summed.setdefault(sums.unit, sums)
-        on_device = sums.device_sums
-        before = on_device.get(spec)
-        if before is None:
-            on_device[spec] = flat  # One alone leaves in its own dtype, from where autograd put it.
-        elif before.dtype is torch.float32:
-            on_device[spec] = before + flat
-        else:
-            on_device[spec] = before.float().add_(flat)
 
     def summed_on_device(self) -> list[Unit]:
         """Units of which sums are on the device now."""
@@ -222,9 +214,8 @@ class GradientStore:
         """Widens what has come, and starts writing what was due and is complete. Never waits."""
         while self._leaving and self._leaving[0].copy.done():
             self._end_oldest()
-        for unit in [
-            u for u in self._due if all(u is not leaving.unit for leaving in self._leaving)
-        ]:
+        leaving = [gradient.unit for gradient in self._leaving]
+        for unit in [unit for unit in self._due if unit not in leaving]:
             self._start_write(unit)
 
     def _end_oldest(self) -> None:
@@ -249,27 +240,28 @@ class GradientStore:
             self._in_use = None
         try:
             staged = self._pool.tensor(block)[: count * flat.dtype.itemsize].view(flat.dtype)
-            for source, sink in zip(flat.split(count), target.split(count), strict=True):
-                self._device.copy(source, staged[: source.numel()]).wait()
-                sink.add_(staged[: source.numel()])
+            add_through(self._device, staged, flat, target)
         finally:
             self._pool.free(block)
 
     def _array(self, unit: Unit) -> torch.Tensor:
         """The unit's gradients where the host can add to them: fp32 (state_numel,)."""
         sums = self._sums[unit.index]
-        if sums.on_host is not None:
-            if self._scaled:
-                self._rescale_resting(unit, sums.on_host)
-            return sums.on_host
-        match sums.state:
-            case SumState.AT_REST:
-                self._lend_block(sums)
-            case SumState.WRITING:
-                self._wait_write(sums.unit, sums.writing)
-                sums.end_write()
-        assert sums.array is not None
-        return sums.array
+        if sums.on_host is None and sums.state is SumState.AT_REST:
+            self._lend_block(sums)
+        elif sums.state is SumState.WRITING:
+            self._wait_write(sums.unit, sums.writing)
+            sums.end_write()
+        array = sums.array if sums.on_host is None else sums.on_host
+        assert array is not None
+        if self._scaled:
+            self._rescale_resting(unit, array)
+        return array
+
+    def _readable(self, unit: Unit) -> torch.Tensor:
+        """As `_array`, for a look: a write that is under way is not waited for."""
+        array = self._sums[unit.index].array
+        return self._array(unit) if array is None or self._scaled else array
 
     def _lend_block(self, sums: UnitGradients) -> None:
         """Takes a block for a unit's sum, and reads into it what rests elsewhere."""
@@ -278,10 +270,10 @@ class GradientStore:
         array = self._pool.tensor(block).view(torch.float32)
         if any(self.has(spec) for spec in unit.trainable()):
             try:
-                self._wait_read(
-                    unit,
-                    self._store.read(unit, StateKind.GRADIENTS, block, priority=Priority.STATE),
-                )
+                kind, what = StateKind.GRADIENTS, f"gradients of {unit.name} are added to"
+                reading = self._store.read(unit, kind, block, priority=Priority.STATE)
+                with self._counters.timed("read_wait_s", what, (reading,)):
+                    reading.wait()
             except BaseException:
                 self._blocks.give_back(block)
                 raise
@@ -298,11 +290,6 @@ class GradientStore:
             if scale is not None:
                 flat_of(array, spec).mul_(scale.to(array.device))
 
-    def _wait_read(self, unit: Unit, transfer: Transfer) -> None:
-        what = f"gradients of {unit.name} are added to"
-        with self._counters.timed("read_wait_s", what, (transfer,)):
-            transfer.wait()
-
     def _wait_write(self, unit: Unit, writing: Transfer | None) -> None:
         if writing is not None:
             what = f"gradients of {unit.name} must be written"
@@ -310,11 +297,10 @@ class GradientStore:
                 writing.wait()
 
     def begin_accumulating(self) -> None:
-        """Several micro-batches are about to be summed. Raises CapacityError, before anything was
-        done, where they cannot be."""
+        """See `GradientSink`; nothing to do."""
 
     def end_accumulating(self) -> None:
-        """Every gradient of them is where it rests, or a failure ended it."""
+        """See `GradientSink`; nothing to do."""
 
     def take_in(self) -> None:
         """Does nothing."""
@@ -352,12 +338,7 @@ class GradientStore:
         self._await_more(sums)
         if sums.state is SumState.ON_HOST:
             assert sums.array is not None and sums.block is not None
-            for spec in unit.trainable():
-                known = self._tensors[spec]
-                # To read a sum again costs more than its norm; of the first one nothing is known.
-                is_needed = known.was_norm_needed or not known.num_expected
-                if known.is_present and is_needed and known.num_added > known.num_expected:
-                    known.norm = norm_of(flat_of(sums.array, spec), spec)
+            self.norms.compute_late(unit, self._tensors, sums.array)
             sums.begin_write(self._store.write(unit, StateKind.GRADIENTS, sums.block))
 
     def write_out_all(self) -> None:
@@ -390,6 +371,27 @@ class GradientStore:
                 return True
         return False
 
+    def prepare_step(self) -> None:
+        """Every sum is complete, and on its way to where it rests. Sums stay in their blocks as
+        long as memory is free: updates then read none of them again."""
+        self.finish_copies()
+        for unit in self.in_blocks():
+            self._start_write(unit)
+        while self._pool.is_tight and self.reclaim():
+            pass
+
+    def give_back(self, unit: Unit) -> None:
+        """Frees the unit's host block if its write is over. After a failed write the block stays,
+        for who needs the gradients next to meet the error. Never waits."""
+        sums = self._sums[unit.index]
+        if sums.state is not SumState.WRITING or not (sums.writing is None or sums.writing.done()):
+            return
+        with contextlib.suppress(StorageError):
+            self._wait_write(unit, sums.writing)
+            self.norms.finish(unit)
+            del self._lent[unit]
+            self._blocks.give_back(sums.give_up_block())
+
     def settle(self) -> None:
         """Everything is where it rests and no block is lent."""
         self.finish_copies()
@@ -407,11 +409,11 @@ class GradientStore:
         sums = self._sums[unit.index]
         if sums.on_device is not None:
             return False
-        is_leaving = sums.device_sums or unit in [c.unit for c in self._leaving]
+        is_leaving = sums.device_sums or unit in [leaving.unit for leaving in self._leaving]
         return not is_leaving and all(self._tensors[s].scale is None for s in unit.trainable())
 
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:
-        """The host block of gradients that rest on NVMe: fp32 (state_numel,); None without one."""
+        """Gradients that rest on NVMe, in their host block: fp32 (state_numel,), or None."""
         return self._sums[unit.index].array
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
@@ -436,7 +438,7 @@ class GradientStore:
         if on_device is not None:
             flat = flat_of(on_device, spec).cpu().clone()
         else:
-            flat = flat_of(self._array(unit), spec).clone()
+            flat = flat_of(self._readable(unit), spec).clone()
             if isinstance(self._store.location(unit, StateKind.GRADIENTS), NvmeLocation):
                 self.write_out(unit)
         return shaped(flat, spec)
@@ -457,7 +459,7 @@ class GradientStore:
         on_device = self.resting_on_device(unit)
         if on_device is not None:
             return flat_of(on_device, spec).cpu()
-        return flat_of(self._array(unit), spec)
+        return flat_of(self._readable(unit), spec)
 
     # -- After a step ------------------------------------------------------------------------------
 

@@ -74,6 +74,7 @@ class Updater(StepRunner):
             chunk_nbytes=settings.chunk_nbytes,
             num_slots=settings.num_staging_slots,
             spare_nbytes=self._spare_nbytes if settings.rides_along else None,
+            sums_in_memory=gradients.sums_in_memory,
         )
         self._rides_along = settings.rides_along and settings.reads_ahead
         # The streams that copy it are known to the thread that trains.
@@ -119,6 +120,7 @@ class Updater(StepRunner):
     def defer(self, record: StepRecord) -> None:
         """Makes every unit with a parameter in the record pending, but for those that were updated
         in the backward; nothing is moved yet."""
+        self._make_space_for_weights()
         kept = self._decide(record)
         self.apply_pending(but=kept)
         self._updated, self._next = {}, None
@@ -128,10 +130,19 @@ class Updater(StepRunner):
             update = updates_of(unit, record, self.chunk_nbytes)
             if update is not None:
                 self._make_pending(update)
+        for unit in self._gradients.in_blocks():
+            if unit.index not in self._pending:
+                self._gradients.give_back(unit)
         self._ring.drop_reads(lambda chunk: chunk.unit.index not in self._pending)
         with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
             self._ring.bring_all_gradients()
         self._is_feeding = self._worker is not None and not self._has_state_on_device
+
+    def _make_space_for_weights(self) -> None:
+        """Frees the memory of gradients that rest on NVMe, those that are needed last first, until
+        weights have enough. What is left is not read for the updates. Raises StorageError."""
+        while self._rides_along and self._spare_nbytes() < 0 and self._gradients.reclaim():
+            pass
 
     def _make_pending(self, update: UnitUpdate) -> None:
         self._pending[update.unit.index] = update
@@ -273,6 +284,7 @@ class Updater(StepRunner):
             # INV-9: a parameter without a gradient is in no record.
             used = [spec for spec in update.unit.trainable() if spec in record.settings]
             self._gradients.note_clipped(used, record.clip_factor)
+        self._gradients.give_back(update.unit)
 
     def _run(self, update: UnitUpdate, is_needed: bool) -> None:
         self._chunks.check_out(update)
@@ -322,7 +334,7 @@ class Updater(StepRunner):
             with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
                 if self._ring.take(or_none=True):
                     self._ring.start_more(self._expected())
-            if not self._chunks.try_next(update, None):
+            if not self._chunks.try_next(update):
                 return self._ring.awaited(update.left[0])
             if update.is_done:
                 self._chunks.check_in(update, write_now=True)

@@ -25,7 +25,7 @@ from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.placement import STATE_KINDS, staging_nbytes
 from infinity.state.store import StateStore, Transfer
-from infinity.state.units import Chunk, StateKind
+from infinity.state.units import Chunk, StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.chunk_update import StagedChunk, StagingSlot
 from infinity.tiers.host import Block
@@ -44,6 +44,8 @@ class StagingRing:
 
     A slot has space for a chunk of `chunk_nbytes` of fp32 in every state kind that travels.
     `spare_nbytes`: returns the free memory that may be taken for spare slots; None: there are none.
+    `sums_in_memory`: returns a unit's gradients in host memory (fp32, (state_numel,)), if they rest
+    elsewhere and are there still: they are not read.
     `travels`: whether any state does; else there are no slots.
     """
 
@@ -56,6 +58,7 @@ class StagingRing:
         chunk_nbytes: int,
         num_slots: int,
         spare_nbytes: Callable[[], int] | None = None,
+        sums_in_memory: Callable[[Unit], torch.Tensor | None] | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -74,6 +77,7 @@ class StagingRing:
         self.travels = bool(self._travelling)
         self._slot_nbytes = sum(self._travelling.values())
         self._spare_nbytes = spare_nbytes
+        self._sums_in_memory = sums_in_memory or (lambda _: None)
         self._num_spare = 0
         self._block: Block | None = None
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
@@ -202,7 +206,7 @@ class StagingRing:
                 self._drop_last()  # Read ahead for later; what is due goes first.
             staged = self._start(chunk)
         try:
-            self.bring_gradients(staged, None)
+            self.bring_gradients(staged)
         except BaseException:
             self.give_back(staged)
             raise
@@ -236,13 +240,13 @@ class StagingRing:
                 self._started[_key(chunk)] = staged
                 count += 1
                 if with_gradients:
-                    self.bring_gradients(staged, None)
+                    self._read_gradients(staged)
         return count
 
     def bring_all_gradients(self) -> None:
         """Starts reading the gradients of all chunks that were started without them."""
         for staged in self._started.values():
-            self.bring_gradients(staged, None)
+            self._read_gradients(staged)
 
     def _has_free_slot(self) -> bool:
         """Whether a chunk can be started without a wait. Takes a spare slot if that is needed, and
@@ -303,15 +307,23 @@ class StagingRing:
         self._slots.remove(slot)
         return slot
 
-    def bring_gradients(self, staged: StagedChunk, sums: torch.Tensor | None) -> None:
-        """Makes the gradients a part of the chunk, once: from `sums`, the unit's gradients in host
-        memory (fp32, (state_numel,)), or by a read from where they rest."""
+    def bring_gradients(self, staged: StagedChunk) -> None:
+        """Makes the gradients a part of the chunk, once: those in memory, or by a read from where
+        they rest. The memory of sums may be taken away later: a chunk gets them when it is
+        updated."""
         if StateKind.GRADIENTS in staged.arrays:
             return
+        sums = self._sums_in_memory(staged.chunk.unit)
         if sums is None:
             self._bring(staged, StateKind.GRADIENTS)
         else:
             staged.arrays[StateKind.GRADIENTS] = sums[staged.chunk.start : staged.chunk.stop]
+
+    def _read_gradients(self, staged: StagedChunk) -> None:
+        """Starts reading the gradients of a chunk, unless they are in memory."""
+        is_there = StateKind.GRADIENTS in staged.arrays
+        if not is_there and self._sums_in_memory(staged.chunk.unit) is None:
+            self._bring(staged, StateKind.GRADIENTS)
 
     def _bring(self, staged: StagedChunk, kind: StateKind) -> None:
         """The chunk's bytes of a state kind: where they rest, or being read into the slot."""

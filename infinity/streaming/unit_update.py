@@ -120,17 +120,15 @@ class ChunkUpdates:
         finally:
             self._ring.give_back(staged)
 
-    def try_next(self, update: UnitUpdate, sums: torch.Tensor | None) -> bool:
+    def try_next(self, update: UnitUpdate) -> bool:
         """As `run_next` where the state of the chunk was read ahead and is there; never waits for
-        it. `sums`: the unit's gradients, as `StagingRing.bring_gradients` takes them. Returns
-        whether the chunk was updated."""
+        it. Returns whether the chunk was updated."""
         chunk = update.left[0]
         if self._ring.travels:
             staged = self._ring.started(chunk)
             if staged is None or not self._ring.is_there(staged):
                 return False
-            # `sums` may be taken away later: a chunk looks at them only when it is updated.
-            self._ring.bring_gradients(staged, sums)
+            self._ring.bring_gradients(staged)
             if not self._ring.is_there(staged):
                 return False
             self._ring.take_started(chunk)

@@ -28,7 +28,7 @@ from pathlib import Path
 from rich.console import Console
 
 from infinity.config import SwapConfig
-from infinity.training.allocator import keep_freed_memory
+from infinity.training.allocator import expand_segments, keep_freed_memory
 from infinity.training.arguments import require_trackers
 from infinity.training.interrupt import Interrupt
 from infinity.training.job import prepare
@@ -64,6 +64,7 @@ def train(
     settled = choices(config)
     config = settle(config)
     keep_freed_memory()
+    expand_segments()
     console = console or Console()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

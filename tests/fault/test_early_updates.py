@@ -157,9 +157,9 @@ if newest:
     first = infinity.checkpoint.load(newest[-1], model, run.optimizer).step
 real, updated = unit_update.ChunkUpdates.try_next, 0
 
-def mortal(self, update, sums):
+def mortal(self, update):
     global updated
-    is_updated = real(self, update, sums)
+    is_updated = real(self, update)
     updated += is_updated
     if die_at and updated == die_at:
         print("early", updated, flush=True)

@@ -1,9 +1,13 @@
-"""One heap for all threads: what one of them has freed the next one uses."""
+"""One heap for all threads: what one of them has freed the next one uses. So on a device."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
+
+from infinity.training.allocator import expand_segments
 
 PROGRAM = """
 import ctypes, re, threading
@@ -46,3 +50,26 @@ def test_threads_in_turn_keep_the_memory_of_one() -> None:
         for is_tuned in (False, True)
     }  # fmt: skip
     assert kept_kib[False] - kept_kib[True] > 5 * 20_000
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_device_memory_expand_unless_the_user_has_configured_them(name: str) -> None:
+    chosen: dict[str, str] = {}
+    assert expand_segments(chosen) and chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    configured = {name: "max_split_size_mb:512"}
+    assert not expand_segments(configured) and configured == {name: "max_split_size_mb:512"}
+
+
+def test_torch_reads_the_setting_of_segments_after_its_import() -> None:
+    """`infinity train` sets it when torch is imported, and no device has been used."""
+    program = """
+import os, torch
+from infinity.training.allocator import expand_segments
+[os.environ.pop(name, None) for name in list(os.environ) if name.endswith("ALLOC_CONF")]
+assert expand_segments()
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "expandable_segments:True"
