@@ -13,13 +13,14 @@ demo:
 	scripts/setup.sh hf
 	.venv/bin/infinity train examples/demo.toml
 
+# Three workers on two cores: a sixth of the time tests wait for the drive.
 test: setup
-	$(PYTHON) -m pytest -n 2 --dist worksteal --durations=10
+	$(PYTHON) -m pytest -n 3 --dist worksteal --durations=25
 
 # The suite with all cases of its large products: before a release, and after a change of what they
 # are about.
 exhaustive: setup
-	$(PYTHON) -m pytest -n 2 --dist worksteal -m ""
+	$(PYTHON) -m pytest -n 3 --dist worksteal -m ""
 
 # A warning is an error. A test of the suite builds the site, too.
 docs: setup
