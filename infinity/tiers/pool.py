@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infinity.errors import CapacityError
+from infinity.sizes import format_nbytes
 from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.ranges import Range
 
@@ -75,19 +76,28 @@ class HostPool:
 
     def require(self, nbytes: int, label: str) -> Block:
         """Allocates a block, and reclaims memory for it. Raises CapacityError when none is left to
-        reclaim."""
+        reclaim; `available_nbytes` is then the largest free piece."""
         while self.is_tight and self._reclaim(nbytes):
             pass
         while (block := self._allocate(nbytes, label)) is None:
             if not self._reclaim(nbytes):
-                raise CapacityError(
-                    "host",
-                    needed_nbytes=nbytes,
-                    available_nbytes=self._host.free_nbytes,
-                    key="tiers.host.capacity",
-                    detail=f"{label} (in use: {', '.join(self._host.lent()[:8])})",
-                )
+                raise self._too_small(nbytes, label)
         return block
+
+    def _too_small(self, nbytes: int, label: str) -> CapacityError:
+        holes = [hole.nbytes for hole in self.holes()]
+        pieces = (
+            f"{format_nbytes(sum(holes))} are free in {len(holes)} pieces; "
+            if len(holes) > 1
+            else ""
+        )
+        return CapacityError(
+            "host",
+            needed_nbytes=nbytes,
+            available_nbytes=max(holes, default=0),
+            key="tiers.host.capacity",
+            detail=f"{label} ({pieces}in use: {', '.join(self._host.lent()[:8])})",
+        )
 
     def _reclaim(self, wanted_nbytes: int) -> bool:
         return any(reclaim(wanted_nbytes) for reclaim in self._reclaimers)
