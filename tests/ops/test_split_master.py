@@ -9,6 +9,7 @@ from torch import Tensor
 from infinity.ops.native import SIMD_VARIABLE, apply_rule, instruction_sets
 from infinity.ops.span import StateSpan
 from infinity.ops.split_master import join, split
+from tests.support.exhaustive import sampled
 
 NUM_PATTERNS = 1 << 32
 CHUNK = 1 << 16  # Patterns, and all that is made of them, stay in the cache of a core.
@@ -20,41 +21,47 @@ def has_bits_of(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.view(torch.int64), expected.view(torch.int64))
 
 
-@pytest.mark.parametrize("quarter", range(4))
+SAMPLE = range(0, NUM_PATTERNS, 32 * CHUNK)  # Every exponent, and all lower bits.
+QUARTER = NUM_PATTERNS // 4
+QUARTERS = [range(at * QUARTER, (at + 1) * QUARTER, CHUNK) for at in range(4)]
+
+
+@pytest.mark.parametrize("starts", sampled([SAMPLE, *QUARTERS], lambda case: case is SAMPLE))
 def test_all_patterns_come_back_and_native_kernels_keep_them(
-    quarter: int, monkeypatch: pytest.MonkeyPatch
+    starts: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each quarter of the 2^32 patterns, so that two processes may run them.
+    """Each quarter of the 2^32 patterns, so that several processes may run them, or a sample.
 
     An update that adds minus zero changes no number. A NaN becomes the one that stands for all.
 
     The widest instruction set, which training uses, sees every pattern. Every other instruction set
-    sees every sixteenth chunk, which has every exponent and all lower bits.
+    sees every sixteenth chunk of a quarter, and all of the sample.
     """
     first = torch.arange(CHUNK, dtype=torch.int32)
     gradient = torch.full((CHUNK,), -0.0)
     states = (torch.zeros(CHUNK), torch.zeros(CHUNK))
     nan = torch.full((CHUNK,), 0xFFC00000 - 2**32, dtype=torch.int32)
     widest, *others = instruction_sets()
-    num_seen = 0
-    chunks = range(quarter * NUM_PATTERNS // 4, (quarter + 1) * NUM_PATTERNS // 4, CHUNK)
-    for chunk, start in enumerate(chunks):
+    for chunk, start in enumerate(starts):
         patterns = first + (start if start < 1 << 31 else start - NUM_PATTERNS)
         weight, residual = split(patterns.view(torch.float32))
         assert has_bits_of(join(weight, residual), patterns)
-        num_seen += patterns.numel()
         expected = weight, residual
         # A chunk is all numbers, or infinity and NaNs, or all NaNs.
         if start & 0x7FFFFFFF >= INFINITY:
             kept = torch.where(patterns & 0x7FFFFFFF == INFINITY, patterns, nan)
             expected = split(kept.view(torch.float32))
-        for simd in (widest, *(s for i, s in enumerate(others, 1) if chunk % 16 == i)):
+        seeing = [s for i, s in enumerate(others, 1) if starts is SAMPLE or chunk % 16 == i]
+        for simd in (widest, *seeing):
             monkeypatch.setenv(SIMD_VARIABLE, simd)
             span = StateSpan(weight.clone(), gradient, states, residual.clone())
             apply_rule("stream", [span], [0.0], grad_scale=1.0, threads=1)
             assert has_bits_of(span.weight, expected[0]), simd
             assert has_bits_of(span.residual, expected[1]), simd
-    assert num_seen == NUM_PATTERNS // 4
+
+
+def test_quarters_are_all_patterns() -> None:
+    assert sum(CHUNK * len(starts) for starts in QUARTERS) == NUM_PATTERNS
 
 
 def test_the_weight_is_the_nearest_bf16_with_halves_away_from_zero() -> None:

@@ -46,7 +46,9 @@ def test_a_refusal_says_the_largest_free_piece() -> None:
         blocks = [pool.require(4 * PAGE_NBYTES, f"block {number}") for number in range(4)]
         pool.free(blocks[0])
         pool.free(blocks[2])
-        with pytest.raises(CapacityError, match="32.0 KiB are free in 2 pieces; in use: block") as it:
+        with pytest.raises(
+            CapacityError, match="32.0 KiB are free in 2 pieces; in use: block"
+        ) as it:
             pool.require(5 * PAGE_NBYTES, "weights")
         assert it.value.available_nbytes == 4 * PAGE_NBYTES
     finally:
