@@ -86,17 +86,14 @@ class HostPool:
 
     def _too_small(self, nbytes: int, label: str) -> CapacityError:
         holes = [hole.nbytes for hole in self.holes()]
-        pieces = (
-            f"{format_nbytes(sum(holes))} are free in {len(holes)} pieces; "
-            if len(holes) > 1
-            else ""
-        )
+        free = f"{format_nbytes(sum(holes))} are free in {len(holes)} pieces; "
         return CapacityError(
             "host",
             needed_nbytes=nbytes,
             available_nbytes=max(holes, default=0),
             key="tiers.host.capacity",
-            detail=f"{label} ({pieces}in use: {', '.join(self._host.lent()[:8])})",
+            detail=f"{label} ({free if len(holes) > 1 else ''}"
+            f"in use: {', '.join(self._host.lent()[:8])})",
         )
 
     def _reclaim(self, wanted_nbytes: int) -> bool:

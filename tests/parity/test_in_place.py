@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -128,7 +129,7 @@ def config_of(directory: Path, **sections: Any) -> dict[str, Any]:
         "placement": {"gradients": "host"},
     }
     for name, values in sections.items():
-        config[name] = {**config.get(name, {}), **values}
+        config[name] = {**config.get(name, {}), **deepcopy(values)}
     return config
 
 
@@ -160,12 +161,14 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 }  # fmt: skip
 
 
-WAYS = ["nvme", "least", "device"]
+IN_TURN = ["nvme", "least", "device"]
 
 
 @pytest.mark.parametrize(
     ("base", "way"),
-    sampled(product(CASES, WAYS), lambda case: WAYS[list(CASES).index(case[0]) % 3] == case[1])
+    sampled(
+        product(CASES, IN_TURN), lambda case: IN_TURN[list(CASES).index(case[0]) % 3] == case[1]
+    )
     + [(FEW[0], way) for way in ("threads", "host", "window", "copied", "device-least")],
     indirect=["base"],
 )
@@ -203,11 +206,11 @@ def at_least(base: Base, config: dict[str, Any], simulated: bool) -> dict[str, A
     """Replaces the capacity "least" by the smallest one that the engine names."""
     for tier in config["tiers"].values():
         if isinstance(tier, dict) and tier.get("capacity") == "least":
-            tier["capacity"] = "1MiB"
+            tier["capacity"] = "256KiB"
             options = {"device": SimulatedDevice(3)} if simulated else {}
             with pytest.raises(infinity.CapacityError) as refused, over(base, config, **options):
                 pass
-            tier["capacity"] = f"{-(-refused.value.needed_nbytes >> 20)}MiB"
+            tier["capacity"] = refused.value.needed_nbytes
     return config
 
 
