@@ -10,7 +10,6 @@ each owner.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
 import struct
@@ -48,14 +47,10 @@ _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Proposal:
-    """An operation that this rank takes part in: `act` issues it. Made by `Collectives`.
+    """An operation that this rank is ready for: `act` issues it. Made by `Collectives`."""
 
-    `number` grows from proposal to proposal.
-    """
-
-    def __init__(self, key: Key, act: Callable[[], None], number: int = 0) -> None:
+    def __init__(self, key: Key, act: Callable[[], None]) -> None:
         self.key = key
-        self.number = number
         self.act: Callable[[], None] | None = act
         self.answer: Verb | None = None
         self.is_issued = False
@@ -82,12 +77,7 @@ class Collectives:
         self._counters = counters
         self._coordinator = Coordinator(transport.count) if transport.rank == 0 else None
         self._changed = threading.Condition()  # Guards all that follows, and the coordinator.
-        self._pending: dict[Key, Proposal] = {}  # Sent to rank 0, not answered.
-        self._unready: dict[Key, Proposal] = {}  # Not sent: `make_ready` runs, or will; in order.
-        self._to_make_ready: queue.SimpleQueue[tuple[Proposal, Callable[[], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._numbers = itertools.count(1)
+        self._pending: dict[Key, Proposal] = {}
         self._begun: queue.SimpleQueue[Proposal | None] = queue.SimpleQueue()
         self._num_begun = 0  # In the queue, or about to be issued.
         self._step = 0
@@ -96,7 +86,6 @@ class Collectives:
         self._error: BaseException | None = None  # Of the thread that carries out what is begun.
         self._answered = self._num_cancelled = 0  # Of rank 0's coordinator, before this step.
         self._thread: threading.Thread | None = None
-        self._maker: threading.Thread | None = None
         self._is_closed = False
 
     def open(self) -> None:
@@ -110,10 +99,6 @@ class Collectives:
         self._begun.put(trial)
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
-        self._maker = threading.Thread(
-            target=self._make_ready, name="infinity-proposals", daemon=True
-        )
-        self._maker.start()
         with self._changed:
             self._wait(lambda: trial.is_issued)
 
@@ -130,19 +115,15 @@ class Collectives:
         """
         if self._thread is None or self._is_closed:
             return
-        # A garbage collector chooses the thread.
-        is_own = threading.current_thread() in (self._thread, self._maker)
+        is_own = self._thread is threading.current_thread()  # Of a garbage collector's choice.
         with contextlib.suppress(InfinityError):
             with self._changed:
-                for proposal in list(self._unready.values()):
-                    self._send(proposal)
                 for key in list(self._pending):
                     self._send_message(Verb.WITHDRAW, key)
             if not is_own:
                 self.end_step()
         self._is_closed = True
         self._begun.put(None)
-        self._to_make_ready.put(None)
         while not is_own and self._thread.is_alive():
             self._thread.join(_WATCH_S)
             if self._transport.is_broken:
@@ -157,50 +138,18 @@ class Collectives:
         """Whether operations are proposed in this step. The same on all ranks."""
         return self._paused_steps == 0
 
-    def propose(
-        self, key: Key, act: Callable[[], None], make_ready: Callable[[], None] | None = None
-    ) -> Proposal:
+    def propose(self, key: Key, act: Callable[[], None]) -> Proposal:
         """Proposes an operation. Another thread calls `act` soon after every rank has proposed it.
 
-        Everything that `act` needs stays unchanged until the proposal is answered. `make_ready`
-        waits for a drive or an update of this rank: a third thread calls it before the proposal
-        is sent, so that no device waits inside an operation for the drive of another rank. `act`
-        raises the errors of `make_ready` again.
+        Everything that `act` needs stays unchanged until the proposal is answered.
         """
-        assert self.is_on and key not in self._pending and key not in self._unready
+        assert self.is_on and key not in self._pending
         self._transport.check()
-        proposal = Proposal(key, act, next(self._numbers))
+        proposal = Proposal(key, act)
         with self._changed:
-            if make_ready is None:
-                self._send(proposal)
-            else:
-                self._unready[key] = proposal
-                self._to_make_ready.put((proposal, make_ready))
+            self._pending[key] = proposal
+            self._send_message(Verb.PROPOSE, key)
         return proposal
-
-    def _send(self, proposal: Proposal) -> None:
-        self._unready.pop(proposal.key, None)
-        self._pending[proposal.key] = proposal
-        self._send_message(Verb.PROPOSE, proposal.key)
-
-    def _make_ready(self) -> None:
-        while (item := self._to_make_ready.get()) is not None:
-            proposal, make_ready = item
-            with contextlib.suppress(Exception):  # `act` raises it.
-                make_ready()
-            with self._changed:
-                if self._unready.get(proposal.key) is proposal:
-                    try:
-                        self._send(proposal)
-                    except InfinityError as error:
-                        self._error = error
-                    self._changed.notify_all()
-            del item, proposal, make_ready  # References must not live until the next proposal.
-
-    def _is_sent(self, last: Proposal | None = None) -> bool:
-        """Whether all proposals up to `last` are sent."""
-        first = next(iter(self._unready.values()), None)
-        return first is None or (last is not None and first.number > last.number)
 
     def settle(self, proposal: Proposal, *, is_patient: bool = True) -> bool:
         """Returns whether the operation was issued; otherwise it was cancelled.
@@ -209,10 +158,6 @@ class Collectives:
         RankError.
         """
         with self._changed:
-            if is_patient:  # A rank that awaits an answer proposes nothing meanwhile.
-                self._wait(lambda: self._is_sent(proposal))
-            elif self._unready.get(proposal.key) is proposal:
-                self._send(proposal)  # Ranks that wait for it learn that it is withdrawn.
             if proposal.answer is None:
                 if is_patient:
                     self._send_message(Verb.AWAIT, proposal.key)
@@ -228,19 +173,12 @@ class Collectives:
         This rank proposes nothing more in this step. `meanwhile` is called during the wait.
         """
         if self.is_on:
-            while not self._is_ready(_LOOK_S):
-                if meanwhile is not None:
-                    meanwhile()
             with self._changed:
                 self._send_message(Verb.DONE, _NO_KEY)
                 self._step += 1
             while not self._is_idle(_LOOK_S):
                 if meanwhile is not None:
                     meanwhile()
-
-    def _is_ready(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._wait(self._is_sent, timeout_s)
 
     def _is_idle(self, timeout_s: float) -> bool:
         with self._changed:

@@ -33,17 +33,13 @@ class AllGather:
     departure: Copy = FINISHED
 
     def __init__(
-        self,
-        collectives: Collectives,
-        key: Key,
-        issue: Callable[[], tuple[Copy, Copy]],
-        make_ready: Callable[[], None] | None = None,
+        self, collectives: Collectives, key: Key, issue: Callable[[], tuple[Copy, Copy]]
     ) -> None:
         def act() -> None:
             self.arrival, self.departure = issue()
 
         self._collectives = collectives
-        self._proposal = collectives.propose(key, act, make_ready)
+        self._proposal = collectives.propose(key, act)
 
     def settle(self, *, is_patient: bool = True) -> bool:
         """See `Arrival.settle`."""
@@ -90,21 +86,15 @@ class DeviceUnshard:
         """See `WeightProvider.begin`."""
         ranges = self._ranges(unit)
         self._exchange.take(region)
-        shard, pending = self.shard_of(unit), self._store.pending
-
-        def make_ready() -> None:
-            pending.await_update(shard)
-            if reading is not None:
-                reading.wait()
 
         def issue() -> tuple[Copy, Copy]:
-            make_ready()  # It is; an error is raised here.
+            self._store.pending.await_update(self.shard_of(unit))
+            if reading is not None:
+                reading.wait()
             self._count(ranges)
             return self._exchange.gather(region, local, ranges)
 
-        is_ready = (reading is None or reading.done()) and not pending.is_pending(shard)
-        wait = None if is_ready else make_ready
-        return AllGather(self._collectives, (_GATHERING, unit, 0), issue, wait)
+        return AllGather(self._collectives, (_GATHERING, unit, 0), issue)
 
     def pull_updated(self, unit: int) -> AllGather | None:
         """Starts the exchange of updated weights that every rank keeps whole.
