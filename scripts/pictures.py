@@ -143,7 +143,7 @@ def draw_models(path: Path) -> None:
             name, (memory, size), xytext=(-4, -18), textcoords="offset points", fontsize=9
         )
     for marker, what in (("s", "all weights"), ("o", "an adapter")):
-        label = f"measured, {what}: trains within this host budget (two cores, no GPU, one drive)"
+        label = f"measured, {what}: host budget (two cores, no GPU)"
         left.plot([], [], marker, color="#c0392b", fillstyle="none", label=label)
     left.set_yscale("log")
     left.set_ylim(1e9, 4e12)
@@ -174,7 +174,7 @@ def draw_models(path: Path) -> None:
     right.set_xticks(MEMORIES, [str(each) for each in MEMORIES])
     left.set_ylabel("parameters")
     left.set_title("The drive, not memory, bounds the model that one GPU trains", loc="left")
-    right.set_title(f"Planned: LoRA over 671 B at {rate:,.0f} tokens/s, one RTX 4090, 128 GB",
+    right.set_title(f"Planned: LoRA over 671 B, 128 GB: {rate:,.0f} tokens/s",
                     loc="left")  # fmt: skip
     figure.text(
         0.51, 0.06,
