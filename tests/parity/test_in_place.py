@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import infinity
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
-from tests.support.exhaustive import sampled
+from tests.support.exhaustive import in_turn
 from tests.support.forked import Script, wait_until
 
 STEPS, MICRO_BATCHES = 3, 3
@@ -161,14 +161,9 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 }  # fmt: skip
 
 
-IN_TURN = ["nvme", "least", "device"]
-
-
 @pytest.mark.parametrize(
     ("base", "way"),
-    sampled(
-        product(CASES, IN_TURN), lambda case: IN_TURN[list(CASES).index(case[0]) % 3] == case[1]
-    )
+    in_turn(CASES, ["nvme", "least", "device"])
     + [(FEW[0], way) for way in ("threads", "host", "window", "copied", "device-least")],
     indirect=["base"],
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +25,7 @@ from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import same_bits
-from tests.support.exhaustive import sampled
+from tests.support.exhaustive import in_turn
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import held_units
@@ -129,12 +128,9 @@ def num_tiles(model: nn.Module) -> set[int]:
 # --- bits -------------------------------------------------------------------------------------
 
 
-COUNTS = [1, 7]
-
-
 @pytest.mark.parametrize(
     ("kind", "count"),
-    sampled(product(KINDS, COUNTS), lambda case: COUNTS[list(KINDS).index(case[0]) % 2] == case[1]),
+    in_turn(KINDS, [1, 7]),
 )
 def test_no_bit_depends_on_tile_size_or_budget(kind: str, count: int, swap_directory: Path) -> None:
     """One, three or all experts a tile; host memory for little, or for everything; on the host's

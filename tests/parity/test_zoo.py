@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import gc
 from functools import cache, lru_cache
-from itertools import product
 from pathlib import Path
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.testing.simulated_device import SimulatedDevice
-from tests.support.exhaustive import sampled
+from tests.support.exhaustive import in_turn, sampled
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
@@ -85,7 +84,7 @@ CHECKPOINTING = [name for name in ZOO if ZOO[name].checkpointing]
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    sampled(product(ZOO, WAYS), lambda case: WAYS[list(ZOO).index(case[0]) % 2] == case[1]),
+    in_turn(ZOO, WAYS),
 )
 def test_trains_like_plain_pytorch(name: str, where: str, swap_directory: Path) -> None:
     """All state on NVMe in the smallest host budget; or on the host, with a device that has its own

@@ -6,7 +6,8 @@ property, and each pair of properties where pairs are what may fail; `make exhau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -25,3 +26,9 @@ def sampled(cases: Iterable[T], is_kept: Callable[[T], bool]) -> list[Any]:
         pytest.param(*values(case), marks=() if is_kept(case) else pytest.mark.exhaustive)
         for case in cases
     ]
+
+
+def in_turn(names: Iterable[str], ways: Sequence[Any]) -> list[Any]:
+    """Returns each name with each way. A name is kept with one way: the ways come in turn."""
+    chosen = {name: ways[index % len(ways)] for index, name in enumerate(names)}
+    return sampled(product(chosen, ways), lambda case: chosen[case[0]] == case[1])
