@@ -7,6 +7,10 @@
 
 PYTHON := .venv/bin/python
 
+# Compiled modules are kept, whatever the environment says: hundreds of processes of the tests would
+# compile the package again, and every worker the tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test exhaustive docs quick lint types format setup gpu clean
 
 demo:

@@ -72,6 +72,7 @@ def main() -> None:
                 console.print(table_of([row], words))
             for side in sides.values():
                 side.engine.close()
+            del sides, side  # The next sides need the memory.
     if len(results.rows) > 1:
         console.print(table_of(results.rows, words))
 

@@ -21,7 +21,9 @@ TABLES = {"_BUDGET_KEYS[last]": placement._BUDGET_KEYS}
 def raised() -> Iterator[tuple[str, ast.expr]]:
     """The `key` argument of every CapacityError in the package, and where it stands."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        if "CapacityError(" not in (text := path.read_text()):
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "CapacityError":
                 keys = [word.value for word in node.keywords if word.arg == "key"]
                 assert len(keys) == 1, f"{path}:{node.lineno}"
