@@ -23,6 +23,7 @@ from tests.parity.test_early_updates import (
     plain_run,
     steps,
 )
+from tests.support.exhaustive import in_turn
 from tests.support.forked import run_script
 
 from .harness import EIO, ENOSPC, assert_nothing_leaked, settle, trapped
@@ -132,7 +133,9 @@ def test_each_read_that_fails_around_early_updates_is_told_or_made_again(
     assert failures > 6 and swallowed, "reads of early updates failed, too"
 
 
-@pytest.mark.parametrize("code", [EIO, ENOSPC])
+@pytest.mark.parametrize(
+    ("options", "code"), in_turn(["host", "worker"], [EIO, ENOSPC]), indirect=["options"]
+)
 def test_no_write_that_fails_around_early_updates_is_forgotten(
     swap_directory: Path, code: int, options: Callable[[], dict[str, Any]]
 ) -> None:

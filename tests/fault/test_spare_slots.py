@@ -13,6 +13,7 @@ import torch
 from infinity.errors import InfinityError
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.parity.test_early_updates import config_of, loss_of, make, steps
+from tests.support.exhaustive import in_turn
 from tests.support.forked import run_script
 
 from .harness import EIO, ENOSPC, assert_nothing_leaked, trapped
@@ -69,8 +70,7 @@ def test_each_read_for_the_next_step_that_fails_is_told_or_made_again(
     assert failures > 10
 
 
-@pytest.mark.parametrize("who", OPTIONS)
-@pytest.mark.parametrize("code", [EIO, ENOSPC])
+@pytest.mark.parametrize(("who", "code"), in_turn(OPTIONS, [ENOSPC, EIO]))
 def test_no_write_of_state_that_waited_is_forgotten_if_it_fails(
     swap_directory: Path, code: int, who: str
 ) -> None:

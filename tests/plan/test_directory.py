@@ -226,8 +226,8 @@ def test_a_truncated_file_is_named(directory: Path) -> None:
         (["--model", "kimi-k2", "--lora", "8", "--examples", "5", "--data-tokens", "5"], "leave one"),
         (["--model", "kimi-k2", "--lora", "8", "--data-tokens", "many"], "--data-tokens 'many'"),
         (["--model", "kimi-k2", "--set", "adapter.targets=k_proj"], "kv_b_proj"),
-        (["--model", "qwen3-30b-a3b", "--lora", "8", "--set", "tiers.host.capacity=100MB"],
-         "tiers.host.capacity"),
+        (["--model", "qwen3-30b-a3b", "--lora", "8", "--hardware", "rtx4090-desktop",
+          "--set", "tiers.host.capacity=100MB"], "tiers.host.capacity"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:

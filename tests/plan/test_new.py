@@ -298,8 +298,11 @@ def moe(directory: Path, *, is_quantised: bool) -> Path:
 
 @pytest.mark.parametrize(
     ("is_quantised", "options"),
-    [(True, ()), (True, ("--experts",)), (False, ("--full",))],
-    ids=["adapter over INT4", "adapter of experts over INT4", "all weights"],
+    [
+        pytest.param(True, (), marks=pytest.mark.exhaustive, id="adapter over INT4"),
+        pytest.param(True, ("--experts",), id="adapter of experts over INT4"),
+        pytest.param(False, ("--full",), id="all weights"),
+    ],
 )
 def test_the_file_trains_as_it_is(
     tmp_path: Path, machine: Path, is_quantised: bool, options: tuple[str, ...]
