@@ -152,15 +152,20 @@ def _explain_torch_operations(index: int) -> dict[str, str]:
 
     from infinity.codecs import Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4
     from infinity.codecs.on_device import explain_refusal
+    from infinity.ops.adamw import AdamWSettings
+    from infinity.ops.on_device import explain_refusal as explain_update
 
+    recipe = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
     device = torch.device("cuda", index)
     try:
-        return {
+        reasons = {
             codec.format: explain_refusal(codec, torch.bfloat16, device)
             for codec in (Fp8Blocks(), Int4Groups(), Mxfp4Blocks(), Nf4())
         }
+        update = explain_update(recipe, device, torch.float32, is_split=True)
     except UnsupportedError as error:  # The environment asks for kernels that do not run.
-        return {"decoding": str(error)}
+        return {"decoding and updates": str(error)}
+    return {**reasons, "updates": update}
 
 
 def _gpus(torch: object) -> list[Gpu]:

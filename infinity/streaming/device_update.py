@@ -1,8 +1,9 @@
 """The update of a chunk by the device: a slice of its state is copied there, updated, and returned.
 
-For machines whose processor is slower than the link. It runs the readable reference of every rule
-in torch operations, which has the bits of the native kernel: each operation is rounded as IEEE 754
-says, on the host and on the device, and none is contracted with another.
+For machines whose processor is slower than the link. A Triton kernel or, where it cannot be used,
+the readable reference of the rule in torch operations has the bits of the host's native kernel:
+each operation is rounded as IEEE 754 says, and none is contracted that the rule does not fuse
+(`ops/on_device.py`).
 
 While one slice is updated, the next one is copied in and the last one out.
 """
@@ -14,13 +15,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from infinity.ops.optimizers import Settings, reference_span_
+from infinity.ops.on_device import update_span_
+from infinity.ops.optimizers import Settings
 from infinity.ops.span import StateSpan
 from infinity.ops.torch_kernels import is_native
 from infinity.tiers.device import Copy, DeviceAdapter
 
-# Elements on the device at once, three times: arrays of 16 bytes each, and ten times 8 bytes that
-# the arithmetic makes on the way. A multiple of span.CUT_NUMEL.
+# Elements on the device at once, three times: arrays of 16 bytes each, and for the reference ten
+# times 8 bytes that its arithmetic makes on the way. A multiple of span.CUT_NUMEL.
 SLICE_NUMEL = 1 << 20
 
 
@@ -45,7 +47,7 @@ def update_on_device(
         following = _copy_in(device, slices[index + 1]) if index + 1 < len(slices) else None
         for copy in copies:
             copy.order()
-        reference_span_(on_device, settings, grad_scale)
+        update_span_(on_device, settings, grad_scale)
         copies = [device.copy(new, old) for new, old in _changed(on_device, on_host)]
         returned += copies
         copying.append(copies)

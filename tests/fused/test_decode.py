@@ -123,7 +123,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cpu")
 
 
-@pytest.mark.parametrize("codec", [Fp8Blocks(), Int4Groups(), Mxfp4Blocks(True), Nf4()], ids=str)
+@pytest.mark.parametrize(
+    "codec", [Fp8Blocks((16, 16)), Int4Groups(), Mxfp4Blocks(True), Nf4()], ids=str
+)
 def test_a_kernel_that_passes_its_trial_is_used(
     interpreter: None, device: torch.device, codec: on_device.FusedCodec
 ) -> None:
