@@ -84,10 +84,6 @@ class Trials:
             self._outcomes[known] = _outcome(name, device, trial)
         return self._outcomes[known]
 
-    def forget(self) -> None:
-        """Forgets every outcome."""
-        self._outcomes.clear()
-
 
 def _outcome(name: str, device: torch.device, trial: _Trial) -> str:
     """Returns "" if the trial shows equal bits, else the reason, which is logged, too."""
