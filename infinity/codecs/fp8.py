@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from infinity.codecs import native
+from infinity.codecs import native, on_device
 from infinity.codecs.part import (
     Codec,
     Encoding,
@@ -27,6 +27,7 @@ from infinity.codecs.rounding import (
     fp32_to_e8m0,
     scales_to_fp32,
 )
+from infinity.fused import decode as fused
 
 _LARGEST = 448.0  # Of E4M3.
 
@@ -75,8 +76,19 @@ class Fp8Blocks(Codec):
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
             native.decode_fp8(parts, shape, out, block=self._block(shape), scale=self.scale)
+        elif on_device.runs(self, parts, shape, out):
+            self.decode_fused(parts, shape, out)
         else:
             decode_by_values(self, parts, shape, out)
+
+    @property
+    def trial_shape(self) -> Shape:
+        """See `FusedCodec.trial_shape`."""
+        return 2, min(self.block[0], 128) + 5, min(self.block[1], 128) + 70
+
+    def decode_fused(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
+        """See `FusedCodec.decode_fused`."""
+        fused.decode_fp8(parts, shape, out, block=self._block(shape), scale=self.scale)
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from typing_extensions import override
 
-from infinity.codecs import native
+from infinity.codecs import native, on_device
 from infinity.codecs.part import (
     Codec,
     Encoding,
@@ -23,6 +24,7 @@ from infinity.codecs.part import (
 )
 from infinity.codecs.rounding import decode_by_values
 from infinity.errors import ConfigError
+from infinity.fused import decode as fused
 
 _CODES_PER_WORD = 8
 _ZERO = 8  # The code of 0: codes are 0 to 15, values -8 to 7.
@@ -67,8 +69,22 @@ class Int4Groups(Codec):
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
             native.decode_int4(parts, shape, out, group=self.group, scale=self.scale)
+        elif on_device.runs(self, parts, shape, out):
+            self.decode_fused(parts, shape, out)
         else:
             decode_by_values(self, parts, shape, out)
+
+    @property
+    def trial_shape(self) -> Shape:
+        """See `FusedCodec.trial_shape`."""
+        return 2, 35, 3 * math.lcm(self.group, _CODES_PER_WORD)
+
+    def decode_fused(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
+        """See `FusedCodec.decode_fused`."""
+        fused.decode_four_bits(
+            parts, shape, out,
+            group=self.group, values="INT4", scale=self.scale, product=self.scale,
+        )  # fmt: skip
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from infinity.codecs import native
+from infinity.codecs import native, on_device
 from infinity.codecs.part import (
     Codec,
     Encoding,
@@ -22,6 +22,7 @@ from infinity.codecs.part import (
 )
 from infinity.codecs.rounding import decode_by_values, e8m0_to_fp32, exponents_of, fp32_to_e8m0
 from infinity.errors import ConfigError
+from infinity.fused import decode as fused
 
 BLOCK = 32
 # By code: sign, two bits of exponent, one of mantissa.
@@ -82,8 +83,23 @@ class Mxfp4Blocks(Codec):
         if native.runs(parts, out):
             stored, turned = self._stored(shape), self._turned(out)
             native.decode_mxfp4(parts, stored, turned, block=BLOCK, values=E2M1_VALUES)
+        elif on_device.runs(self, parts, shape, out):
+            self.decode_fused(parts, shape, out)
         else:
             decode_by_values(self, parts, shape, out)
+
+    @property
+    def trial_shape(self) -> Shape:
+        """See `FusedCodec.trial_shape`."""
+        stored = (2, 35, 3 * BLOCK)
+        return self._stored(stored)
+
+    def decode_fused(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
+        """See `FusedCodec.decode_fused`."""
+        fused.decode_four_bits(
+            parts, self._stored(shape), self._turned(out),
+            group=BLOCK, values="E2M1", scale="F8_E8M0", product="F32",
+        )  # fmt: skip
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from typing_extensions import override
 
-from infinity.codecs import native
+from infinity.codecs import native, on_device
 from infinity.codecs.part import (
     Codec,
     Encoding,
@@ -22,10 +22,12 @@ from infinity.codecs.part import (
     typed,
 )
 from infinity.codecs.rounding import decode_by_values
+from infinity.fused import decode as fused
 
 STATE_SUFFIX = ".quant_state.bitsandbytes__nf4"
 NUM_CODES = 16
 NUM_NESTED_CODES = 256
+_TRIAL_OFFSET = 0.04  # Every weight has its own offset, which the kernel is not compiled for.
 
 # Quantiles of a normal distribution, symmetric about an exact zero: Dettmers et al., "QLoRA", 2023,
 # appendix E.
@@ -88,8 +90,24 @@ class Nf4(Codec):
         if native.runs(parts, out):
             scales = self._scales(parts)
             native.decode_nf4(parts, scales, shape, out, block=self.block, stored=self.stored)
+        elif on_device.runs(replace(self, offset=_TRIAL_OFFSET), parts, shape, out):
+            self.decode_fused(parts, shape, out)
         else:
             decode_by_values(self, parts, shape, out)
+
+    @property
+    def trial_shape(self) -> Shape:
+        """See `FusedCodec.trial_shape`."""
+        return 37, 2 * self.block + 1
+
+    def decode_fused(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
+        """See `FusedCodec.decode_fused`."""
+        offset = float(torch.tensor(self.offset, dtype=torch.float32))
+        fused.decode_four_bits(
+            parts, shape, out,
+            group=self.block, values="TABLE", scale="F32", product=self.stored,
+            nested=(self.nested_block, offset),
+        )  # fmt: skip
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

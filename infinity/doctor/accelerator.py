@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import SwapConfig
 from infinity.doctor.files import read_int, read_text
 from infinity.doctor.finding import Finding, degraded, missing, ok
+from infinity.errors import UnsupportedError
 from infinity.sizes import format_nbytes
 from infinity.tiers.open_device import pci_address
 
@@ -57,6 +58,7 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
     if config.tiers.device.kind != "cpu":
         for index, gpu in enumerate(gpus):
             yield check_link(index, find_link(root, gpu.pci_address))
+            yield check_kernels(index, _explain_torch_operations(index))
 
 
 def check_torch(version: str | None, failure: str) -> Finding:
@@ -126,6 +128,44 @@ def check_link(index: int, link: Link | None) -> Finding:
             remedy="Move the card to a full slot, or stop sharing the slot's lanes.",
         )
     return ok(subject, found)
+
+
+def check_kernels(index: int, reasons: Mapping[str, str]) -> Finding:
+    """`reasons`: per operation why torch operations make it, "" if a Triton kernel does."""
+    subject = f"CUDA device {index}: kernels"
+    fused = [name for name, reason in reasons.items() if not reason]
+    found = f"Triton for {', '.join(fused)}" if fused else "torch operations"
+    slow = {name: reason for name, reason in reasons.items() if reason}
+    if not slow:
+        return ok(subject, found)
+    return degraded(
+        subject,
+        "; ".join([found, *(f"{name}: {reason}" for name, reason in slow.items())]),
+        cost=f"torch operations for {', '.join(slow)}: the same bits, in many passes over memory",
+        remedy="pip install triton, in the version that torch's build for CUDA names; unset "
+        "INFINITY_DEVICE_KERNELS.",
+    )
+
+
+def _explain_torch_operations(index: int) -> dict[str, str]:
+    import torch
+
+    from infinity.codecs import Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4
+    from infinity.codecs.on_device import explain_refusal
+    from infinity.ops.adamw import AdamWSettings
+    from infinity.ops.on_device import explain_refusal as explain_update
+
+    recipe = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+    device = torch.device("cuda", index)
+    try:
+        reasons = {
+            codec.format: explain_refusal(codec, torch.bfloat16, device)
+            for codec in (Fp8Blocks(), Int4Groups(), Mxfp4Blocks(), Nf4())
+        }
+        update = explain_update(recipe, device, torch.float32, is_split=True)
+    except UnsupportedError as error:  # The environment asks for kernels that do not run.
+        return {"decoding and updates": str(error)}
+    return {**reasons, "updates": update}
 
 
 def _gpus(torch: object) -> list[Gpu]:

@@ -18,7 +18,8 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.ops.adamw import AdamWSettings
-from infinity.ops.optimizers import reference_span_, step_
+from infinity.ops.on_device import update_span_
+from infinity.ops.optimizers import step_
 from infinity.ops.span import StateSpan
 from infinity.simulate.job import Batch, batch_of, make_job, tuned_gb_per_s, updated_nbytes
 from infinity.simulate.order import Use
@@ -126,7 +127,7 @@ def time_updates(
             step_([spans[turn % len(spans)]], _SETTINGS)
 
         def update_there(turn: int) -> None:
-            reference_span_(span_there, _SETTINGS, 1.0)
+            update_span_(span_there, _SETTINGS, 1.0)
             device.synchronize()
 
         def bring(turn: int) -> None:

@@ -18,7 +18,7 @@ from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import states_within
 from infinity.state.store import Transfer
 from infinity.state.units import Chunk, Slice, StateKind
-from infinity.streaming.device_update import can_update_on_device, update_on_device
+from infinity.streaming.device_update import can_update_on_device, update_on_device, update_on_host
 from infinity.streaming.step_record import StepRecord
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import Block
@@ -91,8 +91,10 @@ def _step(
     clip_factor: torch.Tensor | None,
     device: DeviceAdapter | None,
 ) -> None:
-    if device is None or not can_update_on_device(spans, settings):
+    if device is None or spans[0].is_8bit:
         step_(spans, settings, grad_scale=clip_factor)
+    elif not can_update_on_device(spans, settings):
+        update_on_host(device, spans, settings, clip_factor)
     else:
         grad_scale = 1.0 if clip_factor is None else float(clip_factor)
         update_on_device(device, spans, settings, grad_scale)

@@ -1,8 +1,10 @@
 """The update of a chunk by the device: a slice of its state is copied there, updated, and returned.
+Arrays that rest on the device are updated where they are.
 
-For machines whose processor is slower than the link. It runs the readable reference of every rule
-in torch operations, which has the bits of the native kernel: each operation is rounded as IEEE 754
-says, on the host and on the device, and none is contracted with another.
+For machines whose processor is slower than the link. A Triton kernel or, where it cannot be used,
+the readable reference of the rule in torch operations has the bits of the host's native kernel:
+each operation is rounded as IEEE 754 says, and none is contracted that the rule does not fuse
+(`ops/on_device.py`).
 
 While one slice is updated, the next one is copied in and the last one out.
 """
@@ -14,13 +16,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from infinity.ops.optimizers import Settings, reference_span_
+from infinity.ops.on_device import update_span_
+from infinity.ops.optimizers import Settings, step_
 from infinity.ops.span import StateSpan
 from infinity.ops.torch_kernels import is_native
 from infinity.tiers.device import Copy, DeviceAdapter
 
-# Elements on the device at once, three times: arrays of 16 bytes each, and ten times 8 bytes that
-# the arithmetic makes on the way. A multiple of span.CUT_NUMEL.
+# Elements on the device at once, three times: arrays of 16 bytes each, and for the reference ten
+# times 8 bytes that its arithmetic makes on the way. A multiple of span.CUT_NUMEL.
 SLICE_NUMEL = 1 << 20
 
 
@@ -34,7 +37,8 @@ def can_update_on_device(spans: Sequence[StateSpan], settings: Settings) -> bool
 def update_on_device(
     device: DeviceAdapter, spans: Sequence[StateSpan], settings: Settings, grad_scale: float
 ) -> None:
-    """One step of every span, in place. Arrays are in the host's arena; done when it returns."""
+    """One step of every span, in place. Arrays are in the host's arena, or on the device. What is
+    on the host is done when it returns, the rest in the order of the current stream."""
     slices = [part for span in spans for part in _slices(span)]
     copying: deque[list[Copy]] = deque()
     returned: list[Copy] = []
@@ -45,8 +49,9 @@ def update_on_device(
         following = _copy_in(device, slices[index + 1]) if index + 1 < len(slices) else None
         for copy in copies:
             copy.order()
-        reference_span_(on_device, settings, grad_scale)
-        copies = [device.copy(new, old) for new, old in _changed(on_device, on_host)]
+        update_span_(on_device, settings, grad_scale)
+        changed = _changed(on_device, on_host)
+        copies = [device.copy(new, old) for new, old in changed if new is not old]
         returned += copies
         copying.append(copies)
         if len(copying) > 1:
@@ -54,6 +59,30 @@ def update_on_device(
                 copy.order()  # Their memory on the device may be used again.
     for copy in returned:
         copy.wait()
+
+
+def update_on_host(
+    device: DeviceAdapter,
+    spans: Sequence[StateSpan],
+    settings: Settings,
+    grad_scale: torch.Tensor | None,
+) -> None:
+    """One step of every span by the host, in place, for rules whose bits the device would not give.
+    Arrays may be on the device; done when it returns."""
+
+    def bring(array: torch.Tensor) -> torch.Tensor:
+        return array if device.is_on_host(array) else array.cpu()
+
+    brought = []
+    for span in spans:
+        states = tuple(map(bring, _states(span)))
+        residual = None if span.residual is None else bring(span.residual)
+        brought.append(StateSpan(bring(span.weight), bring(span.gradient), states, residual))
+    step_(brought, settings, grad_scale=grad_scale)
+    for new, old in zip(brought, spans, strict=True):
+        for new_array, old_array in _changed(new, old):
+            if new_array is not old_array:
+                old_array.copy_(new_array)
 
 
 def _slices(span: StateSpan) -> Iterator[StateSpan]:
@@ -72,6 +101,8 @@ def _copy_in(device: DeviceAdapter, span: StateSpan) -> tuple[StateSpan, list[Co
     copies: list[Copy] = []
 
     def copy_in(array: torch.Tensor) -> torch.Tensor:
+        if not device.is_on_host(array):
+            return array
         target = torch.empty_like(array, device=device.torch_device)
         copies.append(device.copy(array, target))
         return target

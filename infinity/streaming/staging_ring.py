@@ -1,8 +1,8 @@
 """Chunks of optimizer state on their way: read into a staging slot, updated there, written back.
 
 Staging slots are parts of one host block, and chunks go round them. A staging slot is free, or it
-holds a chunk that is being read, or one that is being written back. State that rests where the
-host can address it is updated in place and needs no staging slot.
+holds a chunk that is being read, or one that is being written back. State that rests where the one
+that updates can address it (the host, or the device) is updated in place and needs no slot.
 
 Note [Spare slots]
   Where host memory is free, there are more slots than the block has. Reads go ahead of writes at
@@ -24,7 +24,7 @@ import torch
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.placement import STATE_KINDS, staging_nbytes
-from infinity.state.store import StateStore, Transfer
+from infinity.state.store import DeviceLocation, StateStore, Transfer
 from infinity.state.units import Chunk, StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.chunk_update import StagedChunk, StagingSlot
@@ -46,6 +46,7 @@ class StagingRing:
     `spare_nbytes`: returns the free memory that may be taken for spare slots; None: there are none.
     `sums_in_memory`: returns a unit's gradients in host memory (fp32, (state_numel,)), if they rest
     elsewhere and are there still: they are not read.
+    `is_for_device`: the device updates, so state that rests on it does not travel.
     `travels`: whether any state does; else there are no slots.
     """
 
@@ -59,8 +60,10 @@ class StagingRing:
         num_slots: int,
         spare_nbytes: Callable[[], int] | None = None,
         sums_in_memory: Callable[[Unit], torch.Tensor | None] | None = None,
+        is_for_device: bool = False,
     ) -> None:
         self._store = store
+        self._is_for_device = is_for_device
         self._pool = pool
         self._counters = counters
         self._num_slots = num_slots
@@ -68,7 +71,7 @@ class StagingRing:
             kind
             for kind in STATE_KINDS
             if any(
-                store.location(unit, kind) is not None and store.host_view(unit, kind) is None
+                store.location(unit, kind) is not None and self._resting(unit, kind) is None
                 for unit in store.units
             )
         ]
@@ -332,10 +335,9 @@ class StagingRing:
         if dtype is None:
             return
         offset_nbytes, nbytes = chunk.offset_nbytes(kind), chunk.nbytes(kind)
-        host_view = self._store.host_view(chunk.unit, kind)
-        if host_view is not None:
-            resting = host_view[offset_nbytes : offset_nbytes + nbytes]
-            staged.arrays[kind] = resting.view(dtype)
+        resting = self._resting(chunk.unit, kind)
+        if resting is not None:
+            staged.arrays[kind] = resting[offset_nbytes : offset_nbytes + nbytes].view(dtype)
             return
         assert slot is not None
         block = slot.parts[kind]
@@ -350,6 +352,13 @@ class StagingRing:
             )
         )
         staged.arrays[kind] = self._pool.tensor(block)[:nbytes].view(dtype)
+
+    def _resting(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
+        """Returns the resting bytes themselves, if the one that updates can address them."""
+        location = self._store.location(unit, kind)
+        if self._is_for_device and isinstance(location, DeviceLocation):
+            return location.memory
+        return self._store.host_view(unit, kind)
 
     @staticmethod
     def is_there(staged: StagedChunk) -> bool:
@@ -376,7 +385,7 @@ class StagingRing:
         """Starts writing what an update has changed, but for the weights."""
         chunk, slot = staged.chunk, staged.slot
         for kind in (*chunk.unit.moments.kinds, StateKind.MASTER):
-            if kind not in staged.arrays or self._store.host_view(chunk.unit, kind) is not None:
+            if kind not in staged.arrays or self._resting(chunk.unit, kind) is not None:
                 continue
             assert slot is not None
             nbytes = chunk.nbytes(kind)

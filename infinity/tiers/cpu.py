@@ -140,6 +140,10 @@ class CpuDevice(DeviceAdapter):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     @override
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    @override
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         target.copy_(source)
         return FINISHED

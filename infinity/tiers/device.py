@@ -110,6 +110,9 @@ class DeviceAdapter(Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Zeroed device memory that stays: uint8, shape (nbytes,)."""
 
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in host memory."""
+
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         """Starts copying between a host and a device tensor of one shape and dtype. The device
         tensor may be dropped at once; the host's lives until `Copy.wait`."""

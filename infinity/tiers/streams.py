@@ -359,8 +359,8 @@ class StreamDevice(DeviceAdapter):
         event.record(link)
         return StreamCopy(self.streams, event, owner=owner, keep=keep, traced=None)
 
+    @override
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in host memory."""
         return tensor.device != self.torch_device
 
     def _issue(

@@ -240,15 +240,19 @@ def test_reserved_memory_does_not_grow_with_changing_shapes(swap_directory: Path
 
 def test_updates_have_the_same_bits_wherever_they_are_made(swap_directory: Path) -> None:
     found, why = {}, {}
-    for place in ("host", "device", "auto"):
-        with offloaded(decoder(), config(swap_directory, schedule={"update_on": place})) as model:
+    for place in ("host", "device", "auto", "in place"):
+        options: dict[str, Any] = {"schedule": {"update_on": place}}
+        if place == "in place":  # State rests on the device, and is updated there.
+            options = {"schedule": {"update_on": "device"}, "blocks": 100}
+            options["placement"] = dict.fromkeys(("master", "moments", "gradients"), "device")
+        with offloaded(decoder(), config(swap_directory, **options)) as model:
             engine = infinity.engine_of(model)
             why[place] = engine.update_device.why
             optimizer = infinity.AdamW(model, lr=1e-3, max_grad_norm=1.0)
             for number in range(3):
                 step(model, optimizer, batch(number))
             found[place] = [engine.read_parameter(name) for name in engine.parameter_names()]
-    for place in ("device", "auto"):
+    for place in ("device", "auto", "in place"):
         assert all(map(torch.equal, found["host"], found[place])), place
     assert why["auto"].startswith("a step takes "), "nothing was timed"
 

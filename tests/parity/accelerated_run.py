@@ -135,6 +135,10 @@ def main(library: str, directory: str) -> None:
         found = differing(with_offload(device, config, is_layer_major=place == "nvme"), wanted)
         assert not found, f"{place}: {found} differ from plain PyTorch on the device"
         print(place, "is equal")
+    configs["device"]["schedule"]["update_on"] = "device"
+    found = differing(with_offload(device, configs["device"]), wanted)
+    assert not found, f"{found} differ where state on the device is updated there"
+    print("an update there is equal")
     mutations = {"order": order_without_wait, "__init__": keep_nothing}
     for name, instead in mutations.items():
         before = getattr(StreamCopy, name)

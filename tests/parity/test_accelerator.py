@@ -22,5 +22,6 @@ def test_training_on_a_registered_device_has_the_bits_of_pytorch_there_and_needs
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == [
         "host is equal", "nvme is equal", "device is equal",
+        "an update there is equal",
         "order_without_wait is seen", "keep_nothing is seen",
     ]  # fmt: skip

@@ -412,6 +412,10 @@ def test_link_speed(root: Path) -> None:
     assert card("0000:04:00.0", "16\n", "16\n", "Unknown\n") is None
     assert accelerator.find_link(root, "") is accelerator.find_link(root, "absent") is None
     expect(accelerator.check_link(0, None), "ok", "not visible")
+    kernels = accelerator.check_kernels(0, {"MXFP4": "", "NF4": ""})
+    expect(kernels, "ok", "Triton for MXFP4, NF4")
+    kernels = accelerator.check_kernels(0, {"MXFP4": "", "NF4": "triton is not installed"})
+    expect(kernels, "degraded", "Triton for MXFP4; NF4: triton is not installed", "for NF4")
     # Generations 1 to 6, x16, as their specifications put it (GB/s).
     for rate, gigabytes_s in ((2.5, 4), (5, 8), (8, 15.75), (16, 31.5), (64, 121)):
         link = Link(16, 16, rate, None)

@@ -94,10 +94,10 @@ class Schedule(Section):
     update_on: Annotated[UpdateOn, Choice(UpdateOn)] = Field(
         "auto",
         description='Which processor computes the update: the "host", or the "device", to '
-        'which state is streamed. "auto" measures both, and the link, for half a second when '
-        "a model is offloaded to a device with memory of its own, and takes the device if it "
-        "is clearly faster. Updates with 8-bit moments run on the host. Never changes a "
-        "result.",
+        'which state is streamed unless it rests there. "auto" measures both, and the link, for '
+        "half a second when a model is offloaded to a device with memory of its own, and takes the "
+        "device if it is clearly faster. Updates with 8-bit moments run on the host. Never changes "
+        "a result.",
     )
     micro_batch: Annotated[int, Integer(1)] | None = Field(
         None,

@@ -1,0 +1,180 @@
+"""The Triton kernels that decode have the bits of the reference: in the interpreter, and by the
+instructions that they are compiled to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, on_device
+from infinity.errors import UnsupportedError
+from infinity.fused import choice, decode
+from tests.decode.cases import bits, name_of, random_parts
+from tests.fused.compiled import float_operations
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CASES: tuple[tuple[Codec, tuple[int, ...]], ...] = (
+    (Fp8Blocks(), (131, 140)),
+    (Fp8Blocks((3, 5), "BF16"), (2, 10, 66)),
+    (Fp8Blocks((1, 0), "F16"), (5, 53)),
+    (Fp8Blocks((0, 0), "F8_E8M0"), (5, 53)),
+    (Int4Groups(), (35, 96)),
+    (Int4Groups(128, "F16"), (3, 256)),
+    (Int4Groups(24, "F32"), (2, 7, 48)),
+    (Mxfp4Blocks(), (2, 33, 96)),
+    (Mxfp4Blocks(is_transposed=True), (2, 64, 40)),
+    (Nf4(), (35, 129)),
+    (Nf4(nested_block=0, stored="F16"), (33, 7)),
+    (Nf4(128, 2, 0.04, "F32"), (515,)),
+)
+# Of fp32: zeros, denormals, the smallest and the largest, infinities, NaNs of both signs.
+SCALE_BITS = (
+    0, 1, 0x80000000, 0x80000001, 0x007FFFFF, 0x00800000, 0x3C23D70A, 0x3F800000, 0xBF800001,
+    0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0xFFC00123,
+)  # fmt: skip
+
+
+def reference(
+    codec: Codec, parts: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    codec.decode(parts, shape, out)
+    return out
+
+
+@pytest.mark.parametrize(("codec", "shape"), CASES, ids=map(name_of, CASES))
+def test_a_kernel_has_the_bits_of_the_reference_at_any_alignment(
+    interpreter: None, codec: on_device.FusedCodec, shape: tuple[int, ...]
+) -> None:
+    for offset, dtype in enumerate(DTYPES):
+        parts = random_parts(codec, shape, offset, offset)
+        out = torch.full(shape, 7.0, dtype=dtype)
+        assert decode.can_run(shape, out)
+        codec.decode_fused(parts, shape, out)
+        assert torch.equal(bits(out), bits(reference(codec, parts, shape, dtype)))
+
+
+@pytest.mark.parametrize("codec", [Fp8Blocks(), Int4Groups(), Mxfp4Blocks(True), Nf4()], ids=str)
+def test_an_output_may_have_strides_and_nothing_beside_it_changes(
+    interpreter: None, codec: on_device.FusedCodec
+) -> None:
+    shape = (2, 3, 32, 64)
+    parts = random_parts(codec, shape, 1, 1)
+    memory = torch.full((2, 3, 64, 70), 7.0, dtype=torch.bfloat16)
+    out = memory[..., 3:35].mT
+    codec.decode_fused(parts, shape, out)
+    assert torch.equal(bits(out), bits(reference(codec, parts, shape, out.dtype)))
+    assert (memory[..., :3] == 7.0).all() and (memory[..., 35:] == 7.0).all()
+    assert not decode.can_run(shape, memory[:, :2].mT)  # No one stride from matrix to matrix.
+
+
+def test_every_code_meets_every_kind_of_scale(interpreter: None) -> None:
+    wide = torch.tensor(SCALE_BITS, dtype=torch.int64).to(torch.int32)
+    scales = wide.view(torch.uint8)
+    every_byte = torch.arange(256).to(torch.uint8)
+    pairs = every_byte.repeat(len(SCALE_BITS))
+    table = torch.linspace(-1, 1, 16).view(torch.uint8)
+    powers = every_byte.repeat_interleave(16)  # E8M0: a block of 32 codes each, of all 16.
+    of_powers = (torch.arange(16) * 17).to(torch.uint8).repeat(256)
+    assert len(powers) == len(of_powers)
+    cases: tuple[tuple[on_device.FusedCodec, tuple[int, int], list[torch.Tensor]], ...] = (
+        (Fp8Blocks((1, 0)), (len(SCALE_BITS), 256), [pairs, scales]),
+        (Int4Groups(512, "F32"), (len(SCALE_BITS), 512), [pairs, scales]),
+        (Nf4(512, 0, stored="BF16"), (len(SCALE_BITS), 512), [pairs, scales, table]),
+        (Mxfp4Blocks(), (256, 32), [of_powers, every_byte]),
+    )
+    for codec, shape, parts in cases:
+        for dtype in DTYPES:
+            out = torch.empty(shape, dtype=dtype)
+            codec.decode_fused(parts, shape, out)
+            assert torch.equal(bits(out), bits(reference(codec, parts, shape, dtype))), codec
+
+
+# -- What a device runs --------------------------------------------------------------------------
+
+
+def test_no_product_is_contracted_and_no_denormal_is_flushed(compiler: None) -> None:
+    from infinity.fused import decode_kernels
+
+    pointers = dict.fromkeys(("codes", "scales", "table", "nested", "nested_map"), "*u8")
+    types = {**pointers, "out": "*i16", "offset": "fp32"}
+    tile = {"tile_rows": 32, "tile_columns": 64}
+    eight = float_operations(
+        decode_kernels.decode_fp8, types, {**tile, "scale_form": "F32", "out_form": "BF16"}
+    )
+    nf4 = {"group": 64, "nested_block": 256, "values": "TABLE", "scale_form": "NESTED"}
+    four = float_operations(
+        decode_kernels.decode_four_bits,
+        types,
+        {**tile, **nf4, "product_form": "F16", "out_form": "BF16"},
+    )
+    assert set(eight) == {"selp.f32", "mul.rn.f32", "cvt.rn.f32.u32"}
+    assert set(four) == {"mul.rn.f32", "add.rn.f32", "cvt.rn.f16.f32", "cvt.f32.f16"}
+
+
+# -- The choice ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that is taken for one that runs Triton kernels."""
+    monkeypatch.setattr(choice, "explain_no_triton", lambda device: "")
+    monkeypatch.setattr(on_device, "trials", choice.Trials())
+    return torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "codec", [Fp8Blocks((16, 16)), Int4Groups(), Mxfp4Blocks(True), Nf4()], ids=str
+)
+def test_a_kernel_that_passes_its_trial_is_used(
+    interpreter: None, device: torch.device, codec: on_device.FusedCodec
+) -> None:
+    assert on_device.explain_refusal(codec, torch.bfloat16, device) == ""
+
+
+class Wrong(Fp8Blocks):
+    def decode_fused(self, parts: object, shape: object, out: torch.Tensor) -> None:
+        out.fill_(1.0)
+
+
+class Broken(Fp8Blocks):
+    def decode_fused(self, parts: object, shape: object, out: torch.Tensor) -> None:
+        raise RuntimeError("no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("codec", "reason"), [(Wrong(), "its bits are not"), (Broken(), "no C compiler")]
+)
+def test_a_kernel_that_fails_its_trial_is_refused_and_logged_once(
+    codec: on_device.FusedCodec,
+    reason: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        assert reason in on_device.explain_refusal(codec, torch.bfloat16, device)
+    assert [reason in record.message for record in caplog.records] == [True]
+    monkeypatch.setattr(on_device, "trials", choice.Trials())
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+    with pytest.raises(UnsupportedError, match=f"{reason}.*unset INFINITY_DEVICE_KERNELS"):
+        on_device.explain_refusal(codec, torch.bfloat16, device)
+
+
+def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(choice, "_has_triton", lambda: True)
+    assert "needs compute capability 8.0, the device has 7.5" in choice.explain_no_triton(cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choice.explain_no_triton(cuda) == ""
+    assert choice.explain_no_triton(torch.device("cpu")) == "cpu is not a CUDA device"
+    monkeypatch.setenv(choice.VARIABLE, "torch")
+    assert choice.explain_no_triton(cuda) == "INFINITY_DEVICE_KERNELS=torch"
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+    monkeypatch.setattr(choice, "_has_triton", lambda: False)
+    with pytest.raises(UnsupportedError, match="triton is not installed; unset"):
+        on_device.explain_refusal(Fp8Blocks((8, 8)), torch.bfloat16, cuda)
+    monkeypatch.setenv(choice.VARIABLE, "cuda")
+    with pytest.raises(UnsupportedError, match="to be triton or torch, got 'cuda'"):
+        choice.explain_no_triton(cuda)

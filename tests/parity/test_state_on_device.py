@@ -1,0 +1,77 @@
+"""State that rests on the device and is updated there stays there, and has the bits of the host's
+update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.testing.models import Mlp
+from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.offloading import offloaded, swap_config
+
+WIDTH, LAYERS = 32, 2
+
+
+def train(
+    directory: Path, dtype: torch.dtype, tiers: dict[str, str], update_on: str
+) -> tuple[list[torch.Tensor], int, int]:
+    """Returns the state after three steps, and the bytes that steps 2 and 3 bring to the device and
+    back from it."""
+    config: dict[str, Any] = swap_config(
+        directory, placement={"parameters": "host", **tiers}, device_nbytes="4MiB",
+        host_nbytes="4MiB", updates="at_step", update_chunk="8KiB", compute="auto",
+    )  # fmt: skip
+    config["schedule"]["update_on"] = update_on
+    torch.manual_seed(0)
+    model = Mlp(WIDTH, LAYERS).to(dtype)
+    with offloaded(model, config, device=SimulatedDevice(2, delay_s=1e-4)) as model:
+        optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=0.5)
+        engine = infinity.engine_of(model)
+        for step in range(3):
+            if step == 1:
+                before = dict(engine.counters.snapshot())
+            inputs = {name: value.to(dtype) for name, value in model.inputs(step).items()}
+            model(**inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = dict(engine.counters.snapshot())
+        found = [engine.read_parameter(name) for name in engine.parameter_names()]
+        found += [state[name] for state in optimizer.state.values() for name in sorted(state)]
+    moved = [int(after[name] - before[name]) for name in ("device_in_nbytes", "device_out_nbytes")]
+    return [torch.as_tensor(each).detach().clone() for each in found], *moved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_state_on_the_device_is_updated_there_with_the_host_s_bits(
+    dtype: torch.dtype, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.streaming.device_update.SLICE_NUMEL", 768)
+    there = dict.fromkeys(("master", "moments"), "device")
+    expected, *_ = train(swap_directory, dtype, {}, "host")
+    found, in_nbytes, out_nbytes = train(swap_directory, dtype, there, "device")
+    assert all(map(torch.equal, expected, found))
+    _, staged_in_nbytes, staged_out_nbytes = train(swap_directory, dtype, there, "host")
+    numel = sum(parameter.numel() for parameter in Mlp(WIDTH, LAYERS).parameters())
+    moments_nbytes = 2 * 2 * 4 * numel  # Two steps. They go through host memory for the host.
+    assert staged_in_nbytes + staged_out_nbytes >= 2 * moments_nbytes
+    assert in_nbytes < staged_in_nbytes and out_nbytes < staged_out_nbytes - moments_nbytes // 2
+
+
+def test_a_rule_whose_bits_the_device_would_not_give_is_updated_by_the_host(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = dict.fromkeys(("master", "moments", "gradients"), "device")
+    expected, *_ = train(swap_directory, torch.bfloat16, {}, "host")
+    found, *_ = train(swap_directory, torch.bfloat16, everything, "device")
+    assert all(map(torch.equal, expected, found))
+    monkeypatch.setattr(
+        "infinity.streaming.chunk_update.can_update_on_device", lambda spans, settings: False
+    )
+    monkeypatch.setattr("infinity.streaming.chunk_update.update_on_device", None)  # Not called.
+    found, *_ = train(swap_directory, torch.bfloat16, everything, "device")
+    assert all(map(torch.equal, expected, found))
