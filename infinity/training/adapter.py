@@ -117,12 +117,12 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
                 tokenizer.save_pretrained(partial)
             if model in _BASES:
                 write_identity(_BASES[model], partial)
-            else:
-                (directory / IDENTITY_NAME).unlink(missing_ok=True)  # Of the adapter before.
             names = sorted(os.listdir(partial), key=lambda name: name == WEIGHTS_NAME)
             for name in names:
                 with (partial / name).open("rb") as file:
                     os.fsync(file.fileno())
+            if model not in _BASES:
+                (directory / IDENTITY_NAME).unlink(missing_ok=True)  # Of the adapter before.
             for name in names:
                 os.replace(partial / name, directory / name)
             sync_directory(directory)
