@@ -38,6 +38,12 @@ def merge(
             "in the format that they have; the others are copied.",
         ),
     ] = "bf16",
+    any_base: Annotated[
+        bool,
+        typer.Option(
+            "--any-base", help="Merge into another base than the adapter was trained over, too."
+        ),
+    ] = False,
     as_json: _Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -50,7 +56,9 @@ def merge(
     require_transformers("infinity merge")
     from infinity.training.merge import plan_merge
 
-    _write(plan_merge(base, adapter, to=to), out, as_json=as_json, is_quiet=quiet)
+    _write(
+        plan_merge(base, adapter, to=to, any_base=any_base), out, as_json=as_json, is_quiet=quiet
+    )
 
 
 def quantize(

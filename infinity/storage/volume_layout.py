@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import PAGE_NBYTES, align_down, align_up, format_nbytes
@@ -24,11 +24,12 @@ class Extent:
 @dataclass(frozen=True, slots=True)
 class PathSpace:
     """Space of one path: the next free offset of its file, the bytes by which it may grow, and its
-    weight, a number proportional to its bandwidth."""
+    weight, a number proportional to its bandwidth. `name`: the directory, for errors."""
 
     start_nbytes: int
     space_nbytes: int
     weight: float = 1.0
+    name: str = ""
 
 
 def stripe(
@@ -52,7 +53,10 @@ def stripe(
     rounded = [align_up(nbytes, PAGE_NBYTES) for nbytes in sizes_nbytes]
     free = [max(0, align_down(space.space_nbytes, PAGE_NBYTES)) for space in spaces]
     if sum(rounded) > sum(free):
-        per_path = ", ".join(f"path {i}: {format_nbytes(nbytes)}" for i, nbytes in enumerate(free))
+        per_path = ", ".join(
+            f"{space.name or f'path {index}'}: {format_nbytes(nbytes)}"
+            for index, (space, nbytes) in enumerate(zip(spaces, free, strict=True))
+        )
         raise CapacityError(
             "nvme",
             needed_nbytes=sum(rounded),
@@ -98,7 +102,7 @@ def share_with_spares(
     share = needed_nbytes / (needed_nbytes + spare_nbytes)
     # Rounding must not make a sum that fits look as if it did not.
     return [
-        PathSpace(space.start_nbytes, int(space.space_nbytes * share) + PAGE_NBYTES, space.weight)
+        replace(space, space_nbytes=int(space.space_nbytes * share) + PAGE_NBYTES)
         for space in spaces
     ]
 

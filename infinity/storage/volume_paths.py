@@ -128,7 +128,7 @@ def spaces_of(paths: Sequence[OpenPath], weights: Sequence[float]) -> list[PathS
             space_nbytes = 1 << 62
         else:
             space_nbytes = int(free_nbytes * (weight / sum(sharing)))
-        spaces.append(PathSpace(directory.size_nbytes, space_nbytes, weight))
+        spaces.append(PathSpace(directory.size_nbytes, space_nbytes, weight, str(directory.path)))
     return spaces
 
 

@@ -264,16 +264,27 @@ class Updater(StepRunner):
                 yield from self._pending[unit].left
 
     def _apply(self, update: UnitUpdate, is_needed: bool) -> None:
-        if self._pool.is_tight:
-            self.reclaim()  # Its place may be in the way of the weights.
-        # The largest first: around weights that lie there already, space may be in two parts.
-        self._ring.take()
+        self._take_memory(update)
         self._is_applying = True
         try:
             self._run(update, is_needed)
         finally:
             self._is_applying = False
         self._end(update)
+
+    def _take_memory(self, update: UnitUpdate) -> None:
+        """Takes the ring, and in a tight pool the weights before it. Raises CapacityError."""
+        if not self._pool.is_tight:
+            # The largest first: around weights that lie there already, space may be in two parts.
+            self._ring.take()
+            return
+        self.reclaim()
+        self._chunks.check_out(update)  # They stay when the ring goes: Note [Tight budgets].
+        try:
+            self._ring.take()
+        except BaseException:
+            self._chunks.check_in(update, write_now=False)
+            raise
 
     def _end(self, update: UnitUpdate) -> None:
         """Every chunk is updated: the unit is not pending any more."""

@@ -155,6 +155,7 @@ class WeightCache:
 
     def _bring_in(self, weights: Weights, priority: Priority) -> None:
         self._counters.add("fetches", 1)
+        self._restack(weights)
         if weights.state is WeightState.ABSENT:
             feeder = self._feeder_of(weights)
             if feeder is not None:
@@ -166,6 +167,22 @@ class WeightCache:
         self._moves.fetch(weights, priority)
         if weights.state is WeightState.READY:
             self._attach(weights)
+
+    def _restack(self, weights: Weights) -> None:
+        """Moves the block of an idle unit, which is about to be in use, to those in use: see
+        Note [Tight budgets]. Raises StorageError if a write has failed."""
+        if self._evictor.is_stacked(weights):
+            return
+        if weights.state is WeightState.ATTACHED:
+            self._moves.detach(weights)
+        if weights.block is None:
+            return
+        self._moves.finish_write(weights)
+        weights.is_checked_out = True  # It stays while the others go.
+        try:
+            self._pool.restack(weights.block)
+        finally:
+            weights.is_checked_out = False
 
     def _feeder_of(self, weights: Weights) -> Weights | None:
         """The unit that feeds this one, which is ABSENT where it was read before it was written;
@@ -338,6 +355,7 @@ class WeightCache:
             assert host_view is not None
             return host_view
         self._moves.settle(weights)
+        self._restack(weights)
         if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
             self._moves.detach(weights)
         self._moves.finish_write(weights)

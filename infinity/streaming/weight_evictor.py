@@ -17,6 +17,7 @@ from infinity.streaming.weight_state import Weights, WeightState
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
+from infinity.tiers.ranges import rounded_nbytes
 
 
 class WeightEvictor:
@@ -91,6 +92,22 @@ class WeightEvictor:
             if self._pool.is_tight or not self._make_space(order, nbytes, unit.index):
                 return None
         return block
+
+    def is_stacked(self, weights: Weights) -> bool:
+        """Returns whether an idle unit's block lies beside those in use, or need not: see
+        `tiers/pool.py`, Note [Tight budgets]."""
+        block = weights.decoded or weights.block
+        is_there = weights.state in (WeightState.READY, WeightState.ATTACHED)
+        if not self._pool.is_tight or block is None or not is_there:
+            return True
+        if weights.rests_on_host or not self._device.shares_host_memory:
+            return True
+        in_use = [w for w in self._moves.there() if w.use_count or w.is_checked_out]
+        kept = [kept for w in in_use for kept in (w.block, w.decoded) if kept is not None]
+        # The budget has the space of stored bytes, which may be dropped, beside the decoded ones.
+        nbytes = self._moves.nbytes[weights.unit.index]
+        spare_nbytes = 0 if weights.decoded is None else rounded_nbytes(nbytes)
+        return self._pool.is_stacked(block, kept, spare_nbytes)
 
     def reclaim(self, order: AccessOrder, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Returns whether there was one."""

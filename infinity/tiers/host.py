@@ -7,6 +7,7 @@ host memory that grows with the model.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,6 +89,20 @@ class HostBlocks:
             self._lent.remove(block)
             self._ranges.free(block.range)
             self._note_use()
+
+    def move(self, block: Block) -> None:
+        """Moves the bytes of a lent block to where a block of its size would be allocated if this
+        one were free. Nobody reads or writes them."""
+        with self._lock:
+            assert block in self._lent, f"block of {block.label} was freed"
+            assert not block.is_mapped_away, f"block of {block.label} is still mapped"
+            self._ranges.free(block.range)
+            taken = self._ranges.allocate(block.nbytes)
+            assert taken is not None, "its own range is free"
+            address = self.arena.address + taken.offset_nbytes
+            if taken != block.range:
+                ctypes.memmove(address, block.address, block.nbytes)  # They may overlap.
+            block.range, block.address = taken, address
 
     def dissolve(self, block: Block, parts: Sequence[Block]) -> None:
         """Takes a lent block back, but for `parts` that were carved from it: each of these is lent

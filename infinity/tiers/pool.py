@@ -7,7 +7,9 @@ Note [Tight budgets]
   A block that is in use cannot be moved, so kept blocks around it may leave only holes that are too
   small. If memory is scarce, the pool therefore keeps nothing: before it allocates a block, it
   reclaims every block that can be reclaimed. Blocks are then allocated and freed like a stack, and
-  leave no holes. The smallest stated budget works because of this.
+  leave no holes. The smallest stated budget works because of this. A block that is idle, and still
+  there when it is needed again, may lie below others that are idle. Its owner moves it to the stack
+  by `restack` before the block is in use.
 
 Note [Spare memory]
   `try_spare` allocates memory for something that is only faster with it. Its owner registers a
@@ -24,7 +26,7 @@ import torch
 from infinity.errors import CapacityError
 from infinity.sizes import format_nbytes
 from infinity.tiers.host import Block, HostBlocks
-from infinity.tiers.ranges import Range
+from infinity.tiers.ranges import Range, is_stacked
 
 
 class HostPool:
@@ -35,6 +37,7 @@ class HostPool:
         self.is_tight = is_tight
         self._reclaimers: list[Callable[[int], bool]] = []
         self._lenders: list[Callable[[], bool]] = []
+        self._lent: set[Block] = set()  # By the pool; what rests on the host is not among them.
 
     @property
     def capacity_nbytes(self) -> int:
@@ -66,12 +69,18 @@ class HostPool:
 
     def try_spare(self, nbytes: int, label: str) -> Block | None:
         """As `try_allocate`, for a block that its owner gives back when it is asked for."""
-        return None if self.is_tight else self._host.allocate(nbytes, label)
+        return None if self.is_tight else self._allocate_free(nbytes, label)
 
     def _allocate(self, nbytes: int, label: str) -> Block | None:
-        while (block := self._host.allocate(nbytes, label)) is None:
+        while (block := self._allocate_free(nbytes, label)) is None:
             if not any(give_back() for give_back in self._lenders):
                 return None
+        return block
+
+    def _allocate_free(self, nbytes: int, label: str) -> Block | None:
+        block = self._host.allocate(nbytes, label)
+        if block is not None:
+            self._lent.add(block)
         return block
 
     def require(self, nbytes: int, label: str) -> Block:
@@ -83,6 +92,19 @@ class HostPool:
             if not self._reclaim(nbytes):
                 raise self._too_small(nbytes, label)
         return block
+
+    def is_stacked(self, block: Block, kept: Sequence[Block], spare_nbytes: int) -> bool:
+        """Returns whether a tight pool would leave at most `spare_nbytes` free between the block
+        and those that stay. `kept`: blocks of the pool that stay."""
+        ranges = [other.range for other in self._lent - {block, *kept}]
+        return is_stacked(block.range, [*ranges, *self.holes()], spare_nbytes)
+
+    def restack(self, block: Block) -> None:
+        """Moves the bytes of an idle block to where a block would be allocated now, in a tight pool
+        that has kept nothing else. Nobody reads or writes the bytes, or has their address."""
+        while self._reclaim(block.nbytes):
+            pass
+        self._host.move(block)
 
     def _too_small(self, nbytes: int, label: str) -> CapacityError:
         holes = [hole.nbytes for hole in self.holes()]
@@ -106,6 +128,8 @@ class HostPool:
     def dissolve(self, block: Block, parts: Sequence[Block]) -> None:
         """Takes a lent block back, but for parts of it; see HostBlocks.dissolve."""
         self._host.dissolve(block, parts)
+        self._lent.remove(block)
+        self._lent.update(parts)
 
     def holes(self) -> list[Range]:
         """Returns the free ranges, by offset; neighbours are one."""
@@ -118,3 +142,4 @@ class HostPool:
     def free(self, block: Block) -> None:
         """Takes a lent block back."""
         self._host.free(block)
+        self._lent.remove(block)

@@ -11,6 +11,7 @@ across two parts may be refused.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, align_up
@@ -43,6 +44,22 @@ def fits_within(start_nbytes: int, end_nbytes: int, nbytes: int) -> bool:
     if size_nbytes >= HUGE_PAGE_NBYTES:
         start_nbytes = align_up(start_nbytes, HUGE_PAGE_NBYTES)
     return start_nbytes + size_nbytes <= end_nbytes
+
+
+def is_stacked(taken: Range, free: Iterable[Range], spare_nbytes: int) -> bool:
+    """Returns whether at most `spare_nbytes` are free between a range and those that were allocated
+    before it: above a small one, below a large one. `free`: disjoint ranges."""
+    if taken.nbytes < HUGE_PAGE_NBYTES:
+        ends = {other.offset_nbytes: other.end_nbytes for other in free}
+        end_nbytes = taken.end_nbytes
+        while end_nbytes in ends:
+            end_nbytes = ends[end_nbytes]
+        return end_nbytes - taken.end_nbytes <= spare_nbytes
+    starts = {other.end_nbytes: other.offset_nbytes for other in free}
+    start_nbytes = taken.offset_nbytes
+    while start_nbytes in starts:
+        start_nbytes = starts[start_nbytes]
+    return taken.offset_nbytes - align_up(start_nbytes, HUGE_PAGE_NBYTES) <= spare_nbytes
 
 
 class RangeAllocator:

@@ -13,11 +13,20 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from infinity.checkpoint.huggingface.base_identity import (
+    IDENTITY_NAME,
+    BaseIdentity,
+    check_base,
+    identify,
+    write_identity,
+)
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
+from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
 from infinity.checkpoint.run.directory import sync_directory
 from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
@@ -30,15 +39,21 @@ _PARTIAL_NAME = ".adapter.partial"
 _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
 
 
-def attach_adapter(model: Any, options: AdapterConfig, *, base: Path | None, seed: int) -> Any:
+# The base of each adapter that this module has attached, for `save_adapter`.
+_BASES: WeakKeyDictionary[nn.Module, BaseIdentity] = WeakKeyDictionary()
+
+
+def attach_adapter(
+    model: Any, options: AdapterConfig, *, base: WeightTensors | None, seed: int
+) -> Any:
     """Returns the model with the adapter of `[adapter]` around it; the base is frozen.
 
     model: on meta, from `infinity.init_empty_weights`; the adapter has memory and values
-    base: the directory of the base's weights, which adapter_config.json names
+    base: the base's weights, whose directory adapter_config.json names
     seed: of the first values; they are those of `peft.get_peft_model` after `torch.manual_seed`
 
     Raises ConfigError, which names the module or tensor, for targets that the model lacks and for
-    a saved adapter that is of another model.
+    a saved adapter that is of another model, or of another base of the same model.
     """
     import peft
 
@@ -48,7 +63,9 @@ def attach_adapter(model: Any, options: AdapterConfig, *, base: Path | None, see
             "[model.config], whose random weights no other program could find again"
         )
     config = _new_config(model, options) if options.resume is None else _saved_config(options)
-    config.base_model_name_or_path = str(base)
+    if options.resume is not None and not options.any_base:
+        check_base(options.resume, base, config.base_model_name_or_path)
+    config.base_model_name_or_path = str(base.path)
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
     torch.manual_seed(seed)
@@ -67,6 +84,7 @@ def attach_adapter(model: Any, options: AdapterConfig, *, base: Path | None, see
             f"{type(model).__name__} for its routed experts; set adapter.experts = true to adapt "
             "them, or leave gate_proj, up_proj and down_proj out"
         )
+    _BASES[adapted] = identify(base)
     return adapted
 
 
@@ -78,6 +96,7 @@ def adapter_nbytes(model: nn.Module) -> int:
 def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
     """Writes adapter_config.json and adapter_model.safetensors for `PeftModel.from_pretrained`.
 
+    Beside them goes the identity of the base, if `attach_adapter` has attached the adapter.
     Reads the adapter's units only. The files get their names when all of them are synced, the
     weights last. Raises StorageError.
     """
@@ -96,10 +115,14 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
             )
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
+            if model in _BASES:
+                write_identity(_BASES[model], partial)
             names = sorted(os.listdir(partial), key=lambda name: name == WEIGHTS_NAME)
             for name in names:
                 with (partial / name).open("rb") as file:
                     os.fsync(file.fileno())
+            if model not in _BASES:
+                (directory / IDENTITY_NAME).unlink(missing_ok=True)  # Of the adapter before.
             for name in names:
                 os.replace(partial / name, directory / name)
             sync_directory(directory)

@@ -48,20 +48,23 @@ class _Change:
     is_full: bool  # The tensor is all of the parameter, in its layout.
 
 
-def plan_merge(base: Path, adapter: Path, *, to: Stored = "bf16") -> DirectoryPlan:
+def plan_merge(
+    base: Path, adapter: Path, *, to: Stored = "bf16", any_base: bool = False
+) -> DirectoryPlan:
     """Plans the merged checkpoint from headers and the adapter. Reads no weight of the base.
 
     to: "bf16" writes quantised weights as numbers; "keep" encodes the changed ones again, with the
         codec that they have, and copies the others
+    any_base: merge into a base of the same shapes over which the adapter was not trained
 
-    Raises ConfigError for an adapter of another base, by the name of a tensor; UnsupportedError for
+    Raises ConfigError for an adapter of another base; UnsupportedError for
     parts of an adapter that replace modules of the base.
     """
     source = weight_source(base)
     model = _on_meta(base)
     planned = source.plan(model, strict=False)
-    options = AdapterConfig.model_validate({"resume": adapter})
-    adapted = attach_adapter(model, options, base=base, seed=0)
+    options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
+    adapted = attach_adapter(model, options, base=source, seed=0)
     changes = _changes(adapted, source, planned.groups)
     config = read_config(base)
     plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))

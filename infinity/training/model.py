@@ -96,7 +96,7 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
         checkpoint_activations(model)
     if config.adapter is not None:
         seed = config.model.seed
-        return attach_adapter(model, config.adapter, base=config.model.path, seed=seed)
+        return attach_adapter(model, config.adapter, base=plan.weights, seed=seed)
     return model
 
 

@@ -157,7 +157,7 @@ def identity_of(config: SwapConfig, tokens_sha256: str, *, num_ranks: int = 1) -
         facts["schedule.micro_batch"] = table["schedule"]["micro_batch"]
     facts["model.config"] = table["model"]["config"]
     if config.adapter is not None:
-        own = {"resume"}  # Its values are in the checkpoint.
+        own = {"resume", "any_base"}  # The values are in the checkpoint.
         facts |= {f"adapter.{k}": v for k, v in table["adapter"].items() if k not in own}
     facts["the SHA-256 of the tokens"] = tokens_sha256
     return {_IDENTITY: facts}

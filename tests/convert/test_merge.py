@@ -13,6 +13,12 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from infinity.checkpoint.convert.directory import write_directory
+from infinity.checkpoint.huggingface.base_identity import (
+    IDENTITY_NAME,
+    identify,
+    is_name_of,
+    write_identity,
+)
 from infinity.checkpoint.huggingface.weight_source import weight_source
 from infinity.cli import app
 from infinity.errors import ConfigError
@@ -127,6 +133,60 @@ def test_an_adapter_of_another_base_is_refused_by_name(tmp_path) -> None:
         plan_merge(tmp_path / "other", tmp_path / "adapter")
     with pytest.raises(ConfigError, match="no adapter_config.json"):
         plan_merge(tmp_path / "base", tmp_path / "base")
+
+
+def test_the_identity_of_a_base_is_that_of_its_values_however_they_are_stored(
+    tmp_path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_causal_lm("llama")
+    write_quantized(model, tmp_path / "base", "bf16")
+    adapt(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj"])
+    write_identity(identify(weight_source(tmp_path / "base")), tmp_path / "adapter")
+    # Of another name, in one file.
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
+    again.save_pretrained(tmp_path / "moved")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
+    plan_merge(tmp_path / "moved", tmp_path / "adapter")
+    # Trained further: a kind of module, in every layer.
+    with torch.no_grad():
+        for name, parameter in again.named_parameters():
+            parameter.add_(0.1 if name.endswith("v_proj.weight") else 0)
+    again.save_pretrained(tmp_path / "further")
+    with pytest.raises(ConfigError, match="another base, .*base: .*further has.*other values"):
+        plan_merge(tmp_path / "further", tmp_path / "adapter")
+    write_quantized(model, tmp_path / "small", "nf4")
+    with pytest.raises(ConfigError, match=r"other tensors .*any_base = true"):
+        plan_merge(tmp_path / "small", tmp_path / "adapter")
+    arguments = ["merge", str(tmp_path / "further"), str(tmp_path / "adapter"), "-o"]
+    refused = CliRunner().invoke(app, [*arguments, str(tmp_path / "out")])
+    assert refused.exit_code and not (tmp_path / "out").exists()
+    done = CliRunner().invoke(app, [*arguments, str(tmp_path / "out"), "--any-base"])
+    assert done.exit_code == 0, done.output
+    assert not caplog.records
+    # Another program's adapter has a name at most.
+    (tmp_path / "adapter" / IDENTITY_NAME).write_text("{}")
+    with pytest.raises(ConfigError, match="no identity of a base: it has no 'schema'"):
+        plan_merge(tmp_path / "base", tmp_path / "adapter")
+    (tmp_path / "adapter" / IDENTITY_NAME).unlink()
+    plan_merge(tmp_path / "base", tmp_path / "adapter")
+    assert not caplog.records
+    plan_merge(tmp_path / "further", tmp_path / "adapter")
+    assert "base as its base, and is used over" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("named", "place", "is_same"),
+    [
+        ("Qwen/Qwen3-32B", "models/qwen3-32b", True),
+        ("Qwen/Qwen3-32B", "hub/models--Qwen--Qwen3-32B/snapshots/0f", True),
+        ("Qwen/Qwen3-32B", "models/Qwen3-8B", False),
+        ("models/x/", "models/x", True),
+    ],
+)
+def test_a_name_of_the_hub_means_the_directory_of_that_name(
+    named: str, place: str, is_same: bool
+) -> None:
+    assert is_name_of(named, Path(place)) is is_same
 
 
 def test_the_command_writes_a_new_directory_only(tmp_path) -> None:

@@ -164,6 +164,45 @@ def test_a_shard_that_changes_while_it_is_trained_on_is_named(
         assert caught.value.path == str(shard)
 
 
+def test_a_byte_that_changed_between_stop_and_resume_is_named_before_it_is_used(
+    base: Path, tmp_path: Path
+) -> None:
+    """Length, time and header are as they were. With the old byte the run goes on."""
+    copy = tmp_path / "base"
+    copy.mkdir()
+    for each in base.iterdir():
+        (copy / each.name).write_bytes(each.read_bytes())
+    shard = sorted(copy.glob("*.safetensors"))[1]
+    with over(copy, tmp_path / "swap") as (model, _):
+        optimizer = infinity.AdamW(model, lr=1e-3)
+        step(model, optimizer)
+        saved = infinity.checkpoint.save(tmp_path / "runs", model, optimizer)
+        expected = step(model, optimizer)
+
+    def flip() -> None:
+        times = os.stat(shard)
+        with shard.open("r+b") as file:
+            file.seek(times.st_size // 2)
+            byte = file.read(1)[0]
+            file.seek(times.st_size // 2)
+            file.write(bytes([byte ^ 1]))
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    flip()
+    with over(copy, tmp_path / "swap") as (model, _):
+        optimizer = infinity.AdamW(model, lr=1e-3)
+        infinity.checkpoint.load(saved, model, optimizer)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        before = [parameter.detach().clone() for parameter in trained]
+        with pytest.raises(CorruptionError, match=r"or the one that it continues") as caught:
+            step(model, optimizer)
+        assert caught.value.path == str(shard)
+        optimizer.zero_grad()
+        flip()
+        assert all(map(torch.equal, before, trained))
+        assert torch.equal(step(model, optimizer), expected)
+
+
 TRAINING = """
 import sys
 from pathlib import Path

@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
 from infinity.errors import CapacityError, StorageError
+from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from infinity.training.adapter import save_adapter
 
 NOBODY = 65534
 
@@ -109,6 +113,69 @@ def test_a_checkpoint_that_a_full_tmpfs_refuses_loses_no_state(
             assert refused.value.errno == errno.ENOSPC
         for name, parameter in plain.named_parameters():
             assert torch.equal(parameter, engine.read_parameter(name)), name
+
+
+def adapted(base: Path) -> Any:
+    with infinity.init_empty_weights():
+        config = AutoConfig.from_pretrained(base)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["o_proj"]))
+
+
+def train_adapter(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    ids = torch.arange(12).view(1, 12)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [one.detach().clone() for one in model.parameters() if one.requires_grad]
+
+
+@pytest.mark.filterwarnings("ignore:swap path")
+def test_a_full_drive_beside_a_frozen_base_is_named_and_loses_nothing(
+    tmpfs: Tmpfs, tmp_path: Path
+) -> None:
+    """The copy of a base that is decoded into the swap tier, checkpoints, and the saved adapter."""
+    point = tmpfs.mount("size=4m")
+    base = point / "base"
+    write_quantized(tiny_causal_lm("llama"), base, "nf4")
+    before = {each.name: each.read_bytes() for each in base.iterdir()}
+    filling = point / "filling"
+    left_nbytes = os.statvfs(point).f_bavail * os.statvfs(point).f_frsize
+    filling.write_bytes(bytes(left_nbytes - (64 << 10)))  # 64 KiB are left.
+
+    def config(swap: Path, frozen: str) -> dict[str, Any]:
+        return config_of(swap) | {"placement": {"parameters": "nvme", "frozen": frozen}}
+
+    with pytest.raises(CapacityError, match=r"tiers\.nvme") as refused:
+        infinity.offload(adapted(base), config(point / "swap", "copy"), weights=base)
+    assert str(point) in str(refused.value) and not list((point / "swap").iterdir())
+
+    table = config(tmp_path / "swap", "checkpoint")
+    torch.manual_seed(0)
+    with infinity.engine_of(infinity.offload(adapted(base), table, weights=base)) as engine:
+        model = engine.model
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        first = train_adapter(model, optimizer)
+        with (point / "rest").open("wb") as rest, pytest.raises(OSError):
+            while True:
+                os.write(rest.fileno(), bytes(4096))
+        with pytest.raises(StorageError) as full:
+            infinity.checkpoint.save(point / "runs", model, optimizer)
+        assert full.value.errno == errno.ENOSPC and str(point) in str(full.value)
+        (point / "saved").mkdir()
+        with pytest.raises(StorageError) as full:
+            save_adapter(model, point / "saved")
+        assert full.value.errno == errno.ENOSPC and not list((point / "saved").iterdir())
+        filling.unlink()
+        saved = infinity.checkpoint.save(point / "runs", model, optimizer)
+        second = train_adapter(model, optimizer)
+    assert {each.name: each.read_bytes() for each in base.iterdir()} == before
+    with infinity.engine_of(infinity.offload(adapted(base), table, weights=base)) as engine:
+        optimizer = infinity.AdamW(engine.model, lr=1e-2)
+        infinity.checkpoint.load(saved, engine.model, optimizer)
+        loaded = [one.detach() for one in engine.model.parameters() if one.requires_grad]
+        assert all(map(torch.equal, loaded, first))
+        assert all(map(torch.equal, train_adapter(engine.model, optimizer), second))
 
 
 def open_to_all(directory: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -156,6 +157,48 @@ def test_the_budget_that_a_refusal_names_trains(
         model = WAYS[way](name, config, tmp_path / "files")
         with infinity.engine_of(model):
             return train(model)
+
+    check_capacities(run)
+
+
+class Scaled(nn.Module):
+    """A parameter that is in use while the modules inside run."""
+
+    def __init__(self, width: int, *inside: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(-1, 1, width))
+        self.inside = nn.Sequential(*inside)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inside(x * self.scale).tanh()
+
+
+@pytest.mark.parametrize("others", ["nvme", "host"])
+def test_the_named_budget_trains_around_weights_in_use_and_holds_two_units(
+    others: str, tmp_path: Path
+) -> None:
+    """The optimizer's ring ("nvme"), and units left in memory ("host"), once divided what was free."""
+    placement = {"parameters": "nvme"} | dict.fromkeys(("master", "moments", "gradients"), others)
+
+    def run(capacity: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inner = Scaled(96, nn.Linear(96, 96))
+        model = Scaled(96, nn.Linear(96, 256), nn.Linear(256, 96), inner)
+        inner.scale.requires_grad_(False)
+        config = configured(capacity, tmp_path / "swap", placement=placement)
+        with infinity.engine_of(infinity.offload(model, config)):
+            optimizer = infinity.AdamW(model, lr=1e-2)
+            x = torch.arange(192.0).sin().view(2, 96)
+            for step in range(2):
+                model(x + step).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model(x)  # All units are updated.
+            large, small = model.inside[0].weight, inner.scale
+            for gathered in ([large], [inner.inside[0].weight, small], [small, large]):
+                with infinity.gather(gathered):
+                    pass
+            return [parameter.detach().clone() for parameter in model.parameters()]
 
     check_capacities(run)
 

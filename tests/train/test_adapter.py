@@ -23,6 +23,8 @@ from transformers import (
 
 import infinity
 from infinity.checkpoint.convert.spread import plan_gather, plan_spread, run_gather, run_spread
+from infinity.checkpoint.huggingface.base_identity import identify, read_identity
+from infinity.checkpoint.huggingface.weight_source import weight_source
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
@@ -255,6 +257,30 @@ def test_training_continues_from_a_saved_adapter(tmp_path, table) -> None:
     assert_same(first, second, is_ordered=False)
     described = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
     assert (described["r"], described["lora_alpha"]) == (4, 8)
+
+
+def test_an_adapter_of_another_base_of_equal_shapes_is_refused_unless_any_will_do(
+    tmp_path, table
+) -> None:
+    base = save_base(tmp_path / "base")
+    table["train"]["steps"] = 1
+    run(table)
+    base.rename(tmp_path / "moved")
+    table["model"]["path"] = str(tmp_path / "moved")
+    table["adapter"] = {"resume": str(tmp_path / "output")}
+    file = tmp_path / "moved" / "model.safetensors"
+    values = load_file(file)
+    values["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+    save_file(values, file, metadata={"format": "pt"})
+    table["output"] = {"directory": str(tmp_path / "second")}
+    with pytest.raises(ConfigError, match=r"output was trained over another base, .*base: .*moved"):
+        run(table)
+    assert not (tmp_path / "second").exists() and not list((tmp_path / "swap").iterdir())
+    table["adapter"]["any_base"] = True
+    run(table)
+    saved = read_identity(tmp_path / "second")
+    assert saved is not None and saved == identify(weight_source(tmp_path / "moved"))
+    assert saved != read_identity(tmp_path / "output")
 
 
 def test_a_saved_adapter_that_does_not_fit_is_refused_by_name(tmp_path, table) -> None:

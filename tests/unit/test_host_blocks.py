@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 
 from infinity.errors import CapacityError
 from infinity.observe import Counters
-from infinity.sizes import PAGE_NBYTES
+from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import Range
 
@@ -53,3 +56,31 @@ def test_a_refusal_says_the_largest_free_piece() -> None:
         assert it.value.available_nbytes == 4 * PAGE_NBYTES
     finally:
         arena.close()
+
+
+def free_one(pool: HostPool, idle: list[Block], _: int) -> bool:
+    if idle:
+        pool.free(idle.pop())
+        return True
+    return False
+
+
+def test_an_idle_block_below_idle_ones_is_moved_to_the_stack_with_its_bytes() -> None:
+    """Small blocks are stacked from the top, large ones from the bottom."""
+    for nbytes in (4 * PAGE_NBYTES, 2 * HUGE_PAGE_NBYTES):
+        arena = Arena(8 * nbytes)
+        try:
+            pool = HostPool(HostBlocks(arena, Counters()), is_tight=True)
+            kept, gone, block = (pool.require(size, "") for size in (nbytes, nbytes // 2, nbytes))
+            pool.tensor(block).copy_(torch.arange(nbytes) % 251)
+            idle = [gone]
+            pool.add_reclaimer(partial(free_one, pool, idle))
+            assert pool.is_stacked(block, [kept, gone], 0)
+            assert pool.is_stacked(block, [kept], nbytes // 2)
+            assert not pool.is_stacked(block, [kept], nbytes // 2 - 1)
+            pool.restack(block)  # By half of its length: the ranges overlap.
+            assert pool.is_stacked(block, [kept], 0) and not idle
+            assert len(pool.holes()) == 1
+            assert torch.equal(pool.tensor(block).long(), torch.arange(nbytes) % 251)
+        finally:
+            arena.close()

@@ -188,6 +188,18 @@ class SafetensorsReader:
                 len(view) - done,
             )
 
+    def head(self, name: str, nbytes: int) -> bytes:
+        """Returns the first bytes of a tensor of any dtype, at most `nbytes`. Raises as
+        `read_into`."""
+        assert self._fd is not None, f"{self.path} is closed"
+        info = self.tensors[name]
+        content = bytearray(min(nbytes, info.nbytes))
+        if read_into(self._fd, memoryview(content), info.offset_nbytes, path=self.path) < len(
+            content
+        ):
+            raise corrupt(self.path, f"the file ends inside tensor {name!r}")
+        return bytes(content)
+
     def _readable(self, name: str) -> TensorInfo:
         info = self.tensors[name]
         if info.unreadable is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -65,10 +66,9 @@ class WeightTensors:
         directory = self.path if self.path.is_dir() else self.path.parent
         config = read_config(directory)
         refuse_undeclared(directory, config)
-        headers = {
-            name: (_stored_name(info), tuple(info.shape)) for name, info in self._infos.items()
-        }
-        return logical_tensors(config, headers, read=self._read_bytes, where=str(directory))
+        return logical_tensors(
+            config, self.stored_facts(), read=self._read_bytes, where=str(directory)
+        )
 
     def _read_bytes(self, name: str) -> bytes:
         return bytes(tensor_bytes(self._opened(name).read(name)))
@@ -136,6 +136,17 @@ class WeightTensors:
     def read_stored(self, stored_name: str) -> torch.Tensor:
         """Returns a stored tensor, by its name in the files, in the dtype of the file."""
         return self._opened(stored_name).read(stored_name)
+
+    def stored_facts(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns dtype and shape of all stored tensors, as the headers have them, by name."""
+        return {name: (_stored_name(info), tuple(info.shape)) for name, info in self._infos.items()}
+
+    def heads(self, stored_names: Iterable[str], nbytes: int) -> dict[str, bytes]:
+        """Returns the first bytes of stored tensors, at most `nbytes` of each. Raises as `read`."""
+        by_file = sorted(set(stored_names), key=lambda name: (str(self._files[name]), name))
+        heads = {name: self._opened(name).head(name, nbytes) for name in by_file}
+        self.close()
+        return heads
 
     def stored(self, name: str) -> tuple[Decoder, tuple[ShardRange, ...]]:
         """Returns the codec of a tensor, and the ranges of files that it decodes."""

@@ -68,6 +68,11 @@ class AdapterConfig(Section):
         description="Directory of an adapter in PEFT's format to continue from. Its "
         "adapter_config.json then decides the other keys; one that is set here must agree.",
     )
+    any_base: Annotated[bool, Flag()] = Field(
+        False,
+        description="Continue from `resume` also over another base than the adapter was trained "
+        "over, of the same names and shapes.",
+    )
 
     @model_validator(mode="after")
     def _experts_have_neither_dropout_nor_magnitudes(self) -> AdapterConfig:

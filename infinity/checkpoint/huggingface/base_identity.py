@@ -1,0 +1,132 @@
+"""The identity of a base: facts that distinguish its weights from others of equal names and shapes.
+
+An adapter belongs to the weights over which it was trained. Their directory may be renamed, spread
+over drives, or stored again in shards of another size. So the identity has no path, time or offset:
+it is a digest of the table of stored tensors, and a digest of the first bytes of some of them. Of
+all tensors whose names differ in numbers only, those of a few layers and experts are sampled, at
+equal distances. A base that was trained further differs there, whichever kind of module was
+trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from infinity.bounded import MalformedError, field, integer, read_json, table_of, text_of
+from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
+from infinity.errors import ConfigError, reporting
+from infinity.sizes import PAGE_NBYTES
+
+IDENTITY_NAME = "infinity_base.json"
+_SAMPLES = 4  # Of the tensors whose names differ in numbers only.
+_SAMPLE_NBYTES = PAGE_NBYTES
+
+_log = logging.getLogger("infinity")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseIdentity:
+    """`path`: where the base lay, for messages. The digests are SHA-256, in hexadecimal:
+    `table_sha256` of names, dtypes and shapes, `samples_sha256` of first bytes of tensors."""
+
+    path: str
+    table_sha256: str
+    samples_sha256: str
+
+
+def identify(source: WeightTensors) -> BaseIdentity:
+    """Returns the identity of a checkpoint. Reads at most 16 KiB for each kind of tensor.
+
+    Raises CorruptionError, StorageError.
+    """
+    facts = source.stored_facts()
+    table = json.dumps(sorted(facts.items())).encode()
+    heads = source.heads(_sampled(sorted(facts)), _SAMPLE_NBYTES)
+    samples = hashlib.sha256()
+    for name, head in sorted(heads.items()):
+        samples.update(f"{name} {len(head)}\n".encode() + head)
+    return BaseIdentity(
+        os.path.abspath(source.path), hashlib.sha256(table).hexdigest(), samples.hexdigest()
+    )
+
+
+def _sampled(names: list[str]) -> list[str]:
+    """Returns some of the names of each kind: the first, the last, and those between at equal
+    distances."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return [
+        same[index * (len(same) - 1) // (_SAMPLES - 1)]
+        for same in kinds.values()
+        for index in range(_SAMPLES)
+    ]
+
+
+def write_identity(identity: BaseIdentity, directory: Path) -> None:
+    """Writes the identity beside an adapter. Other programs do not read the file."""
+    content = json.dumps({"schema": 1, **asdict(identity)}, indent=1)
+    with reporting("save the adapter", directory):
+        (directory / IDENTITY_NAME).write_text(content + "\n")
+
+
+def read_identity(directory: Path) -> BaseIdentity | None:
+    """Returns the base of a saved adapter; None for an adapter of another program. Raises
+    ConfigError for a file that is none of this package."""
+    file = directory / IDENTITY_NAME
+    if not file.exists():
+        return None
+    try:
+        table = table_of(read_json(file), "it")
+        integer(field(table, "schema"), "schema", least=1, most=1)
+        keys = ("path", "table_sha256", "samples_sha256")
+        return BaseIdentity(*(text_of(field(table, key), key) for key in keys))
+    except (MalformedError, OSError) as error:
+        raise ConfigError(
+            f"{file} is no identity of a base: {error}. Remove the file if you know that the "
+            "adapter is of this base"
+        ) from error
+
+
+def check_base(adapter: Path, source: WeightTensors, named: str | None) -> None:
+    """Compares the base of a saved adapter with the weights to use it with.
+
+    `named`: `base_model_name_or_path` of an adapter of another program, which has nothing else
+    about its base; another name is a warning. Raises ConfigError for another base.
+    """
+    saved = read_identity(adapter)
+    if saved is None:
+        if named and not is_name_of(named, source.path):
+            _log.warning(
+                "the saved adapter %s names %s as its base, and is used over %s",
+                adapter, named, source.path,
+            )  # fmt: skip
+        return
+    own = identify(source)
+    differences = []
+    if own.table_sha256 != saved.table_sha256:
+        differences.append("other tensors (by name, dtype or shape)")
+    elif own.samples_sha256 != saved.samples_sha256:
+        differences.append("tensors of equal names and shapes with other values")
+    if differences:
+        raise ConfigError(
+            f"the saved adapter {adapter} was trained over another base, {saved.path}: "
+            f"{source.path} has {differences[0]}. Give the base of the adapter; to use it over "
+            "this one all the same, set adapter.any_base = true (infinity merge: --any-base)"
+        )
+
+
+def is_name_of(named: str, path: Path) -> bool:
+    """Returns whether a path, or a name of the hub, means a directory. The cache of the hub has the
+    name in a directory called models--ORGANISATION--NAME."""
+    if os.path.realpath(named) == os.path.realpath(path):
+        return True
+    last = named.rstrip("/").rpartition("/")[2].casefold()
+    parts = (*path.absolute().parts, *path.resolve().parts)
+    return any(part.rpartition("--")[2].casefold() == last for part in parts)
