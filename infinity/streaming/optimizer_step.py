@@ -76,6 +76,7 @@ class Updater(StepRunner):
             num_slots=settings.num_staging_slots,
             spare_nbytes=self._spare_nbytes if settings.rides_along else None,
             sums_in_memory=gradients.sums_in_memory,
+            sums_to_come_nbytes=lambda: gradients.blocks.to_come_nbytes,
         )
         self._rides_along = settings.rides_along and settings.reads_ahead
         # The streams that copy it are known to the thread that trains.
