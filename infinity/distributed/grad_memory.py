@@ -53,6 +53,8 @@ def plan_sums(
 class SumsMemory:
     """Lends the memory of a plan, between `open` and `close`. Called under the engine lock."""
 
+    to_come_nbytes = 0  # Reserved by the plan.
+
     def __init__(self, pool: HostPool, plan: SumsPlan, budgets: Budgets) -> None:
         self._pool = pool
         self._plan = plan
@@ -121,3 +123,6 @@ class SumsMemory:
                 self._own[unit] = block
             case part:
                 self._ranges.free(part)
+
+    def end_step(self) -> None:
+        """Does nothing: the plan stays."""

@@ -143,12 +143,15 @@ class StateAccess:
         block = self.pool.require(nbytes, f"{kind.value} of {unit.name}")
         try:
             for chunk in chunk_unit(unit, self.chunk_nbytes):
-                place = {"offset_nbytes": chunk.offset_nbytes(kind), "nbytes": chunk.nbytes(kind)}
+                offset_nbytes, nbytes = chunk.offset_nbytes(kind), chunk.nbytes(kind)
                 if keep:
                     self.pool.tensor(block).zero_()  # Clears the padding between tensors.
                 else:
-                    self.store.read(unit, kind, block, priority=Priority.STATE, **place).wait()
-                memory = self.pool.tensor(block)[: chunk.nbytes(kind)]
+                    self.store.read(
+                        unit, kind, block, priority=Priority.STATE,
+                        offset_nbytes=offset_nbytes, nbytes=nbytes,
+                    ).wait()  # fmt: skip
+                memory = self.pool.tensor(block)[:nbytes]
                 numel = chunk.stop - chunk.start
                 for part in chunk.slices:
                     start = part.state_start - chunk.start
@@ -156,7 +159,9 @@ class StateAccess:
                     for inner in _parts(unit, kind, memory, numel, part.tensor, start, stop):
                         yield replace(inner, start=part.start + inner.start)
                 if keep:
-                    self.store.write(unit, kind, block, **place).wait()
+                    self.store.write(
+                        unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes
+                    ).wait()
         finally:
             self.pool.free(block)
 

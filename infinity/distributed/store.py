@@ -190,10 +190,13 @@ class DistributedStore:
         *,
         offset_nbytes: int = 0,
         nbytes: int | None = None,
+        priority: Priority = Priority.WRITE_BACK,
     ) -> Transfer:
         """See `StateStore.write`. Of a sharded unit this rank writes its shard."""
         if not self.is_sharded(unit, kind):
-            return self.local.write(unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes)
+            return self.local.write(
+                unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes, priority=priority
+            )
         assert offset_nbytes == 0
         self.rewritten.add(unit.index)
         full = self._host.tensor(block, nbytes=unit.weight_nbytes)

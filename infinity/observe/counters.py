@@ -13,6 +13,7 @@ Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only g
   early_updates_kept, early_updates_undone   units updated in the backward: kept by the step, or not
   state_held_back_nbytes                     updated state not yet written when a backward begins
   chunks_read_in_backward                    chunks read in a backward for the next update
+  chunks_read_in_forward                     chunks read in a forward for updates in the backward
   weights_s                                  moving weights in and out for updates
   fetches, fetches_late, fetches_unplanned   unit fetches; those waited for; those not predicted
   faults                                     operations on handles outside their module

@@ -153,6 +153,7 @@ class StateStore(Protocol):
         *,
         offset_nbytes: int = 0,
         nbytes: int | None = None,
+        priority: Priority = Priority.WRITE_BACK,
     ) -> Transfer:
         """Starts writing the start of `block` to a range of the state. Whole pages only.
 
@@ -310,6 +311,7 @@ class LocalStore:
         *,
         offset_nbytes: int = 0,
         nbytes: int | None = None,
+        priority: Priority = Priority.WRITE_BACK,
     ) -> Transfer:
         """Starts writing the start of `block` to a range of the state. Whole pages only.
 
@@ -327,7 +329,7 @@ class LocalStore:
                 offset_nbytes=offset_nbytes,
                 nbytes=length,
                 address=block.address,
-                priority=Priority.WRITE_BACK,
+                priority=priority,
             )
             if kind is StateKind.PARAMETERS and unit.index in self._first_values:
                 assert length == unit.weight_nbytes

@@ -134,6 +134,12 @@ class EarlyUpdates:
             return
         self._planned = {index: self._plan(self._store.units[index]) for index in planned}
 
+    def expected(self) -> Iterator[Chunk]:
+        """Chunks of the units that the next backward will update if it is like the last, in the
+        order of their gradients."""
+        for index in self.policy.plan():
+            yield from self._plan(self._store.units[index]).chunks
+
     def _plan(self, unit: Unit) -> _Early:
         return _Early(unit, chunks_of(unit, tuple(unit.trainable()), self._chunk_nbytes))
 

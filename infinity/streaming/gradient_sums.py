@@ -157,7 +157,12 @@ def sums_of(unit: Unit, store: StateStore) -> UnitGradients:
 
 
 class SumBlocks(Protocol):
-    """Host blocks that gradients of a unit are summed in: fp32 (state_numel,)."""
+    """Host blocks that gradients of a unit are summed in: fp32 (state_numel,).
+
+    `to_come_nbytes`: blocks that were taken in the last step and not yet in this one.
+    """
+
+    to_come_nbytes: int
 
     def take(self, unit: Unit) -> Block:
         """Returns a host block for the fp32 sums of a unit. Raises CapacityError."""
@@ -165,18 +170,32 @@ class SumBlocks(Protocol):
     def give_back(self, block: Block) -> None:
         """Frees a block from `take`."""
 
+    def end_step(self) -> None:
+        """The next step is expected to take the blocks that this one has taken."""
+
 
 class PooledSumBlocks(SumBlocks):
     """Takes each block from the pool when it is needed."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
+        self.to_come_nbytes = 0
+        self._expected: dict[int, int] = {}  # Bytes by unit, not yet taken in this step.
+        self._taken: dict[int, int] = {}
 
     @override
     def take(self, unit: Unit) -> Block:
         nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
-        return self._pool.require(nbytes, f"gradients of {unit.name}")
+        block = self._pool.require(nbytes, f"gradients of {unit.name}")
+        self._taken[unit.index] = nbytes
+        self.to_come_nbytes -= self._expected.pop(unit.index, 0)
+        return block
 
     @override
     def give_back(self, block: Block) -> None:
         self._pool.free(block)
+
+    @override
+    def end_step(self) -> None:
+        self._expected, self._taken = self._taken, {}
+        self.to_come_nbytes = sum(self._expected.values())

@@ -66,7 +66,7 @@ class GradientStore:
     ) -> None:
         self._store = store
         self._pool = pool
-        self._blocks = blocks or PooledSumBlocks(pool)
+        self.blocks = blocks or PooledSumBlocks(pool)
         self._device = device
         self._counters = counters
         self._sums = {unit.index: sums_of(unit, store) for unit in store.units}
@@ -266,7 +266,7 @@ class GradientStore:
     def _lend_block(self, sums: UnitGradients) -> None:
         """Takes a block for a unit's sum, and reads into it what rests elsewhere."""
         unit = sums.unit
-        block = self._blocks.take(unit)
+        block = self.blocks.take(unit)
         array = self._pool.tensor(block).view(torch.float32)
         if any(self.has(spec) for spec in unit.trainable()):
             try:
@@ -275,7 +275,7 @@ class GradientStore:
                 with self._counters.timed("read_wait_s", what, (reading,)):
                     reading.wait()
             except BaseException:
-                self._blocks.give_back(block)
+                self.blocks.give_back(block)
                 raise
             self._rescale_resting(unit, array)
         sums.lend(block, array)
@@ -355,7 +355,7 @@ class GradientStore:
     def drop_block(self, unit: Unit) -> None:
         """Gives the unit's host block back, without a write; its gradients were forgotten."""
         assert not any(self.has(spec) for spec in unit.trainable())
-        self._blocks.give_back(self._lent.pop(unit).give_up_block())
+        self.blocks.give_back(self._lent.pop(unit).give_up_block())
 
     def reclaim(self) -> bool:
         """Frees the oldest block, waiting for its write. False when there is none."""
@@ -367,7 +367,7 @@ class GradientStore:
                 del self._lent[unit]
                 writing, block = sums.writing, sums.give_up_block()
                 self._wait_write(unit, writing)
-                self._blocks.give_back(block)
+                self.blocks.give_back(block)
                 return True
         return False
 
@@ -377,6 +377,7 @@ class GradientStore:
         self.finish_copies()
         for unit in self.in_blocks():
             self._start_write(unit)
+        self.blocks.end_step()
         while self._pool.is_tight and self.reclaim():
             pass
 
@@ -390,7 +391,7 @@ class GradientStore:
             self._wait_write(unit, sums.writing)
             self.norms.finish(unit)
             del self._lent[unit]
-            self._blocks.give_back(sums.give_up_block())
+            self.blocks.give_back(sums.give_up_block())
 
     def settle(self) -> None:
         """Everything is where it rests and no block is lent."""

@@ -120,11 +120,12 @@ class Masters(MasterWeights):
             return
         block = self._pool.require(high - low, f"master of {spec.name}")
         try:
-            place = {"offset_nbytes": low, "nbytes": high - low}
-            read = self._store.read(unit, StateKind.MASTER, block, priority=Priority.STATE, **place)
-            read.wait()
+            kind, nbytes = StateKind.MASTER, high - low
+            self._store.read(
+                unit, kind, block, priority=Priority.STATE, offset_nbytes=low, nbytes=nbytes
+            ).wait()
             yield self._pool.tensor(block)[start - low : stop - low].view(unit.master_dtype)
             if keep:
-                self._store.write(unit, StateKind.MASTER, block, **place).wait()
+                self._store.write(unit, kind, block, offset_nbytes=low, nbytes=nbytes).wait()
         finally:
             self._pool.free(block)

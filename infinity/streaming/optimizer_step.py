@@ -8,7 +8,8 @@ A part of the units is updated before the decision, in the backward, where that 
 (`early_updates.py`): the drives then have their part of the traffic in both passes.
 
 Chunks are read ahead in the order in which units are expected to be updated (`staging_ring.py`).
-In the backward the next step's are: their state, without the gradients, which are still to come.
+In the backward the next step's are: their state, without the gradients, which are still to come. In
+the forward the state of units that the backward will update follows that of pending units.
 `chunk_update.py` has the arithmetic.
 
 Note [Pending units]
@@ -76,6 +77,7 @@ class Updater(StepRunner):
             spare_nbytes=self._spare_nbytes if settings.rides_along else None,
             sums_in_memory=gradients.sums_in_memory,
             is_for_device=not self._is_on_host,
+            sums_to_come_nbytes=lambda: gradients.blocks.to_come_nbytes,
         )
         self._rides_along = settings.rides_along and settings.reads_ahead
         # The streams that copy it are known to the thread that trains.
@@ -97,6 +99,8 @@ class Updater(StepRunner):
         self._updated: dict[int, tuple[Chunk, ...]] = {}
         # Chunks that the next step will probably update, from the first gradient to the decision.
         self._next: Iterator[Chunk] | None = None
+        # Chunks that the next backward will probably update, from the decision to its beginning.
+        self._before_backward: Iterator[Chunk] | None = None
         self._is_applying = False
         self._worker: UpdateWorker | None = None
         # Pending units whose weights are checked out for the worker, in the order of their updates.
@@ -124,7 +128,7 @@ class Updater(StepRunner):
         self._make_space_for_weights()
         kept = self._decide(record)
         self.apply_pending(but=kept)
-        self._updated, self._next = {}, None
+        self._updated, self._next, self._before_backward = {}, None, None
         for unit in self._store.units:
             if unit.index in kept:
                 continue
@@ -138,6 +142,8 @@ class Updater(StepRunner):
         with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
             self._ring.bring_all_gradients()
         self._is_feeding = self._worker is not None and not self._has_state_on_device
+        if self._early is not None and self._early.policy.is_on:
+            self._before_backward = self._expected_in_backward(self._early)
 
     def _make_space_for_weights(self) -> None:
         """Frees the memory of gradients that rest on NVMe, those that are needed last first, until
@@ -223,6 +229,7 @@ class Updater(StepRunner):
             self._early.withdraw()
         if self._next is not None:
             self._next = iter(())
+        self._before_backward = None
         self.apply_pending()
         self._ring.drop_reads()
         self.finish_writes()
@@ -383,8 +390,15 @@ class Updater(StepRunner):
                 self._begin_backward()
             self.advance()
 
+    def _expected_in_backward(self, early: EarlyUpdates) -> Iterator[Chunk]:
+        """The chunks of units that the backward will probably update and no forward will."""
+        for chunk in early.expected():
+            if chunk.unit.index not in self._pending:
+                yield chunk
+
     def _begin_backward(self) -> None:
         self._next = self._expected_of_next()
+        self._before_backward = None
         self._counters.add("state_held_back_nbytes", self._ring.held_back_nbytes())
 
     def _expected_of_next(self) -> Iterator[Chunk]:
@@ -422,9 +436,14 @@ class Updater(StepRunner):
             self._worker.wake()
         if self._early is not None:
             self._early.advance()
-        if self._next is not None and self._ring.take(or_none=True):
-            count = self._ring.start_more(self._next, with_gradients=False)
-            self._counters.add("chunks_read_in_backward", count)
+        self._read_for("forward", self._before_backward)
+        self._read_for("backward", self._next)
+
+    def _read_for(self, this_pass: str, chunks: Iterator[Chunk] | None) -> None:
+        """Reads state for the next pass in this one, into free slots. Its gradients will come."""
+        if chunks is not None and self._ring.take(or_none=True):
+            count = self._ring.start_more(chunks, with_gradients=False)
+            self._counters.add(f"chunks_read_in_{this_pass}", count)
 
     @override
     def withdraw(self, unit: int) -> None:

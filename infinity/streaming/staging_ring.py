@@ -9,7 +9,8 @@ Note [Spare slots]
   the drive, so updated state then waits in memory until the drive has nothing to read: what the
   forward updates is written in the backward, and the slots are filled for the next forward when
   they have been written. Spare slots take memory that nobody else needs. Weights that are not in
-  memory yet count as needed, because a cached weight saves a read, and a slot only moves one.
+  memory yet count as needed, because a cached weight saves a read, and a slot only moves one. For
+  state that is read a pass ahead, so do sums of gradients that are still to come.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class StagingRing:
     A slot has space for a chunk of `chunk_nbytes` of fp32 in every state kind that travels.
     `spare_nbytes`: returns the free memory that may be taken for spare slots; None: there are none.
     `sums_in_memory`: returns a unit's gradients in host memory (fp32, (state_numel,)), if they rest
-    elsewhere and are there still: they are not read.
+    elsewhere and are there still: they are not read. `sums_to_come_nbytes`: returns the memory that
+    sums of the next backward will take, or of this one.
     `is_for_device`: the device updates, so state that rests on it does not travel.
     `travels`: whether any state does; else there are no slots.
     """
@@ -61,6 +63,7 @@ class StagingRing:
         spare_nbytes: Callable[[], int] | None = None,
         sums_in_memory: Callable[[Unit], torch.Tensor | None] | None = None,
         is_for_device: bool = False,
+        sums_to_come_nbytes: Callable[[], int] | None = None,
     ) -> None:
         self._store = store
         self._is_for_device = is_for_device
@@ -81,6 +84,7 @@ class StagingRing:
         self._slot_nbytes = sum(self._travelling.values())
         self._spare_nbytes = spare_nbytes
         self._sums_in_memory = sums_in_memory or (lambda _: None)
+        self._sums_to_come_nbytes = sums_to_come_nbytes or (lambda: 0)
         self._num_spare = 0
         self._block: Block | None = None
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
@@ -149,13 +153,13 @@ class StagingRing:
 
     # -- Spare slots -------------------------------------------------------------------------------
 
-    def _grow(self) -> bool:
+    def _grow(self, *, is_for_later: bool = False) -> bool:
         """Takes a spare slot, which is free, if there is memory for one."""
         if self._spare_nbytes is None or self._block is None:
             return False
         if self._num_spare == _MOST_SPARE_SLOTS:
             return False
-        if self._spare_nbytes() < self._slot_nbytes:
+        if self._left_nbytes(is_for_later) < self._slot_nbytes:
             return False
         block = self._pool.try_spare(self._slot_nbytes, _RING_LABEL)
         if block is None:
@@ -234,7 +238,7 @@ class StagingRing:
         Without `with_gradients` the gradients of the chunks are still to come. An iterator is left
         at the first chunk that is not started. Returns the number of those that are."""
         following, count = iter(chunks), 0
-        while self._has_free_slot():
+        while self._has_free_slot(is_for_later=not with_gradients):
             chunk = next(following, None)
             if chunk is None:
                 break
@@ -251,12 +255,18 @@ class StagingRing:
         for staged in self._started.values():
             self._read_gradients(staged)
 
-    def _has_free_slot(self) -> bool:
+    def _has_free_slot(self, *, is_for_later: bool) -> bool:
         """Whether a chunk can be started without a wait. Takes a spare slot if that is needed, and
-        gives those back that others need."""
-        if self._num_spare and self._spare_nbytes is not None and self._spare_nbytes() < 0:
-            self.give_back_spare()
-        return bool(self._slots and self._slots[0].is_idle) or self._grow()
+        gives those back that others need. `is_for_later`: see `_left_nbytes`."""
+        while self._num_spare and self._left_nbytes(is_for_later) < 0 and self.give_back_spare():
+            pass
+        return bool(self._slots and self._slots[0].is_idle) or self._grow(is_for_later=is_for_later)
+
+    def _left_nbytes(self, is_for_later: bool) -> int:
+        """Free memory for spare slots. A chunk whose gradients are still to come holds its slot
+        until then: it leaves space for their sums, which save a read if they stay in memory."""
+        left_nbytes = 0 if self._spare_nbytes is None else self._spare_nbytes()
+        return left_nbytes - (self._sums_to_come_nbytes() if is_for_later else 0)
 
     def drop_reads(self, is_dropped: Callable[[Chunk], bool] | None = None) -> None:
         """Gives up reads ahead, the last started first: those of which `is_dropped` holds, or

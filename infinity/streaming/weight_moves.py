@@ -5,7 +5,9 @@ it, is decided elsewhere (`parameters.py`, `weight_evictor.py`).
 
 Note [Dirty weights]
   A block that is being written stays valid for readers; it is only freed, or changed again, after
-  the write is done.
+  the write is done. Where the device computes on host memory, the pages of the block move under the
+  model, so the next use waits for the write. Updated state may wait long for an idle drive:
+  such a write goes before it, among the reads of state.
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ class WeightMoves:
         self.attached_nbytes = 0
         self.absent_nbytes = 0
         self._there: dict[int, Weights] = {}
+        # Where the next use waits for the write, the write does not wait behind updated state.
+        is_awaited = device.shares_host_memory
+        self._write_priority = Priority.STATE if is_awaited else Priority.WRITE_BACK
         self.nbytes = [
             unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
             for unit in store.units
@@ -282,7 +287,11 @@ class WeightMoves:
         assert weights.block is not None
         self.finish_write(weights)
         weights.writing = self._store.write(
-            weights.unit, StateKind.PARAMETERS, weights.block, nbytes=weights.dirty_nbytes
+            weights.unit,
+            StateKind.PARAMETERS,
+            weights.block,
+            nbytes=weights.dirty_nbytes,
+            priority=self._write_priority,
         )
         weights.dirty_nbytes = 0
 

@@ -18,7 +18,10 @@ from torch import nn
 
 import infinity
 from infinity.errors import StorageError
+from infinity.state.units import Chunk
 from infinity.streaming.early_updates import EarlyUpdates
+from infinity.streaming.optimizer_step import Updater
+from infinity.streaming.staging_ring import StagingRing
 
 WIDTH, VOCABULARY, BLOCKS = 64, 50, 6
 
@@ -381,3 +384,41 @@ def test_smallest_share_and_largest_share_have_the_same_bits(swap_directory: Pat
     for share in (0.0, 0.3, 1.0):
         for plain, ours in zip(expected, at(share), strict=True):
             assert torch.equal(plain, ours)
+
+
+def test_state_of_units_that_the_backward_updates_is_read_in_the_forward(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drives have their part of the traffic in both passes, also of a unit's own update."""
+    reads: list[str] = []
+    read = StagingRing._start
+
+    def note_read(ring: StagingRing, chunk: Chunk) -> Any:
+        reads.append(chunk.unit.name)
+        return read(ring, chunk)
+
+    monkeypatch.setattr(StagingRing, "_start", note_read)
+
+    def body(run: Run) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        seen: list[tuple[list[str], list[str]]] = []
+        for number in range(6):
+            if not run.is_plain:
+                updater = infinity.engine_of(run.model).updater
+                assert isinstance(updater, Updater) and updater._early is not None
+                updater._early.policy.share = 1.0
+            loss = loss_of(run.model, number)
+            before = reads.copy()
+            reads.clear()
+            loss.backward()
+            seen.append((before, reads.copy()))
+            reads.clear()
+            losses.append(loss.detach())
+            run.step()
+        if not run.is_plain:
+            for before, during in seen[3:]:
+                # No backward gets to the embedding: a forward updates it, and it is read later.
+                assert len(set(before)) == BLOCKS + 1 and set(during) <= {"embedding"}
+        return losses
+
+    check(body, swap_directory, kept=True, undone=False)

@@ -12,6 +12,7 @@ import torch
 from infinity.state.store import LocalStore
 from infinity.state.units import StateKind
 from infinity.streaming.gradients import GradientStore
+from infinity.streaming.staging_ring import StagingRing
 
 from .test_early_updates import Run, loss_of, plain_run
 from .test_spare_slots import CLIPPED, on_a_late_drive
@@ -69,3 +70,31 @@ def test_gradients_in_memory_are_neither_waited_for_at_the_step_nor_read_for_upd
     engine.close()
     assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
     assert StateKind.GRADIENTS not in reads and len(waits) > 0 and len(reads) > 0
+
+
+@pytest.mark.parametrize("updates", ["deferred", "both_passes"])
+def test_state_that_is_read_a_pass_ahead_leaves_space_for_the_sums_to_come(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch, updates: str
+) -> None:
+    """A sum that stays in memory saves a read; a spare slot only moves one."""
+    expected = plain_run(clipped_steps)
+    run, engine, drive = on_a_late_drive(
+        swap_directory, gradients="nvme", schedule={"updates": updates},
+        tiers={"host": {"capacity": "4500KiB"}, "nvme": [{"path": str(swap_directory)}]},
+    )  # fmt: skip
+    drive.is_idle = True
+    grow, blocks, to_come = StagingRing._grow, engine.gradients.blocks, 0
+
+    def note_grow(ring: StagingRing, *, is_for_later: bool = False) -> bool:
+        nonlocal to_come
+        is_grown = grow(ring, is_for_later=is_for_later)
+        if is_for_later:
+            to_come = max(to_come, blocks.to_come_nbytes)
+            assert not is_grown or engine.pool.free_nbytes >= blocks.to_come_nbytes
+        return is_grown
+
+    monkeypatch.setattr(StagingRing, "_grow", note_grow)
+    actual = [*clipped_steps(run), *run.values().values()]
+    engine.close()
+    assert to_come > 0
+    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)

@@ -61,12 +61,15 @@ class _Late:
 
 
 def on_a_late_drive(
-    directory: Path, dtype: torch.dtype = torch.float32, **changes: Any
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    kind: type[LateWrites] = LateWrites,
+    **changes: Any,
 ) -> tuple[Run, Engine, LateWrites]:
     drives: list[LateWrites] = []
 
     def wrap(engine: StorageEngine) -> StorageEngine:
-        drives.append(LateWrites(engine))
+        drives.append(kind(engine))
         return drives[0]
 
     model = make().to(dtype)
@@ -258,3 +261,35 @@ def test_masters_that_change_with_their_weights_are_read_again(
         engine.close()
     for actual in found[1:]:
         assert all(map(torch.equal, found[0], actual)) and len(found[0]) == len(actual)
+
+
+class BusyWithState(LateWrites):
+    """A drive that has no time for writes behind everything else, but for other requests."""
+
+    def submit(
+        self, operation: Operation, segments: Sequence[Segment], priority: Priority
+    ) -> Ticket:
+        ticket = super().submit(operation, segments, priority)
+        if isinstance(ticket, _Late) and priority is not Priority.WRITE_BACK:
+            return ticket._ticket
+        return ticket
+
+
+def test_no_use_of_weights_waits_behind_updated_state(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward begins with the units that the forward has updated last."""
+    expected = plain_run(lambda run: steps(run, 4, lambda _: CLIPPED))
+    run, engine, _ = on_a_late_drive(
+        swap_directory, kind=BusyWithState, schedule={"updates": "deferred"}
+    )
+    actual, ring = steps(run, 3, lambda _: CLIPPED), ring_of(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(_Late, "wait", lambda *_: pytest.fail("waits for an idle drive"))
+        loss = loss_of(run.model, 3)
+        loss.backward()
+        run.step(CLIPPED)
+        assert ring._num_spare > 0 and ring.held_back_nbytes() > 0
+    actual += [loss.detach(), *run.values().values()]
+    engine.close()
+    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
