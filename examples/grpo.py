@@ -9,6 +9,15 @@ import infinity
 from infinity.integrations.hf import prepare_trainer
 
 SWAP = {"tiers": {"host": {"capacity": "1GiB"}, "nvme": [{"path": "swap"}]}}
+args = GRPOConfig(
+    "out",
+    max_steps=2,
+    learning_rate=1e-3,
+    per_device_train_batch_size=4,
+    num_generations=4,
+    max_completion_length=16,
+    bf16=False,
+)
 with infinity.init_empty_weights(SWAP):
     config = AutoConfig.from_pretrained("model")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -21,15 +30,6 @@ def reward(completions, **_):
 
 tokenizer = AutoTokenizer.from_pretrained("model")
 data = load_dataset("json", data_files="pairs.jsonl", split="train").select_columns("prompt")
-args = GRPOConfig(
-    "out",
-    max_steps=2,
-    learning_rate=1e-3,
-    per_device_train_batch_size=4,
-    num_generations=4,
-    max_completion_length=16,
-    bf16=False,
-)
 trainer = prepare_trainer(
     GRPOTrainer(model, reward, args=args, train_dataset=data, processing_class=tokenizer)
 )

@@ -9,6 +9,9 @@ import infinity
 from infinity.integrations.hf import prepare_trainer
 
 SWAP = {"tiers": {"host": {"capacity": "1GiB"}, "nvme": [{"path": "swap"}]}}
+args = RewardConfig(
+    "out", max_steps=4, learning_rate=1e-3, gradient_accumulation_steps=2, bf16=False
+)
 with infinity.init_empty_weights(SWAP):
     config = AutoConfig.from_pretrained("model", num_labels=1)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
@@ -16,9 +19,6 @@ infinity.offload(model, SWAP, weights="model")  # The head is drawn, and named i
 
 tokenizer = AutoTokenizer.from_pretrained("model")
 data = load_dataset("json", data_files="pairs.jsonl", split="train")
-args = RewardConfig(
-    "out", max_steps=4, learning_rate=1e-3, gradient_accumulation_steps=2, bf16=False
-)
 trainer = prepare_trainer(
     RewardTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
 )

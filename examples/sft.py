@@ -9,13 +9,6 @@ import infinity
 from infinity.integrations.hf import prepare_trainer
 
 SWAP = {"tiers": {"host": {"capacity": "1GiB"}, "nvme": [{"path": "swap"}]}}
-with infinity.init_empty_weights(SWAP):
-    config = AutoConfig.from_pretrained("model")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-infinity.offload(model, SWAP, weights="model")
-
-tokenizer = AutoTokenizer.from_pretrained("model")
-data = load_dataset("json", data_files="chat.jsonl", split="train")
 args = SFTConfig(
     "out",
     max_steps=8,
@@ -24,6 +17,13 @@ args = SFTConfig(
     assistant_only_loss=True,
     bf16=False,  # The precision is the model's.
 )
+with infinity.init_empty_weights(SWAP):
+    config = AutoConfig.from_pretrained("model")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+infinity.offload(model, SWAP, weights="model")
+
+tokenizer = AutoTokenizer.from_pretrained("model")
+data = load_dataset("json", data_files="chat.jsonl", split="train")
 trainer = prepare_trainer(SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer))
 trainer.train()
 trainer.save_model()

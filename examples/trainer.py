@@ -15,6 +15,7 @@ import infinity
 from infinity.integrations.hf import prepare_trainer
 
 SWAP = {"tiers": {"host": {"capacity": "1GiB"}, "nvme": [{"path": "swap"}]}}
+args = TrainingArguments("out", max_steps=8, gradient_accumulation_steps=4, learning_rate=1e-3)
 with infinity.init_empty_weights(SWAP):
     config = AutoConfig.from_pretrained("model")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -23,7 +24,6 @@ infinity.offload(model, SWAP, weights="model")
 tokenizer = AutoTokenizer.from_pretrained("model")
 texts = load_dataset("text", data_files="text.txt", split="train")
 data = texts.map(lambda row: tokenizer(row["text"]), remove_columns="text")
-args = TrainingArguments("out", max_steps=8, gradient_accumulation_steps=4, learning_rate=1e-3)
 collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
 trainer = prepare_trainer(Trainer(model, args, collator, data))
 trainer.train()

@@ -80,4 +80,5 @@ def _tell(plan: SpreadPlan, *, is_dry: bool) -> None:
         how = "stays" if move.is_done else "moves" if move.moved_nbytes else "is linked"
         typer.echo(f"{move.name}  {format_nbytes(move.nbytes)}  {how}  {move.place.parent}")
     verb = "would be written" if is_dry else "to write"
-    typer.echo(f"{len(plan.moves)} shards, {format_nbytes(plan.moved_nbytes)} {verb}")
+    shards = "1 shard" if len(plan.moves) == 1 else f"{len(plan.moves)} shards"
+    typer.echo(f"{shards}, {format_nbytes(plan.moved_nbytes)} {verb}")

@@ -73,6 +73,7 @@ def find_group(group: Any = None) -> RankTopology | None:
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ConfigError("a group was given, but torch.distributed is not initialized")
+        _warn_of_processes_that_have_not_joined()
         return None
     group = process_group(group)
     rank, count = dist.get_rank(group), dist.get_world_size(group)
@@ -92,6 +93,17 @@ def find_group(group: Any = None) -> RankTopology | None:
         node_count=node_count,
         machines=tuple(machines),
     )
+
+
+def _warn_of_processes_that_have_not_joined() -> None:
+    """Without a process group, every process of torchrun offloads a whole model by itself."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _log.warning(
+            "this is one of %s processes that have not joined, so it offloads the whole model by "
+            "itself; to divide the model, call infinity.offload after TrainingArguments, "
+            "Accelerator() or torch.distributed.init_process_group",
+            os.environ["WORLD_SIZE"],
+        )
 
 
 def process_group(group: Any) -> Any:

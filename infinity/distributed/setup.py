@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -294,8 +294,13 @@ def _part(capacity: Capacity, count: int) -> Capacity:
     return Capacity(percent=(capacity.percent or 100.0) / count) if count > 1 else capacity
 
 
-def refuse_different_weights(ranks: Ranks, params: Iterable[OffloadedParam]) -> None:
-    """Raises ConfigError if ranks start from different weights: each keeps a part of its own."""
+def refuse_different_weights(
+    ranks: Ranks, params: Iterable[OffloadedParam], replaced: Collection[str]
+) -> None:
+    """Raises InfinityError if ranks start from different weights: each keeps a part of its own.
+
+    `replaced` names parameters whose values files will replace: their values now do not matter.
+    """
     if ranks.partition is None:
         return
     sums = [str(ranks.partition.stage)]
@@ -303,7 +308,7 @@ def refuse_different_weights(ranks: Ranks, params: Iterable[OffloadedParam]) -> 
         original = param.original
         facts = param.spec.facts
         text = f"{param.name} {facts.shape} {facts.dtype} {facts.is_trainable}"
-        if original is not None and not original.is_meta:
+        if original is not None and not original.is_meta and param.name not in replaced:
             head = original.detach().flatten()[: _COMPARED_NBYTES // original.element_size()]
             content = head.contiguous().cpu().view(torch.uint8).numpy().data
             text += f" {zlib.crc32(content)}"

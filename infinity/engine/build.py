@@ -32,7 +32,7 @@ from infinity.distributed.store import DistributedStore
 from infinity.distributed.sync import OneRank, Ranks, RankSync
 from infinity.distributed.unshard import DeviceUnshard
 from infinity.engine.engine import Engine
-from infinity.engine.first_values import fill, move_buffers
+from infinity.engine.first_values import fill, move_buffers, values_to_come
 from infinity.engine.lay_out import LaidOut, lay_out
 from infinity.engine.open_tiers import OpenTiers, open_tiers
 from infinity.engine.refusals import refuse_model
@@ -117,7 +117,10 @@ def build(
         raise
     try:
         engine.ranks.open()
-        refuse_different_weights(engine.ranks, engine.params)
+        replaced = (
+            {param.name for param, _ in values_to_come(engine)} if weights is not None else set()
+        )
+        refuse_different_weights(engine.ranks, engine.params, replaced)
         handles = {id(param.original): param.handle for param in engine.params}
         tiling.hand_over(lambda parameter: handles[id(parameter)])
         fill(engine, weights, seed)

@@ -20,7 +20,23 @@ from infinity.modules.adapters import (
 )
 from infinity.modules.awaited import is_to_come
 from infinity.modules.load_plan import LoadPlan
+from infinity.modules.param import OffloadedParam
 from infinity.tiers.device import DeviceAdapter
+
+
+def values_to_come(engine: Engine) -> list[tuple[OffloadedParam, torch.Tensor]]:
+    """Returns the parameters, with their originals, whose values are those of files or of a seed.
+
+    Some have values already: `infinity.init_empty_weights` builds small ones, which files replace.
+    """
+    kept = values_of_adapters(engine.model)
+    return [
+        (param, param.original)
+        for param in engine.params
+        if param.original is not None
+        and is_to_come(param.original)
+        and id(param.original) not in kept
+    ]
 
 
 def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
@@ -28,13 +44,9 @@ def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     initialised."""
     names = {id(param.original): param.name for param in engine.params}
     wanted = {names[derived]: place for derived, place in derived_parameters(engine.model).items()}
-    kept, without, to_come = values_of_adapters(engine.model), set[str](), set(wanted)
-    for param in engine.params:
-        original = param.original
-        if original is not None and is_to_come(original) and id(original) not in kept:
-            to_come.add(param.name)
-            if original.is_meta:
-                without.add(param.name)
+    replaced = values_to_come(engine)
+    to_come = wanted.keys() | {param.name for param, _ in replaced}
+    without = {param.name for param, original in replaced if original.is_meta}
     copies = [(names[id(copy)], names[id(own)]) for copy, own in copied_parameters(engine.model)]
     in_place = {spec.name for unit in engine.store.units if unit.stored for spec in unit.tensors}
     to_come -= in_place

@@ -36,7 +36,10 @@ def adapter_size(shape: ModelShape, layer: int, adapter: AdapterConfig) -> Adapt
 
 
 def refuse_unknown_targets(shape: ModelShape, adapter: AdapterConfig) -> None:
-    """Raises ConfigError for a target that no block has, with the names that there are."""
+    """Raises ConfigError for a target that no block has, with the names that there are, and for
+    routed experts that the model has not."""
+    if adapter.experts and shape.moe is None:
+        raise ConfigError(f"adapter.experts: {shape.name} has no routed experts; leave it out")
     if set(adapter.targets) & {AUTO_TARGETS, ALL_LINEAR}:
         return
     found = {linear for layer in range(shape.layers) for linear in linears(shape, layer)}
@@ -47,8 +50,6 @@ def refuse_unknown_targets(shape: ModelShape, adapter: AdapterConfig) -> None:
                 f"adapter.targets: {target!r} is no linear layer of {shape.name}; expected some of "
                 f"{', '.join(sorted(names))}, or {AUTO_TARGETS!r}"
             )
-    if adapter.experts and shape.moe is None:
-        raise ConfigError(f"adapter.experts: {shape.name} has no routed experts; leave it out")
 
 
 def _is_target(linear: Linear, adapter: AdapterConfig) -> bool:

@@ -131,11 +131,12 @@ def _from_meta(rank: int, swap: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     }
     with infinity.init_empty_weights(config):
         model = Meta()
-    assert model.layers[0].weight.is_meta
+    assert model.layers[0].weight.is_meta and not model.layers[0].bias.is_meta
     infinity.offload(model, config, seed=3)
     found = read_weights(model)
     infinity.engine_of(model).close()
     given = {name: torch.full_like(tensor, 2.0) for name, tensor in found.items()}
+    torch.manual_seed(rank)  # Small parameters are drawn, and replaced by those that are given.
     with infinity.init_empty_weights(config):
         model = Meta()
     infinity.offload(model, config, weights=given.__getitem__)

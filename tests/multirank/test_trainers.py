@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 import infinity
+from infinity.distributed.group import find_group
 from infinity.errors import ConfigError
 from infinity.integrations.hf import prepare_accelerator, prepare_trainer
 from tests.integrations import test_hf as hf
@@ -209,6 +211,38 @@ def test_sft_of_two_processes_is_one_that_sees_both_batches(tmp_path: Path) -> N
         assert history == _without_norms(hf.history(plain))
 
 
+def _train_trl(rank: int, directory: str) -> Any:
+    """GRPO and a reward model with an adapter: first plain TRL, then offloaded, in one process."""
+    from tests.integrations import test_trl
+
+    results = []
+    with torchrun(rank), pytest.MonkeyPatch.context() as patch:
+        plain_options = partial(test_trl.common, gradient_accumulation_steps=1, max_grad_norm=0.0)
+        patch.setattr(test_trl, "common", plain_options)
+        for make_trainer in (test_trl.grpo, test_trl.reward):
+            is_grpo = make_trainer is test_trl.grpo
+            for is_plain in (True, False):
+                model = test_trl.make_model(lora=False) if is_grpo else test_trl.make_scorer()
+                path = Path(directory) / f"{make_trainer.__name__}-{is_plain}"
+                trainer = make_trainer(model, path, None)
+                if not is_plain:
+                    prepare_trainer(trainer, swap(path))
+                trainer.train()
+                weights = plain_weights(model) if is_plain else close(trainer.model)
+                results.append((_without_norms(test_trl.history(trainer)), weights))
+    return results
+
+
+def test_grpo_and_reward_of_two_processes_are_those_of_plain_trl(tmp_path: Path) -> None:
+    """Generated lengths, rewards, losses and weights to the bit, with seeds as TRL sets them."""
+    pytest.importorskip("trl", reason="pip install trl")
+    for grpo, my_grpo, reward, my_reward in run_ranks(COUNT, _train_trl, str(tmp_path)):
+        for plain, mine in ((grpo, my_grpo), (reward, my_reward)):
+            assert mine[0] == plain[0]
+            assert len(mine[0]) == 4
+            assert_same(plain[1], mine[1])
+
+
 # -- accelerate ----------------------------------------------------------------------------------
 
 
@@ -279,3 +313,13 @@ def test_a_model_that_was_offloaded_before_the_processes_joined_is_refused(tmp_p
     with pytest.raises(ConfigError, match="after the processes have joined"):
         prepare_trainer(trainer)
     infinity.engine_of(model).close()
+
+
+def test_a_process_that_has_not_joined_the_others_is_warned_before_it_takes_the_directory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_group() is None and not caplog.records
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert find_group() is None
+    assert "one of 2 processes that have not joined" in caplog.text
+    assert "call infinity.offload after TrainingArguments" in caplog.text

@@ -157,8 +157,9 @@ def test_an_adapter_of_all_experts_has_pefts_parameters() -> None:
 def test_an_unknown_target_is_refused_with_the_names() -> None:
     with pytest.raises(ConfigError, match="kv_a_proj_with_mqa, kv_b_proj, o_proj"):
         planned("kimi-k2", targets=("k_proj",))
-    with pytest.raises(ConfigError, match="no routed experts"):
-        planned("llama-3-70b", targets=("q_proj",), experts=True)
+    for targets in (("q_proj",), ("auto",)):
+        with pytest.raises(ConfigError, match="no routed experts"):
+            planned("llama-3-70b", targets=targets, experts=True)
 
 
 # -- A step ----------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
+
+import torch
 
 from infinity.observe.loss_curve import LossCurve
 
@@ -39,3 +42,11 @@ def test_losses_that_are_not_finite_leave_the_scale_alone() -> None:
         curve.add(loss)
     assert len(points_of(curve)) == 2 and "nan" not in curve._repr_html_()
     assert LossCurve()._repr_html_() == "<div>no steps yet</div>"
+
+
+def test_a_loss_with_its_graph_is_added_without_a_warning() -> None:
+    curve = LossCurve()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        curve.add((torch.ones(2, requires_grad=True) * 2).mean())
+    assert curve.losses == [2.0]
