@@ -59,3 +59,33 @@ def test_a_failing_operation_raises_on_the_only_rank(monkeypatch: pytest.MonkeyP
     with pytest.raises(InfinityError, match="of the test"):
         collectives.settle(collectives.propose((0, 0, 0), fail))
     collectives.close()
+
+
+def test_ranks_are_in_lockstep_only_while_all_of_them_have_one_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collectives = make(1, monkeypatch)
+    issued: list[str] = []
+    collectives.stand_in(0, lambda key: issued.append(f"stand-in {key[1]}"))  # type: ignore[arg-type, return-value]
+
+    def step(proposed: list[int], others: bytes | None = None) -> bytes:
+        for unit in proposed:
+            collectives.propose((0, unit, 0), lambda unit=unit: issued.append(f"own {unit}"))  # type: ignore[misc]
+        collectives.end_step()
+        decision = collectives.decision()
+        collectives.sync_weights([decision, decision if others is None else others])
+        return decision
+
+    step([3])
+    assert not collectives.is_in_lockstep, "the first step has fetched nothing ahead"
+    step([0, 1, 2, 4])
+    assert collectives.is_in_lockstep
+    issued.clear()
+    decision = step([0, 2, 4, 7])  # 7 is not in the log: this rank alone needs it.
+    assert issued == ["own 0", "stand-in 1", "own 2", "own 4"]
+    assert collectives.is_in_lockstep, "few misses"
+    step([0, 1, 2, 4], others=decision[:1] + b"another.")
+    assert not collectives.is_in_lockstep
+    step([2, 1])
+    assert collectives.is_in_lockstep
+    collectives.close()
