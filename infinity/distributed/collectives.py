@@ -40,6 +40,8 @@ _WATCH_S = 0.5  # A thread that waits in an operation notices within this time t
 # twice as many every time.
 _RARE = 8
 _MOST_PAUSED = 64
+# Nothing is fetched ahead of the first pass, which leaves weights on the device for the second one.
+_FIRST_STEPS = 2
 _WORD = struct.Struct("<BxxxIIIQ")  # verb, step, key
 _NO_KEY: Key = (0, 0, 0)
 
@@ -87,7 +89,8 @@ class Collectives:
         self._is_closed = False
         self._trace: list[Key] = []  # What began in this step, without a log.
         self._log: AgreedLog | None = None
-        self._log_step = 0
+        self._log_step = self._steps_of_log = 0
+        self._endured_steps = 1
         self._played = (0, 0)  # Step, and entries that another rank wants to be issued.
         self._stand_ins: dict[int, Callable[[Key], Copy]] = {}  # By kind.
         # Operations of the log that other ranks may not have entered yet, of the thread.
@@ -261,8 +264,8 @@ class Collectives:
         the step that ends, from rank 0, and the digest of this rank's log."""
         with self._changed:
             if self._log is not None:
-                return b"\1" + self._log.digest()
-            is_first = self._step < 2  # The first pass has nothing fetched ahead.
+                return b"\1" + (NO_LOG if self._wants_new_log(self._log) else self._log.digest())
+            is_first = self._step <= _FIRST_STEPS
             digest = NO_LOG if is_first or self._paused_steps else digest_of(self._trace)
             if self._coordinator is None:
                 return b"\1" + digest
@@ -272,6 +275,19 @@ class Collectives:
             self._answered, self._num_cancelled = begun + cancelled, cancelled
         return bytes([num_cancelled * _RARE <= answered]) + digest
 
+    def _wants_new_log(self, log: AgreedLog) -> bool:
+        """Whether ranks shall find their order anew, because the log lacks what this rank needs.
+
+        After 1, 2, 4, up to 64 steps in which it does: it may lack something else every time.
+        """
+        self._steps_of_log += 1
+        if not log.num_lacking:
+            self._endured_steps = 1
+        elif self._steps_of_log >= self._endured_steps:
+            self._endured_steps = min(2 * self._endured_steps, _MOST_PAUSED)
+            return True
+        return False
+
     def sync_weights(self, decisions: Sequence[bytes]) -> None:
         """Chooses how the next step begins operations, from the decisions of all ranks.
 
@@ -280,6 +296,7 @@ class Collectives:
         """
         with self._changed:
             log, self._log = self._log, None
+            self._steps_of_log = 0 if log is None else self._steps_of_log
             keys = self._trace if log is None else log.keys
             self._trace, self._patience_s = [], None
             if self._paused_steps:

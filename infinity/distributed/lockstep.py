@@ -27,7 +27,8 @@ class AgreedLog:
         self.keys = tuple(keys)
         self.head = 0  # Entries before it are issued.
         self._required = 0  # Entries before it are issued without a proposal.
-        self._num_missed = 0
+        self.num_lacking = 0  # Proposals without an entry.
+        self._num_missed = 0  # These, and entries without a proposal.
         self._bound: dict[int, Key] = {}
         self._places: dict[Key, int] = {}  # Of what is bound.
         self._free: dict[Key, list[int]] = {}  # Entries that are neither issued nor bound.
@@ -37,6 +38,7 @@ class AgreedLog:
     def bind(self, key: Key) -> bool:
         """Notes a proposal of this rank. Returns whether the log has an entry for it."""
         if not self._free.get(key):
+            self.num_lacking += 1
             self._num_missed += 1
             return False
         index = self._free[key].pop(0)

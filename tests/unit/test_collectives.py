@@ -77,15 +77,24 @@ def test_ranks_are_in_lockstep_only_while_all_of_them_have_one_log(
         return decision
 
     step([3])
-    assert not collectives.is_in_lockstep, "the first step has fetched nothing ahead"
+    step([0, 1])
+    assert not collectives.is_in_lockstep, "the first steps are not like the others"
     step([0, 1, 2, 4])
     assert collectives.is_in_lockstep
     issued.clear()
     decision = step([0, 2, 4, 7])  # 7 is not in the log: this rank alone needs it.
     assert issued == ["own 0", "stand-in 1", "own 2", "own 4"]
-    assert collectives.is_in_lockstep, "few misses"
-    step([0, 1, 2, 4], others=decision[:1] + b"another.")
-    assert not collectives.is_in_lockstep
-    step([2, 1])
+    assert not collectives.is_in_lockstep, "the log lacks what a rank needs"
+    step([0, 1, 2, 4])
     assert collectives.is_in_lockstep
+    step([0, 2, 4, 7])
+    assert collectives.is_in_lockstep, "not for one step"
+    step([0, 2, 4, 7])
+    assert not collectives.is_in_lockstep
+    step([0, 1])
+    assert collectives.is_in_lockstep
+    decision = step([0, 1])
+    assert collectives.is_in_lockstep
+    step([0, 1], others=decision[:1] + b"another.")
+    assert not collectives.is_in_lockstep
     collectives.close()
