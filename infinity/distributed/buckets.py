@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from infinity.distributed.collectives import Collectives, Proposal
-from infinity.distributed.exchange import DeviceExchange
+from infinity.distributed.coordinator import Key
+from infinity.distributed.exchange import DeviceExchange, SumLayout
 from infinity.observe import Counters
 from infinity.state.partition import Partition
 from infinity.state.units import TensorSpec, Unit
@@ -55,6 +56,7 @@ class GradientBucket:
     proposal: Proposal | None = None
     summed: Copy | None = None  # Once issued.
     mean: torch.Tensor | None = None
+    present: torch.Tensor | None = None  # By rank; None: every rank takes part.
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +99,18 @@ class GradientBuckets:
         self._most_nbytes = max(unit.weight_nbytes for unit in partition.full_units)
         self._open: dict[Unit, GradientBucket] = {}
         self._proposed: deque[GradientBucket] = deque()
+        self._generations: Sequence[
+            int
+        ] = ()  # By tensor, as the step began: the same on all ranks.
+        self._layouts: dict[Key, SumLayout] = {}  # Of all that this rank has proposed.
+        collectives.stand_in(SUMMING, self._stand_in)
+
+    def begin_step(self, generations: Sequence[int]) -> None:
+        """Begins a step. `generations`: by tensor, the same on all ranks."""
+        self._generations = generations
+
+    def _stand_in(self, key: Key) -> Copy:
+        return self._exchange.sum_nothing(self._layouts[key])
 
     @property
     def is_on(self) -> bool:
@@ -136,12 +150,20 @@ class GradientBuckets:
         ready = self._exchange.ready(bucket.stream)
         others_nbytes = bucket.nbytes - local_numel * first.element_size()
 
-        def issue() -> None:
-            bucket.summed = self._exchange.sum(by_rank, mean, ready=ready, owner=bucket.stream)
-            self._counters.add("ranks_reduced_nbytes", others_nbytes)
+        present = self._exchange.host_flags() if self._collectives.is_in_lockstep else None
 
-        bucket.mean = mean
-        bucket.proposal = self._collectives.propose((SUMMING, unit.index, _what(bucket)), issue)
+        def issue() -> Copy:
+            bucket.summed = self._exchange.sum(
+                by_rank, mean, ready=ready, owner=bucket.stream, present=present
+            )
+            self._counters.add("ranks_reduced_nbytes", others_nbytes)
+            return bucket.summed
+
+        bucket.mean, bucket.present = mean, present
+        key = SUMMING, unit.index, _what(bucket, self._generations)
+        most_numel = max(sum(tensor.numel() for tensor in tensors) for tensors in by_rank)
+        self._layouts[key] = SumLayout(first.dtype, most_numel)
+        bucket.proposal = self._collectives.propose(key, issue)
         self._proposed.append(bucket)
 
     def close_all(self) -> None:
@@ -161,6 +183,11 @@ class GradientBuckets:
                 continue
             assert bucket.summed is not None
             bucket.summed.order()
+            if bucket.present is not None:
+                bucket.summed.wait()
+                if not bucket.present.all():  # The host path passes a rank without gradients over.
+                    yield Answered(bucket, None)
+                    continue
             numels = [
                 sum(s.stop - s.start for s in self._shares[member.spec] if s.rank == self._rank)
                 for member in bucket.contributions
@@ -182,11 +209,14 @@ def _fits(bucket: GradientBucket, contribution: Contribution) -> bool:
     )
 
 
-def _what(bucket: GradientBucket) -> int:
-    """Returns a number that ranks have in common whose buckets have the same layout and numbers."""
+def _what(bucket: GradientBucket, generations: Sequence[int]) -> int:
+    """Returns a number that ranks have in common whose buckets have the same layout and numbers.
+
+    The number is that of another step with the same path: generations count from its beginning.
+    """
     text = [str(bucket.contributions[0].flat.dtype)]
-    text += [
-        f"{member.index} {member.generation} {member.number}" for member in bucket.contributions
-    ]
+    for member in bucket.contributions:
+        before = generations[member.index] if generations else 0
+        text.append(f"{member.index} {member.generation - before} {member.number}")
     digest = hashlib.blake2b("\n".join(text).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

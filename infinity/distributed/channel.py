@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy
@@ -24,7 +24,6 @@ from infinity.distributed.messages import (
     Purpose,
 )
 from infinity.distributed.node_memory import (
-    NUM_CHUNKS,
     BounceBuffer,
     Bytes,
     MappedMemory,
@@ -37,6 +36,7 @@ from infinity.observe import Counters
 _BLOCK_NBYTES = 1 << 20  # Memory for content is allocated as the content comes, not as announced.
 _JOINED_NBYTES = 1 << 16  # So much is sent with its header, in one packet.
 _HALF = (1 << 32) - 1
+_MOST_LENT = 64  # Ranges on their way: their names and answers fit the buffers of any socket.
 
 Check = Callable[[], None]
 Fill = Callable[[memoryview], None]
@@ -81,6 +81,44 @@ class Channel:
         """Sends one message. Content that is lent has been taken on return."""
         self.send_parts(kind, numbers, content.nbytes, [content] if content.nbytes else (), check)
 
+    def post(
+        self,
+        kind: MessageType,
+        numbers: tuple[int, int, int],
+        content: memoryview,
+        check: Check | None = None,
+    ) -> int:
+        """Sends one message, and does not wait until content that is lent has been taken.
+
+        Returns the number for `await_taken`. The other rank sends nothing else on this channel.
+        """
+        self._send_message(
+            kind, numbers, content.nbytes, [content] if content.nbytes else (), check
+        )
+        if self._bounce is None:
+            return 0
+        self.await_taken(self._bounce.num_lent - _MOST_LENT, check)
+        return self._bounce.num_lent
+
+    @property
+    def num_taken(self) -> int:
+        """The number of ranges that the other rank has taken, as far as this rank knows."""
+        return 0 if self._bounce is None else self._bounce.num_taken
+
+    def await_taken(self, number: int, check: Check | None = None) -> None:
+        """Waits until `num_taken` is at least `number`. Raises ConnectionError for an answer that
+        is no answer to a range."""
+        bounce = self._bounce
+        count = 0 if bounce is None else number - bounce.num_taken
+        if bounce is None or count <= 0:
+            return
+        answers = bytearray(count)
+        self.receive_into(memoryview(answers), check)
+        if answers != TAKEN * count:
+            raise ConnectionError(f"it answered {bytes(answers)!r} to {count} ranges of memory")
+        for _ in range(count):
+            bounce.note_taken()
+
     def send_parts(
         self,
         kind: MessageType,
@@ -91,6 +129,22 @@ class Channel:
     ) -> None:
         """Sends one message. Each part of the content is taken, or in the socket, before the next
         part is asked for."""
+        self._send_message(kind, numbers, nbytes, self._each_taken(parts, check), check)
+
+    def _each_taken(self, parts: Iterable[memoryview], check: Check | None) -> Iterator[memoryview]:
+        for part in parts:
+            yield part
+            if self._bounce is not None:
+                self.await_taken(self._bounce.num_lent, check)
+
+    def _send_message(
+        self,
+        kind: MessageType,
+        numbers: tuple[int, int, int],
+        nbytes: int,
+        parts: Iterable[memoryview],
+        check: Check | None,
+    ) -> None:
         header = HEADER.pack(kind, *numbers, nbytes)
         bounce = self._bounce if _is_lent(kind, nbytes) else None
         for part in parts:
@@ -108,22 +162,13 @@ class Channel:
 
     # INV-24: the range is lent until the other rank has copied it.
     def _lend(self, bounce: BounceBuffer, content: memoryview, check: Check | None) -> None:
-        num_lent = 0
-        for part in bounce.lend(content):
+        def await_oldest() -> None:
+            self.await_taken(bounce.num_taken + 1, check)
+
+        for part in bounce.lend(content, await_oldest):
             place = (part.region, part.offset_nbytes >> 32, part.offset_nbytes & _HALF)
             header = HEADER.pack(MessageType.RANGE, *place, part.nbytes)
             self._send(memoryview(header), check)
-            num_lent += 1
-            if num_lent == NUM_CHUNKS:
-                self._await_taken(1, check)
-                num_lent -= 1
-        self._await_taken(num_lent, check)
-
-    def _await_taken(self, count: int, check: Check | None) -> None:
-        answer = bytearray(count)
-        self.receive_into(memoryview(answer), check)
-        if answer != TAKEN * count:
-            raise ConnectionError(f"it answered {bytes(answer)!r} to a range of memory")
 
     def _send(self, content: memoryview, check: Check | None) -> None:
         self._counters.add("ranks_socket_nbytes", content.nbytes)

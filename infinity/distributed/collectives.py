@@ -1,57 +1,57 @@
 """Collective operations between the devices of all ranks, begun in one order.
 
-A rank proposes an operation. When every rank has proposed it (`coordinator.py`), a thread of this
-object begins it, in the order that rank 0 decides. The thread only issues operations; the device
-orders them. No rank enters a collective operation that another rank does not enter, so ranks may
-take different paths through the model. A rank whose proposal is cancelled requests the data from
-each owner.
+A rank proposes an operation. In lockstep (`lockstep.py`) a thread of this object issues the
+operations of the agreed log in its order, without a message; what a rank does not propose is issued
+by a stand-in. Without a log, the thread begins an operation when every rank has proposed it
+(`coordinator.py`), in the order that rank 0 decides, which is the next log. The thread only issues
+operations; the device orders them. No rank enters a collective operation that another rank does not
+enter, so ranks may take different paths through the model. A rank whose proposal is cancelled
+requests the data from each owner.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from infinity.distributed import transport
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
-from infinity.distributed.group import RankTopology
+from infinity.distributed.lockstep import NO_LOG, AgreedLog, digest_of
 from infinity.distributed.transport import SILENCE_S, PeerTransport
-from infinity.errors import ConfigError, InfinityError, RankError
+from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
+from infinity.tiers.device import Copy
 
 # A rank withdraws its proposal after this: another rank may be in a barrier of the program, which
 # this rank does not reach while it waits. It waits once for that rank, until that rank is back.
 PATIENCE_S = 10.0
-# Of an operation that every rank has begun. A device may be far behind its host; the links find out
-# much sooner who is gone.
-TIMEOUT_S = 600.0
 _LOOK_S = 0.02
 _WATCH_S = 0.5  # A thread that waits in an operation notices within this time that a rank is gone.
 # If more than one proposal in RARE was cancelled in a step, ranks propose nothing for some steps,
 # twice as many every time.
 _RARE = 8
 _MOST_PAUSED = 64
+# Nothing is fetched ahead of the first pass, which leaves weights on the device for the second one.
+_FIRST_STEPS = 2
 _WORD = struct.Struct("<BxxxIIIQ")  # verb, step, key
 _NO_KEY: Key = (0, 0, 0)
-_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Proposal:
     """An operation that this rank is ready for: `act` issues it. Made by `Collectives`."""
 
-    def __init__(self, key: Key, act: Callable[[], None]) -> None:
+    def __init__(self, key: Key, act: Callable[[], Copy | None]) -> None:
         self.key = key
-        self.act: Callable[[], None] | None = act
+        self.act: Callable[[], Copy | None] | None = act
         self.answer: Verb | None = None
         self.is_issued = False
 
@@ -87,6 +87,16 @@ class Collectives:
         self._answered = self._num_cancelled = 0  # Of rank 0's coordinator, before this step.
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._trace: list[Key] = []  # What began in this step, without a log.
+        self._log: AgreedLog | None = None
+        self._log_step = self._steps_of_log = 0
+        self._endured_steps = 1
+        self._played = (0, 0)  # Step, and entries that another rank wants to be issued.
+        self._stand_ins: dict[int, Callable[[Key], Copy]] = {}  # By kind.
+        # Operations of the log that other ranks may not have entered yet, of the thread.
+        self._under_way: deque[Copy] = deque()
+        self._waits_since_s = 0.0
+        self._patience_s: float | None = None  # None: PATIENCE_S.
 
     def open(self) -> None:
         """Checks that the backend works, and starts the thread. Called after the transport is open.
@@ -110,7 +120,8 @@ class Collectives:
     def close(self) -> None:
         """Withdraws all proposals, without waiting for other ranks, and ends the thread.
 
-        Aborts operations that wait for a rank that is gone. Called before the transport closes.
+        With a log, issues the rest of it, which the threads of the other ranks do then too. Aborts
+        operations that wait for a rank that is gone. Called before the transport closes.
         Idempotent.
         """
         if self._thread is None or self._is_closed:
@@ -118,8 +129,10 @@ class Collectives:
         is_own = self._thread is threading.current_thread()  # Of a garbage collector's choice.
         with contextlib.suppress(InfinityError):
             with self._changed:
-                for key in list(self._pending):
+                for key in list(self._pending) if self._log is None else ():
                     self._send_message(Verb.WITHDRAW, key)
+                if self._log is not None:
+                    self._ask_to_play(len(self._log.keys))
             if not is_own:
                 self.end_step()
         self._is_closed = True
@@ -138,7 +151,16 @@ class Collectives:
         """Whether operations are proposed in this step. The same on all ranks."""
         return self._paused_steps == 0
 
-    def propose(self, key: Key, act: Callable[[], None]) -> Proposal:
+    @property
+    def is_in_lockstep(self) -> bool:
+        """Whether a rank may stand in for a proposal in this step. The same on all ranks."""
+        return self._log is not None
+
+    def stand_in(self, kind: int, act: Callable[[Key], Copy]) -> None:
+        """Gives the operation of this rank for an entry of the log that it has not proposed."""
+        self._stand_ins[kind] = act
+
+    def propose(self, key: Key, act: Callable[[], Copy | None]) -> Proposal:
         """Proposes an operation. Another thread calls `act` soon after every rank has proposed it.
 
         Everything that `act` needs stays unchanged until the proposal is answered.
@@ -148,7 +170,12 @@ class Collectives:
         proposal = Proposal(key, act)
         with self._changed:
             self._pending[key] = proposal
-            self._send_message(Verb.PROPOSE, key)
+            if self._log is None:
+                self._send_message(Verb.PROPOSE, key)
+            elif self._log.bind(key):
+                self._play()
+            else:
+                self._take(Verb.CANCEL, key)
         return proposal
 
     def settle(self, proposal: Proposal, *, is_patient: bool = True) -> bool:
@@ -158,7 +185,14 @@ class Collectives:
         RankError.
         """
         with self._changed:
-            if proposal.answer is None:
+            if proposal.answer is None and self._log is not None:
+                if is_patient:
+                    self._log.await_proposal(proposal.key)
+                    self._play()
+                else:
+                    self._log.release(proposal.key)
+                    self._take(Verb.CANCEL, proposal.key)
+            elif proposal.answer is None:
                 if is_patient:
                     self._send_message(Verb.AWAIT, proposal.key)
                     self._wait(lambda: proposal.answer is not None, PATIENCE_S)
@@ -168,17 +202,41 @@ class Collectives:
         return proposal.is_issued
 
     def end_step(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Waits until everything that this rank has proposed is issued or cancelled.
+        """Waits until everything that this rank has proposed is issued or cancelled, and the log.
 
         This rank proposes nothing more in this step. `meanwhile` is called during the wait.
         """
         if self.is_on:
             with self._changed:
-                self._send_message(Verb.DONE, _NO_KEY)
+                if self._log is None:
+                    self._send_message(Verb.DONE, _NO_KEY)
+                else:
+                    self._log.require(len(self._log.keys))
+                    self._play()
                 self._step += 1
             while not self._is_idle(_LOOK_S):
                 if meanwhile is not None:
                     meanwhile()
+
+    def end_log(self) -> None:
+        """Issues the rest of the log, because weights change before the step ends. All ranks call
+        it."""
+        if self._log is not None:
+            with self._changed:
+                self._log.require(len(self._log.keys))
+                self._play()
+                self._wait(lambda: not self._num_begun)
+
+    def _play(self) -> None:
+        """Hands entries of the log to the thread, with the lock."""
+        assert self._log is not None
+        for key, is_proposed in self._log.issue():
+            if is_proposed:
+                self._take(Verb.BEGIN, key)
+            else:
+                self._num_begun += 1
+                self._begun.put(Proposal(key, partial(self._stand_ins[key[0]], key)))
+                self._counters.add("ranks_stand_ins", 1)
 
     def _is_idle(self, timeout_s: float) -> bool:
         with self._changed:
@@ -202,29 +260,55 @@ class Collectives:
     # -- When to try -------------------------------------------------------------------------------
 
     def decision(self) -> bytes:
-        """Returns rank 0's decision for `sync_weights`, which all ranks receive.
-
-        The decision: whether ranks took the same path in the step that ends.
-        """
-        if self._coordinator is None:
-            return b""
+        """Returns what all ranks receive for `sync_weights`: whether ranks took the same path in
+        the step that ends, from rank 0, and the digest of this rank's log."""
         with self._changed:
+            if self._log is not None:
+                return b"\1" + (NO_LOG if self._wants_new_log(self._log) else self._log.digest())
+            is_first = self._step <= _FIRST_STEPS
+            digest = NO_LOG if is_first or self._paused_steps else digest_of(self._trace)
+            if self._coordinator is None:
+                return b"\1" + digest
             begun, cancelled = self._coordinator.begun, self._coordinator.cancelled
             answered = begun + cancelled - self._answered
             num_cancelled = cancelled - self._num_cancelled
             self._answered, self._num_cancelled = begun + cancelled, cancelled
-        return bytes([num_cancelled * _RARE <= answered])
+        return bytes([num_cancelled * _RARE <= answered]) + digest
 
-    def sync_weights(self, decision: bytes) -> None:
-        """Pauses proposals for some steps if ranks took different paths, since proposals only cost
-        time then.
+    def _wants_new_log(self, log: AgreedLog) -> bool:
+        """Whether ranks shall find their order anew, because the log lacks what this rank needs.
+
+        After 1, 2, 4, up to 64 steps in which it does: it may lack something else every time.
         """
-        if self._paused_steps:
-            self._paused_steps -= 1
-        elif decision[0]:
-            self._pause = 1
-        else:
-            self._paused_steps, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSED)
+        self._steps_of_log += 1
+        if not log.num_lacking:
+            self._endured_steps = 1
+        elif self._steps_of_log >= self._endured_steps:
+            self._endured_steps = min(2 * self._endured_steps, _MOST_PAUSED)
+            return True
+        return False
+
+    def sync_weights(self, decisions: Sequence[bytes]) -> None:
+        """Chooses how the next step begins operations, from the decisions of all ranks.
+
+        By the log if all ranks have one. Without a log, pauses proposals for some steps if ranks
+        took different paths, since proposals only cost time then.
+        """
+        with self._changed:
+            log, self._log = self._log, None
+            self._steps_of_log = 0 if log is None else self._steps_of_log
+            keys = self._trace if log is None else log.keys
+            self._trace, self._patience_s = [], None
+            if self._paused_steps:
+                self._paused_steps -= 1
+            elif not decisions[0][0]:
+                self._paused_steps, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSED)
+            else:
+                self._pause = 1
+                digests = {decision[1:] for decision in decisions}
+                if len(digests) == 1 and NO_LOG not in digests:
+                    self._log, self._log_step = AgreedLog(keys), self._step
+                    self._play_asked()
 
     # -- Words -------------------------------------------------------------------------------------
 
@@ -233,7 +317,7 @@ class Collectives:
         order.
         """
         if self._coordinator is None:
-            self._transport.tell(0, _WORD.pack(verb, self._step, *key))
+            self._tell(0, verb, self._step, key)
         else:
             self._pass_on(self._coordinator.on_message(0, verb, self._step, key))
 
@@ -244,6 +328,9 @@ class Collectives:
         with self._changed:
             if verb in (Verb.BEGIN, Verb.CANCEL):
                 self._take(verb, key)
+            elif verb is Verb.PLAY:
+                self._played = max(self._played, (step, key[2]))
+                self._play_asked()
             else:
                 assert self._coordinator is not None
                 self._pass_on(self._coordinator.on_message(rank, verb, step, key))
@@ -255,9 +342,23 @@ class Collectives:
                 if rank == self._transport.rank:
                     self._take(decision.verb, decision.key)
                 else:
-                    self._transport.tell(
-                        rank, _WORD.pack(decision.verb, decision.step, *decision.key)
-                    )
+                    self._tell(rank, decision.verb, decision.step, decision.key)
+
+    def _tell(self, rank: int, verb: Verb, step: int, key: Key) -> None:
+        self._counters.add("ranks_control_messages", 1)
+        self._transport.tell(rank, _WORD.pack(verb, step, *key))
+
+    def _ask_to_play(self, number: int) -> None:
+        """Asks all ranks to issue the entries of the log before `number`, with the lock."""
+        for rank in range(self._transport.count):
+            if rank != self._transport.rank:
+                self._tell(rank, Verb.PLAY, self._log_step, (0, 0, number))
+
+    def _play_asked(self) -> None:
+        step, number = self._played
+        if self._log is not None and step == self._log_step:
+            self._log.require(number)
+            self._play()
 
     def _take(self, verb: Verb, key: Key) -> None:
         proposal = self._pending.pop(key)
@@ -265,6 +366,8 @@ class Collectives:
         if verb is Verb.BEGIN:
             self._num_begun += 1
             self._begun.put(proposal)
+            if self._log is None:
+                self._trace.append(key)
             self._counters.add("ranks_collectives", 1)
         else:
             proposal.act = None
@@ -278,8 +381,9 @@ class Collectives:
         if self._device.index is not None:
             torch.get_device_module(self._device).set_device(self._device)  # A thread's own matter.
         while True:
+            self._watch()
             try:
-                proposal = self._begun.get(timeout=_WATCH_S)
+                proposal = self._begun.get(timeout=min(_WATCH_S, PATIENCE_S))
             except queue.Empty:
                 if self._transport.is_broken:
                     self._abort()
@@ -289,7 +393,11 @@ class Collectives:
                 return
             try:
                 assert proposal.act is not None
-                proposal.act()
+                copy = proposal.act()
+                if copy is not None and self._log is not None:
+                    if not self._under_way:
+                        self._waits_since_s = time.monotonic()
+                    self._under_way.append(copy)
             except BaseException as error:
                 if not isinstance(error, RankError):  # Else the links know of it.
                     self._transport.abort(f"{type(error).__name__}: {error}")
@@ -300,7 +408,24 @@ class Collectives:
                 proposal.act, proposal.is_issued = None, True
                 self._num_begun -= 1
                 self._changed.notify_all()
-            del proposal
+            del proposal, copy
+
+    def _watch(self) -> None:
+        """Asks the ranks to play if an operation of the log waits for one of them: its training
+        thread may wait elsewhere for this rank."""
+        now_s = time.monotonic()
+        try:
+            while self._under_way and self._under_way[0].done():
+                self._under_way.popleft()
+                self._waits_since_s = now_s
+        except Exception:  # Whoever waits for the result gets the error.
+            self._under_way.clear()
+        patience_s = PATIENCE_S if self._patience_s is None else self._patience_s
+        if self._under_way and now_s - self._waits_since_s > patience_s:
+            with self._changed:
+                if self._log is not None:
+                    self._patience_s, self._waits_since_s = _WATCH_S, now_s
+                    self._ask_to_play(self._log.head)
 
     def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Every rank's `source`, uint8 (n,), into `target`, uint8 (count * n,), in rank order. On
@@ -339,79 +464,3 @@ class Collectives:
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def device_group(group: RankTopology, device: torch.device) -> Any:
-    """Returns a process group of its own for the ranks' devices, which ends with `leave`.
-
-    Operations of other groups are issued in another order. A collective call. Raises ConfigError.
-    """
-    backend = dist.get_default_backend_for_device(device)
-    if not dist.is_backend_available(backend):
-        raise ConfigError(
-            f'distributed.exchange: "collective" between {device.type} devices needs the backend '
-            f"{backend!r} of torch.distributed, which this build of PyTorch lacks; "
-            'set it to "one_sided"'
-        )
-    if backend == "nccl":
-        _refuse_split(group)
-    with _watchdog_that_ends_no_process():
-        made = dist.new_group(
-            dist.get_process_group_ranks(group.process_group),
-            # An abort ends what NCCL waits for; gloo goes on to its timeout. Operations begin when
-            # all ranks have proposed them, so one that lasts longer has lost a rank.
-            timeout=timedelta(seconds=TIMEOUT_S if backend == "nccl" else transport.SILENCE_S),
-            backend=backend,
-            use_local_synchronization=True,
-            sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
-        )
-    # INV-19: row r of an operation is the part of rank r.
-    assert dist.get_rank(made) == group.rank, "ranks of the group were sorted"
-    return made
-
-
-def leave(device_group: Any) -> None:
-    """Shuts a group of `device_group` down, which frees its communicator's memory, after all ranks
-    have made their last operation. Does nothing if the backend or the program has done so.
-
-    A group of gloo is left as it is: it holds no device memory, and its shutdown would wait for a
-    rank that is stuck in an operation. The group stays registered: `destroy_process_group` would
-    free its name, and the next group of these ranks would meet under the same keys of the store,
-    where the addresses of this one are.
-    """
-    with contextlib.suppress(Exception):
-        if dist.get_backend(device_group) != "gloo":
-            device_group.shutdown()
-
-
-def _refuse_split(group: RankTopology) -> None:
-    """Raises ConfigError where making a group would wait for ranks that do not offload.
-
-    With `init_process_group(device_id=...)` NCCL makes further groups by ncclCommSplit, in which
-    all ranks of the job take part.
-    """
-    world = dist.group.WORLD
-    if getattr(world, "bound_device_id", None) is not None and group.count < group.job_count:
-        raise ConfigError(
-            f"init_process_group(device_id=...) makes all {group.job_count} ranks take part in "
-            f"each new group, and {group.count} of them offload this model; leave device_id out, "
-            'or set distributed.exchange to "one_sided"'
-        )
-
-
-@contextlib.contextmanager
-def _watchdog_that_ends_no_process() -> Iterator[None]:
-    """Makes groups whose watchdog ends no process, in the block, unless the user has chosen.
-
-    By default NCCL's watchdog ends the process when another rank is gone, before the transport
-    has named that rank. 2: it aborts the communicators of the group only. Source: PyTorch's
-    documentation of ProcessGroupNCCL's environment variables.
-    """
-    if _WATCHDOG in os.environ:
-        yield
-        return
-    os.environ[_WATCHDOG] = "2"
-    try:
-        yield
-    finally:
-        del os.environ[_WATCHDOG]

@@ -33,6 +33,7 @@ class Verb(IntEnum):
     DONE = 4  # The rank proposes nothing more in this step.
     BEGIN = 5  # To all ranks, each of which has proposed it.
     CANCEL = 6  # To those that have.
+    PLAY = 7  # To all ranks: issue the entries of the agreed log before this number.
 
 
 @dataclass(frozen=True, slots=True)

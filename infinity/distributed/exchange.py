@@ -13,7 +13,7 @@ Note [Rounds]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +68,14 @@ class Buffers:
     def nbytes(self) -> int:
         """The bytes of all buffers."""
         return (2 * self.count + 2) * self.part_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SumLayout:
+    """The dtype of an exchange of gradients, and the most elements that a rank owns of them."""
+
+    dtype: torch.dtype
+    numel: int
 
 
 class DeviceExchange:
@@ -131,9 +139,14 @@ class DeviceExchange:
         arrival, _ = self._gather(full, local, ranges)
         return arrival
 
+    def give(self, local: torch.Tensor, ranges: Sequence[PlacedRange]) -> StreamCopy:
+        """Issues an all-gather whose result this rank drops. `local`: as of `gather`."""
+        arrival, _ = self._gather(None, local, ranges)
+        return arrival
+
     def _gather(
         self,
-        full: torch.Tensor,
+        full: torch.Tensor | None,
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
         made: ResizedRegion | None = None,
@@ -153,7 +166,7 @@ class DeviceExchange:
             event = self._device.streams.new_event()
             event.record(self._link)
             self._sent[turn] = event
-        arrival = self._device.watch_link(self._link, full)
+        arrival = self._device.watch_link(self._link, local if full is None else full)
         return arrival, departure or arrival
 
     def _bring(self, own: torch.Tensor, turn: int) -> StreamCopy:
@@ -168,7 +181,7 @@ class DeviceExchange:
 
     def _round(
         self,
-        full: torch.Tensor,
+        full: torch.Tensor | None,
         own: torch.Tensor | None,
         turn: int,
         start: int,
@@ -184,12 +197,13 @@ class DeviceExchange:
             if own is not None:
                 sending[: own.numel()].copy_(own)
             self._operations.all_gather(incoming, sending)
-            for part in ranges:
+            for part in ranges if full is not None else ():
                 low = max(start, part.start)
                 high = min(start + nbytes, part.start + part.nbytes)
                 if low < high:
                     place = part.place + low - part.start
                     at = part.rank * nbytes + low - start
+                    assert full is not None
                     full[place : place + high - low].copy_(incoming[at : at + high - low])
 
         return work
@@ -217,6 +231,7 @@ class DeviceExchange:
         *,
         ready: Sequence[Event],
         owner: Stream,
+        present: torch.Tensor | None = None,
     ) -> StreamCopy:
         """Issues the exchange of gradients and the sums of the parts that this rank owns.
 
@@ -224,25 +239,42 @@ class DeviceExchange:
         mean: fp32; gets the sum over ranks divided by their number, one tensor after the other
         ready: the event behind the work that makes the tensors
         owner: the stream whose memory the tensors are; they are kept until the result is waited for
+        present: bool on the host, by rank; gets whether the rank took part with gradients. None
+            where every rank does
 
         Sums follow the tree of distributed/ordered_sum.py: they have the bits of gradients that are
         sent one by one.
         """
         for event in ready:
             self._link.wait_event(event)
-        dtype = next(tensor.dtype for tensors in gradients for tensor in tensors)
-        at_once = self._part_nbytes // dtype.itemsize
-        totals = [sum(tensor.numel() for tensor in tensors) for tensors in gradients]
-        for start in range(0, max(totals), at_once):
-            numel = min(at_once, max(totals) - start)
-            self._sum_round(gradients, mean, start, numel, dtype)
+        layout = SumLayout(
+            next(tensor.dtype for tensors in gradients for tensor in tensors),
+            max(sum(tensor.numel() for tensor in tensors) for tensors in gradients),
+        )
+        for start, numel in self._sum_rounds(layout):
+            self._sum_round(gradients, mean, start, numel, layout.dtype)
+        if present is not None:
+            self._exchange_presence(present, is_present=True)
         kept = [mean, *(tensor for tensors in gradients for tensor in tensors)]
         return self._device.watch_link(self._link, kept, owner=owner)
 
+    def sum_nothing(self, layout: SumLayout) -> StreamCopy:
+        """Takes part in the exchange of gradients of other ranks, without gradients."""
+        for _, numel in self._sum_rounds(layout):
+            self._sum_round(None, None, 0, numel, layout.dtype)
+        present = self.host_flags()
+        self._exchange_presence(present, is_present=False)
+        return self._device.watch_link(self._link, present)
+
+    def _sum_rounds(self, layout: SumLayout) -> Iterator[tuple[int, int]]:
+        at_once = self._part_nbytes // layout.dtype.itemsize
+        for start in range(0, layout.numel, at_once):
+            yield start, min(at_once, layout.numel - start)
+
     def _sum_round(
         self,
-        gradients: Sequence[Sequence[torch.Tensor]],
-        mean: torch.Tensor,
+        gradients: Sequence[Sequence[torch.Tensor]] | None,
+        mean: torch.Tensor | None,
         start: int,
         numel: int,
         dtype: torch.dtype,
@@ -254,12 +286,32 @@ class DeviceExchange:
         )
 
         def work() -> None:
-            for row, tensors in zip(outgoing, gradients, strict=True):
-                _pack(row, tensors, start)
+            if gradients is not None:
+                for row, tensors in zip(outgoing, gradients, strict=True):
+                    _pack(row, tensors, start)
             self._operations.all_to_all(incoming, outgoing)
-            local = mean[start : start + numel]
+            local = incoming[0, :0] if mean is None else mean[start : start + numel]
             if local.numel():
                 local.copy_(mean_of([row[: local.numel()] for row in incoming]))
+
+        used = (self._outgoing.memory, self._incoming.memory)
+        self._device.streams.run(self._link, work, used)
+
+    def host_flags(self) -> torch.Tensor:
+        """Returns a flag for each rank: bool, on the host, where the device may write it."""
+        is_pinned = self._device.torch_device.type == "cuda"
+        return torch.ones(self._count, dtype=torch.bool, pin_memory=is_pinned)
+
+    def _exchange_presence(self, present: torch.Tensor, *, is_present: bool) -> None:
+        """Tells the other ranks whether this rank has given gradients. `present`: as of `sum`."""
+        sending = all_of(self._outgoing.memory)[:_ALIGNED_NBYTES]
+        incoming = all_of(self._incoming.memory)[: self._count * _ALIGNED_NBYTES]
+
+        def work() -> None:
+            sending.fill_(is_present)
+            self._operations.all_gather(incoming, sending)
+            flags = incoming[::_ALIGNED_NBYTES].to(torch.bool)
+            present.copy_(flags, non_blocking=True)
 
         used = (self._outgoing.memory, self._incoming.memory)
         self._device.streams.run(self._link, work, used)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -22,12 +23,13 @@ from typing import Any
 import numpy
 
 from infinity.distributed.messages import Purpose
-from infinity.sizes import KIB, PAGE_NBYTES
+from infinity.sizes import KIB, PAGE_NBYTES, align_up
 from infinity.storage.arena import Arena, view_arena
 
 CHUNK_NBYTES = 512 * KIB  # A chunk is copied in while the other rank copies the one before out.
 NUM_CHUNKS = 2  # Of a bounce buffer.
 _TOKEN_NBYTES = 32
+_LINE_NBYTES = 64  # Of a processor's cache.
 
 Bytes = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 _NOTHING: Bytes = numpy.empty(0, numpy.uint8)
@@ -68,28 +70,60 @@ class LentRange:
 
 
 class BounceBuffer:
-    """Memory through which one thread of this rank lends contents to another rank.
+    """The ranges that one thread of this rank has lent to another rank, and memory for contents
+    that the other rank has not mapped: a ring of NUM_CHUNKS chunks.
 
-    The lender waits until a chunk is taken before it asks for the next but one.
+    The other rank takes ranges in the order in which they were lent.
     """
 
     def __init__(self, own: OwnMemory, offset_nbytes: int) -> None:
         self._own = own
         self._offset_nbytes = offset_nbytes
+        self._next = self._used_nbytes = 0  # In the ring.
+        self._lent: deque[int] = deque()  # Bytes of the ring, by range that is not taken.
+        self.num_taken = 0  # Ranges, ever.
 
-    def lend(self, content: memoryview) -> Iterator[LentRange]:
+    @property
+    def num_lent(self) -> int:
+        """The number of ranges that were lent, ever."""
+        return self.num_taken + len(self._lent)
+
+    def lend(self, content: memoryview, await_taken: Callable[[], None]) -> Iterator[LentRange]:
         """Yields the ranges of `content`, in order: the memory itself where other ranks have it
-        mapped, else chunks of a copy."""
+        mapped, else chunks of a copy.
+
+        await_taken: waits until the oldest range is taken and calls `note_taken`; called while the
+        ring is full
+        """
         start = self._own.place_in_arena(content)
         if start is not None:
+            self._lent.append(0)
             yield LentRange(SharedRegion.ARENA, start, content.nbytes)
             return
         source = bytes_of(content)
-        for number, done in enumerate(range(0, content.nbytes, CHUNK_NBYTES)):
+        for done in range(0, content.nbytes, CHUNK_NBYTES):
             part = source[done : done + CHUNK_NBYTES]
-            place = self._offset_nbytes + number % NUM_CHUNKS * CHUNK_NBYTES
+            place = self._offset_nbytes + self._take(align_up(part.size, _LINE_NBYTES), await_taken)
             numpy.copyto(self._own.bounce[place : place + part.size], part)
             yield LentRange(SharedRegion.BOUNCE, place, part.size)
+
+    def _take(self, nbytes: int, await_taken: Callable[[], None]) -> int:
+        """Returns the start of so many adjacent bytes of the ring, at most a chunk."""
+        capacity_nbytes = NUM_CHUNKS * CHUNK_NBYTES
+        start, taken_nbytes = self._next, nbytes
+        if start + nbytes > capacity_nbytes:  # What is left at the end is passed over.
+            start, taken_nbytes = 0, capacity_nbytes - start + nbytes
+        while self._used_nbytes + taken_nbytes > capacity_nbytes:
+            await_taken()
+        self._next = start + nbytes
+        self._used_nbytes += taken_nbytes
+        self._lent.append(taken_nbytes)
+        return start
+
+    def note_taken(self) -> None:
+        """Notes that the other rank has copied the oldest range."""
+        self._used_nbytes -= self._lent.popleft()
+        self.num_taken += 1
 
 
 class OwnMemory:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from infinity.distributed.channel import Channel
+from infinity.distributed.channel import Channel, Check
 from infinity.distributed.messages import MessageType
 from infinity.distributed.peer import Peer, RemoteRequest
 
@@ -16,13 +16,18 @@ _NOTHING = memoryview(b"")
 
 @dataclass(slots=True)
 class Message:
-    """A message in a queue. `sinks`: the memory for the answer to a GET."""
+    """A message in a queue.
+
+    sinks: the memory for the answer to a GET
+    num_lent: the ranges that were lent on the channel up to the end of the message
+    """
 
     job: RemoteRequest
     kind: MessageType
     numbers: tuple[int, int, int] = (0, 0, 0)
     content: memoryview = _NOTHING
     sinks: Sequence[memoryview] = ()
+    num_lent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,18 @@ class Outgoing:
     def add(self, message: Message) -> None:
         """Appends a message to the queue."""
         self._waiting.put(message)
+
+    def post(self, message: Message, check: Check) -> None:
+        """Sends a message. `check` raises to end a wait for the other rank."""
+        with self.sending:
+            message.num_lent = self.channel.post(
+                message.kind, message.numbers, message.content, check
+            )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no message is in the queue."""
+        return self._waiting.empty()
 
     def end(self) -> None:
         """Ends the queue behind the messages that are in it."""

@@ -276,11 +276,10 @@ class DistributedGradients(GradientSink):
         buckets.close(unit)
         self._take_buckets()
 
-    def begin_step(self, decision: bytes) -> bytes:
-        """Completes the sums and learns which tensors have a gradient. All ranks enter the step
-        here.
+    def begin_step(self, decision: bytes) -> list[bytes]:
+        """Completes the sums and learns which tensors have a gradient. All ranks enter the step.
 
-        `decision` is this rank's; returns that of rank 0.
+        `decision` is this rank's; returns those of all ranks.
         """
         self._pending.await_all()
         self._take_buckets(all_of_them=True)
@@ -313,7 +312,9 @@ class DistributedGradients(GradientSink):
         self._numbers.clear()
         self._all_norms = None
         self._fill_in_zeros()
-        return remote[0][present.nbytes + local.nbytes :]
+        if self._buckets is not None:
+            self._buckets.begin_step(generations)
+        return [content[present.nbytes + local.nbytes :] for content in remote]
 
     def _fill_in_zeros(self) -> None:
         """Counts gradients that their sender has set to zero, and never sent, as present."""

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.distributed.buckets import GradientBuckets
-from infinity.distributed.collectives import Collectives, device_group, leave
+from infinity.distributed.collectives import Collectives
+from infinity.distributed.device_group import device_group, leave
 from infinity.distributed.exchange import Buffers, DeviceExchange
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank

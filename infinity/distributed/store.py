@@ -226,6 +226,17 @@ class DistributedStore:
                 jobs.append(self._in_own_thread(self._bring_local, index, segments, sinks))
         return MultiTransfer(jobs)
 
+    def read_served(self, index: int) -> torch.Tensor:
+        """Returns a copy of what this rank serves of a unit's weights: uint8, host, each segment at
+        its place in the shard."""
+        shard = self.partition.shards[index][self.partition.rank]
+        segments = self._served(shard, StateKind.PARAMETERS)
+        nbytes = max((s.shard_offset_nbytes + s.nbytes for s in segments), default=0)
+        local = torch.empty(nbytes, dtype=torch.uint8)
+        sinks = [local[s.shard_offset_nbytes : s.shard_offset_nbytes + s.nbytes] for s in segments]
+        self._in_own_thread(self._bring_local, index, segments, sinks).wait()
+        return local
+
     def gather_state(self, index: int, state_kind: StateKind) -> torch.Tensor:
         """Returns a copy of one state kind of a full unit, from all ranks: shape (state_numel,)."""
         unit = self.partition.full_units[index]

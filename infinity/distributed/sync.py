@@ -161,6 +161,8 @@ class RankSync(Service):
         if self._is_filling:
             yield
             return
+        if self._collectives is not None:  # What it gathers later would be the old weights.
+            self._collectives.end_log()
         self.barrier("weights are about to be set")
         yield
         self._unagreed.update(units)
@@ -183,6 +185,8 @@ class RankSync(Service):
     def _sync_units(self, units: Iterable[int]) -> None:
         """Gives every rank the owners' weights of these units. None of the units is in use."""
         full_units = [self._partition.full_units[unit] for unit in units]
+        if self._collectives is not None:  # What it gathers later would be the old weights.
+            self._collectives.end_log()
         flush_owned(self._store, self._weight_cache, full_units)
         self.barrier("weights were set")
         pull_updated(self._store, self._weight_cache, full_units)

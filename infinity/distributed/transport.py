@@ -164,8 +164,7 @@ class PeerTransport:
                         break
         for link in self._outgoing.values():
             link.end()
-        outgoing = [link.channel for link in self._outgoing.values()]
-        for channel in (*outgoing, *self._incoming):
+        for channel in (*(link.channel for link in self._outgoing.values()), *self._incoming):
             channel.close()
         self.memory.close()
         self._listener.close()
@@ -407,7 +406,9 @@ class PeerTransport:
     def _send_all(self, link: Outgoing) -> None:
         """Sends the messages to one other rank, in order."""
         error: BaseException | None = None
+        posted: deque[Message] = deque()  # Until their contents were taken.
         for message in link.messages(HEARTBEAT_S):
+            posted.append(message)
             if error is None and self._failure is None:
                 try:
                     self._carry_out(link, message)
@@ -418,8 +419,9 @@ class PeerTransport:
                     )
             elif error is None:
                 error = self._failure
-            self._finish(message, error)
-        for message in link.late_messages():
+            while posted and (error or posted[0].num_lent <= link.channel.num_taken):
+                self._finish(posted.popleft(), error)
+        for message in (*posted, *link.late_messages()):
             self._finish(message, self._failure or InfinityError("the links are closed"))
 
     def _finish(self, message: Message, error: BaseException | None) -> None:
@@ -434,9 +436,10 @@ class PeerTransport:
         # be slow: it has no space for gradients, or its drive is slow.
         channel = link.channel
         channel.connection.settimeout(HEARTBEAT_S)
-        with link.sending:
-            channel.send(message.kind, message.numbers, message.content, self.check)
+        link.post(message, self.check)
         if message.kind is not MessageType.GET:
+            if link.is_empty:  # Else the answers come while the next content goes.
+                channel.await_taken(message.num_lent, self.check)
             return
         kind, _, nbytes = channel.receive_header(self.check)
         wanted = sum(sink.nbytes for sink in message.sinks)

@@ -48,11 +48,13 @@ def _die_in(
     exchange: str,
     note: str,
 ) -> None:
-    """Trains until rank VICTIM dies in `phase` of the second step."""
+    """Trains until rank VICTIM dies in `phase` of the second step, in lockstep of the fourth."""
     if silence_s is not None:
         transport.HEARTBEAT_S, transport.SILENCE_S = silence_s / 4, silence_s
     if signal_number is None:
         transport._CAUSE_S = TIME_LIMIT_S  # Its word is on its way, however late it is read.
+    death_step = 3 if exchange == "lockstep" else 1  # Ranks play a log from the third step on.
+    exchange = exchange.replace("lockstep", "collective")
     case = Case(
         2 if phase == "step" else 3, steps=50, exchange=exchange,
         simulated=exchange == "collective", capacity="128MiB",  # Enough for updates after the step.
@@ -68,7 +70,8 @@ def _die_in(
 
     optimizer = infinity.AdamW(model, lr=LR)
     for step in range(case.steps):
-        if rank == VICTIM and step == 1:
+        if rank == VICTIM and step == death_step:
+            assert death_step == 1 or engine.ranks._collectives.is_in_lockstep  # type: ignore[union-attr]
             if phase == "forward":
                 model.blocks[1].register_forward_pre_hook(die)
             elif phase == "backward":
@@ -117,6 +120,8 @@ def _deaths(
         ("update", "one_sided"),
         ("update", "collective"),
         ("between", "collective"),
+        ("backward", "lockstep"),
+        ("between", "lockstep"),
     ],
 )
 def test_a_killed_rank_is_named_by_all_others(phase: str, exchange: str, tmp_path: Path) -> None:
@@ -132,7 +137,10 @@ def test_an_exception_on_one_rank_is_reported_by_all_others(phase: str, tmp_path
         assert "MemoryError: of the test" in message
 
 
-@pytest.mark.parametrize(("phase", "exchange"), [("forward", "collective"), ("take", "one_sided")])
+@pytest.mark.parametrize(
+    ("phase", "exchange"),
+    [("forward", "collective"), ("forward", "lockstep"), ("take", "one_sided")],
+)
 def test_a_rank_that_is_stuck_is_named_by_all_others(
     phase: str, exchange: str, tmp_path: Path
 ) -> None:

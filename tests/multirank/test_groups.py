@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
-from infinity.distributed import addresses, collectives, group, setup
+from infinity.distributed import addresses, device_group, group, setup
 from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
 from infinity.testing import SimulatedDevice
@@ -27,7 +27,7 @@ BETWEEN = Case(3, simulated=True, exchange="collective", steps=2)
 
 def _one_after_the_other(rank: int) -> list[tuple[Any, int]]:
     """Three engines, and after each one the number of device groups that were left."""
-    left, leave = [0], collectives.leave
+    left, leave = [0], device_group.leave
 
     def counted(device_group: Any) -> None:
         left[0] += 1
@@ -125,12 +125,12 @@ def test_a_group_that_all_ranks_of_the_job_would_have_to_make_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bound = SimpleNamespace(bound_device_id="cuda:0")
-    monkeypatch.setattr(collectives.dist, "group", SimpleNamespace(WORLD=bound))
-    collectives._refuse_split(_topology(4))
+    monkeypatch.setattr(device_group.dist, "group", SimpleNamespace(WORLD=bound))
+    device_group._refuse_split(_topology(4))
     with pytest.raises(ConfigError, match="leave device_id out"):
-        collectives._refuse_split(_topology(2))
+        device_group._refuse_split(_topology(2))
     bound.bound_device_id = None
-    collectives._refuse_split(_topology(2))
+    device_group._refuse_split(_topology(2))
 
 
 def test_the_watchdog_is_told_to_end_no_process_unless_the_user_has_chosen(
@@ -138,10 +138,10 @@ def test_the_watchdog_is_told_to_end_no_process_unless_the_user_has_chosen(
 ) -> None:
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.delenv(name, raising=False)
-    with collectives._watchdog_that_ends_no_process():
+    with device_group._watchdog_that_ends_no_process():
         assert os.environ[name] == "2"
     assert name not in os.environ
     monkeypatch.setenv(name, "1")
-    with collectives._watchdog_that_ends_no_process():
+    with device_group._watchdog_that_ends_no_process():
         assert os.environ[name] == "1"
     assert os.environ[name] == "1"

@@ -18,7 +18,7 @@ import pytest
 import infinity
 from infinity.distributed import group as group_module
 from infinity.distributed.channel import Channel
-from infinity.distributed.messages import HEADER, INLINE_NBYTES, MessageType
+from infinity.distributed.messages import HEADER, INLINE_NBYTES, TAKEN, MessageType
 from infinity.distributed.node_memory import (
     CHUNK_NBYTES,
     MappedMemory,
@@ -111,6 +111,41 @@ def test_a_short_content_goes_with_its_header() -> None:
     reader.filler(kind, nbytes)(memoryview(found))
     assert found == CONTENT[:INLINE_NBYTES].tobytes()
     assert lent.snapshot()["ranks_socket_nbytes"] == HEADER.size + INLINE_NBYTES
+
+
+def test_contents_are_lent_before_the_last_one_was_taken_and_none_is_overwritten() -> None:
+    lender, reader, *_ = channels(OwnMemory(2, BOOT, None))
+    contents = [memoryview(CONTENT)[2000 * n : 5000 * n + 3000] for n in range(20)]
+    for number in range(3):  # Nobody takes them.
+        assert lender.post(MessageType.PUT, (number, 0, 0), contents[number]) == number + 1
+    assert lender.num_taken == 0
+    posted: list[int] = []
+
+    def post_rest() -> None:  # More than the ring has space for.
+        posted.extend(
+            lender.post(MessageType.PUT, (number, 0, 0), contents[number % 20])
+            for number in range(3, 60)
+        )
+
+    thread = threading.Thread(target=post_rest)
+    thread.start()
+    for number in range(60):
+        kind, numbers, nbytes = reader.receive_header()
+        found = bytearray(nbytes)
+        reader.filler(kind, nbytes)(memoryview(found))
+        assert numbers[0] == number and found == contents[number % 20], number
+    thread.join(TIME_LIMIT_S)
+    lender.await_taken(posted[-1])
+    assert lender.num_taken == posted[-1] == 60
+
+
+def test_an_answer_that_is_none_is_refused_also_when_it_comes_late() -> None:
+    lender, reader, *_ = channels(OwnMemory(2, BOOT, None))
+    lender.post(MessageType.PUT, (0, 0, 0), memoryview(CONTENT)[:2000])
+    number = lender.post(MessageType.PUT, (1, 0, 0), memoryview(CONTENT)[:2000])
+    reader.connection.sendall(TAKEN + b"?")
+    with pytest.raises(ConnectionError, match="to 2 ranges"):
+        lender.await_taken(number)
 
 
 @pytest.mark.parametrize(

@@ -59,3 +59,42 @@ def test_a_failing_operation_raises_on_the_only_rank(monkeypatch: pytest.MonkeyP
     with pytest.raises(InfinityError, match="of the test"):
         collectives.settle(collectives.propose((0, 0, 0), fail))
     collectives.close()
+
+
+def test_ranks_are_in_lockstep_only_while_all_of_them_have_one_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collectives = make(1, monkeypatch)
+    issued: list[str] = []
+    collectives.stand_in(0, lambda key: issued.append(f"stand-in {key[1]}"))  # type: ignore[arg-type, return-value]
+
+    def step(proposed: list[int], others: bytes | None = None) -> bytes:
+        for unit in proposed:
+            collectives.propose((0, unit, 0), lambda unit=unit: issued.append(f"own {unit}"))  # type: ignore[misc]
+        collectives.end_step()
+        decision = collectives.decision()
+        collectives.sync_weights([decision, decision if others is None else others])
+        return decision
+
+    step([3])
+    step([0, 1])
+    assert not collectives.is_in_lockstep, "the first steps are not like the others"
+    step([0, 1, 2, 4])
+    assert collectives.is_in_lockstep
+    issued.clear()
+    decision = step([0, 2, 4, 7])  # 7 is not in the log: this rank alone needs it.
+    assert issued == ["own 0", "stand-in 1", "own 2", "own 4"]
+    assert not collectives.is_in_lockstep, "the log lacks what a rank needs"
+    step([0, 1, 2, 4])
+    assert collectives.is_in_lockstep
+    step([0, 2, 4, 7])
+    assert collectives.is_in_lockstep, "not for one step"
+    step([0, 2, 4, 7])
+    assert not collectives.is_in_lockstep
+    step([0, 1])
+    assert collectives.is_in_lockstep
+    decision = step([0, 1])
+    assert collectives.is_in_lockstep
+    step([0, 1], others=decision[:1] + b"another.")
+    assert not collectives.is_in_lockstep
+    collectives.close()

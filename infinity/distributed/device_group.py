@@ -1,0 +1,97 @@
+"""The process group of the ranks' devices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.distributed import transport
+from infinity.distributed.group import RankTopology
+from infinity.errors import ConfigError
+
+# Of an operation that every rank has begun. A device may be far behind its host; the links find out
+# much sooner who is gone.
+TIMEOUT_S = 600.0
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def device_group(group: RankTopology, device: torch.device) -> Any:
+    """Returns a process group of its own for the ranks' devices, which ends with `leave`.
+
+    Operations of other groups are issued in another order. A collective call. Raises ConfigError.
+    """
+    backend = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(backend):
+        raise ConfigError(
+            f'distributed.exchange: "collective" between {device.type} devices needs the backend '
+            f"{backend!r} of torch.distributed, which this build of PyTorch lacks; "
+            'set it to "one_sided"'
+        )
+    if backend == "nccl":
+        _refuse_split(group)
+    with _watchdog_that_ends_no_process():
+        made = dist.new_group(
+            dist.get_process_group_ranks(group.process_group),
+            # An abort ends what NCCL waits for; gloo goes on to its timeout. Ranks enter operations
+            # within PATIENCE_S of each other, so one that lasts longer has lost a rank.
+            timeout=timedelta(seconds=TIMEOUT_S if backend == "nccl" else transport.SILENCE_S),
+            backend=backend,
+            use_local_synchronization=True,
+            sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
+        )
+    # INV-19: row r of an operation is the part of rank r.
+    assert dist.get_rank(made) == group.rank, "ranks of the group were sorted"
+    return made
+
+
+def leave(device_group: Any) -> None:
+    """Shuts a group of `device_group` down, which frees its communicator's memory, after all ranks
+    have made their last operation. Does nothing if the backend or the program has done so.
+
+    A group of gloo is left as it is: it holds no device memory, and its shutdown would wait for a
+    rank that is stuck in an operation. The group stays registered: `destroy_process_group` would
+    free its name, and the next group of these ranks would meet under the same keys of the store,
+    where the addresses of this one are.
+    """
+    with contextlib.suppress(Exception):
+        if dist.get_backend(device_group) != "gloo":
+            device_group.shutdown()
+
+
+def _refuse_split(group: RankTopology) -> None:
+    """Raises ConfigError where making a group would wait for ranks that do not offload.
+
+    With `init_process_group(device_id=...)` NCCL makes further groups by ncclCommSplit, in which
+    all ranks of the job take part.
+    """
+    world = dist.group.WORLD
+    if getattr(world, "bound_device_id", None) is not None and group.count < group.job_count:
+        raise ConfigError(
+            f"init_process_group(device_id=...) makes all {group.job_count} ranks take part in "
+            f"each new group, and {group.count} of them offload this model; leave device_id out, "
+            'or set distributed.exchange to "one_sided"'
+        )
+
+
+@contextlib.contextmanager
+def _watchdog_that_ends_no_process() -> Iterator[None]:
+    """Makes groups whose watchdog ends no process, in the block, unless the user has chosen.
+
+    By default NCCL's watchdog ends the process when another rank is gone, before the transport
+    has named that rank. 2: it aborts the communicators of the group only. Source: PyTorch's
+    documentation of ProcessGroupNCCL's environment variables.
+    """
+    if _WATCHDOG in os.environ:
+        yield
+        return
+    os.environ[_WATCHDOG] = "2"
+    try:
+        yield
+    finally:
+        del os.environ[_WATCHDOG]

@@ -1,0 +1,100 @@
+"""Collectives in the agreed order of an earlier step: no messages, and bits that do not depend on who
+takes part with what."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.distributed import collectives
+
+from .models import batch, loss_of
+from .processes import run_ranks
+from .work import LR, MIXED, MODELS, Case, offload_case, read_weights
+
+NAMES = ("ranks_control_messages", "ranks_collectives", "ranks_stand_ins", "ranks_cancelled")
+# One word a step, done by all ranks; weights are set behind "set".
+PROGRAM = [
+    "alike",
+    "alike",
+    "alike",
+    "alike",
+    "skip",
+    "alike",
+    "idle",
+    "alike",
+    "alike",
+    "evaluate",
+    "alike",
+    "pause",
+    "alike",
+    "alike",
+    "alike",
+    "twice",
+    "set",
+    "alike",
+]
+LAST_ALIKE = 3  # Of the first ones: in lockstep for two steps.
+
+
+def _train(rank: int, stage: int, exchange: str) -> tuple[list[dict[str, float]], Any, list[bool]]:
+    """Rank 1 leaves what every rank else does in the middle of PROGRAM, as its words say."""
+    case = Case(stage, MIXED if stage == 2 else {}, simulated=True, exchange=exchange)
+    width, odd = MODELS[case.model].width, rank == 1
+    model = offload_case(case, Path("unused"))
+    engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
+    ranks: Any = engine.ranks
+    counted, is_agreed = [], []
+    before = dict.fromkeys(NAMES, 0.0)
+    for step, word in enumerate(PROGRAM):
+        collectives.PATIENCE_S = 0.3 if step > LAST_ALIKE else 10.0
+        if ranks._collectives is not None:
+            is_agreed.append(ranks._collectives.is_in_lockstep)
+        if word == "evaluate" and odd:
+            with torch.no_grad():
+                model(batch(5, width))
+        for micro in range(2 if word == "twice" and odd else 0 if word == "idle" and odd else 1):
+            skipped = (0, 2) if word == "skip" and odd else ()
+            loss = loss_of(model, batch(10 * step + rank + micro, width), skipped)
+            if word == "pause" and odd:
+                time.sleep(1.5)
+            loss.backward()
+            if word == "evaluate" and odd:
+                with torch.no_grad():
+                    model(batch(6, width))
+        optimizer.step()
+        optimizer.zero_grad()
+        if word == "set":
+            with infinity.gather(model.head, modify=True), torch.no_grad():
+                model.head.weight.mul_(0.5)
+        now = engine.counters.snapshot()
+        counted.append({name: now.get(name, 0) - before[name] for name in NAMES})
+        before = {name: now.get(name, 0) for name in NAMES}
+    found = read_weights(model)
+    engine.close()
+    return counted, found, is_agreed
+
+
+@pytest.mark.parametrize(("count", "stage"), [(2, 3), (3, 2), (3, 3), (4, 3)])
+def test_ranks_in_lockstep_send_nothing_and_have_the_bits_of_one_sided_ranks(
+    count: int, stage: int
+) -> None:
+    wanted = run_ranks(count, _train, stage, "one_sided")
+    for rank, (found, reference) in enumerate(
+        zip(run_ranks(count, _train, stage, "collective"), wanted, strict=True)
+    ):
+        counted, weights, is_agreed = found
+        what = [(w, c, a) for w, c, a in zip(PROGRAM, counted, is_agreed, strict=True)]
+        assert is_agreed[LAST_ALIKE] and counted[LAST_ALIKE]["ranks_collectives"] > 0, what
+        assert counted[LAST_ALIKE]["ranks_control_messages"] == 0, what
+        assert weights.keys() == reference[1].keys()
+        differing = [name for name in weights if not torch.equal(weights[name], reference[1][name])]
+        assert not differing, what
+        if rank == 1:  # It takes part with what it skips.
+            for word in ("skip", "idle", "pause"):
+                assert counted[PROGRAM.index(word)]["ranks_stand_ins"] > 0, what
