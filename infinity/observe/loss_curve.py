@@ -18,8 +18,6 @@ import sys
 import time
 from typing import Any, SupportsFloat
 
-import torch
-
 _WIDTH, _HEIGHT, _LEFT = 640, 180, 56
 _MAX_POINTS = 400  # Of the drawn line; a screen shows no more.
 _LEAST_GAP_S = 0.25  # Between two drawings.
@@ -38,8 +36,8 @@ class LossCurve:
 
     def add(self, loss: SupportsFloat, step: int | None = None) -> None:
         """Adds the loss of `step`, by default the next one, and draws the curve if it is time."""
-        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        self.losses.append(float(value))
+        detach = getattr(loss, "detach", None)  # A tensor's, without importing torch.
+        self.losses.append(float(loss if detach is None else detach()))
         self.steps.append((self.steps[-1] if self.steps else 0) + 1 if step is None else step)
         is_last = self.steps[-1] == self._num_steps
         if is_last or time.monotonic() - self._shown_s >= _LEAST_GAP_S:
