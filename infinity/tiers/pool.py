@@ -128,7 +128,7 @@ class HostPool:
     def dissolve(self, block: Block, parts: Sequence[Block]) -> None:
         """Takes a lent block back, but for parts of it; see HostBlocks.dissolve."""
         self._host.dissolve(block, parts)
-        self._lent.remove(block)
+        self._lent.discard(block)
         self._lent.update(parts)
 
     def holes(self) -> list[Range]:
@@ -142,4 +142,4 @@ class HostPool:
     def free(self, block: Block) -> None:
         """Takes a lent block back."""
         self._host.free(block)
-        self._lent.remove(block)
+        self._lent.discard(block)

@@ -63,8 +63,9 @@ def attach_adapter(
             "[model.config], whose random weights no other program could find again"
         )
     config = _new_config(model, options) if options.resume is None else _saved_config(options)
+    identity = identify(base)
     if options.resume is not None and not options.any_base:
-        check_base(options.resume, base, config.base_model_name_or_path)
+        check_base(options.resume, identity, config.base_model_name_or_path)
     config.base_model_name_or_path = str(base.path)
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
@@ -84,7 +85,7 @@ def attach_adapter(
             f"{type(model).__name__} for its routed experts; set adapter.experts = true to adapt "
             "them, or leave gate_proj, up_proj and down_proj out"
         )
-    _BASES[adapted] = identify(base)
+    _BASES[adapted] = identity
     return adapted
 
 

@@ -94,32 +94,31 @@ def read_identity(directory: Path) -> BaseIdentity | None:
         ) from error
 
 
-def check_base(adapter: Path, source: WeightTensors, named: str | None) -> None:
-    """Compares the base of a saved adapter with the weights to use it with.
+def check_base(adapter: Path, base: BaseIdentity, named: str | None) -> None:
+    """Compares the base of a saved adapter with the base to use it with.
 
     `named`: `base_model_name_or_path` of an adapter of another program, which has nothing else
     about its base; another name is a warning. Raises ConfigError for another base.
     """
     saved = read_identity(adapter)
     if saved is None:
-        if named and not is_name_of(named, source.path):
+        if named and not is_name_of(named, Path(base.path)):
             _log.warning(
                 "the saved adapter %s names %s as its base, and is used over %s",
-                adapter, named, source.path,
+                adapter, named, base.path,
             )  # fmt: skip
         return
-    own = identify(source)
-    differences = []
-    if own.table_sha256 != saved.table_sha256:
-        differences.append("other tensors (by name, dtype or shape)")
-    elif own.samples_sha256 != saved.samples_sha256:
-        differences.append("tensors of equal names and shapes with other values")
-    if differences:
-        raise ConfigError(
-            f"the saved adapter {adapter} was trained over another base, {saved.path}: "
-            f"{source.path} has {differences[0]}. Give the base of the adapter; to use it over "
-            "this one all the same, set adapter.any_base = true (infinity merge: --any-base)"
-        )
+    if base.table_sha256 != saved.table_sha256:
+        difference = "other tensors (by name, dtype or shape)"
+    elif base.samples_sha256 != saved.samples_sha256:
+        difference = "tensors of equal names and shapes with other values"
+    else:
+        return
+    raise ConfigError(
+        f"the saved adapter {adapter} was trained over another base, {saved.path}: {base.path} has "
+        f"{difference}. Give the base of the adapter; to use it over this one all the same, set "
+        "adapter.any_base = true (infinity merge: --any-base)"
+    )
 
 
 def is_name_of(named: str, path: Path) -> bool:
