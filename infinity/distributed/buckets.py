@@ -99,9 +99,7 @@ class GradientBuckets:
         self._most_nbytes = max(unit.weight_nbytes for unit in partition.full_units)
         self._open: dict[Unit, GradientBucket] = {}
         self._proposed: deque[GradientBucket] = deque()
-        self._generations: Sequence[
-            int
-        ] = ()  # By tensor, as the step began: the same on all ranks.
+        self._generations: Sequence[int] = ()  # By tensor, as the step began.
         self._layouts: dict[Key, SumLayout] = {}  # Of all that this rank has proposed.
         collectives.stand_in(SUMMING, self._stand_in)
 

@@ -22,6 +22,7 @@ Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only g
   ranks_reduced_nbytes                       bytes of gradients exchanged with other ranks
   ranks_socket_nbytes                        bytes that this rank sent through sockets to others
   ranks_collectives, ranks_cancelled         operations of all ranks at once; those cancelled
+  ranks_stand_ins, ranks_control_messages    operations for others; words about operations
   ranks_reduce_buffer_high_water_nbytes      most memory that partial gradients took
   ranks_reduce_buffer_spilled_nbytes         partial gradients that went to the drives
 
