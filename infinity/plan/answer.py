@@ -115,7 +115,29 @@ def sentences(forecast: Forecast, found: Answer) -> list[str]:
         f"A step of {tokens:,} tokens takes {duration(found.step_s)} "
         f"({found.tokens_per_s:,.4g} tokens/s): {bound}{reads}."
     )
-    return [first, second, *_of_copy(forecast, found), _of_data(found), *_of_drives(found)]
+    return [
+        first,
+        second,
+        *_of_copy(forecast, found),
+        _of_data(found),
+        *_of_drives(found),
+        *_of_experts(forecast),
+    ]
+
+
+def _of_experts(forecast: Forecast) -> list[str]:
+    """Returns what a measured rate leaves out. Under an adapter a dense block is timed, and on a
+    processor the product of an expert with few tokens takes as long as reading its weights."""
+    model = forecast.model
+    is_timed_alike = model.frozen is None or not forecast.hardware.shares_host_memory
+    if is_timed_alike or not any(
+        work.is_experts or work.expert_params for work in model.hooked_modules
+    ):
+        return []
+    return [
+        "Computing was timed on a dense block: on a processor, routed experts with few tokens each "
+        "take several times as long."
+    ]
 
 
 def count(number: float) -> str:

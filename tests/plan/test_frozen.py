@@ -17,7 +17,7 @@ from infinity.plan.adapters import adapter_size
 from infinity.plan.answer import answer, sentences
 from infinity.plan.formats import stored_nbytes
 from infinity.plan.frozen import frozen_model
-from infinity.plan.hardware import Hardware
+from infinity.plan.hardware import Device, Hardware
 from infinity.plan.model import PlannedModel, load_shape
 from infinity.plan.shapes import ModelShape, Moe
 from infinity.plan.stored import stored_of_shape
@@ -244,6 +244,10 @@ def test_one_drive_takes_as_many_times_longer_as_there_are_drives() -> None:
     said = " ".join(sentences(one, answer(one, 10**6, spread)))
     assert "on one drive; spread over 4 (infinity spread) a step takes" in said
     assert "1,000,000 tokens of data take" in said and "the drives bind" in said
+    assert "routed experts" not in said
+    processor = one.hardware.model_copy(update={"device": Device(count=1, tflops=0.2)})
+    on_processor = replace(one, hardware=processor)
+    assert "timed on a dense block" in sentences(on_processor, answer(one))[-1]
 
 
 def test_a_desktop_streams_experts_in_chunks() -> None:
