@@ -70,15 +70,18 @@ class GradientTraffic:
     ) -> int:  # fmt: skip
         """Adds gradients that reached the host to the sum there, or on NVMe."""
         name, before = f"gradients of {self._log.job.units[unit].name}", list(after)
-        if tier == "nvme" and not is_first:
+        is_kept = unit in self._log.kept_sums
+        if tier == "nvme" and not is_first and not is_kept:
             last = self._log.written.gradients.get(unit)
             before.append(self._log.nvme(READ, name, nbytes, [last, *after[1:]]))
         summed = self._log.add(
             self._log.update_track, name, touched_nbytes / self._log.rates.host, after=before
         )
         if tier == "nvme":
-            summed = self._log.nvme(WRITE, name, nbytes, [summed])
-            self._log.written.gradients[unit] = summed
+            written = self._log.nvme(WRITE, name, nbytes, [summed])
+            self._log.written.gradients[unit] = written
+            # The step waits for no write of a sum that stays in memory.
+            summed = summed if is_kept else written
         self.out.append(summed)
         return summed
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from infinity.simulate.clock import Operation
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec
+from infinity.simulate.sums import kept_sums
 
 COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
 SOCKETS = "sockets"
@@ -37,7 +38,8 @@ class LastWrites:
 class OperationLog:
     """Appends operations. Operations of compute and update keep the order of the program.
 
-    `decided` has the operation of each step at which the optimizer decides.
+    `decided` has the operation of each step at which the optimizer decides. `kept_sums`: units
+    whose gradients rest on NVMe and are in memory, too.
     """
 
     def __init__(self, job: StepSpec, rates: Rates) -> None:
@@ -50,6 +52,7 @@ class OperationLog:
         self.update_track = COMPUTE if job.shares_host_memory else UPDATE
         self.last_on: dict[str, int] = {}
         self.written = LastWrites()
+        self.kept_sums = kept_sums(job)
 
     def add(
         self, track: str, name: str, duration_s: float = 0.0, *, after: Sequence[int | None] = (),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
 from infinity.simulate.spec import NOT_SHARDED, UnitLoad
+from infinity.simulate.sums import fetched_nbytes
 
 
 class UnitUpdates:
@@ -16,22 +17,19 @@ class UnitUpdates:
         self.unwritten: dict[int, int] = {}
         # The operations that free segments of the ring, oldest first.
         self._ring: list[tuple[int, ...]] = []
-        # The bytes if everything that reaches host memory were kept: with ranks, parts beside the
-        # gathered weights.
-        self._all_fetched_nbytes = sum(
-            unit.fetched_nbytes + (unit.weight_nbytes if unit.sharded.is_gathered_on_host else 0)
-            for unit in log.job.units
-        )
+        self._all_fetched_nbytes = fetched_nbytes(log.job)
         is_alone = all(unit.sharded is NOT_SHARDED for unit in log.job.units)
         self._rides_along = log.job.is_deferred and log.job.reads_ahead and is_alone
         self._ring_nbytes = log.job.ring_nbytes + (self._spare_nbytes() if is_alone else 0)
 
     def _spare_nbytes(self) -> float:
-        """Returns host memory for more staging slots: what is left when all weights are kept."""
+        """Returns host memory for more staging slots: what is left when all weights are kept, and
+        those sums of gradients that stay."""
         if not self._rides_along:
             return 0
         left_nbytes = self._log.job.weights_cache_nbytes - self._all_fetched_nbytes
-        return max(0.0, left_nbytes)
+        kept = (self._log.job.units[unit].gradient_nbytes for unit in self._log.kept_sums)
+        return max(0.0, left_nbytes - sum(kept))
 
     def stays(self, load: UnitLoad) -> bool:
         """Whether weights on NVMe are still cached when the step changes them. The model assumes so
@@ -98,10 +96,10 @@ class UnitUpdates:
         def share(nbytes: int) -> int:
             return nbytes * (segment + 1) // count - nbytes * segment // count
 
-        before: list[int | None] = [
-            self._log.written.state.get((unit, segment)),
-            self._log.written.gradients.get(unit),
-        ]
+        is_sum_kept = unit in self._log.kept_sums
+        before: list[int | None] = [self._log.written.state.get((unit, segment))]
+        if not is_sum_kept:
+            before.append(self._log.written.gradients.get(unit))
         if not self._rides_along:  # Else state is read ahead of the decision.
             before.append(self._log.decided[-1])
         if any(load.state_read_nbytes.values()):
@@ -111,7 +109,8 @@ class UnitUpdates:
                 before.append(self._log.last_on.get(COMPUTE))
         reads = []
         if load.state_read_nbytes.get("nvme"):
-            nbytes = share(load.state_read_nbytes["nvme"])
+            kept_nbytes = load.gradient_nbytes if is_sum_kept else 0
+            nbytes = share(load.state_read_nbytes["nvme"] - kept_nbytes)
             reads.append(self._log.nvme(READ, name, nbytes, before))
         if load.state_read_nbytes.get("device"):
             reads.append(self._log.move(D2H, name, share(load.state_read_nbytes["device"]), before))

@@ -436,12 +436,14 @@ class Updater(StepRunner):
             self._worker.wake()
         if self._early is not None:
             self._early.advance()
-        self._read_for("forward", self._before_backward)
-        self._read_for("backward", self._next)
+        if self._before_backward is not None:
+            self._read_ahead("forward", self._before_backward)
+        if self._next is not None:
+            self._read_ahead("backward", self._next)
 
-    def _read_for(self, this_pass: str, chunks: Iterator[Chunk] | None) -> None:
+    def _read_ahead(self, this_pass: str, chunks: Iterator[Chunk]) -> None:
         """Reads state for the next pass in this one, into free slots. Its gradients will come."""
-        if chunks is not None and self._ring.take(or_none=True):
+        if self._ring.take(or_none=True):
             count = self._ring.start_more(chunks, with_gradients=False)
             self._counters.add(f"chunks_read_in_{this_pass}", count)
 

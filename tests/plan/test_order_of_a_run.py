@@ -23,7 +23,7 @@ from infinity.config import SwapConfig
 from infinity.observe.tracer import Track
 from infinity.plan import Batch, forecast
 from infinity.plan.model import model_of_module
-from infinity.simulate.log import NVME, READ
+from infinity.simulate.log import NVME, READ, WRITE
 from infinity.simulate.step import predict
 from tests.support.machines import ANY_MACHINE
 
@@ -176,3 +176,35 @@ def test_transfers_of_a_kind_have_the_order_of_the_run(tmp_path: Path, name: str
     assert simulated.keys() == ran.keys()
     for kind, units in ran.items():
         assert goes_round(units, simulated[kind]), kind
+
+
+@pytest.mark.parametrize("host", ["10MiB", "32MiB"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_bytes_of_gradients_are_those_of_the_run(
+    tmp_path: Path, host: str, num_micro_batches: int
+) -> None:
+    """Gradients that rest on NVMe and are in memory still are written, and not read."""
+    case = Case(host, "deferred", num_micro_batches)
+    table = case.table(tmp_path)
+    model = infinity.offload(build(), table)
+    engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=1e-3)
+    before: dict[str, float] = {}
+    steps = 4
+    for step in range(2 * steps):
+        if step == steps:
+            before = engine.counters.snapshot()
+        infinity.forward_backward(
+            model, lambda x: model(input_ids=x, labels=x, use_cache=False).loss,
+            list(torch.randint(256, (num_micro_batches, 1, LENGTH))),
+        )  # fmt: skip
+        optimizer.step()
+        optimizer.zero_grad()
+    after = engine.counters.snapshot()
+    engine.close()
+    settings, batch = SwapConfig.load(table), Batch(num_micro_batches * LENGTH, LENGTH)
+    found = forecast(settings, model_of_module(build(), settings, SHAPE), ANY_MACHINE, batch)
+    moved = predict(found.job, ANY_MACHINE.rates()).moved_nbytes
+    for link in (READ, WRITE):
+        ran = (after[f"{link}_nbytes"] - before[f"{link}_nbytes"]) / steps
+        # Reads ahead of the steps at both ends are not equally many.
+        assert moved[link] == pytest.approx(ran, rel=0.0 if host == "32MiB" else 0.02), link

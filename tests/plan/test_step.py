@@ -71,9 +71,16 @@ def test_bytes_of_a_step_with_space_for_nothing() -> None:
 
 
 def test_bytes_where_all_weights_fit_the_cache() -> None:
-    moved = predict(job(weights_cache_nbytes=10 * GB, device_cache_nbytes=None), RATES).moved_nbytes
     params = 8 * GB // 10
-    assert moved == {"nvme_read": 14 * params, "nvme_write": 16 * params}
+    one_sum = 4 * GB // 10
+    # With more, gradients stay in memory until their update, too: one, or all.
+    for cache_nbytes, read_nbytes in (
+        (2 * params + 2 * one_sum - 1, 14 * params - one_sum),
+        (10 * GB, 10 * params),
+    ):
+        found = job(weights_cache_nbytes=cache_nbytes, device_cache_nbytes=None)
+        moved = predict(found, RATES).moved_nbytes
+        assert moved == {"nvme_read": read_nbytes, "nvme_write": 16 * params}
 
 
 def test_state_that_rests_on_the_host_moves_nothing() -> None:
@@ -118,12 +125,18 @@ def test_inputs_that_wait_for_the_backward_go_and_return_once(
 
 def test_gradients_of_more_micro_batches_are_read_and_written_again() -> None:
     params = 8 * GB // 10
-    one, two = (
-        predict(job(num_micro_batches=count, weights_cache_nbytes=10 * GB), RATES).moved_nbytes
-        for count in (1, 2)
-    )
-    assert two["nvme_write"] - one["nvme_write"] == 4 * params
-    assert two["nvme_read"] - one["nvme_read"] == 4 * params
+    one_sum = 4 * GB // 10
+    for cache_nbytes, read_nbytes in (
+        (2 * params + 2 * one_sum - 1, 4 * params - one_sum),
+        (10 * GB, 0),
+    ):
+        one, two = (
+            predict(job(num_micro_batches=n, weights_cache_nbytes=cache_nbytes), RATES).moved_nbytes
+            for n in (1, 2)
+        )
+        assert two["nvme_write"] - one["nvme_write"] == 4 * params
+        # Sums that stay in memory are not read, for the next micro-batch either.
+        assert two["nvme_read"] - one["nvme_read"] == read_nbytes
 
 
 def test_the_order_of_micro_batches_that_go_block_by_block() -> None:
@@ -234,7 +247,7 @@ def balanced_job(weights_cache_nbytes: int) -> tuple[StepSpec, Rates]:
 def test_deferred_updates_hide_behind_both_passes_in_memory_that_is_free() -> None:
     """State waits there: for its write, and for the next forward."""
     ratios = []
-    for cache_nbytes in (5 * GB, 10 * GB, 20 * GB, 40 * GB):
+    for cache_nbytes in (5 * GB, 10 * GB, 20 * GB, 40 * GB, 80 * GB):
         found, rates = balanced_job(cache_nbytes)
         deferred = predict(found, rates)
         ratios.append(deferred.step_s / max(deferred.busy_s.values()))
