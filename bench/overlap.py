@@ -8,7 +8,7 @@ host (C is a step of it), on NVMe with updates before the next forward ("deferre
 with updates in both passes. A turn is a block of consecutive steps of one side; the first step is
 not counted, and all transfers of the side are over when the block ends. B is the time that the
 bytes of a step take when nothing else happens, measured in the same round. A step cannot be faster
-than the larger of C and B. One forward, one backward and one step, no layer-major order.
+than the larger of C and B. No layer-major order.
 
 Clipping: "none"; "never", with a norm that no gradient reaches; "always".
 """
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128, 512])
+    parser.add_argument("--micro-batches", type=int, default=1, help="backwards of a step")
     parser.add_argument("--clipping", nargs="+", default=["none"], choices=NORMS)
     parser.add_argument("--host", default="4GiB")
     parser.add_argument("--compute", default="bfloat16", choices=["bfloat16", "float32"])
@@ -49,12 +50,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model, one round")
     parser.add_argument("--save", type=Path)
     words = parser.parse_args()
-    words.sequence = max(words.tokens)
+    words.sequence = max(512, *words.tokens)
     if words.quick:
         words.layers, words.width, words.host, words.rounds = 4, 256, "256MiB", 1
         words.tokens, words.steps = [64], 3
     keep_freed_memory()
-    what = {k: v for k, v in vars(words).items() if k not in ("path", "tokens", "save", "quick")}
+    varied = {"path", "tokens", "micro_batches", "clipping", "gradients", "save", "quick"}
+    what = {name: value for name, value in vars(words).items() if name not in varied}
     results = Results(words.save, what)
     console = Console()
     for clipping in words.clipping:
@@ -78,14 +80,17 @@ def main() -> None:
 
 
 def block(side: Side, ids: torch.Tensor, steps: int) -> dict[str, Any]:
-    """One block of steps of a side: the median of those that are counted, and the losses."""
+    """One block of steps of a side: the median of those that are counted, and the losses. `ids`: a
+    row is a micro-batch."""
     found: list[dict[str, float]] = []
     losses = []
     for _ in range(steps + 1):
         counters, io = side.engine.counters.snapshot(), process_io()
         start_s = time.perf_counter()
-        loss = side.model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        for row in ids.split(1):
+            loss = side.model(input_ids=row, labels=row).loss / len(ids)
+            loss.backward()
+            losses.append(float(loss.detach()))
         side.optimizer.step()
         side.optimizer.zero_grad()
         elapsed_s = time.perf_counter() - start_s
@@ -96,7 +101,6 @@ def block(side: Side, ids: torch.Tensor, steps: int) -> dict[str, Any]:
         )  # fmt: skip
         counted = {name: after.get(name, 0.0) - counters.get(name, 0.0) for name in names}
         found.append({"seconds": elapsed_s, **counted, **moved})
-        losses.append(float(loss.detach()))
     side.engine.flush()
     medians = {name: statistics.median(each[name] for each in found[1:]) for name in found[0]}
     return medians | {"losses": losses}
@@ -107,7 +111,7 @@ def measure(
 ) -> dict[str, Any]:
     """Rounds of blocks of all sides and of bare bytes, by turns."""
     source = torch.Generator().manual_seed(tokens)
-    ids = torch.randint(VOCABULARY, (1, tokens), generator=source)
+    ids = torch.randint(VOCABULARY, (words.micro_batches, tokens), generator=source)
     rounds: list[dict[str, Any]] = []
     for number in range(words.rounds):
         # The policy has learned its share, and the order of uses is known, after three steps.
@@ -123,7 +127,8 @@ def measure(
         told = ", ".join(f"{name} {each[name]['seconds']:.2f} s" for name in (*SIDES, "bytes"))
         say(f"{tokens} tokens, clipping {clipping}, round {number + 1} of {words.rounds}: {told}")
     return {
-        "name": f"{tokens} {clipping} {words.gradients}",
+        "name": f"{words.micro_batches}x{tokens} {clipping} {words.gradients}",
+        "micro_batches": words.micro_batches,
         "tokens": tokens,
         "clipping": clipping,
         "gradients": words.gradients,
@@ -149,7 +154,7 @@ def table_of(found: list[dict[str, Any]], words: argparse.Namespace) -> Table:
     for each in found:
         seconds, ratios = each["seconds"], each["ratios"]
         table.add_row(
-            f"{each['tokens']:,}",
+            f"{each['micro_batches']}x{each['tokens']:,}",
             each["clipping"],
             *(f"{seconds[name]:.2f}" for name in ("host", "bytes", "deferred", "both_passes")),
             *(f"{ratios[name]:.2f}" for name in SIDES[1:]),
