@@ -155,7 +155,8 @@ class WeightCache:
 
     def _bring_in(self, weights: Weights, priority: Priority) -> None:
         self._counters.add("fetches", 1)
-        self._restack(weights)
+        if self._pool.is_tight:
+            self._restack(weights)
         if weights.state is WeightState.ABSENT:
             feeder = self._feeder_of(weights)
             if feeder is not None:
@@ -355,7 +356,8 @@ class WeightCache:
             assert host_view is not None
             return host_view
         self._moves.settle(weights)
-        self._restack(weights)
+        if self._pool.is_tight:
+            self._restack(weights)
         if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
             self._moves.detach(weights)
         self._moves.finish_write(weights)

@@ -66,7 +66,8 @@ class StagingRing:
         sums_to_come_nbytes: Callable[[], int] | None = None,
     ) -> None:
         self._store = store
-        self._is_for_device = is_for_device
+        # The resting bytes themselves, if the one that updates can address them.
+        self._resting = self._resting_for_device if is_for_device else store.host_view
         self._pool = pool
         self._counters = counters
         self._num_slots = num_slots
@@ -363,10 +364,9 @@ class StagingRing:
         )
         staged.arrays[kind] = self._pool.tensor(block)[:nbytes].view(dtype)
 
-    def _resting(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
-        """Returns the resting bytes themselves, if the one that updates can address them."""
+    def _resting_for_device(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
         location = self._store.location(unit, kind)
-        if self._is_for_device and isinstance(location, DeviceLocation):
+        if isinstance(location, DeviceLocation):
             return location.memory
         return self._store.host_view(unit, kind)
 

@@ -94,11 +94,11 @@ class WeightEvictor:
         return block
 
     def is_stacked(self, weights: Weights) -> bool:
-        """Returns whether an idle unit's block lies beside those in use, or need not: see
-        `tiers/pool.py`, Note [Tight budgets]."""
+        """Returns whether the block of an idle unit lies beside those in use, or need not: see
+        `tiers/pool.py`, Note [Tight budgets]. Called of a tight pool."""
         block = weights.decoded or weights.block
         is_there = weights.state in (WeightState.READY, WeightState.ATTACHED)
-        if not self._pool.is_tight or block is None or not is_there:
+        if block is None or not is_there:
             return True
         if weights.rests_on_host or not self._device.shares_host_memory:
             return True

@@ -441,7 +441,7 @@ def test_capacity_is_refused_before_any_file_grows(threads: StorageEngine, tmp_p
         VolumePath(str(tmp_path / "b"), capacity_nbytes=2 * MIB),
     ]
     with Volume(threads, paths, stripe_nbytes=MIB) as volume:
-        with pytest.raises(CapacityError, match="path 1: 2.0 MiB") as caught:
+        with pytest.raises(CapacityError, match=r"/b: 2.0 MiB") as caught:
             volume.reserve([5 * MIB, 2 * MIB])
         assert (caught.value.needed_nbytes, caught.value.available_nbytes) == (7 * MIB, 6 * MIB)
         assert [os.path.getsize(path) for path in volume.file_paths] == [0, 0]
