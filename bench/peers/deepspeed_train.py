@@ -5,10 +5,13 @@
 
 A GPT-2-like model in bfloat16 with an fp32 master, AdamW, clipping by the global norm, activations
 recomputed per block, micro-batches of one sequence. Both keep parameters and optimizer state on
-NVMe. Each runs in a process of its own and they take turns, step by step, under the same allocator
-settings; `--plain-allocator` leaves DeepSpeed with glibc's defaults, as it is shipped. DeepSpeed's
-settings are the best of those that were tried on the machine of `results/`. On its CPU accelerator
-it does not read parameters again that it has put on NVMe, which is to its advantage here.
+NVMe. Gradients of this engine rest on the host, or on NVMe as DeepSpeed's do (`--gradients`). Each
+side runs in a process of its own, and they take turns in blocks of consecutive steps, so that steps
+can hide transfers of their neighbours. The first step of a block is not counted, and all transfers
+of a side are over when its block ends. Both have the same allocator settings; `--plain-allocator`
+leaves DeepSpeed with glibc's defaults, as it is shipped. DeepSpeed's settings are the best of those
+that were tried on the machine of `results/`. On its CPU accelerator it does not read parameters
+again that it has put on NVMe, which is to its advantage here.
 
 Peak memory is counted from after the start, once the whole model that each builds is gone. Both
 start from the same weights and see the same batches, so their losses must go the same way.
@@ -48,8 +51,12 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--host", default="2GiB", help="host budget of this engine")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument(
+        "--gradients", default="host", choices=["host", "nvme"], help="of this engine"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of a block")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=4, help="more steps of the first block")
     parser.add_argument("--plain-allocator", action="store_true")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--worker", choices=["deepspeed", "infinity"], help=argparse.SUPPRESS)
@@ -96,7 +103,10 @@ class Infinity:
         keep_freed_memory()
         config = {
             "tiers": {"host": {"capacity": words.host}, "nvme": [{"path": str(words.scratch)}]},
-            "placement": dict.fromkeys(("parameters", "master", "moments"), "nvme"),
+            "placement": {
+                **dict.fromkeys(("parameters", "master", "moments"), "nvme"),
+                "gradients": words.gradients,
+            },
             "precision": {"compute": "bfloat16"},
         }
         self._accumulate = infinity.forward_backward
@@ -117,6 +127,12 @@ class Infinity:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return sum(map(float, losses))
+
+    def finish(self) -> None:
+        """Waits until all transfers are over."""
+        from infinity.engine.registry import engine_of
+
+        engine_of(self.model).flush()
 
 
 class DeepSpeed:
@@ -169,19 +185,26 @@ class DeepSpeed:
             total += float(loss) / self._words.accumulation
         return total
 
+    def finish(self) -> None:
+        """Lets the last group's write end: it is pipelined, and no call waits for it."""
+        time.sleep(0.5)
+
 
 def serve(side: Any, words: argparse.Namespace) -> None:
-    """Answers each line, a step's number, with what the step took."""
+    """Answers each line, the number of a block's first step and the number of its steps, with the
+    medians of what its steps took, without the first one, and with the last loss."""
     forget_peak()
     answer({"num_parameters": side.num_parameters})
     for line in sys.stdin:
-        io, start_s = process_io(), time.perf_counter()
-        loss = side.step(int(line))
-        elapsed_s = time.perf_counter() - start_s
-        moved = moved_since(io)
-        answer(
-            {"seconds": elapsed_s, "loss": loss, "peak_rss_nbytes": high_water_nbytes(), **moved}
-        )
+        first, count = json.loads(line)
+        found = []
+        for number in range(first, first + count):
+            io, start_s = process_io(), time.perf_counter()
+            loss = side.step(number)
+            found.append({"seconds": time.perf_counter() - start_s, **moved_since(io)})
+        side.finish()
+        medians = {name: statistics.median(each[name] for each in found[1:]) for name in found[0]}
+        answer({**medians, "loss": loss, "peak_rss_nbytes": high_water_nbytes()})
 
 
 def forget_peak() -> None:
@@ -201,7 +224,7 @@ def start(name: str, words: argparse.Namespace, scratch: Path) -> Peer:
     (scratch / name).mkdir()
     options = [
         text
-        for key in ("layers", "width", "sequence", "accumulation", "host")
+        for key in ("layers", "width", "sequence", "accumulation", "host", "gradients")
         for text in (f"--{key}", str(getattr(words, key)))
     ]
     if words.plain_allocator:
@@ -221,20 +244,23 @@ def compare(words: argparse.Namespace, scratch: Path) -> None:
     sides = {name: start(name, words, scratch) for name in ("infinity", "deepspeed")}
     num_parameters = sides["infinity"].hello["num_parameters"]
     rounds = []
-    for number in range(words.warm_up + words.steps):
-        rounds.append({name: side.ask(number) for name, side in sides.items()})
+    step = 0
+    for number in range(words.rounds):
+        count = 1 + words.steps + words.warm_up * (number == 0)
+        rounds.append({name: side.ask([step, count]) for name, side in sides.items()})
+        step += count
         told = ", ".join(
             f"{name} {each['seconds']:.2f} s, loss {each['loss']:.3f}"
             for name, each in rounds[-1].items()
         )
-        say(f"step {number + 1}: {told}")
+        say(f"round {number + 1} of {words.rounds}: {told}")
     for side in sides.values():
         side.close()
-    rounds = rounds[words.warm_up :]
     tokens = words.accumulation * words.sequence
     table = Table(
         "", "step s", "tokens/s", "read B/p", "written B/p", "peak RSS GB", "last loss",
-        title=f"{num_parameters:,} parameters, {words.accumulation} x {words.sequence}",
+        title=f"{num_parameters:,} parameters, {words.accumulation} x {words.sequence}, "
+        f"gradients of infinity on {words.gradients}",
     )  # fmt: skip
     results: dict[str, Any] = {}
     for side in sides:
@@ -257,7 +283,7 @@ def compare(words: argparse.Namespace, scratch: Path) -> None:
     )
     console = Console()
     console.print(table)
-    console.print(f"infinity is {ratio:.2f} times as fast (median of {len(rounds)} pairs)")
+    console.print(f"infinity is {ratio:.2f} times as fast ({len(rounds)} pairs of blocks)")
     if words.save is not None:
         settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
         written = {
