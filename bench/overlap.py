@@ -16,6 +16,7 @@ Clipping: "none"; "never", with a norm that no gradient reaches; "always".
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -74,7 +75,8 @@ def main() -> None:
                 console.print(table_of([row], words))
             for side in sides.values():
                 side.engine.close()
-            del sides, side  # The next sides need the memory.
+            del sides, side
+            gc.collect()  # The next sides need the memory.
     if len(results.rows) > 1:
         console.print(table_of(results.rows, words))
 

@@ -229,10 +229,12 @@ class PyTicket {
 
 class PyEngine {
  public:
-  PyEngine(bool is_uring, const Arena* arena, std::uint32_t block_nbytes, std::uint32_t queue_depth,
+  // `arena`: an Arena or None. It stays until `close`.
+  PyEngine(bool is_uring, py::object arena, std::uint32_t block_nbytes, std::uint32_t queue_depth,
            std::uint32_t num_threads, std::uint32_t max_pending, std::uint32_t num_rings,
            const std::string& ring_flags, std::uint32_t min_queue_depth,
-           std::uint32_t max_queue_depth) {
+           std::uint32_t max_queue_depth)
+      : arena_(std::move(arena)) {
     io::Options options;
     options.backend = is_uring ? io::Backend::kUring : io::Backend::kThreads;
     options.block_nbytes = block_nbytes;
@@ -243,7 +245,11 @@ class PyEngine {
     options.max_pending = max_pending;
     options.num_rings = num_rings;
     options.ring_flags = ring_flags_of(ring_flags);
-    if (arena != nullptr) options.arena = {arena->address(), arena->capacity_nbytes()};
+    if (!arena_.is_none()) {
+      if (!py::isinstance<Arena>(arena_)) throw py::type_error("arena: expected an Arena or None");
+      const auto& memory = arena_.cast<const Arena&>();
+      options.arena = {memory.address(), memory.capacity_nbytes()};
+    }
     check_options(options);
     auto opened = io::Engine::open(options);
     if (!opened.ok()) raise_storage_error(opened.error(), "io_uring");
@@ -333,8 +339,11 @@ class PyEngine {
 
   void close() {
     drain(py::none());
-    const py::gil_scoped_release released;
-    engine_->close();
+    {
+      const py::gil_scoped_release released;
+      engine_->close();
+    }
+    arena_ = py::none();  // Nothing is in flight, so the memory may go.
   }
 
   // One tuple per open file, and one per path of the closed ones.
@@ -387,6 +396,7 @@ class PyEngine {
     return "file " + std::to_string(file);
   }
 
+  py::object arena_;  // Goes after the engine, whose transfers use its memory.
   std::unique_ptr<io::Engine> engine_;
 };
 
@@ -583,12 +593,12 @@ PYBIND11_MODULE(_core, module) {
       .def("wait", &PyTicket::wait, py::arg("timeout_s") = py::none());
 
   py::class_<PyEngine>(module, "Engine")
-      .def(py::init<bool, const Arena*, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t,
+      .def(py::init<bool, py::object, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t,
                     std::uint32_t, const std::string&, std::uint32_t, std::uint32_t>(),
            py::arg("is_uring"), py::arg("arena").none(true), py::arg("block_nbytes"),
            py::arg("queue_depth"), py::arg("num_threads"), py::arg("max_pending"),
            py::arg("num_rings"), py::arg("ring_flags"), py::arg("min_queue_depth") = 0,
-           py::arg("max_queue_depth") = 0, py::keep_alive<1, 3>())
+           py::arg("max_queue_depth") = 0)
       .def("open", &PyEngine::open, py::arg("path"), py::arg("direct"),
            py::arg("read_only") = false)
       .def("close_file", &PyEngine::close_file, py::arg("file"))

@@ -271,9 +271,9 @@ def _assemble(
         in_backward=in_backward,
         rides_along=config.schedule.updates != "at_step" and sharding is None,
     )
-    step = _step_parts(config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes)
-    if sharded is not None:
-        resources.callback(step.updater.abandon)  # Ends the thread that uses the tiers.
+    step = _step_parts(
+        config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes, resources
+    )
     activations, waiting = (
         ActivationStore(order, pool=pool, device=device, volume=tiers.volume, counters=counters)
         for order in (config.placement.activations, config.placement.experts)
@@ -307,10 +307,13 @@ def _step_parts(
     weight_cache: WeightCache,
     updates: UpdateSettings,
     passes: Passes,
+    resources: ExitStack,
 ) -> _StepParts:
     device, counters = tiers.device, tiers.counters
+    resources.callback(store.close)
     if sharded is None:
         gradients = GradientStore(store, pool=pool, device=device, counters=counters)
+        resources.callback(gradients.close)
         updater = Updater(store, pool, weight_cache, gradients, counters, updates)
         return _StepParts(gradients, updater, Masters(store, pool), OneRank())
     reduced = DistributedGradients(
@@ -323,14 +326,15 @@ def _step_parts(
         buckets=sharded.buckets,
         sums=SumsMemory(pool, sharded.plan.sums, budgets),
     )
-    return _StepParts(
-        reduced,
-        DistributedUpdater(
-            sharded.store, pool, weight_cache, reduced, counters, updates, sharded.unshard
-        ),
-        DistributedMasters(sharded.store, pool),
-        RankSync(sharded.store, weight_cache, reduced, sharded.collectives),
+    resources.callback(reduced.local.close)
+    resources.callback(reduced.owned.close)
+    distributed = DistributedUpdater(
+        sharded.store, pool, weight_cache, reduced, counters, updates, sharded.unshard
     )
+    resources.callback(distributed.abandon)  # Ends the thread that uses the tiers.
+    masters = DistributedMasters(sharded.store, pool)
+    sync = RankSync(sharded.store, weight_cache, reduced, sharded.collectives)
+    return _StepParts(reduced, distributed, masters, sync)
 
 
 def _add_reclaimers(

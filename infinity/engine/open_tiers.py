@@ -80,6 +80,7 @@ def open_tiers(
         shards = ShardFiles(storage, in_use, verify=config.io.verify)
         resources.callback(shards.close)
     host = HostBlocks(arena, counters)
+    resources.callback(host.close)
     device = open_device(config, host, counters, own_device)
     resources.callback(device.close)
     return OpenTiers(counters, host, volume, shards, device)

@@ -223,6 +223,10 @@ class LocalStore:
         """The location of a state kind of a unit; None when the unit has none of it."""
         return self._locations.get((unit.index, kind))
 
+    def close(self) -> None:
+        """Gives up its views of memory."""
+        self._views.clear()
+
     # INV-7: the location of bytes is known here alone; arithmetic does not depend on it.
     def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
         """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""

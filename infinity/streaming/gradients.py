@@ -399,6 +399,10 @@ class GradientStore:
         while self.reclaim():
             pass
 
+    def close(self) -> None:
+        """Gives up its views of memory."""
+        self._sums.clear()
+
     # -- Looking -----------------------------------------------------------------------------------
 
     def has(self, spec: TensorSpec) -> bool:
@@ -418,8 +422,7 @@ class GradientStore:
         return self._sums[unit.index].array
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """2-norm of one gradient: fp32 scalar on the host, same bits wherever the gradient
-        rests."""
+        """2-norm of one gradient: fp32 scalar on the host, same bits wherever it rests."""
         known = self._tensors[spec]
         assert known.is_present
         known.is_norm_needed = True
@@ -458,9 +461,7 @@ class GradientStore:
         self._send_sums(unit)  # Sums of other units stay on the device.
         self._end_copies()
         on_device = self.resting_on_device(unit)
-        if on_device is not None:
-            return flat_of(on_device, spec).cpu()
-        return flat_of(self._readable(unit), spec)
+        return flat_of(self._readable(unit) if on_device is None else on_device, spec).cpu()
 
     # -- After a step ------------------------------------------------------------------------------
 

@@ -133,6 +133,10 @@ class HostBlocks:
         assert offset_nbytes + length <= block.range.nbytes
         return self._bytes[start : start + length]
 
+    def close(self) -> None:
+        """Gives up its view of the arena, which is unmapped when no other view is left."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Returns whether the memory of the tensor is in the arena."""
         start = self.arena.address

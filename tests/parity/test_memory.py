@@ -24,7 +24,11 @@ from pathlib import Path
 
 import pytest
 
+import infinity
+from infinity.testing import models
 from tests.support.forked import run_script
+from tests.support.memory import resident_nbytes
+from tests.support.offloading import swap_config
 
 MIB = 1 << 20
 FIXED_NBYTES = 32 * MIB
@@ -191,3 +195,21 @@ def test_peak_memory_is_the_budget_and_a_stated_overhead(name: str, tmp_path: Pa
     assert (
         seen["after_offload"] - seen["baseline"] <= budget_nbytes + gradients_nbytes + FIXED_NBYTES
     )
+
+
+@pytest.mark.parametrize("where", ["host", "nvme"])
+def test_a_closed_engine_gives_its_memory_back_although_model_and_optimizer_live(
+    where: str, swap_directory: Path
+) -> None:
+    capacity_nbytes = 128 * MIB
+    placement = {**dict.fromkeys(("parameters", "master", "moments"), where), "gradients": "host"}
+    config = swap_config(swap_directory, placement=placement, host_nbytes=capacity_nbytes)
+    model = models.Mlp()
+    infinity.offload(model, config)
+    optimizer = infinity.AdamW(model, lr=1e-3)
+    for number in range(2):
+        model(**model.inputs(number)).square().sum().backward()
+        optimizer.step()
+    open_nbytes = resident_nbytes()
+    infinity.close(model)
+    assert open_nbytes - resident_nbytes() > 0.9 * capacity_nbytes
