@@ -103,30 +103,51 @@ def _step(
 def _spans(
     staged: StagedChunk, weights: torch.Tensor, parts: Sequence[Slice], kinds: Sequence[StateKind]
 ) -> list[StateSpan]:
-    """Returns the arrays of each slice, with the moments in `kinds`, as they lie in the chunk.
+    """Returns the arrays of slices of one dtype, with the moments in `kinds`, as they lie in the
+    chunk.
 
-    The weight is fp32, or bf16 with its residual, or the fp32 master. One loop: a call of Python
-    for each tensor costs as much as the update of a small one.
+    The weight is fp32, or bf16 with its residual, or the fp32 master. Slices that are neighbours in
+    all arrays are one span: a few calls for each small tensor cost more than its update.
     """
     arrays, chunk_start = staged.arrays, staged.chunk.start
     gradients, moments = arrays[StateKind.GRADIENTS], [arrays[kind] for kind in kinds]
     has_full_master = staged.chunk.unit.master_dtype is torch.float32
+    dtype = parts[0].tensor.facts.dtype
     spans = []
-    for part in parts:
-        start = part.tensor.state_offset + part.start - chunk_start
-        elements = slice(start, start + part.stop - part.start)
+    for start, stop, start_nbytes, stop_nbytes in _runs(parts, is_beside_weights=has_full_master):
+        elements = slice(start - chunk_start, stop - chunk_start)
         states = tuple(map(itemgetter(elements), moments))
+        residual = None
         if has_full_master:
-            master = arrays[StateKind.MASTER][elements]
-            spans.append(StateSpan(master, gradients[elements], states, None))
-            continue
-        dtype, offset_nbytes = part.tensor.facts.dtype, part.tensor.weight_offset_nbytes
-        itemsize = dtype.itemsize
-        place = slice(offset_nbytes + part.start * itemsize, offset_nbytes + part.stop * itemsize)
-        residual = arrays[StateKind.MASTER][elements] if dtype is torch.bfloat16 else None
-        weight = weights[place].view(dtype)
+            weight = arrays[StateKind.MASTER][elements]
+        else:
+            weight = weights[start_nbytes:stop_nbytes].view(dtype)
+            if dtype is torch.bfloat16:
+                residual = arrays[StateKind.MASTER][elements]
         spans.append(StateSpan(weight, gradients[elements], states, residual))
     return spans
+
+
+def _runs(
+    parts: Sequence[Slice], *, is_beside_weights: bool
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yields runs of slices, each of which begins where the one before it ends: in the arrays of
+    state and, unless the update `is_beside_weights`, in the weights.
+
+    A run is its elements in the unit's arrays of state, and its bytes in the unit's weights. One
+    loop: a call of Python for each tensor costs as much as the update of a small one.
+    """
+    begin = end = begin_nbytes = end_nbytes = -1
+    for part in parts:
+        tensor, itemsize = part.tensor, part.tensor.facts.dtype.itemsize
+        start, stop = tensor.state_offset + part.start, tensor.state_offset + part.stop
+        start_nbytes = tensor.weight_offset_nbytes + part.start * itemsize
+        if start != end or not (is_beside_weights or start_nbytes == end_nbytes):
+            if end >= 0:
+                yield begin, end, begin_nbytes, end_nbytes
+            begin, begin_nbytes = start, start_nbytes
+        end, end_nbytes = stop, start_nbytes + (part.stop - part.start) * itemsize
+    yield begin, end, begin_nbytes, end_nbytes
 
 
 def _granules(
