@@ -56,7 +56,7 @@ class ShardWeights(UpdatedWeights):
         """Does nothing: no shard is attached during the step."""
 
     @override
-    def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
+    def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
         index = unit - self._num_full
         if self._partition.shards_parameters:
             if self._store.take_rewritten(index):
