@@ -266,7 +266,7 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
 def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
     """Returns the configuration of each of so many ranks of a node. Pure.
 
-    Updates are in the step, as a forecast assumes them.
+    In stages 1 and 2 updates are in the step.
     """
     count = node_count if config.distributed.budgets == "node" else 1
     host = config.tiers.host
@@ -278,7 +278,9 @@ def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
     tiers = config.tiers.model_copy(
         update={"host": host.model_copy(update={"capacity": capacity}), "nvme": drives}
     )
-    schedule = config.schedule.model_copy(update={"updates": "at_step"})
+    schedule = config.schedule
+    if config.distributed.zero_stage < 3:
+        schedule = schedule.model_copy(update={"updates": "at_step"})
     return config.model_copy(update={"tiers": tiers, "schedule": schedule})
 
 

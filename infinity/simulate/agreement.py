@@ -18,6 +18,12 @@ class RankAgreement:
         self._fetches = fetches
         self._updates = updates
 
+    def agree_on_deferred(self) -> None:
+        """Waits until all ranks have decided. Each updates its shards while the others read; who
+        reads a shard waits for its update."""
+        if any(load.sharded is not NOT_SHARDED for load in self._log.job.units):
+            self._fetches.agreed = self._log.decided[-1]
+
     def agree(self, units: Sequence[int]) -> None:
         """Waits until all ranks have updated their parts. A rank with all weights fetches the other
         parts."""

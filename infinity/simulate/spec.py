@@ -107,6 +107,12 @@ class UnitLoad:
         return self.update_nbytes > 0 or self.sharded.sent_nbytes > 0
 
     @property
+    def changes_on_device(self) -> bool:
+        """Whether an update reads or writes state that rests on a device."""
+        tiers = {self.weights, *self.state_read_nbytes} if self.update_nbytes else ()
+        return "device" in tiers
+
+    @property
     def sums(self) -> tuple[str, int]:
         """The place where the backward sums gradients, and the fp32 bytes there."""
         if self.sharded.sums is not None:
@@ -148,3 +154,17 @@ class StepSpec:
     def shares_host_memory(self) -> bool:
         """Whether the device computes in host memory, as a CPU does."""
         return self.device_cache_nbytes is None
+
+    @property
+    def defers(self) -> bool:
+        """Whether updates follow the step. Over ranks a thread makes them, which does so only for
+        assembled weights and for state that the host can address (design/0015)."""
+        shared = [unit for unit in self.units if unit.sharded is not NOT_SHARDED]
+        if not shared or not self.is_deferred:
+            return self.is_deferred
+        return (
+            self.reads_ahead
+            and (self.shares_host_memory or not self.updates_on_device)
+            and all(unit.sharded.is_gathered for unit in shared)
+            and (self.shares_host_memory or not any(unit.changes_on_device for unit in shared))
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from infinity import SwapConfig
 from infinity.cli import app
-from infinity.plan import forecast, load_hardware, scaled_gpt
+from infinity.plan import Forecast, forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
 from infinity.simulate.job import Batch, load_of
 from infinity.simulate.rank_job import rank_loads
@@ -137,3 +138,49 @@ def test_plan_refuses_settings_that_ranks_cannot_have(arguments: list[str], word
     result = CliRunner().invoke(app, ["plan", *MODEL, *arguments])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+def _forecast_of_ranks(**changes: Any) -> Forecast:
+    kinds = ("parameters", "master", "moments", "gradients")
+    table: dict[str, Any] = {
+        "tiers": {"host": {"capacity": "50%"}, "nvme": [{"path": "/nowhere"}]},
+        "placement": dict.fromkeys(kinds, changes.pop("tier", "nvme")),
+        "precision": {"compute": "bfloat16"},
+        "schedule": changes.pop("schedule", {}),
+        "distributed": changes.pop("distributed", {}),
+    }
+    model = model_of_shape(scaled_gpt(10**9), torch.bfloat16)
+    node = load_hardware("8xh200-8nvme")
+    batch = Batch(16384, 2048)
+    return forecast(SwapConfig.load(table), model, node, batch, **changes)
+
+
+def test_updates_after_the_step_overlap_with_the_forward_in_stage_3() -> None:
+    after, inside = (
+        _forecast_of_ranks(
+            num_ranks=8, tier="host", schedule={"updates": updates, "update_on": "host"}
+        ).step
+        for updates in ("deferred", "at_step")
+    )
+    forward_s = inside.busy_s["compute"] / 4
+    assert after.step_s < inside.step_s - 0.8 * min(forward_s, inside.busy_s["update"])
+    assert after.moved_nbytes == inside.moved_nbytes
+
+
+def test_an_updated_shard_on_nvme_is_read_again_for_the_forward() -> None:
+    """The thread of updates does not have the weight cache, which drops the shard at the step."""
+    after, inside = (
+        _forecast_of_ranks(num_ranks=8, schedule={"updates": updates, "update_on": "host"}).step
+        for updates in ("deferred", "at_step")
+    )
+    read, again = (step.moved_nbytes["nvme_read"] for step in (inside, after))
+    shard_nbytes = 2 * model_of_shape(scaled_gpt(10**9), torch.bfloat16).num_params / 8
+    assert again - read == pytest.approx(shard_nbytes, rel=0.02)
+    assert after.moved_nbytes["nvme_write"] == inside.moved_nbytes["nvme_write"]
+    assert after.step_s < inside.step_s
+
+
+def test_updates_of_ranks_that_keep_all_weights_are_in_the_step() -> None:
+    assert _forecast_of_ranks(num_ranks=8).job.defers
+    assert not _forecast_of_ranks(num_ranks=8, distributed={"zero_stage": 2}).job.defers
+    assert not _forecast_of_ranks(num_ranks=8, schedule={"update_on": "device"}).job.defers
