@@ -41,14 +41,10 @@ class RankAgreement:
         if sharded.is_gathered or not sharded.received_nbytes:
             return updated
         if sharded.are_weights_between_devices:
-            return self._log.send(
-                "received", name, sharded.received_nbytes, [updated], is_by_device=True
-            )
+            return self._log.receive(name, sharded, [updated], is_by_device=True)
         own_nbytes = 0 if self._updates.stays(load) else load.weight_nbytes
         read = self._fetches.read_parts(load, own_nbytes + sharded.served_nbytes, [updated])
-        received = self._log.send(
-            "received", name, sharded.received_nbytes, [updated, *read], is_by_device=False
-        )
+        received = self._log.receive(name, sharded, [updated, *read], is_by_device=False)
         if load.weights == "nvme":
             self._updates.write_weights(unit, [received])
             return self._log.written.weights[unit]

@@ -107,9 +107,7 @@ class Fetches:
                 ready = self._log.move(H2D, name, load.inward_nbytes, after)
             sharded = load.sharded
             if sharded.is_gathered and sharded.are_weights_between_devices:
-                ready = self._log.send(
-                    "received", name, sharded.received_nbytes, [ready, *after], is_by_device=True
-                )  # fmt: skip
+                ready = self._log.receive(name, sharded, [ready, *after], is_by_device=True)
             if self._log.rates.gather is not None:
                 duration_s = load.weight_nbytes / self._log.rates.gather
                 ready = self._log.add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
@@ -131,9 +129,7 @@ class Fetches:
             return self._log.nvme(traffic, name, load.weight_nbytes, after)
         after.append(self.agreed)
         ready = self.read_parts(load, load.weight_nbytes + sharded.served_nbytes, after)
-        return self._log.send(
-            "received", name, sharded.received_nbytes, [*after, *ready], is_by_device=False
-        )
+        return self._log.receive(name, sharded, [*after, *ready], is_by_device=False)
 
     def read_parts(
         self, load: UnitLoad, nbytes: int, after: Sequence[int | None]

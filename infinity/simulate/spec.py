@@ -19,7 +19,8 @@ class ShardedLoad:
     Data that the ranks' devices do not exchange directly passes between their hosts.
     `received_nbytes`: weights of the other ranks. `served_nbytes`: weights of this rank, read
     from its tier for the other ranks if weights pass between hosts. `sent_nbytes`: gradients on
-    their way to their owners.
+    their way to their owners. `network_received_nbytes` and `network_sent_nbytes`: this rank's part
+    of these bytes that passes between nodes.
     """
 
     count: int
@@ -34,6 +35,8 @@ class ShardedLoad:
     # Stage 1: the place where this rank sums its gradients of a step before it sends them.
     sums: str | None = None
     sums_nbytes: int = 0
+    network_received_nbytes: int = 0
+    network_sent_nbytes: int = 0
 
     @property
     def is_gathered_on_host(self) -> bool:
