@@ -57,7 +57,8 @@ class Case:
         found: dict[str, Any] = {
             "tiers": {
                 "host": {"capacity": "85%"},
-                "device": {"capacity": "95%"},
+                # Beside the weights a device keeps inputs of blocks that do not leave it.
+                "device": {"capacity": "95%" if self.tier == "device" or self.lora else "50%"},
                 "nvme": [{"path": "/mnt/nvme"}],
             },
             "placement": kinds,
@@ -66,7 +67,7 @@ class Case:
         }
         if self.micro_batch is not None:
             found["schedule"]["micro_batch"] = self.micro_batch
-            found["placement"]["activations"] = ["device", "host", "nvme"]
+            found["placement"]["activations"] = ["host", "nvme"]
         if self.lora is not None:
             found["adapter"] = {"rank": self.lora, "experts": self.experts}
             found["placement"] = {kind: ["host", "nvme"] for kind in KINDS}
@@ -142,6 +143,8 @@ def row_of(case: Case) -> Row:
         found = case.plan()
     except Exception as error:
         return Row(asdict(case), reason=f"{type(error).__name__}: {error}")
+    if found.obstacles:
+        return Row(asdict(case), reason="; ".join(found.obstacles))
     step = found.step
     busy_s = dict(step.busy_s) | {"model": _model_s(found)}
     return Row(
