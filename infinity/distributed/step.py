@@ -61,8 +61,8 @@ class ShardWeights(UpdatedWeights):
         if self._partition.shards_parameters:
             if self._store.take_rewritten(index):
                 self._weight_cache.discard(unit)
-            return self._weight_cache.check_out(unit, read=read)
-        weights = self._weight_cache.check_out(index, read=True)
+            return self._weight_cache.check_out(unit, read=read, stays_on_device=stays_on_device)
+        weights = self._weight_cache.check_out(index, read=True, stays_on_device=stays_on_device)
         place = self._partition.local[index].segments[0]
         return weights[place.full_offset_nbytes : place.full_offset_nbytes + place.nbytes]
 

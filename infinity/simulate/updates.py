@@ -154,10 +154,8 @@ class UnitUpdates:
         return updated
 
     def _are_weights_in_place(self, load: UnitLoad) -> bool:
-        """Whether the device updates weights where they rest. Those of ranks go through the
-        host."""
-        is_alone = load.sharded is NOT_SHARDED
-        return load.weights == "device" and is_alone and self._log.job.updates_on_device
+        """Whether the device updates weights where they rest."""
+        return load.weights == "device" and self._log.job.updates_on_device
 
     def _update_on_device(
         self,
@@ -174,8 +172,11 @@ class UnitUpdates:
         inward_nbytes -= load.state_read_nbytes.get("device", 0)
         outward_nbytes = changed_nbytes - load.state_write_nbytes.get("device", 0)
         if self._are_weights_in_place(load):
-            inward_nbytes -= load.written_nbytes
-            outward_nbytes -= load.written_nbytes
+            # In stages 1 and 2 a rank has all weights, and updates its part.
+            is_part = load.sharded is not NOT_SHARDED and not load.sharded.is_gathered
+            weights_nbytes = load.written_nbytes // (load.sharded.count if is_part else 1)
+            inward_nbytes -= weights_nbytes
+            outward_nbytes -= weights_nbytes
         after = list(before)
         if inward_nbytes:
             # Until then the target memory on the device may be in use.

@@ -226,3 +226,15 @@ def test_the_plan_of_nodes_names_them_and_their_network() -> None:
     assert (found["ranks"]["count"], found["ranks"]["num_nodes"]) == (16, 2)
     idle_s = sum(found["idle_s"].values())
     assert idle_s + found["busy_s"]["compute"] == pytest.approx(found["step_s"], rel=0.01)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_of_ranks_on_the_device_is_updated_there(stage: int) -> None:
+    """What ranks exchange aside, nothing leaves the device or comes to it."""
+    step = _forecast_of_ranks(
+        num_ranks=8, tier="device", distributed={"zero_stage": stage},
+        schedule={"update_on": "device"},
+    ).step  # fmt: skip
+    update_nbytes = 2 * model_of_shape(scaled_gpt(10**9), torch.bfloat16).num_params / 8
+    for link in ("h2d", "d2h"):
+        assert step.moved_nbytes.get(link, 0) < update_nbytes / 100
