@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.cli.plan_inputs import refuse_inputs
+from infinity.cli.plan_inputs import parse_count, refuse_inputs
 from infinity.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
 
-_UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 # The tiers of a model by name without a file: state that fits stays in host memory.
 _DEFAULTS: dict[str, Any] = {
     "tiers": {"host": {"capacity": "85%"}},
@@ -90,6 +89,9 @@ _Ranks = Annotated[
         "--ranks", metavar="N", min=1, help="Ranks on the node that state is divided over."
     ),
 ]
+_Nodes = Annotated[
+    int, typer.Option("--nodes", metavar="N", min=1, help="Such machines, each with --ranks.")
+]
 _Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of the file."),
@@ -141,6 +143,7 @@ def plan(
     data_tokens: _DataTokens = None,
     examples: _Examples = None,
     ranks: _Ranks = 1,
+    nodes: _Nodes = 1,
     overrides: _Overrides = None,
     plot: _Plot = None,
     html: _Html = None,
@@ -182,7 +185,7 @@ def plan(
     data = None if count is None else parse_count(count, "--data-tokens")
     if data is not None and examples is not None:
         data *= batch.sequence_length
-    request = Request(loaded, shape, machine, batch, ranks, shard_drives, data)
+    request = Request(loaded, shape, machine, batch, ranks, nodes, shard_drives, data)
     _show(request, Pictures(plot, html), as_json=as_json)
 
 
@@ -238,7 +241,8 @@ class Request:
     model: Any
     hardware: Any
     batch: Any
-    num_ranks: int
+    num_ranks: int  # Of each node.
+    num_nodes: int
     shard_drives: int | None
     data_tokens: int | None
 
@@ -280,6 +284,7 @@ def _forecast(request: Request, shard_drives: int | None) -> Any:
         request.hardware,
         request.batch,
         num_ranks=request.num_ranks,
+        num_nodes=request.num_nodes,
         shard_drives=shard_drives,
     )
 
@@ -480,17 +485,3 @@ def _batch(
         sequence_length=sequence,
         num_micro_batches=accumulation or own.num_micro_batches,
     )
-
-
-def parse_count(text: str, option: str = "--params") -> int:
-    """Returns a number: "7B", "1.5T", "124M", "350000". Raises ConfigError."""
-    number, unit = text[:-1], text[-1:]
-    if unit.isdigit():
-        number, unit = text, ""
-    try:
-        count = int(float(number) * _UNITS.get(unit, 1 if unit == "" else float("nan")))
-    except (ValueError, OverflowError):
-        count = 0
-    if count < 1:
-        raise ConfigError(f"{option} {text!r}: expected a number such as 124M, 70B or 1T")
-    return count

@@ -85,6 +85,16 @@ def node_of_device(pci_address: str, root: Path = Path("/")) -> int | None:
     return int(found[0]) if found and found[0].isdigit() else None  # -1: not known.
 
 
+def read_ranges(text: str | None) -> frozenset[int]:
+    """Returns the numbers of a kernel list such as "0-3,8"."""
+    numbers: set[int] = set()
+    for part in (text or "").split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdigit():
+            numbers |= set(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
 def _words(path: Path) -> list[str]:
     try:
         return path.read_text().split()

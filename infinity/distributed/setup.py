@@ -202,11 +202,12 @@ def exchanges_on_devices(config: SwapConfig, *, has_own_memory: bool, has_nccl: 
 
 
 def agree_on_exchange(
-    config: SwapConfig, group: RankTopology, *, has_own_memory: bool, is_cuda: bool
+    config: SwapConfig, group: RankTopology, *, has_own_memory: bool, is_cuda: bool, identity: str
 ) -> bool:
     """Returns `exchanges_on_devices`, which is the same for all ranks.
 
-    A collective call. Raises ConfigError as that function, and if ranks differ.
+    `identity`: see `device_identity`. A collective call. Raises ConfigError as that function, if
+    ranks differ, and if two of them have one device.
     """
     local, refusal = None, None
     has_nccl = is_cuda and dist.is_nccl_available()
@@ -216,17 +217,33 @@ def agree_on_exchange(
         refusal = error
     of_all: list[Any] = [None] * group.count
     # A rank that refuses sends None to the others: they would wait for it.
-    dist.all_gather_object(of_all, local, group=group.process_group)
+    dist.all_gather_object(of_all, (local, identity), group=group.process_group)
     if refusal is not None:
         raise refusal
-    for rank, remote in enumerate(of_all):
-        if remote != of_all[0]:
+    refuse_shared_devices([device for _, device in of_all])
+    for rank, (remote, _) in enumerate(of_all):
+        if remote != of_all[0][0]:
             raise ConfigError(
                 f"distributed.exchange: rank {rank} would exchange otherwise than rank 0; give "
                 "all ranks one configuration and devices of one kind"
             )
     assert local is not None
     return local
+
+
+def refuse_shared_devices(identities: Sequence[str]) -> None:
+    """Raises ConfigError if two ranks have one device, by `device_identity` of each rank. Pure.
+
+    Each would take its budget from the same memory, and NCCL refuses them later.
+    """
+    for rank, identity in enumerate(identities):
+        first = identities.index(identity)
+        if identity and first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} have one device, {identity}: expected a device for each "
+                "process. Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
+                "infinity.offload, and start at most as many processes as the machine has devices"
+            )
 
 
 def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
@@ -249,10 +266,7 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
             f"job, and {group.count} hold this one: steps of others would be committed in its "
             'place. Use "checkpoint", with a directory for each model'
         )
-    schedule = config.schedule
     config, drives = with_part_of_node(config, group.node_count), []
-    if config.distributed.zero_stage == 3:
-        config = config.model_copy(update={"schedule": schedule})
     for tier in config.tiers.nvme:
         try:
             tier.path.mkdir(exist_ok=True)
@@ -266,7 +280,7 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
 def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
     """Returns the configuration of each of so many ranks of a node. Pure.
 
-    Updates are in the step, as a forecast assumes them.
+    In stages 1 and 2 updates are in the step.
     """
     count = node_count if config.distributed.budgets == "node" else 1
     host = config.tiers.host
@@ -278,7 +292,9 @@ def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
     tiers = config.tiers.model_copy(
         update={"host": host.model_copy(update={"capacity": capacity}), "nvme": drives}
     )
-    schedule = config.schedule.model_copy(update={"updates": "at_step"})
+    schedule = config.schedule
+    if config.distributed.zero_stage < 3:
+        schedule = schedule.model_copy(update={"updates": "at_step"})
     return config.model_copy(update={"tiers": tiers, "schedule": schedule})
 
 

@@ -116,7 +116,7 @@ class RestingWeights(UpdatedWeights):
         """Does nothing: `PendingShards` says which shards await an update."""
 
     @override
-    def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
+    def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
         shard = self._local.units[unit]
         resting = self._local.host_view(shard, StateKind.PARAMETERS)
         if resting is not None:

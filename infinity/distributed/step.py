@@ -56,13 +56,13 @@ class ShardWeights(UpdatedWeights):
         """Does nothing: no shard is attached during the step."""
 
     @override
-    def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
+    def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
         index = unit - self._num_full
         if self._partition.shards_parameters:
             if self._store.take_rewritten(index):
                 self._weight_cache.discard(unit)
-            return self._weight_cache.check_out(unit, read=read)
-        weights = self._weight_cache.check_out(index, read=True)
+            return self._weight_cache.check_out(unit, read=read, stays_on_device=stays_on_device)
+        weights = self._weight_cache.check_out(index, read=True, stays_on_device=stays_on_device)
         place = self._partition.local[index].segments[0]
         return weights[place.full_offset_nbytes : place.full_offset_nbytes + place.nbytes]
 

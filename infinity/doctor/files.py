@@ -29,13 +29,3 @@ def read_field(path: Path, key: str) -> str | None:
         if colon and name.strip() == key:
             return value.strip()
     return None
-
-
-def read_ranges(text: str | None) -> frozenset[int]:
-    """The numbers of a kernel list such as "0-3,8"."""
-    numbers: set[int] = set()
-    for part in (text or "").split(","):
-        first, _, last = part.strip().partition("-")
-        if first.isdigit():
-            numbers |= set(range(int(first), int(last or first) + 1))
-    return frozenset(numbers)

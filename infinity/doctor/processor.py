@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from infinity.config.cores import cpu_quota
-from infinity.doctor.files import read_field, read_ranges, read_text
+from infinity.config.cores import cpu_quota, read_ranges
+from infinity.doctor.files import read_field, read_text
 from infinity.doctor.finding import Finding, degraded, ok
 
 # Instruction sets that speed up arithmetic over flat buffers, by the kernel's names.

@@ -7,6 +7,7 @@ budgets, `open_tiers` opens the tiers, `first_values` fills them. This file conn
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
+from infinity.config.binding import bind_rank
 from infinity.distributed.buckets import GradientBuckets
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.grad_memory import SumsMemory
-from infinity.distributed.group import find_group, process_group
+from infinity.distributed.group import RankTopology, find_group, process_group
 from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.setup import (
     ShardingPlan,
@@ -65,7 +67,7 @@ from infinity.streaming.step_record import StepRunner, UpdateSettings
 from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.open_device import OwnDevice
+from infinity.tiers.open_device import OwnDevice, device_node
 from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
@@ -97,7 +99,7 @@ def build(
     originals = Originals(model)
     ranks = find_group(group)
     if ranks is not None:
-        config = config_of_rank(config, ranks)
+        config = _settle_rank(config, ranks, device)
     in_place = weights if config.placement.reads_in_place and ranks is None else None
     stored = StoredParams(model, in_place)
     dtypes = Dtypes(model, config)
@@ -143,6 +145,18 @@ def build(
     dtypes.narrow_buffers()
     move_buffers(model, engine.device)
     return engine
+
+
+def _settle_rank(config: SwapConfig, ranks: RankTopology, device: OwnDevice | None) -> SwapConfig:
+    """Returns the configuration of this rank. Binds its threads, before memory is touched."""
+    config = config_of_rank(config, ranks)
+    rank = int(os.environ.get("LOCAL_RANK", ranks.node_rank))
+    nodes = bind_rank(
+        rank=rank, num_ranks=ranks.node_count, device_node=device_node(config, device)
+    )
+    if nodes:
+        _log.info("rank %d runs on NUMA node %s", ranks.rank, ", ".join(map(str, nodes)))
+    return config
 
 
 def _engine(
@@ -234,13 +248,13 @@ def _assemble(
         num_spares=num_spares, num_ranks=num_ranks, free_nbytes=free_nvme_nbytes(config),
     )  # fmt: skip
     num_spares = max(num_spares + in_backward, 0 if adopted is None else adopted.num_spares)
+    sharing = 1 if sharding is None else sharding.group.node_count
     tiers = open_tiers(
         config, units, budgets, own_device, wrap_storage, adopted, identities, resources,
-        num_spares=num_spares,
+        num_spares=num_spares, num_sharing=sharing,
         has_neighbours=sharding is not None and sharding.group.has_neighbours,
     )  # fmt: skip
     device, counters = tiers.device, tiers.counters
-    sharing = 1 if sharding is None else sharding.group.node_count
     update_device = place_updates(
         config, budgets, own_units, device, tiers.host, num_sharing=sharing
     )

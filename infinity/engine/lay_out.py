@@ -29,7 +29,13 @@ from infinity.state.stored import lay_out_stored
 from infinity.state.tiles import fit
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import available_host_nbytes
-from infinity.tiers.open_device import OwnDevice, device_kind, device_nbytes, shares_host_memory
+from infinity.tiers.open_device import (
+    OwnDevice,
+    device_identity,
+    device_kind,
+    device_nbytes,
+    shares_host_memory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ def lay_out(
         ranks,
         has_own_memory=not shares_host_memory(config, device),
         is_cuda=device is None and device_kind(config) == "cuda",
+        identity=device_identity(config, device),
     )
 
     def attempt(limit_nbytes: int | None) -> LaidOut:

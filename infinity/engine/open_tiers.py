@@ -14,6 +14,7 @@ import torch
 from infinity.config import SwapConfig
 from infinity.config.cores import threads_here
 from infinity.config.schema import NvmeTier
+from infinity.distributed.group import path_of_job
 from infinity.observe import Counters
 from infinity.state.budgets import Budgets
 from infinity.state.units import Unit
@@ -54,13 +55,15 @@ def open_tiers(
     resources: ExitStack,
     *,
     num_spares: int,
+    num_sharing: int,
     has_neighbours: bool,
 ) -> OpenTiers:
     """Opens what the budgets need; `resources` closes it, in the opposite order.
 
     `identities`: the files of a checkpoint; those that `units` rest in are opened. `num_spares`:
-    generations of the volume beside the current one. `has_neighbours`: other ranks of the machine
-    read the arena. Raises StorageError, CapacityError.
+    generations of the volume beside the current one. `num_sharing`: ranks of the machine, with a
+    directory each in a swap directory. `has_neighbours`: other ranks of the machine read the arena.
+    Raises StorageError, CapacityError.
     """
     counters, huge_pages = Counters(), config.tiers.host.huge_pages
     arena = Arena(
@@ -72,7 +75,7 @@ def open_tiers(
     resources.callback(arena.close)
     read = {run.path for unit in units if unit.stored is not None for run in unit.stored.runs}
     storage = _open_storage(config, arena, budgets, wrap_storage, resources, is_needed=bool(read))
-    volume = _open_volume(config, storage, budgets, num_spares, adopted, resources)
+    volume = _open_volume(config, storage, budgets, num_spares, num_sharing, adopted, resources)
     shards = None
     if read:
         assert storage is not None
@@ -121,6 +124,7 @@ def _open_volume(
     storage: StorageEngine | None,
     budgets: Budgets,
     num_spares: int,
+    num_sharing: int,
     adopted: Adopted | None,
     resources: ExitStack,
 ) -> Volume | None:
@@ -132,6 +136,7 @@ def _open_volume(
             capacity_nbytes=_nvme_nbytes(tier),
             direct=tier.direct,
             weight=None if tier.weight == "auto" else tier.weight,
+            shared_with=str(path_of_job(tier.path)) if num_sharing > 1 else None,
         )
         for tier in config.tiers.nvme
     ]

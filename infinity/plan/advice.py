@@ -30,7 +30,9 @@ def advise(config: SwapConfig, model: PlannedModel, base: Forecast) -> list[Advi
         try:
             other = forecast(
                 changed, model, hardware, batch,
-                num_ranks=base.num_ranks, shard_drives=base.shard_drives,
+                num_ranks=1 if base.ranks is None else base.ranks.per_node,
+                num_nodes=1 if base.ranks is None else base.ranks.num_nodes,
+                shard_drives=base.shard_drives,
             )  # fmt: skip
         except InfinityError:
             continue  # An impossible change is no advice,
@@ -77,6 +79,8 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         )
     if base.ranks is not None:
         yield "twice as fast between ranks", (config, _with_faster_exchange(hardware), batch)
+        if base.ranks.num_nodes > 1:
+            yield "a network twice as fast", (config, _with_faster_network(hardware), batch)
     if device.update_gb_per_s is not None and not hardware.shares_host_memory:
         other: Place = "host" if base.update_place.is_on_device else "device"
         yield (
@@ -120,6 +124,13 @@ def _with_faster_exchange(hardware: Hardware) -> Hardware:
     )
     host = host.model_copy(update={"sockets_gb_per_s": 2 * rates.sockets / 1e9})
     return hardware.model_copy(update={"host": host, "device": device})
+
+
+def _with_faster_network(hardware: Hardware) -> Hardware:
+    host = hardware.host
+    assert host.network_gb_per_s is not None
+    host = host.model_copy(update={"network_gb_per_s": 2 * host.network_gb_per_s})
+    return hardware.model_copy(update={"host": host})
 
 
 def _with_updates_on(config: SwapConfig, place: Place) -> SwapConfig:

@@ -18,6 +18,7 @@ _BOUND = {
     "d2h": "the link from the device binds",
     "gather": "the exchange between devices binds",
     "sockets": "the exchange between hosts binds",
+    "network": "the network between nodes binds",
 }
 _BINDING_SHARE = 0.85
 _WORTH_SAYING = 1.05
@@ -102,11 +103,10 @@ def sentences(forecast: Forecast, found: Answer) -> list[str]:
     """Returns the answer in words: what fits, a step and what binds it, the data and the drives."""
     tokens = forecast.num_ranks * forecast.batch.tokens_per_step
     if found.fits:
-        first = f"Yes: {_what(forecast)} fits {forecast.hardware.name}."
+        first = f"Yes: {_what(forecast)} fits {_where(forecast)}."
     else:
-        first = f"No: {_what(forecast)} does not fit {forecast.hardware.name}: " + "; ".join(
-            found.obstacles
-        )
+        first = f"No: {_what(forecast)} does not fit {_where(forecast)}: "
+        first += "; ".join(found.obstacles)
     bound = _BOUND[found.binding]
     if found.binding_share < _BINDING_SHARE:
         bound = "nothing binds alone"
@@ -186,14 +186,21 @@ def _what(forecast: Forecast) -> str:
     )
 
 
+def _where(forecast: Forecast) -> str:
+    """Returns the name of the machine, with its number if there are several."""
+    ranks, name = forecast.ranks, forecast.hardware.name
+    return name if ranks is None or ranks.num_nodes == 1 else f"{ranks.num_nodes} nodes of {name}"
+
+
 def _base_copy(forecast: Forecast) -> BaseCopy | None:
     frozen, ranks = forecast.model.frozen, forecast.num_ranks
     if frozen is None or not frozen.is_copied:
         return None
     placed = forecast.placed_nbytes["base"]
     rates = forecast.hardware.rates(forecast.shard_drives)
-    read_s = ranks * frozen.stored.nbytes / rates.checkpoint_read
-    write_s = ranks * placed.get("nvme", 0) / rates.nvme_write
+    per_node = 1 if forecast.ranks is None else forecast.ranks.per_node
+    read_s = per_node * frozen.stored.nbytes / rates.checkpoint_read
+    write_s = per_node * placed.get("nvme", 0) / rates.nvme_write
     return BaseCopy(ranks * sum(placed.values()), read_s + write_s)
 
 

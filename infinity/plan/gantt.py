@@ -18,6 +18,7 @@ TRACK_TITLES = {
     "update": "updates on the host",
     "gather": "between devices",
     "sockets": "between hosts",
+    "network": "between nodes",
     "h2d": "host to device",
     "d2h": "device to host",
     "nvme": "drives",

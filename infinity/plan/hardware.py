@@ -30,6 +30,8 @@ class Host(Table):
     `sockets_gb_per_s` is the traffic between the hosts of ranks on this node, all ranks together,
     each byte counted once. Its default is an eighth of `sum_gb_per_s`: a byte is copied into the
     kernel and out of it, each copy reads and writes it, and about half of that rate was measured.
+    `network_gb_per_s` is the rate at which the node receives from other nodes, and sends, all its
+    adapters together.
     """
 
     memory: Nbytes
@@ -37,6 +39,7 @@ class Host(Table):
     sum_gb_per_s: GbPerS
     hold_gb_per_s: GbPerS | None = None
     sockets_gb_per_s: GbPerS | None = None
+    network_gb_per_s: GbPerS | None = None
 
 
 class Device(Table):
@@ -107,6 +110,7 @@ class Hardware(Table):
                 "host": _part(
                     host, count,
                     "update_gb_per_s", "sum_gb_per_s", "hold_gb_per_s", "sockets_gb_per_s",
+                    "network_gb_per_s",
                 ).model_copy(update={"memory": host.memory // count}),
                 "device": device,
                 "nvme": None
@@ -145,6 +149,9 @@ class Hardware(Table):
             d2h=inf if device.d2h_gb_per_s is None else count * device.d2h_gb_per_s * giga,
             gather=gather,
             peers=inf if device.gather_gb_per_s is None else device.gather_gb_per_s * giga,
+            network=inf
+            if self.host.network_gb_per_s is None
+            else self.host.network_gb_per_s * giga,
             checkpoint_read=self._checkpoint_read(shard_drives),
             sockets=giga * (self.host.sockets_gb_per_s or self.host.sum_gb_per_s / _SOCKETS_SHARE),
             **drives,

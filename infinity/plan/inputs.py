@@ -19,14 +19,14 @@ def saved_inputs(
     config: SwapConfig, model: PlannedModel, batch: Batch, budgets: Budgets
 ) -> tuple[str, int] | None:
     """Returns the tier of the input of every block, and the bytes for all tokens of a step, in the
-    compute dtype, as the engine saves it in layer-major order. Over a frozen base, the host takes
-    all of them or, if they are more than half of what it has to work in, the next tier."""
+    compute dtype, as the engine saves it in layer-major order. The host takes all of them or, if
+    they are more than half of what it has to work in, the next tier."""
     tier, *others = config.placement.activations
     if config.schedule.micro_batch is None or tier == "device":
         return None
     blocks = sum(hooked.attention_width > 0 for hooked in model.hooked_modules)
     nbytes = blocks * input_nbytes(config, model, batch)
-    if model.frozen is not None and tier == "host" and others:
+    if tier == "host" and others:
         tier = tier if 2 * nbytes <= budgets.working_nbytes else others[0]
     return tier, nbytes
 

@@ -24,7 +24,8 @@ from infinity.state.units import units_by_block
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """How state is sharded, and the bytes that one rank takes of each tier: (bytes, of bytes).
+    """How state is sharded over all ranks of `num_nodes`, and the bytes that one rank takes of each
+    tier: (bytes, of bytes).
 
     The device's bytes are those of the engine: state at rest, units in use, and exchange buffers.
     `of` is None without a limit.
@@ -35,30 +36,48 @@ class RankLayout:
     stage: int
     is_collective: bool
     taken_nbytes: Mapping[str, tuple[int, int | None]]
+    num_nodes: int = 1
+
+    @property
+    def per_node(self) -> int:
+        """The number of ranks of each node."""
+        return self.count // self.num_nodes
 
 
 class NodeView:
-    """The machine and the file, as each of its ranks sees them."""
+    """The machine and the file, as each of its ranks sees them: `count` ranks on each of
+    `num_nodes` such machines."""
 
     def __init__(
-        self, config: SwapConfig, hardware: Hardware, count: int, rank: int | None
+        self, config: SwapConfig, hardware: Hardware, count: int, rank: int | None, num_nodes: int
     ) -> None:
         self.count = count
+        self.num_nodes = num_nodes
         self.rank = rank
         self.config_of_rank, self.hardware_of_rank = config, hardware
         self.is_collective = False
         self._num_devices = hardware.device.count
-        if count > 1:
+        if num_nodes > 1 and hardware.host.network_gb_per_s is None:
+            raise ConfigError(
+                f"--nodes {num_nodes}: {hardware.name} has no host.network_gb_per_s, the rate at "
+                "which a node receives from the others; add it to the hardware file"
+            )
+        if self.num_ranks > 1:
             self.config_of_rank = with_part_of_node(config, count)
             self.hardware_of_rank = hardware.of_rank(count)
             self.is_collective = _exchanges_on_devices(config, hardware)
 
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all nodes."""
+        return self.count * self.num_nodes
+
     def plan_sharding(self, model: PlannedModel) -> ShardingPlan | None:
         """Returns the part of `rank`, or of the rank that owns most; None for one rank."""
-        count, rank = self.count, self.rank
+        count, rank = self.num_ranks, self.rank
         if count == 1:
             return None
-        group = RankTopology(None, 0, count, 0, count, 0, count, ())
+        group = RankTopology(None, 0, count, 0, count, 0, self.count, ())
         sharding = plan_sharding(
             model.units,
             _units_by_block(model),
@@ -75,7 +94,7 @@ class NodeView:
 
     def warnings(self) -> list[str]:
         """Returns a sentence for devices of the machine that no rank uses."""
-        if self.count == 1 or self.count >= self._num_devices:
+        if self.num_ranks == 1 or self.count >= self._num_devices:
             return []
         return [f"{self.count} of the machine's {self._num_devices} devices are used"]
 
@@ -99,6 +118,7 @@ def layout_of_rank(
     budgets: Budgets,
     window_nbytes: int | None,
     spare_nbytes: int,
+    num_nodes: int,
 ) -> RankLayout:
     """Returns the bytes that one rank takes of each tier, and the bytes that the tier has."""
     placed, partition = budgets.placement.placed_nbytes, sharding.partition
@@ -111,7 +131,7 @@ def layout_of_rank(
     if hardware.nvme is not None:
         taken["nvme"] = placed["nvme"] + spare_nbytes, hardware.nvme.capacity
     return RankLayout(
-        partition.count, partition.rank, partition.stage, sharding.is_collective, taken
+        partition.count, partition.rank, partition.stage, sharding.is_collective, taken, num_nodes
     )
 
 

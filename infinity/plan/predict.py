@@ -57,7 +57,7 @@ class Forecast:
     """The forecast of a run. `placed_nbytes` is by state kind and tier. `spare_nbytes` on NVMe hold
     the `num_spares` generations of commits, linked checkpoints and early updates.
 
-    `hardware` is the node. With ranks, batch, bytes and seconds are those of one rank; tokens and
+    `hardware` is one node. With ranks, batch, bytes and seconds are those of one rank; tokens and
     FLOPs per second are of all ranks.
     """
 
@@ -103,7 +103,8 @@ class Forecast:
         written = self.step.moved_nbytes.get(WRITE, 0)
         if nvme is None or nvme.endurance is None or not written:
             return None
-        return nvme.endurance / (written * self.num_ranks)
+        per_node = 1 if self.ranks is None else self.ranks.per_node
+        return nvme.endurance / (written * per_node)
 
 
 def forecast(
@@ -113,27 +114,28 @@ def forecast(
     batch: Batch,
     *,
     num_ranks: int = 1,
+    num_nodes: int = 1,
     rank: int | None = None,
     shard_drives: int | None = None,
 ) -> Forecast:
     """Predicts a step. Raises CapacityError, with the key to change, for demands the machine cannot
     meet.
 
-    With `num_ranks` on the node, each with its own batch, the forecast is that of `rank`, or of the
-    rank that owns most. `shard_drives` of the drives hold the checkpoint of a frozen base; None:
-    all of them.
+    With `num_ranks` on each of `num_nodes`, each with its own batch, the forecast is that of
+    `rank`, or of the rank that owns most. `shard_drives` of the drives hold the checkpoint of a
+    frozen base; None: all of them.
     """
-    config, model = _with_base(config, model, num_ranks)
-    node = NodeView(config, hardware, num_ranks, rank)
+    config, model = _with_base(config, model, num_ranks * num_nodes)
+    node = NodeView(config, hardware, num_ranks, rank, num_nodes)
     config, machine = node.config_of_rank, node.hardware_of_rank
     window_nbytes = window_nbytes_of(config, machine)
     untiled = model
     model, sharding, budgets = fitted(node, model, window_nbytes)
     placement = budgets.placement
     units = model.units if sharding is None else sharding.partition.units
-    num_spares = wanted_spares(config, is_linked=True, num_ranks=num_ranks)
+    num_spares = wanted_spares(config, is_linked=True, num_ranks=node.num_ranks)
     in_backward = updates_in_backward(
-        config, units, budgets, num_spares=num_spares, num_ranks=num_ranks,
+        config, units, budgets, num_spares=num_spares, num_ranks=node.num_ranks,
         free_nbytes=0.0 if machine.nvme is None else machine.nvme.capacity,
     )  # fmt: skip
     num_spares += in_backward
@@ -142,7 +144,7 @@ def forecast(
     saved = saved_inputs(config, model, batch, budgets)
     chunks = chunk_traffic(config, model, machine, batch, window_nbytes)
     obstacles = obstacles_of(config, model, machine, batch, budgets, saved, chunks)
-    job = _job(config, model, batch, sharding, budgets, saved, chunks)
+    job = _job(config, model, batch, sharding, budgets, saved, chunks, num_nodes=num_nodes)
     rates = machine.rates(shard_drives)
     place = _update_place(config, machine, job, rates)
     job = replace(job, updates_on_device=place.is_on_device)
@@ -173,7 +175,7 @@ def forecast(
         shard_drives=shard_drives,
         ranks=None
         if sharding is None
-        else layout_of_rank(sharding, machine, budgets, window_nbytes, spare_nbytes),
+        else layout_of_rank(sharding, machine, budgets, window_nbytes, spare_nbytes, num_nodes),
     )
 
 
@@ -196,6 +198,8 @@ def _job(
     budgets: Budgets,
     saved: tuple[str, int] | None,
     chunks: ChunkTraffic | None,
+    *,
+    num_nodes: int,
 ) -> StepSpec:
     saved_nbytes = input_nbytes(config, model, batch) if saved is not None else 0
     uses = [
@@ -224,6 +228,7 @@ def _job(
                 budgets.placement,
                 batch,
                 is_collective=sharding.is_collective,
+                num_nodes=num_nodes,
             )
         )
     job = make_job(config, budgets, model.units, uses, batch, saved_on=saved_on, loads=loads)

@@ -8,8 +8,9 @@ from typing import Any
 
 from infinity.plan.advice import Advice
 from infinity.plan.answer import Answer, count, decimal, flops, sentences
+from infinity.plan.idle import idle_by_cause
 from infinity.plan.predict import Forecast
-from infinity.simulate.log import CHECKPOINT_READ
+from infinity.simulate.log import CHECKPOINT_READ, COMPUTE
 from infinity.sizes import format_nbytes
 
 _LANES = {
@@ -20,6 +21,7 @@ _LANES = {
     "d2h": "device to host",
     "gather": "between devices",
     "sockets": "between hosts of ranks",
+    "network": "between nodes",
 }
 # Below this share of the step no single track explains it: the tracks wait for each other.
 _BINDING_SHARE = 0.85
@@ -59,6 +61,7 @@ def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict
         "step_s": step.step_s,
         "tokens_per_s": forecast.tokens_per_s,
         "flops_per_s": forecast.flops_per_s,
+        "idle_s": dict(idle_of_compute(forecast)),
         "binding": step.binding,
         "binding_share": step.busy_s[step.binding] / step.step_s,
         "advice": [asdict(item) for item in advice],
@@ -94,6 +97,7 @@ def to_text(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> str:
         "",
         "bytes a step" + " " * 18 + "busy, of the step" + _of_a_rank(forecast),
         *_links(forecast),
+        *_idle(forecast),
         "",
         f"step      {_duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s"
         + (", " if forecast.ranks is None else " of all ranks, ")
@@ -127,16 +131,18 @@ def _ranks(forecast: Forecast) -> list[str]:
     ranks, hardware = forecast.ranks, forecast.hardware
     if ranks is None:
         return []
-    rates = hardware.of_rank(ranks.count).rates()
+    rates = hardware.of_rank(ranks.per_node).rates()
     between = (
         f"between devices at {rates.peers / 1e9:,.3g} GB/s where they can"
         if ranks.is_collective
         else "between hosts"
     )
+    nodes = f" on {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else ""
     estimated = "" if hardware.host.sockets_gb_per_s else ", an estimate by host.sum_gb_per_s"
     return [
-        f"{ranks.count} ranks, stage {ranks.stage}, each with a batch of its own; exchange "
+        f"{ranks.count} ranks{nodes}, stage {ranks.stage}, each with a batch of its own; exchange "
         f"{between}; sockets {rates.sockets / 1e9:,.3g} GB/s a rank{estimated}"
+        + (f"; network {rates.network / 1e9:,.3g} GB/s a rank" if nodes else "")
     ]
 
 
@@ -196,6 +202,28 @@ def _links(forecast: Forecast) -> list[str]:
         share = f"{_duration(busy_s)}, {busy_s / step.step_s:.0%}"
         lines.append(f"  {title:<34}{share:<16}{', '.join(moved)}".rstrip())
     return lines
+
+
+def idle_of_compute(forecast: Forecast) -> list[tuple[str, float]]:
+    """Returns what the device waits for while it computes nothing, in words, with seconds of a
+    step; the longest first."""
+    step = forecast.step
+    found = idle_by_cause(step.timeline, COMPUTE, step.step_s)
+    return [
+        (f"{_LANES[track]}: {kind}" if kind else track, idle_s)
+        for (track, kind), idle_s in sorted(found.items(), key=lambda item: -item[1])
+    ]
+
+
+def _idle(forecast: Forecast) -> list[str]:
+    """Returns a line with the causes that take a hundredth of the step or more."""
+    step_s = forecast.step.step_s
+    causes = [
+        f"{idle_s / step_s:.0%} for {cause}"
+        for cause, idle_s in idle_of_compute(forecast)
+        if idle_s >= step_s / 100
+    ]
+    return ["", f"idle      compute waits {', '.join(causes)}"] if causes else []
 
 
 def _binding(forecast: Forecast) -> str:

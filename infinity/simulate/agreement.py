@@ -18,6 +18,12 @@ class RankAgreement:
         self._fetches = fetches
         self._updates = updates
 
+    def agree_on_deferred(self) -> None:
+        """Waits until all ranks have decided. Each updates its shards while the others read; who
+        reads a shard waits for its update."""
+        if any(load.sharded is not NOT_SHARDED for load in self._log.job.units):
+            self._fetches.agreed = self._log.decided[-1]
+
     def agree(self, units: Sequence[int]) -> None:
         """Waits until all ranks have updated their parts. A rank with all weights fetches the other
         parts."""
@@ -35,14 +41,10 @@ class RankAgreement:
         if sharded.is_gathered or not sharded.received_nbytes:
             return updated
         if sharded.are_weights_between_devices:
-            return self._log.send(
-                "received", name, sharded.received_nbytes, [updated], is_by_device=True
-            )
+            return self._log.receive(name, sharded, [updated], is_by_device=True)
         own_nbytes = 0 if self._updates.stays(load) else load.weight_nbytes
         read = self._fetches.read_parts(load, own_nbytes + sharded.served_nbytes, [updated])
-        received = self._log.send(
-            "received", name, sharded.received_nbytes, [updated, *read], is_by_device=False
-        )
+        received = self._log.receive(name, sharded, [updated, *read], is_by_device=False)
         if load.weights == "nvme":
             self._updates.write_weights(unit, [received])
             return self._log.written.weights[unit]

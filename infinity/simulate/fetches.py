@@ -23,7 +23,8 @@ from infinity.tiers.ranges import rounded_nbytes
 class Fetches:
     """Decides which uses fetch, as the weight cache does, and appends the fetches.
 
-    `agreed`: the operation at which all ranks have completed the step before.
+    `agreed`: the operation at which all ranks have completed the step before. `updated`: by unit,
+    the last update of this rank's shard after a step. Those of other ranks take as long.
     """
 
     def __init__(self, log: OperationLog) -> None:
@@ -39,6 +40,7 @@ class Fetches:
         self._device_free: dict[int, tuple[int, ...]] = {}
         self._visit = 0
         self.agreed: int | None = None
+        self.updated: dict[int, int] = {}
 
     def _visits(self) -> tuple[list[Visit], list[Visit]]:
         job = self._log.job
@@ -58,7 +60,8 @@ class Fetches:
         ]
         changing = {index for index, unit in enumerate(job.units) if unit.is_changed}
         # A step makes gathered weights outdated.
-        outdated = {index for index in changing if job.units[index].sharded.is_gathered_on_host}
+        defers = job.defers
+        outdated = {i for i in changing if _is_dropped(job.units[i], defers=defers)}
         if job.device_cache_nbytes is None:
             device = [Visit(unit, True) for unit in order] * passes
             skipped: frozenset[int] = frozenset()
@@ -98,14 +101,13 @@ class Fetches:
             freed = [
                 operation for seen in device.evicts for operation in self._device_free.get(seen, ())
             ]
-            name, after = f"weights of {load.name}", [ready, *freed, self.agreed]
+            name = f"weights of {load.name}"
+            after = [ready, *freed, self.agreed, self.updated.get(unit)]
             if load.inward_nbytes:
                 ready = self._log.move(H2D, name, load.inward_nbytes, after)
             sharded = load.sharded
             if sharded.is_gathered and sharded.are_weights_between_devices:
-                ready = self._log.send(
-                    "received", name, sharded.received_nbytes, [ready, *after], is_by_device=True
-                )  # fmt: skip
+                ready = self._log.receive(name, sharded, [ready, *after], is_by_device=True)
             if self._log.rates.gather is not None:
                 duration_s = load.weight_nbytes / self._log.rates.gather
                 ready = self._log.add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
@@ -118,7 +120,7 @@ class Fetches:
         load = self._log.job.units[unit]
         after: list[int | None]
         after = [operation for seen in visit.evicts for operation in self._host_free.get(seen, ())]
-        after.append(self._log.written.weights.get(unit))
+        after += [self._log.written.weights.get(unit), self.updated.get(unit)]
         if not self._log.job.reads_ahead:
             after.append(self._log.last_on.get(COMPUTE))
         name, sharded = f"weights of {load.name}", load.sharded
@@ -127,9 +129,7 @@ class Fetches:
             return self._log.nvme(traffic, name, load.weight_nbytes, after)
         after.append(self.agreed)
         ready = self.read_parts(load, load.weight_nbytes + sharded.served_nbytes, after)
-        return self._log.send(
-            "received", name, sharded.received_nbytes, [*after, *ready], is_by_device=False
-        )
+        return self._log.receive(name, sharded, [*after, *ready], is_by_device=False)
 
     def read_parts(
         self, load: UnitLoad, nbytes: int, after: Sequence[int | None]
@@ -150,3 +150,9 @@ class Fetches:
             written = self._log.written.weights.get(self._host[visit].unit)
             free = (computed,) if written is None else (computed, written)
             self._host_free[visit] = self._device_free[visit] = free
+
+
+def _is_dropped(load: UnitLoad, *, defers: bool) -> bool:
+    """Whether a step drops the weights in host memory: assembled ones, and those of a shard that is
+    updated where it rests."""
+    return load.sharded.is_gathered_on_host or (load.sharded.is_gathered and defers)

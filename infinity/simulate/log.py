@@ -1,8 +1,8 @@
 """The operations of simulated steps in the order in which they are needed. Pure.
 
 Tracks: compute, update (the host's thread), nvme, h2d, d2h, gather (between devices), sockets
-(between the hosts of ranks). If the device is the host itself, compute and update are one thread
-and one track.
+(between the hosts of ranks), network (between nodes). If the device is the host itself, compute and
+update are one thread and one track.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 from infinity.simulate.clock import Operation
 from infinity.simulate.rates import Rates
-from infinity.simulate.spec import StepSpec
+from infinity.simulate.spec import ShardedLoad, StepSpec
 from infinity.simulate.sums import kept_sums
 
 COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
-SOCKETS = "sockets"
+SOCKETS, NETWORK = "sockets", "network"
+_JOIN = "join"  # Ends what several links carry at the same time. Takes no time.
 READ, WRITE = "nvme_read", "nvme_write"
 CHECKPOINT_READ = "checkpoint_read"  # Of the files that a frozen base rests in.
 
@@ -84,11 +85,37 @@ class OperationLog:
         """Adds a transfer of the drives; `traffic` is READ or WRITE."""
         return self.add(NVME, name, after=after, nbytes=nbytes, traffic=traffic)
 
-    def send(
-        self, verb: str, name: str, nbytes: int, after: Sequence[int | None], *, is_by_device: bool
+    def receive(
+        self, name: str, sharded: ShardedLoad, after: Sequence[int | None], *, is_by_device: bool
     ) -> int:
-        """Adds a transfer from other ranks ("received") or to other ranks ("sent")."""
+        """Adds the transfer of a unit's weights from the other ranks."""
+        nbytes, between_nodes_nbytes = sharded.received_nbytes, sharded.network_received_nbytes
+        return self._exchange("received", name, nbytes, between_nodes_nbytes, after, is_by_device)
+
+    def send(
+        self, name: str, sharded: ShardedLoad, after: Sequence[int | None], *, is_by_device: bool
+    ) -> int:
+        """Adds the transfer of a unit's gradients to the other ranks."""
+        nbytes, between_nodes_nbytes = sharded.sent_nbytes, sharded.network_sent_nbytes
+        return self._exchange("sent", name, nbytes, between_nodes_nbytes, after, is_by_device)
+
+    def _exchange(
+        self,
+        verb: str,
+        name: str,
+        nbytes: int,
+        between_nodes_nbytes: int,
+        after: Sequence[int | None],
+        is_by_device: bool,
+    ) -> int:
         track, rate = (GATHER, self.rates.peers) if is_by_device else (SOCKETS, self.rates.sockets)
-        return self.add(
+        exchanged = self.add(
             track, name, nbytes / rate, after=after, nbytes=nbytes, traffic=f"{track}_{verb}"
         )
+        if not between_nodes_nbytes:
+            return exchanged
+        between = self.add(
+            NETWORK, name, between_nodes_nbytes / self.rates.network, after=after,
+            nbytes=between_nodes_nbytes, traffic=f"{NETWORK}_{verb}",
+        )  # fmt: skip
+        return self.add(_JOIN, name, after=[exchanged, between])

@@ -13,7 +13,7 @@ import torch
 from infinity.config import SwapConfig
 from infinity.simulate.job import Batch, load_of, num_fibers_of
 from infinity.simulate.spec import ShardedLoad, UnitLoad
-from infinity.state.partition import Partition
+from infinity.state.partition import Partition, Shard
 from infinity.state.placement import StatePlacement
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec
 
@@ -25,9 +25,13 @@ def rank_loads(
     batch: Batch,
     *,
     is_collective: bool,
+    num_nodes: int = 1,
 ) -> Iterator[UnitLoad]:
     """Returns one load for each full unit. `placement` is that of `partition.units`;
-    `is_collective`: the devices of ranks exchange data directly."""
+    `is_collective`: the devices of ranks exchange data directly. Ranks are divided evenly over
+    `num_nodes`, in their order."""
+    per_node = partition.count // num_nodes
+    own_node = partition.rank // per_node
     is_summed = num_fibers_of(config, batch) > 1
     reduced = None if config.distributed.reduce_dtype == "auto" else torch.bfloat16
     for full, of_ranks in zip(partition.full_units, partition.shards, strict=True):
@@ -48,6 +52,9 @@ def rank_loads(
         part_nbytes = [sum(part.nbytes for part in partition.served(shard)) for shard in of_ranks]
         own_nbytes = part_nbytes[partition.rank]
         are_weights_between_devices = is_collective and (stage == 3 or load.weights == "device")
+        remote = [shard.rank for shard in of_ranks if shard.rank // per_node != own_node]
+        remote_nbytes = sum(part_nbytes[rank] for rank in remote)
+        sent_nbytes = [_gradient_nbytes(shard, reduced, are_wide) for shard in of_ranks]
         # In stages 2 and 3 the bytes that leave a device are those sent; in other stages, those
         # received.
         leaves_as = reduced if stage > 1 and not is_summed else None
@@ -65,16 +72,25 @@ def rank_loads(
                 are_gradients_between_devices=is_collective and sums in (None, "device"),
                 received_nbytes=sum(part_nbytes) - own_nbytes,
                 served_nbytes=(partition.count - 1) * own_nbytes,
-                sent_nbytes=sum(
-                    (share.stop - share.start) * _itemsize(share.full, reduced, are_wide)
-                    for shard in of_ranks
-                    for share in shard.shares
-                    if shard.rank != partition.rank
-                ),
+                sent_nbytes=sum(sent_nbytes) - sent_nbytes[partition.rank],
                 sums=sums,
                 sums_nbytes=full.state_numel * STATE_ITEM_NBYTES if sums else 0,
+                # An all-gather passes a node's border once, for all ranks of the node. A gradient
+                # goes from each rank to each owner.
+                network_received_nbytes=remote_nbytes // per_node
+                if are_weights_between_devices
+                else remote_nbytes,
+                network_sent_nbytes=sum(sent_nbytes[rank] for rank in remote),
             ),
         )
+
+
+def _gradient_nbytes(shard: Shard, reduced: torch.dtype | None, are_wide: bool) -> int:
+    """Returns the bytes of a shard's gradients, as they are sent."""
+    return sum(
+        (share.stop - share.start) * _itemsize(share.full, reduced, are_wide)
+        for share in shard.shares
+    )
 
 
 def _itemsize(spec: TensorSpec, reduced: torch.dtype | None, is_wide: bool) -> int:

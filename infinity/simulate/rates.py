@@ -20,7 +20,8 @@ class Rates:
     that of all drives.
 
     With ranks, `peers` is the rate at which a rank's device receives from the other devices, and
-    `sockets` that at which its host receives. Sending takes as long.
+    `sockets` that at which its host receives, and `network` this rank's part of the rate at which a
+    node receives from other nodes. Sending takes as long.
     """
 
     flops: float
@@ -38,6 +39,7 @@ class Rates:
     gather: float | None = None
     peers: float = float("inf")
     sockets: float = float("inf")
+    network: float = float("inf")
 
     @property
     def checkpoint_slowness(self) -> float:

@@ -19,7 +19,8 @@ class ShardedLoad:
     Data that the ranks' devices do not exchange directly passes between their hosts.
     `received_nbytes`: weights of the other ranks. `served_nbytes`: weights of this rank, read
     from its tier for the other ranks if weights pass between hosts. `sent_nbytes`: gradients on
-    their way to their owners.
+    their way to their owners. `network_received_nbytes` and `network_sent_nbytes`: this rank's part
+    of these bytes that passes between nodes.
     """
 
     count: int
@@ -34,6 +35,8 @@ class ShardedLoad:
     # Stage 1: the place where this rank sums its gradients of a step before it sends them.
     sums: str | None = None
     sums_nbytes: int = 0
+    network_received_nbytes: int = 0
+    network_sent_nbytes: int = 0
 
     @property
     def is_gathered_on_host(self) -> bool:
@@ -107,6 +110,12 @@ class UnitLoad:
         return self.update_nbytes > 0 or self.sharded.sent_nbytes > 0
 
     @property
+    def changes_on_device(self) -> bool:
+        """Whether an update reads or writes state that rests on a device."""
+        tiers = {self.weights, *self.state_read_nbytes} if self.update_nbytes else ()
+        return "device" in tiers
+
+    @property
     def sums(self) -> tuple[str, int]:
         """The place where the backward sums gradients, and the fp32 bytes there."""
         if self.sharded.sums is not None:
@@ -148,3 +157,17 @@ class StepSpec:
     def shares_host_memory(self) -> bool:
         """Whether the device computes in host memory, as a CPU does."""
         return self.device_cache_nbytes is None
+
+    @property
+    def defers(self) -> bool:
+        """Whether updates follow the step. Over ranks a thread makes them, which does so only for
+        assembled weights and for state that the host can address (design/0015)."""
+        shared = [unit for unit in self.units if unit.sharded is not NOT_SHARDED]
+        if not shared or not self.is_deferred:
+            return self.is_deferred
+        return (
+            self.reads_ahead
+            and (self.shares_host_memory or not self.updates_on_device)
+            and all(unit.sharded.is_gathered for unit in shared)
+            and (self.shares_host_memory or not any(unit.changes_on_device for unit in shared))
+        )

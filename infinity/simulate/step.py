@@ -139,13 +139,14 @@ class _Draft:
         self._saved: dict[int, int] = {}  # By use: the operation that saves its input.
         self._blocks_in_groups = blocks_in_groups(job.uses)
         self._computed: list[int] = []  # Forwards and backwards of uses, in order.
+        self._defers = job.defers
         self._early = self._early_units()
         self._updated: set[int] = set()  # In the backward of the last step.
 
     def _early_units(self) -> set[int]:
         """Returns the units to update in the backward, if their gradients complete in time."""
         job = self.log.job
-        if not job.is_deferred or not job.early_share:
+        if not job.defers or not job.early_share:
             return set()
         nbytes: dict[int, int] = {}
         for move in self._fetches.moves:
@@ -157,11 +158,13 @@ class _Draft:
         return set(choose_early(list(nbytes), nbytes, job.early_share))
 
     def add_step(self, step: int) -> None:
-        job = self.log.job
+        job, defers = self.log.job, self._defers
         self.log.step = step
         is_updating = step > 0
         summed: set[int] = set()  # Units with a gradient sum in this step.
-        if is_updating and not job.is_deferred:
+        if is_updating and defers:
+            self._agreement.agree_on_deferred()
+        if is_updating and not defers:
             self.log.pass_name = "update"
             units = list(dict.fromkeys(unit for use in job.uses for unit in use.units))
             for unit in units:
@@ -169,12 +172,10 @@ class _Draft:
             self._agreement.agree(units)
         for micro_batch in range(job.num_micro_batches):
             is_first = micro_batch == 0
-            self.log.pass_name = (
-                "forward with update" if is_first and job.is_deferred else "forward"
-            )
+            self.log.pass_name = "forward with update" if is_first and defers else "forward"
             pending = set(range(len(job.units))) if is_first and is_updating else set()
             pending -= self._updated
-            if not job.is_deferred:
+            if not defers:
                 pending.clear()
             is_last = micro_batch == job.num_micro_batches - 1
             if is_last:
@@ -312,7 +313,11 @@ class _Draft:
 
     def _fetch(self, unit: int, *, is_pending: bool = False) -> int | None:
         """Fetches weights to the place of use; returns the operation that the use waits for."""
-        is_updated = is_pending and self.log.job.units[unit].update_nbytes > 0
+        load = self.log.job.units[unit]
+        is_updated = is_pending and load.update_nbytes > 0
+        if is_updated and load.sharded.is_gathered:
+            self._fetches.updated[unit] = self._updates.of_shard(unit)
+            is_updated = False
         ready = self._fetches.to_host(unit, is_updated=is_updated)
         if is_updated:
             ready = self._updates.update(unit, ready)

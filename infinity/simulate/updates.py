@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
 from infinity.simulate.spec import NOT_SHARDED, UnitLoad
@@ -19,7 +19,8 @@ class UnitUpdates:
         self._ring: list[tuple[int, ...]] = []
         self._all_fetched_nbytes = fetched_nbytes(log.job)
         is_alone = all(unit.sharded is NOT_SHARDED for unit in log.job.units)
-        self._rides_along = log.job.is_deferred and log.job.reads_ahead and is_alone
+        self._defers = log.job.defers
+        self._rides_along = self._defers and log.job.reads_ahead and is_alone
         self._ring_nbytes = log.job.ring_nbytes + (self._spare_nbytes() if is_alone else 0)
 
     def _spare_nbytes(self) -> float:
@@ -56,12 +57,29 @@ class UnitUpdates:
         done = self.update(unit, ready)
         self._log.last_on[COMPUTE] = self._log.add(COMPUTE, f"updated {load.name}", after=[done])
 
+    def of_shard(self, unit: int) -> int:
+        """Adds the update of this rank's shard after the step, by a thread beside the passes. The
+        thread reads and writes weights where they rest (design/0015)."""
+        load, ready = self._log.job.units[unit], self._log.decided[-1]
+        if load.weights == "nvme":
+            last = self._log.written.weights.get(unit)
+            ready = self._log.nvme(
+                READ, f"weights of {load.name}", load.weight_nbytes, [last, ready]
+            )
+        return self.update(unit, ready)
+
     def update(self, unit: int, weights_ready: int | None) -> int:
         """Reads state a segment at a time, updates it and writes it back; then writes the
         weights."""
         job, load = self._log.job, self._log.job.units[unit]
         decided = self._log.decided[-1]
-        if load.weights == "device" and not job.shares_host_memory:
+        # Weights on the device come to the host, and return.
+        travels = (
+            load.weights == "device"
+            and not job.shares_host_memory
+            and not self._are_weights_in_place(load)
+        )
+        if travels:
             weights_ready = self._log.move(
                 D2H, f"weights of {load.name}", load.weight_nbytes, [decided]
             )
@@ -73,11 +91,11 @@ class UnitUpdates:
             done = self._update_segment(unit, segment, count, capacity, weights_ready)
         assert done is not None
         if load.weights == "nvme":
-            if job.shares_host_memory and job.is_deferred:
+            if job.shares_host_memory and self._defers and not load.sharded.is_gathered:
                 self.unwritten[unit] = done  # The pages are under the model until it has run.
             else:
                 self.write_weights(unit, [done])
-        elif load.weights == "device" and not job.shares_host_memory:
+        elif travels:
             done = self._log.move(H2D, f"weights of {load.name}", load.written_nbytes, [done])
         return done
 
@@ -112,20 +130,12 @@ class UnitUpdates:
             kept_nbytes = load.gradient_nbytes if is_sum_kept else 0
             nbytes = share(load.state_read_nbytes["nvme"] - kept_nbytes)
             reads.append(self._log.nvme(READ, name, nbytes, before))
-        if load.state_read_nbytes.get("device"):
+        is_on_device = job.updates_on_device and not job.shares_host_memory
+        if load.state_read_nbytes.get("device") and not is_on_device:
             reads.append(self._log.move(D2H, name, share(load.state_read_nbytes["device"]), before))
         before = [*reads, weights_ready, self._log.decided[-1]]
-        if job.updates_on_device and not job.shares_host_memory:
-            # All state moves to the device, and changed state returns.
-            changed_nbytes = share((load.update_nbytes - load.gradient_nbytes) // 2)
-            inward_nbytes = changed_nbytes + share(load.gradient_nbytes)
-            # Until then the target memory on the device may be in use.
-            arrived = self._log.move(
-                H2D, name, inward_nbytes, [*before, self._log.last_on.get(COMPUTE)]
-            )
-            duration_s = share(load.update_nbytes) / self._log.rates.device_update
-            updated = self._log.add(COMPUTE, name, duration_s, after=[arrived])
-            updated = self._log.move(D2H, name, changed_nbytes, [updated])
+        if is_on_device:
+            updated = self._update_on_device(load, name, share, before)
         else:
             duration_s = share(load.update_nbytes) / self._log.rates.update
             updated = self._log.add(self._log.update_track, name, duration_s, after=before)
@@ -135,12 +145,46 @@ class UnitUpdates:
             written = self._log.nvme(WRITE, name, nbytes, [updated])
             self._log.written.state[unit, segment] = written
             free.append(written)
-        if load.state_write_nbytes.get("device"):
+        if load.state_write_nbytes.get("device") and not is_on_device:
             free.append(
                 self._log.move(H2D, name, share(load.state_write_nbytes["device"]), [updated])
             )
         if reads:
             self._ring.append(tuple(free))
+        return updated
+
+    def _are_weights_in_place(self, load: UnitLoad) -> bool:
+        """Whether the device updates weights where they rest."""
+        return load.weights == "device" and self._log.job.updates_on_device
+
+    def _update_on_device(
+        self,
+        load: UnitLoad,
+        name: str,
+        share: Callable[[int], int],
+        before: Sequence[int | None],
+    ) -> int:
+        """Adds the update of a segment by the device. State that rests elsewhere moves there, and
+        what is changed of it returns; state that rests on the device is updated where it is."""
+        log = self._log
+        changed_nbytes = (load.update_nbytes - load.gradient_nbytes) // 2
+        inward_nbytes = changed_nbytes + load.gradient_nbytes
+        inward_nbytes -= load.state_read_nbytes.get("device", 0)
+        outward_nbytes = changed_nbytes - load.state_write_nbytes.get("device", 0)
+        if self._are_weights_in_place(load):
+            # In stages 1 and 2 a rank has all weights, and updates its part.
+            is_part = load.sharded is not NOT_SHARDED and not load.sharded.is_gathered
+            weights_nbytes = load.written_nbytes // (load.sharded.count if is_part else 1)
+            inward_nbytes -= weights_nbytes
+            outward_nbytes -= weights_nbytes
+        after = list(before)
+        if inward_nbytes:
+            # Until then the target memory on the device may be in use.
+            after = [log.move(H2D, name, share(inward_nbytes), [*before, log.last_on.get(COMPUTE)])]
+        duration_s = share(load.update_nbytes) / log.rates.device_update
+        updated = log.add(COMPUTE, name, duration_s, after=after)
+        if outward_nbytes:
+            updated = log.move(D2H, name, share(outward_nbytes), [updated])
         return updated
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
@@ -26,12 +29,16 @@ class VolumePath:
     `direct` "auto" uses O_DIRECT where the file system has it, "always" insists on it, "never" goes
     through the page cache. `weight` is the path's bandwidth in GB/s, or a number proportional to it
     where every path has one. None measures it, when there are several paths.
+
+    `shared_with`: a directory around `path` in which other processes measure their paths of the
+    same drives; they take turns. None: nobody does.
     """
 
     path: str
     capacity_nbytes: int | None = None
     direct: Literal["auto", "always", "never"] = "auto"
     weight: float | None = 1.0
+    shared_with: str | None = None
 
 
 @dataclass(slots=True)
@@ -88,14 +95,39 @@ def find_weights(paths: Sequence[OpenPath], engine: StorageEngine) -> tuple[floa
     if not all(path.path.weight is not None or _can_be_measured(path) for path in paths):
         _log.info("swap paths too small to be measured are striped evenly")
         return tuple(weight or 1.0 for weight in configured)
-    found = []
-    for path, weight in zip(paths, configured, strict=True):
-        if weight is None:
-            with path.directory.scratch(SAMPLE_NBYTES):
-                weight = measure_bandwidth(engine, path.files[0]) / 1e9
-            _log.info("swap path %r moves %.2f GB/s", path.directory.path, weight)
-        found.append(weight)
-    return tuple(found)
+    if all(weight is not None for weight in configured):
+        return tuple(weight or 1.0 for weight in configured)
+    with _turn(paths[0].path.shared_with):
+        return tuple(_weight_of(path, engine) for path in paths)
+
+
+def _weight_of(path: OpenPath, engine: StorageEngine) -> float:
+    if path.path.weight is not None:
+        return path.path.weight
+    with path.directory.scratch(SAMPLE_NBYTES):
+        weight = measure_bandwidth(engine, path.files[0]) / 1e9
+    _log.info("swap path %r moves %.2f GB/s", path.directory.path, weight)
+    return weight
+
+
+@contextlib.contextmanager
+def _turn(directory: str | None) -> Iterator[None]:
+    """Waits, in a `with` block, until no other process is in the block of the same directory.
+
+    Ranks that measured at the same time would find a part of each drive's bandwidth, and a part
+    that differs from drive to drive. flock(2): the kernel ends the turn of a process that dies. A
+    file system without locks lets all measure at once.
+    """
+    if directory is None:
+        yield
+        return
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _can_be_measured(path: OpenPath) -> bool:

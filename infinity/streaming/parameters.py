@@ -28,7 +28,7 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import StateStore
+from infinity.state.store import DeviceLocation, StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
@@ -339,10 +339,11 @@ class WeightCache:
         weights.is_checked_out = True
         return self._pool.tensor(decoded)
 
-    def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
-        """The unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
+    def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
+        """Returns the unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
 
-        With `read` false the caller overwrites all of it, so nothing is fetched. The unit must not
+        With `read` false the caller overwrites all of it, so nothing is fetched. With
+        `stays_on_device` weights that rest on the device are returned there. The unit must not
         be in use. Ends with `check_in`. Stored weights can be read, not changed.
         """
         weights = self.weights[unit]
@@ -350,11 +351,11 @@ class WeightCache:
         if weights.unit.stored is not None:
             assert read, "stored weights are not overwritten"
             return self._check_out_decoded(weights)
-        if weights.rests_on_device and self._device.shares_host_memory:
+        if weights.rests_on_device and (stays_on_device or self._device.shares_host_memory):
             weights.is_checked_out = True
-            host_view = self._store.host_view(weights.unit, StateKind.PARAMETERS)
-            assert host_view is not None
-            return host_view
+            location = self._store.location(weights.unit, StateKind.PARAMETERS)
+            assert isinstance(location, DeviceLocation)
+            return location.memory
         self._moves.settle(weights)
         if self._pool.is_tight:
             self._restack(weights)

@@ -48,10 +48,12 @@ class UpdatedWeights(Protocol):
     def await_update(self, unit: int, is_awaited: bool) -> None:
         """Marks a unit's weights as out of date until the step has updated them; or ends it."""
 
-    def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
+    def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
         """Returns the unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
 
-        Without `read` the caller overwrites all of them. The unit is not in use until `check_in`.
+        Without `read` the caller overwrites all of them. With `stays_on_device` weights that rest
+        on the device may be given there, to change in the order of the current stream. The unit is
+        not in use until `check_in`.
         """
 
     def check_in(

@@ -84,8 +84,12 @@ class ChunkUpdates:
         """Checks the unit's weights out, unless they are. Nobody may hold the unit."""
         if update.weights is None:
             with self._counters.timed("weights_s"):
+                # Full masters may be on the host, and are copied into the weights there.
+                has_full_master = update.unit.master_dtype is torch.float32
                 update.weights = self._weight_cache.check_out(
-                    update.unit.index, read=not update.overwrites_all
+                    update.unit.index,
+                    read=not update.overwrites_all,
+                    stays_on_device=self._on_device is not None and not has_full_master,
                 )
 
     def check_in(self, update: UnitUpdate, *, write_now: bool) -> None:

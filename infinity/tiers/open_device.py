@@ -59,6 +59,13 @@ def pci_address(properties: object) -> str:
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
+def device_identity(config: SwapConfig, own: OwnDevice | None) -> str:
+    """Returns the name of the device among all devices; empty where ranks may share it."""
+    if own is not None or device_kind(config) != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(None), "uuid", ""))
+
+
 def device_node(config: SwapConfig, own: OwnDevice | None) -> int | None:
     """Returns the NUMA node that the device hangs on: half of all copies would cross to the other
     one. None: nothing to prefer."""

@@ -24,16 +24,18 @@ def _run(
     results: Any,
     work: Callable[..., Any],
     arguments: Any,
+    enter: Callable[[int], str] | None,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     tempfile.tempdir = directory
     torch.set_num_threads(1)
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    address = "127.0.0.1" if enter is None else enter(rank)
+    os.environ["MASTER_ADDR"] = address
     # The kernel chooses the port; one that is only seen to be free may be another's a moment later.
     port = 0 if rank == 0 else ports.get()
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    store = dist.TCPStore(address, port, is_master=rank == 0, wait_for_workers=False)
     for _ in range(count - 1 if rank == 0 else 0):
         ports.put(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
@@ -53,10 +55,17 @@ def _run(
 class Ranks:
     """`count` processes that run `work(rank, *arguments)`. Ends them all when it is left.
 
+    `enter(rank)` runs first in each process, and returns the address at which it finds rank 0.
     `tempfile.gettempdir()` there is a directory of these ranks alone, and is removed with them.
     """
 
-    def __init__(self, count: int, work: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self,
+        count: int,
+        work: Callable[..., Any],
+        *arguments: Any,
+        enter: Callable[[int], str] | None = None,
+    ) -> None:
         context = forked.context()
         self._directory = tempfile.TemporaryDirectory(prefix="infinity-ranks-")
         self._results = context.Queue()
@@ -72,6 +81,7 @@ class Ranks:
                     self._results,
                     work,
                     arguments,
+                    enter,
                 ),
                 daemon=True,
             )
@@ -105,9 +115,14 @@ class Ranks:
         return found
 
 
-def run_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(
+    count: int,
+    work: Callable[..., Any],
+    *arguments: Any,
+    enter: Callable[[int], str] | None = None,
+) -> list[Any]:
     """What `work(rank, *arguments)` answers on each of `count` ranks. Raises when one failed."""
-    with Ranks(count, work, *arguments) as ranks:
+    with Ranks(count, work, *arguments, enter=enter) as ranks:
         outcomes = ranks.outcomes(set(range(count)))
     for rank, (_, error) in sorted(outcomes.items()):
         assert error is None, f"rank {rank}: {error[1]}"

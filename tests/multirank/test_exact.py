@@ -53,6 +53,7 @@ OTHERS = [
     Case(1, model="experts", lazy_ranks=(0,)),
     # Every rank decides for itself where it updates.
     Case(3, simulated=True, update_on=("host", "device")),
+    Case(3, dict.fromkeys(NVME, "device"), simulated=True, update_on=("device", "host"), steps=2),
     Case(2, MIXED, simulated=True, update_on=("device", "host", "auto")),
     Case(2, {"gradients": "device", "moments": "device"}, simulated=True, skips=True),
     Case(3, budgets="rank", capacity="16MiB"),

@@ -42,7 +42,10 @@ def train(
         after = dict(engine.counters.snapshot())
         found = [engine.read_parameter(name) for name in engine.parameter_names()]
         found += [state[name] for state in optimizer.state.values() for name in sorted(state)]
-    moved = [int(after[name] - before[name]) for name in ("device_in_nbytes", "device_out_nbytes")]
+    moved = [
+        int(after.get(name, 0) - before.get(name, 0))
+        for name in ("device_in_nbytes", "device_out_nbytes")
+    ]
     return [torch.as_tensor(each).detach().clone() for each in found], *moved
 
 
@@ -60,6 +63,18 @@ def test_state_on_the_device_is_updated_there_with_the_host_s_bits(
     moments_nbytes = 2 * 2 * 4 * numel  # Two steps. They go through host memory for the host.
     assert staged_in_nbytes + staged_out_nbytes >= 2 * moments_nbytes
     assert in_nbytes < staged_in_nbytes and out_nbytes < staged_out_nbytes - moments_nbytes // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_on_the_device_stay_there_while_it_updates_them(
+    dtype: torch.dtype, swap_directory: Path
+) -> None:
+    everything = dict.fromkeys(("parameters", "master", "moments", "gradients"), "device")
+    expected, *_ = train(swap_directory, dtype, {}, "host")
+    found, in_nbytes, out_nbytes = train(swap_directory, dtype, everything, "device")
+    assert all(map(torch.equal, expected, found))
+    has_full_master = dtype is torch.float16  # Weights are then made of it, in host memory.
+    assert has_full_master or (in_nbytes, out_nbytes) == (0, 0)
 
 
 def test_a_rule_whose_bits_the_device_would_not_give_is_updated_by_the_host(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from typer.testing import CliRunner
 
 from infinity import SwapConfig
 from infinity.cli import app
-from infinity.plan import forecast, load_hardware, scaled_gpt
+from infinity.plan import Forecast, forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
+from infinity.plan.report import idle_of_compute
 from infinity.simulate.job import Batch, load_of
 from infinity.simulate.rank_job import rank_loads
 from infinity.simulate.spec import NOT_SHARDED, UnitLoad
@@ -127,6 +129,7 @@ def test_the_plan_of_ranks_names_their_number_stage_and_links() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--ranks", "8", "--nodes", "2", "--hardware", "dgx-2"], "no host.network_gb_per_s"),
         (["--ranks", "9"], "has 8 devices, and each rank needs one"),
         (["--ranks", "8", "--set", "distributed.budgets=rank"], "change tiers.host.capacity"),
         (["--ranks", "8", "--set", "tiers.device.capacity=100MB", "--set", "schedule.tile=0"],
@@ -137,3 +140,101 @@ def test_plan_refuses_settings_that_ranks_cannot_have(arguments: list[str], word
     result = CliRunner().invoke(app, ["plan", *MODEL, *arguments])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+def _forecast_of_ranks(**changes: Any) -> Forecast:
+    kinds = ("parameters", "master", "moments", "gradients")
+    table: dict[str, Any] = {
+        "tiers": {"host": {"capacity": "50%"}, "nvme": [{"path": "/nowhere"}]},
+        "placement": dict.fromkeys(kinds, changes.pop("tier", "nvme")),
+        "precision": {"compute": "bfloat16"},
+        "schedule": changes.pop("schedule", {}),
+        "distributed": changes.pop("distributed", {}),
+    }
+    model = model_of_shape(scaled_gpt(10**9), torch.bfloat16)
+    node = load_hardware("8xh200-8nvme")
+    batch = Batch(16384, 2048)
+    return forecast(SwapConfig.load(table), model, node, batch, **changes)
+
+
+def test_updates_after_the_step_overlap_with_the_forward_in_stage_3() -> None:
+    after, inside = (
+        _forecast_of_ranks(
+            num_ranks=8, tier="host", schedule={"updates": updates, "update_on": "host"}
+        ).step
+        for updates in ("deferred", "at_step")
+    )
+    forward_s = inside.busy_s["compute"] / 4
+    assert after.step_s < inside.step_s - 0.8 * min(forward_s, inside.busy_s["update"])
+    assert after.moved_nbytes == inside.moved_nbytes
+
+
+def test_an_updated_shard_on_nvme_is_read_again_for_the_forward() -> None:
+    """The thread of updates does not have the weight cache, which drops the shard at the step."""
+    after, inside = (
+        _forecast_of_ranks(num_ranks=8, schedule={"updates": updates, "update_on": "host"}).step
+        for updates in ("deferred", "at_step")
+    )
+    read, again = (step.moved_nbytes["nvme_read"] for step in (inside, after))
+    shard_nbytes = 2 * model_of_shape(scaled_gpt(10**9), torch.bfloat16).num_params / 8
+    assert again - read == pytest.approx(shard_nbytes, rel=0.02)
+    assert after.moved_nbytes["nvme_write"] == inside.moved_nbytes["nvme_write"]
+    assert after.step_s < inside.step_s
+
+
+def test_updates_of_ranks_that_keep_all_weights_are_in_the_step() -> None:
+    assert _forecast_of_ranks(num_ranks=8).job.defers
+    assert not _forecast_of_ranks(num_ranks=8, distributed={"zero_stage": 2}).job.defers
+    assert not _forecast_of_ranks(num_ranks=8, schedule={"update_on": "device"}).job.defers
+
+
+@pytest.mark.parametrize("exchange", ["one_sided", "collective"])
+def test_a_rank_of_several_nodes_exchanges_over_the_network(exchange: str) -> None:
+    """A border of nodes is passed by the parts of the others: once for all ranks of a node by an
+    all-gather, once for each rank else."""
+    found = _forecast_of_ranks(num_ranks=4, num_nodes=2, distributed={"exchange": exchange})
+    moved, ranks = found.step.moved_nbytes, found.ranks
+    assert ranks is not None and (ranks.count, ranks.per_node) == (8, 4)
+    assert found.tokens_per_s == pytest.approx(8 * 16384 / found.step.step_s)
+    track = "gather" if exchange == "collective" else "sockets"
+    of_all = {verb: moved[f"{track}_{verb}"] * 8 / 7 for verb in ("received", "sent")}
+    once = 4 if exchange == "collective" else 1
+    assert moved["network_received"] == pytest.approx(of_all["received"] / 2 / once, rel=0.01)
+    assert moved["network_sent"] == pytest.approx(of_all["sent"] / 2, rel=0.01)
+    alone = _forecast_of_ranks(num_ranks=8, distributed={"exchange": exchange})
+    assert moved["nvme_write"] == pytest.approx(alone.step.moved_nbytes["nvme_write"], rel=0.001)
+    assert not any(name.startswith("network") for name in alone.step.moved_nbytes)
+
+
+def test_a_slow_network_binds_the_step_of_several_nodes_and_is_the_cause_of_idle_time() -> None:
+    slow = load_hardware("8xh200-8nvme")
+    host = slow.host.model_copy(update={"network_gb_per_s": 2.0})
+    slow = slow.model_copy(update={"host": host})
+    model = model_of_shape(scaled_gpt(10**9), torch.bfloat16)
+    config = SwapConfig.load({"precision": {"compute": "bfloat16"}})
+    found = forecast(config, model, slow, Batch(4096, 2048), num_ranks=8, num_nodes=2)
+    assert found.step.binding == "network"
+    (cause, _), *_ = idle_of_compute(found)
+    assert cause.startswith("between nodes")
+
+
+def test_the_plan_of_nodes_names_them_and_their_network() -> None:
+    said = plan(*MODEL, "--ranks", "8", "--nodes", "2")
+    for word in ("2 nodes of", "16 ranks on 2 nodes", "network 40 GB/s a rank", "compute waits"):
+        assert word in said
+    found = json.loads(plan(*MODEL, "--ranks", "8", "--nodes", "2", "--json"))
+    assert (found["ranks"]["count"], found["ranks"]["num_nodes"]) == (16, 2)
+    idle_s = sum(found["idle_s"].values())
+    assert idle_s + found["busy_s"]["compute"] == pytest.approx(found["step_s"], rel=0.01)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_of_ranks_on_the_device_is_updated_there(stage: int) -> None:
+    """What ranks exchange aside, nothing leaves the device or comes to it."""
+    step = _forecast_of_ranks(
+        num_ranks=8, tier="device", distributed={"zero_stage": stage},
+        schedule={"update_on": "device"},
+    ).step  # fmt: skip
+    update_nbytes = 2 * model_of_shape(scaled_gpt(10**9), torch.bfloat16).num_params / 8
+    for link in ("h2d", "d2h"):
+        assert step.moved_nbytes.get(link, 0) < update_nbytes / 100

@@ -139,3 +139,17 @@ def test_the_planner_predicts_what_would_be_chosen(
     other = "host" if place == "device" else "device"
     name = f"updates on the {other} (schedule.update_on)"
     assert tried[name] < LEAST_GAIN if device_gb_per_s else name not in tried
+
+
+def test_state_on_the_device_is_updated_there_without_a_transfer() -> None:
+    """With the host's update all of it comes and what is changed returns."""
+    resting = small_job("device", device_cache_nbytes=INF)
+    params = 4 * GB // 10
+    rates = Rates(flops=1e15, update=100e9, host=INF, device_update=800e9, h2d=50e9, d2h=50e9)
+    here, there = (
+        predict(replace(resting, updates_on_device=each), rates) for each in (False, True)
+    )
+    assert not any(there.moved_nbytes.get(link) for link in ("h2d", "d2h"))
+    assert here.moved_nbytes["d2h"] == (14 + 2) * params
+    assert here.moved_nbytes["h2d"] == (10 + 2) * params
+    assert choose(resting, rates).is_on_device

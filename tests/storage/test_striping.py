@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from infinity.sizes import KIB, MIB
-from infinity.storage import bandwidth
+from infinity.storage import bandwidth, volume_paths
 from infinity.storage.arena import Arena
 from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
 from infinity.storage.protocol import Priority, StorageEngine
@@ -106,3 +108,33 @@ def test_measured_bandwidth_is_that_of_the_path(open_any, make_file, tmp_path, t
     engine = throttle(open_any("threads", block_nbytes=MIB), {str(tmp_path): 100e6})
     file = engine.open(make_file(SAMPLE_NBYTES), direct=True)
     assert measure_bandwidth(engine, file) == pytest.approx(100e6)
+
+
+def test_processes_that_share_drives_measure_them_one_after_the_other(
+    open_any, drives, tmp_path, monkeypatch
+) -> None:
+    """Two at once would find a part of each drive."""
+    inside, most = [], []
+
+    def measure(engine: object, file: int) -> float:
+        inside.append(file)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.remove(file)
+        return 1e9
+
+    monkeypatch.setattr(volume_paths, "measure_bandwidth", measure)
+
+    def open_rank(rank: int) -> tuple[float, ...]:
+        paths = []
+        for drive in drives:
+            own = os.path.join(drive, f"rank-{rank}")
+            paths.append(VolumePath(own, weight=None, shared_with=drives[0]))
+        with Volume(open_any("threads"), paths) as volume:
+            return volume.weights
+
+    for drive in drives:
+        os.makedirs(drive, exist_ok=True)
+    with ThreadPoolExecutor(3) as ranks:
+        assert list(ranks.map(open_rank, range(3))) == [(1.0, 1.0)] * 3
+    assert max(most) == 1 and len(most) == 6

@@ -10,7 +10,7 @@ import pytest
 
 from infinity.config import SwapConfig
 from infinity.distributed.group import RankTopology
-from infinity.distributed.setup import config_of_rank
+from infinity.distributed.setup import config_of_rank, refuse_shared_devices
 from infinity.errors import ConfigError
 
 # Rank 1 of two, which are ranks 1 and 3 of a job of four on one machine.
@@ -60,3 +60,10 @@ def test_a_configuration_that_cannot_commit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of_rank(config(tmp_path, **sections), group)
+
+
+def test_two_ranks_on_one_device_are_refused_by_name() -> None:
+    refuse_shared_devices(["GPU-a", "GPU-b", "GPU-c"])
+    refuse_shared_devices(["", "", ""])  # The device is the host.
+    with pytest.raises(ConfigError, match="ranks 1 and 3 have one device, GPU-b"):
+        refuse_shared_devices(["GPU-a", "GPU-b", "", "GPU-b"])

@@ -75,8 +75,6 @@ def test_files_that_are_not_there_are_none(root: Path) -> None:
     assert files.read_field(root / "fields", "Seccomp") == "2"
     assert files.read_field(root / "fields", "Other") == "a:b"
     assert files.read_field(root / "fields", "Absent") is None
-    assert files.read_ranges("0-2,8") == {0, 1, 2, 8}
-    assert files.read_ranges(None) == files.read_ranges("") == frozenset()
 
 
 @pytest.mark.parametrize(
