@@ -58,8 +58,7 @@ def run(*command: str | Path, cwd: str | Path = ROOT) -> None:
 def build(directory: Path) -> Path:
     """Returns a wheel, built without isolation: the build tools of this environment are used."""
     options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
-    # A build folder of its own: that of an editable install stays as it is.
-    options += [f"--config-settings=build-dir={directory / 'cmake'}"]
+    # The build folder of an editable install has the objects of a wheel: nothing is compiled again.
     run(sys.executable, "-m", "pip", "wheel", *options, "-w", directory, ROOT)
     (wheel,) = directory.glob(_LIKE)
     return wheel

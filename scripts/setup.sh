@@ -118,10 +118,15 @@ fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt)
 all=$(echo "$extras,$have" | tr ',' '\n' | sed '/^$/d' | LC_ALL=C sort -u | paste -sd, -)
 say "installing into .venv${all:+ with extras $all}"
-install_torch
 "${pip[@]}" cffi cmake ninja pybind11 scikit-build-core
-# Without isolation: the tools above are used, and a rebuild finds its build folder again.
-PATH="$PWD/.venv/bin:$PATH" "${pip[@]}" --no-build-isolation -e ".${all:+[$all]}"
+# Without isolation: the tools above are used, and a rebuild finds its build folder again. The compiler
+# runs while pip unpacks torch, which takes one core; the second call finds nothing to compile.
+package=(env PATH="$PWD/.venv/bin:$PATH" "${pip[@]}" --no-build-isolation)
+"${package[@]}" --no-deps -e . &
+build=$!
+install_torch || { wait "$build" || true; die "torch could not be installed"; }
+wait "$build"
+"${package[@]}" -e ".${all:+[$all]}"
 .venv/bin/python -c '
 from infinity import _core
 if not _core.HAS_URING:

@@ -24,6 +24,8 @@ settings.load_profile("suite")
 # One compute thread, before torch is there to read it: what is computed is tiny, and a parallel region
 # costs more than its sums. Equality with several threads is shown by tests that set them.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Threads that such a test starts sleep between regions: other workers use the cores.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and every child would inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

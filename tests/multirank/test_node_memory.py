@@ -208,13 +208,13 @@ WORDS_NBYTES = 8 * (HEADER.size + 1)
 STEP_NBYTES = 16 * (HEADER.size + 64)
 STEADY = [
     *(
-        Case(stage, placement, model="wide", capacity="192MiB")
+        Case(stage, placement, model="wide", capacity="128MiB")
         for stage in STAGES
         for placement in ({}, NVME, MIXED)
     ),
     Case(3, NVME, model="wide", capacity="60MiB", accumulation=3, layer_major=True),
-    Case(2, model="wide", capacity="192MiB", simulated=True, exchange="collective"),
-    Case(1, model="wide", capacity="192MiB", simulated=True, exchange="collective"),
+    Case(2, model="wide", capacity="128MiB", simulated=True, exchange="collective"),
+    Case(1, model="wide", capacity="128MiB", simulated=True, exchange="collective"),
 ]
 
 

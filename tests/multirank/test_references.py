@@ -165,7 +165,7 @@ def test_volume_is_that_of_data_parallel_and_half_more_in_stage_3() -> None:
 def test_memory_falls_with_ranks_as_in_the_zero_paper(count: int) -> None:
     """Of P fp32 parameters: 4P are parameters, 4P gradients, 8P moments, here without a master.
     Stage 1 sums gradients apart from those of the rank, which costs 4P / N more."""
-    cases = [Case(stage, steps=1, model="wide", capacity="256MiB") for stage in STAGES]
+    cases = [Case(stage, steps=1, model="wide", capacity="160MiB") for stage in STAGES]
     runs = run_ranks(count, train_all, cases)
     numel = sum(p.numel() for p in WideBlocks().parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in WideBlocks().parameters() if not p.requires_grad)

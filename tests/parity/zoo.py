@@ -86,10 +86,12 @@ def configuration(model_type: str, *, dropout: bool = False, **options: Any) -> 
 
 
 def constructor(model_class: Any, make_config: Callable[[], Any]) -> Callable[[], nn.Module]:
-    """Construction from a configuration. `model_class` is a class or an Auto class."""
+    """Construction from a configuration. `model_class` is a class or an Auto class, or its name: its
+    module is imported by the first test that needs it, not by every worker."""
 
     def construct() -> nn.Module:
-        make = getattr(model_class, "from_config", model_class)
+        named = getattr(transformers, model_class) if isinstance(model_class, str) else model_class
+        make = getattr(named, "from_config", named)
         return make(make_config())
 
     return construct
@@ -206,7 +208,7 @@ def causal(
     """Register a causal language model built from its configuration alone."""
     merged = {**base, **options}
     construct = constructor(
-        getattr(transformers, model_class),
+        model_class,
         lambda: configuration(model_type or name, dropout=dropout, **merged),
     )
     return _register(
@@ -356,7 +358,7 @@ def other(
     unused: bool = False,
 ) -> Entry:
     """Register a model of a named transformers class."""
-    construct = constructor(getattr(transformers, model_class), make_config)
+    construct = constructor(model_class, make_config)
     return _register(
         Entry(
             name=name,

@@ -88,7 +88,7 @@ def test_a_batch_that_does_not_fit_is_no_advice() -> None:
     assert change in [each["change"] for each in ordinary["advice"]]
     assert change not in [each["change"] for each in full["advice"]]
     layers = ("--model", "llama-3-8b", "--hardware", "8xh100-8nvme", "--tokens", "8000000",
-              "--set", "schedule.micro_batch=16", "--set")  # fmt: skip
+              "--set", "schedule.micro_batch=64", "--set")  # fmt: skip
     assert "layer inputs take" in plan(*layers, "placement.activations=host")
     assert "layer inputs take" not in plan(*layers, "placement.activations=nvme")
 

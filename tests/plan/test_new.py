@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from infinity.sizes import MIB
 from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostBlocks
+from tests.support.forked import COMMAND, run_script
 
 RUNNER = CliRunner()
 QWEN3: dict[str, Any] = {
@@ -162,7 +161,7 @@ def test_little_data_make_small_steps_and_none_is_held_out() -> None:
 
 
 def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:
-    directory = config_only(tmp_path / "qwen3", QWEN3)
+    directory = config_only(tmp_path / "qwen3", QWEN3 | {"num_hidden_layers": 12})
     hardware = tmp_path / "large.toml"
     hardware.write_text(MACHINE.format(memory="512GB"))
     assert (
@@ -170,7 +169,7 @@ def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:
     )
     large = SwapConfig.load(tmp_path / "a.toml")
     assert not large.tiers.nvme and large.placement.moments == ("host",)
-    hardware.write_text(MACHINE.format(memory="64GB"))
+    hardware.write_text(MACHINE.format(memory="32GB"))
     result = run(directory, "--full", "--hardware", hardware, "--swap", tmp_path / "drive",
                  "-o", tmp_path / "b.toml")  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -183,7 +182,7 @@ def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_with_the_key_and_nothing_is_written(
     tmp_path: Path, machine: Path
 ) -> None:
-    directory = config_only(tmp_path / "qwen3", QWEN3)
+    directory = config_only(tmp_path / "qwen3", QWEN3 | {"num_hidden_layers": 12})
     machine.write_text(machine.read_text().replace("1TB", "1GB"))
     file = tmp_path / "run.toml"
     result = run(directory, "--full", "--hardware", machine, "-o", file)
@@ -316,8 +315,7 @@ def test_the_file_trains_as_it_is(
     assert result.exit_code == 0, result.output
     assert "4 conversations" in result.output and "4 steps" in result.output
     assert RUNNER.invoke(app, ["config", "check", str(file)]).exit_code == 0
-    command = [sys.executable, "-m", "infinity", "train", str(file), "--json"]
-    trained = subprocess.run(command, capture_output=True, text=True)  # It owns its streams.
+    trained = run_script(COMMAND, "train", file, "--json")  # It owns its streams.
     assert trained.returncode == 0, trained.stderr
     name = "model.safetensors" if "--full" in options else "adapter_model.safetensors"
     assert (tmp_path / "run-output" / name).is_file()

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 from infinity.config import SwapConfig
+from tests.support.forked import COMMAND, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(*command: str | Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True, text=True, timeout=300, env=environment,
-    )  # fmt: skip
+RUN_FILE = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def run(code: str, *arguments: str | Path) -> str:
+    done = run_script(code, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -28,15 +26,14 @@ def run(*command: str | Path) -> str:
 def test_the_example_trains_over_quantised_files_that_it_does_not_change(tmp_path: Path) -> None:
     for name in ("make_moe.py", "lora-moe.toml", "chat.jsonl"):
         shutil.copy(EXAMPLES / name, tmp_path)
-    made = run(tmp_path / "make_moe.py", "--layers", "1", "--experts", "4")
+    made = run(RUN_FILE, tmp_path / "make_moe.py", "--layers", "1", "--experts", "4")
     assert "in INT4" in made and "before training:\n<|im_start|>user\nWhere do" in made
     base = tmp_path / "run" / "moe"
     shards = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in base.iterdir()}
     assert "quantization_config" in json.loads((base / "config.json").read_text())
 
-    code = "from infinity.cli import main; main()"
     steps = ["--set", "train.steps=8", "--set", "train.warmup_steps=1"]
-    printed = run("-c", code, "train", tmp_path / "lora-moe.toml", *steps, "--json")
+    printed = run(COMMAND, "train", tmp_path / "lora-moe.toml", *steps, "--json")
     summary = json.loads(printed)
     losses = [
         json.loads(line)["loss"]
