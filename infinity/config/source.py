@@ -62,7 +62,9 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ConfigSourc
         table = _parse(content, suffix)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{name}: cannot be read: {reason}") from None
+        is_absent = isinstance(error, FileNotFoundError)
+        remedy = "; `infinity new MODEL_DIR` writes a configuration file" if is_absent else ""
+        raise ConfigError(f"{name}: cannot be read: {reason}{remedy}") from None
     except MalformedError as error:
         where = "".join(f":{number}" for number in (error.line, error.column) if number)
         raise ConfigError(f"{name}{where}: {error}") from None

@@ -10,7 +10,8 @@ axolotl loads the model and its adapters, and calls the plug-in: it offloads the
 trainer is made, and prepares the trainer. Written against the hooks that axolotl documents for
 plug-ins (docs.axolotl.ai, "Custom integrations"): `get_input_args`, `pre_model_load`,
 `post_model_load`, `post_trainer_create`, `post_train_unload`. axolotl itself is imported when it
-asks for the class. One process; axolotl has the model in memory once, before it is offloaded.
+asks for the class. One process, and transformers 5.23 or newer, while axolotl 0.19 pins an older
+one. axolotl has the model in memory once, before it is offloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError
-from infinity.integrations.hf import prepare_trainer
+from infinity.integrations.hf import check_transformers, prepare_trainer
 
 # Keys of axolotl that do what the engine does, or load weights that it cannot take.
 _CONFLICTS = {
@@ -59,7 +60,9 @@ class OffloadedRun:
 
     def pre_model_load(self, cfg: Any) -> None:
         """Raises ConfigError for a swap-tier file that cannot be read, and for keys of axolotl that
-        an offloaded model does not allow, before any weight is loaded."""
+        an offloaded model does not allow; UnsupportedError for a transformers that is too old.
+        No weight is loaded before."""
+        check_transformers()
         _swap_config(cfg)
         faults = [f"{key}: {text}" for key, text in _CONFLICTS.items() if _get(cfg, key)]
         if faults:

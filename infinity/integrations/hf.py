@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
@@ -36,6 +37,7 @@ from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import GIB, parse_nbytes
 
 STATE_NAME = "infinity"  # The directory inside a Trainer's checkpoint.
+_OLDEST = (5, 23)  # Of transformers: exports use converters that came with it.
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 # Methods that `OffloadedTrainer` overrides, and that a release of transformers may rename.
 _ANSWERED = (
@@ -74,6 +76,7 @@ def prepare_trainer(
     processes, all of them call `prepare_trainer`; the model is offloaded after they have joined.
     Raises ConfigError for arguments that conflict with an offloaded model, before anything changes.
     """
+    check_transformers()
     missing = [name for name in _ANSWERED if not hasattr(trainer, name)]
     if missing:
         raise UnsupportedError(
@@ -100,6 +103,18 @@ def prepare_trainer(
         own = {"__module__": cls.__module__}
         target.__class__ = type(cls.__name__, (OffloadedTrainer, cls), own)
     return trainer
+
+
+def check_transformers() -> None:
+    """Raises UnsupportedError for a transformers whose models cannot be exported. Training would
+    fail at its first checkpoint."""
+    found = transformers.__version__
+    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise UnsupportedError(
+            f"expected transformers {oldest} or newer, got {found}, which cannot export an "
+            f"offloaded model; pip install 'transformers>={oldest},<6'"
+        )
 
 
 def _check_arguments(args: Any) -> None:

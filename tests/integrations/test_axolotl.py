@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
+from infinity.integrations import hf
 
 NAME = "infinity.integrations.axolotl.InfinityPlugin"
 
@@ -98,6 +99,16 @@ def test_keys_that_conflict_are_refused_before_the_model_is_loaded(
 def test_a_missing_file_is_named(plugin: Any) -> None:
     with pytest.raises(ConfigError, match="infinity_config"):
         plugin.pre_model_load({})
+
+
+def test_a_transformers_too_old_to_export_is_refused_before_the_model_is_loaded(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """axolotl 0.19 pins this one; its run ended at the first checkpoint."""
+    monkeypatch.setattr(hf.transformers, "__version__", "5.16.1")
+    cfg = {"infinity_config": {"tiers": {"host": {"capacity": "8MiB"}}}}
+    with pytest.raises(UnsupportedError, match=r"expected transformers 5.23 or newer, got 5.16.1"):
+        plugin.pre_model_load(cfg)
 
 
 def test_the_keys_of_the_plug_in_are_a_model_that_axolotl_can_import(plugin: Any) -> None:

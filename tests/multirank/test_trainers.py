@@ -211,6 +211,44 @@ def test_sft_of_two_processes_is_one_that_sees_both_batches(tmp_path: Path) -> N
         assert history == _without_norms(hf.history(plain))
 
 
+def _average_each_batch(model: Any) -> None:
+    """Averages the gradient of every micro-batch over the processes, as the engine does.
+
+    DistributedDataParallel averages the sum of a window instead, whose bits differ from three
+    addends on. Accelerate leaves the model as it is.
+    """
+    model._is_accelerate_prepared = True
+
+    def average(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        torch.distributed.all_reduce(total)
+        return total / COUNT
+
+    for parameter in model.parameters():
+        parameter.register_hook(average)
+
+
+def _train_grpo_window(rank: int, directory: str) -> Any:
+    """Returns history and weights of GRPO with two micro-batches: plain TRL, then offloaded."""
+    from tests.integrations import test_trl
+
+    results = []
+    with torchrun(rank), pytest.MonkeyPatch.context() as patch:
+        options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
+        patch.setattr(test_trl, "common", partial(test_trl.common, **options))
+        for is_plain in (True, False):
+            model, path = test_trl.make_model(lora=False), Path(directory) / str(is_plain)
+            trainer = test_trl.grpo(model, path, None)
+            if is_plain:
+                _average_each_batch(model)
+            else:
+                prepare_trainer(trainer, swap(path))
+            trainer.train()
+            weights = plain_weights(model) if is_plain else close(trainer.model)
+            results.append((_without_norms(test_trl.history(trainer)), weights))
+    return results
+
+
 def _train_trl(rank: int, directory: str) -> Any:
     """GRPO and a reward model with an adapter: first plain TRL, then offloaded, in one process."""
     from tests.integrations import test_trl
@@ -241,6 +279,15 @@ def test_grpo_and_reward_of_two_processes_are_those_of_plain_trl(tmp_path: Path)
             assert mine[0] == plain[0]
             assert len(mine[0]) == 4
             assert_same(plain[1], mine[1])
+
+
+def test_grpo_windows_of_two_processes_are_averaged_batch_by_batch(tmp_path: Path) -> None:
+    """The order of the sums is all that differs from plain TRL: with it, weights are equal to the
+    bit."""
+    pytest.importorskip("trl", reason="pip install trl")
+    for plain, mine in run_ranks(COUNT, _train_grpo_window, str(tmp_path)):
+        assert mine[0] == plain[0]
+        assert_same(plain[1], mine[1])
 
 
 # -- accelerate ----------------------------------------------------------------------------------
