@@ -206,5 +206,6 @@ def test_bytes_of_gradients_are_those_of_the_run(
     moved = predict(found.job, ANY_MACHINE.rates()).moved_nbytes
     for link in (READ, WRITE):
         ran = (after[f"{link}_nbytes"] - before[f"{link}_nbytes"]) / steps
-        # Reads ahead of the steps at both ends are not equally many.
-        assert moved[link] == pytest.approx(ran, rel=0.0 if host == "32MiB" else 0.02), link
+        # Reads ahead of the steps at both ends are not equally many: a unit more or less. Gradients
+        # that are read would be a sixth of the bytes.
+        assert moved[link] == pytest.approx(ran, rel=0.04), link
