@@ -32,9 +32,10 @@ class UpdateWorker:
 
     `lock`: the engine's; it is free between two turns. `turn` is a bound method, which is held
     weakly. A turn does a chunk of work and never waits; it returns the transfers that the next turn
-    needs, none if the next turn can follow at once, or None if `wake` is to come first. The thread
-    waits for the transfers, and compares their checksums, without the lock. Whoever needs the
-    bytes of a transfer meets its error.
+    needs, none if the next turn can follow at once, or None if there is nothing to do now: the next
+    turn follows a `wake`, or the next look, which is soon. The thread waits for the transfers, and
+    compares their checksums, without the lock. Whoever needs the bytes of a transfer meets its
+    error.
 
     What a turn raises is raised by the next `wake`, and no turn follows.
     """
@@ -65,10 +66,11 @@ class UpdateWorker:
 
     def _run(self) -> None:
         while not self._is_closing and self._turn() is not None:
-            if self._is_woken.wait(_POLL_S):
-                self._is_woken.clear()
-                while not self._is_closing and self._take_turn():
-                    pass
+            # Work may become possible without a wake: a write that ends frees its staging slot.
+            self._is_woken.wait(_POLL_S)
+            self._is_woken.clear()
+            while not self._is_closing and self._take_turn():
+                pass
 
     def _take_turn(self) -> bool:
         """Returns whether another turn is to follow."""

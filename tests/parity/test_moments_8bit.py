@@ -25,7 +25,6 @@ from tests.support.offloading import offloaded, swap_config
 
 from .harness import OffloadedSide, Record, run, seed_everything
 from .test_placements import (
-    MANY_STEPS,
     MAX_NORM,
     MODELS,
     PLAN,
@@ -41,6 +40,7 @@ from .test_placements import (
 )
 
 EIGHT_BIT = replace(PLAN, steps=4)
+LEARNING_STEPS = 12
 PRECISION = {"compute": "float32", "moments": "8bit"}
 
 
@@ -219,8 +219,8 @@ def test_the_losses_follow_those_of_fp32_moments(model: str) -> None:
     """Twelve steps from the same start, each of two losses. A step of Adam is at most about lr long
     (Kingma and Ba, section 2.1), and codes are off by at most 0.7 % of a block's largest moment: the
     curves part slowly, by much less than what training takes off the loss (measured: 1 % of it)."""
-    exact = reference(model, MANY_STEPS).losses
-    approximate = plain_8bit(model, steps=MANY_STEPS).losses
+    exact = reference(model, LEARNING_STEPS).losses
+    approximate = plain_8bit(model, steps=LEARNING_STEPS).losses
     learnt = float(exact[0] - exact[-1])
     apart = max(abs(float(a - b)) for a, b in zip(exact, approximate, strict=True))
     assert learnt > 0.1 * float(exact[0])

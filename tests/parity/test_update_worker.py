@@ -77,7 +77,7 @@ def test_the_worker_updates_while_nobody_calls_the_engine(
     swap_directory: Path, gradients: str
 ) -> None:
     def body(run: Run) -> list[torch.Tensor]:
-        for number in range(6):
+        for number in range(8):
             loss_of(run.model, number).backward()
             let_worker_finish(run)
             run.step()
