@@ -79,7 +79,7 @@ class DeviceUnshard:
 
     def covers(self, unit: int) -> bool:
         """Whether the unit is divided over ranks, so that devices may exchange it."""
-        return self._partition.shards_parameters and unit < len(self._partition.full_units)
+        return self._partition.is_gathered(unit)
 
     def shard_of(self, unit: int) -> int:
         """Returns the index of the unit's shard of this rank."""

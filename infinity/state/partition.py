@@ -3,7 +3,8 @@
 Bandwidth-centric, as in ZeRO-Infinity: each rank owns 1/N of every unit, so that all ranks' links
 are busy at the same time. The unit's arrays of state are divided at multiples of STATE_GRANULE; the
 weights are divided at the same elements, so that the owner of a part of the master can write the
-weights that follow from it. Frozen weights have no state and are divided at pages.
+weights that follow from it. Frozen weights have no state and are divided at pages. Those that rest
+in a checkpoint's own files (`Unit.stored`) have no owner: every rank can read them there.
 
 The result has two lists of units. *Full units* are the units of the modules, with the state kinds
 that every rank keeps. *Shards* are this rank's parts of the other kinds. A shard is a unit of its
@@ -93,8 +94,17 @@ class Partition:
 
     @property
     def shards_parameters(self) -> bool:
-        """True in stage 3: a rank keeps only its shards of weights, and fetches full units."""
+        """True in stage 3: a rank keeps only its shards of weights, and fetches full units (see
+        `is_gathered`)."""
         return self.stage == 3
+
+    def is_gathered(self, unit: int) -> bool:
+        """Whether a rank keeps only its shard of these weights, and fetches the full unit."""
+        return (
+            self.shards_parameters
+            and unit < len(self.full_units)
+            and self.full_units[unit].stored is None
+        )
 
     @property
     def shards_gradients(self) -> bool:
@@ -141,14 +151,20 @@ def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Pa
     """Cuts every unit into `count` shards. `units[i].index` is i."""
     assert 0 <= rank < count and stage in STAGES
     kept, owned = _KEPT[stage], _STATE | (frozenset({StateKind.PARAMETERS}) - _KEPT[stage])
+    in_files = frozenset({StateKind.PARAMETERS})
     return Partition(
         rank=rank,
         count=count,
         stage=stage,
-        full_units=tuple(dataclasses.replace(unit, kinds=kept) for unit in units),
+        full_units=tuple(
+            dataclasses.replace(unit, kinds=kept if unit.stored is None else in_files)
+            for unit in units
+        ),
         shards=tuple(
             tuple(
                 _shard(unit, owner, *bounds, index=len(units) + unit.index, kinds=owned)
+                if unit.stored is None
+                else _without_state(unit, owner, index=len(units) + unit.index)
                 for owner, bounds in enumerate(_bounds(unit, count))
             )
             for unit in units
@@ -219,6 +235,22 @@ def _shard(
         frozen=frozen,
         segments=tuple(segment for segment in segments if segment.nbytes),
     )
+
+
+def _without_state(unit: Unit, rank: int, *, index: int) -> Shard:
+    """Returns the part of a unit of which no rank keeps anything."""
+    empty = Unit(
+        index=index,
+        name=f"{unit.name} (shard of rank {rank})",
+        tensors=(),
+        trainable_nbytes=0,
+        weight_nbytes=PAGE_NBYTES,
+        state_numel=0,
+        master_dtype=None,
+        moments=unit.moments,
+        kinds=frozenset(),
+    )
+    return Shard(rank, empty, start=0, stop=0, shares=(), frozen=(), segments=())
 
 
 def _weight_place(unit: Unit, element: int) -> int:
