@@ -6,6 +6,9 @@ alone, which tests/parity/test_in_place.py compares with plain PyTorch, is the r
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import tempfile
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
+from infinity.errors import InfinityError, StorageError
 from infinity.testing import SimulatedDevice
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from tests.support.bits import assert_same
@@ -169,3 +173,93 @@ def test_tiles_in_files_train_over_ranks_as_on_one(bases: dict[str, Path]) -> No
 
 def base_nbytes(base: Path) -> int:
     return sum(path.stat().st_size for path in base.glob("*.safetensors"))
+
+
+def save_and_go_on(rank: int, base: Path, case: Case, runs: str) -> dict[str, Tensor]:
+    """Two steps, a checkpoint, and a third step by another engine, which finds the base by it."""
+    torch.set_num_threads(1)
+    swap = Path(tempfile.gettempdir(), "swap")
+    model, seen = model_over(base, case, swap), {}
+    with closing(infinity.engine_of(model)):
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        for number in range(2):
+            seen |= step(model, optimizer, number, case)
+        infinity.checkpoint.save(runs, model, optimizer)
+    return seen | go_on(rank, base, case, runs, 1)
+
+
+def go_on(rank: int, base: Path, case: Case, runs: str, num_steps: int) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    swap, seen = Path(tempfile.gettempdir(), "swap"), {}
+    model = model_over(base, case, swap, weights=None, resume=runs)
+    with closing(infinity.engine_of(model)):
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        loaded = infinity.checkpoint.load(runs, model, optimizer)
+        for number in range(loaded.step, loaded.step + num_steps):
+            seen |= step(model, optimizer, number, case)
+        return seen | trained(model)
+
+
+def test_a_checkpoint_of_ranks_refers_to_the_base_and_is_resumed_by_any_number_of_them(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base, case, runs = bases["int4"], Case(steps=3), tmp_path / "runs"
+    alone = train(base, case, str(tmp_path)).seen
+    for seen in run_ranks(2, save_and_go_on, base, case, str(runs)):
+        assert_same(alone, seen, is_ordered=False)
+    (saved,) = runs.iterdir()
+    assert sum(path.stat().st_size for path in saved.rglob("*")) < base_nbytes(base) / 2
+    checksums = [json.loads(path.read_text())["files"] for path in saved.glob("*/shards.json")]
+    assert len(checksums) == 2 and all(of_rank[0]["checksums"] for of_rank in checksums)
+    two_steps = train(base, Case(steps=2), str(tmp_path)).seen
+    of_three = run_ranks(3, go_on, base, Case(2), str(runs), 0)
+    for seen in [*of_three, go_on(0, base, case, str(runs), 0)]:
+        assert_same({name: two_steps[name] for name in seen}, seen, is_ordered=False)
+    last = go_on(0, base, case, str(runs), 1)
+    assert_same({name: alone[name] for name in last}, last, is_ordered=False)
+
+
+def errors_after(rank: int, base: Path, change: str) -> str:
+    """The error of a step after the first shard has changed under all ranks."""
+    model = model_over(base, Case(), Path(tempfile.gettempdir(), "swap"))
+    engine = infinity.engine_of(model)
+    with closing(engine):
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        step(model, optimizer, 0, Case())
+        infinity.engine_of(model).ranks.barrier("the file changes")
+        if rank == 0:
+            shard = min(base.glob("*.safetensors"))
+            content = shard.read_bytes()
+            if change == "shorter":
+                os.truncate(shard, 4096)
+            else:
+                shard.write_bytes(content[:4096] + bytes(len(content) - 4096))
+        engine.ranks.barrier("the file has changed")
+        engine.weight_cache.forget()  # As if other weights had needed its memory.
+        with pytest.raises(StorageError) as caught:
+            step(model, optimizer, 1, Case())
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["shorter", "other bytes"])
+def test_a_shard_that_changes_is_named_on_every_rank(
+    bases: dict[str, Path], tmp_path: Path, change: str
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(bases["int4"], base)
+    shard = str(min(base.glob("*.safetensors")))
+    for error in run_ranks(2, errors_after, base, change):
+        assert shard in error and ("bytes are not those" in error or "has 4096 bytes" in error)
+
+
+def start_over(rank: int, directory: str) -> str:
+    with pytest.raises(InfinityError) as caught:
+        model_over(Path(directory, str(rank)), Case(), Path(tempfile.gettempdir(), "swap"))
+    return str(caught.value)
+
+
+def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
+    for rank, layout in enumerate(("bf16", "nf4")):
+        write_quantized(tiny_causal_lm("llama"), tmp_path / str(rank), layout)
+    errors = run_ranks(2, start_over, str(tmp_path))
+    assert all("rank 1 has something else than rank 0" in error for error in errors)
