@@ -4,7 +4,8 @@ Bandwidth-centric, as in ZeRO-Infinity: each rank owns 1/N of every unit, so tha
 are busy at the same time. The unit's arrays of state are divided at multiples of STATE_GRANULE; the
 weights are divided at the same elements, so that the owner of a part of the master can write the
 weights that follow from it. Frozen weights have no state and are divided at pages. Those that rest
-in a checkpoint's own files (`Unit.stored`) have no owner: every rank can read them there.
+in a checkpoint's own files (`Unit.stored`) have no owner: every rank can read all of them there. In
+stage 3 a shard has the pages that its rank reads for an exchange between devices.
 
 The result has two lists of units. *Full units* are the units of the modules, with the state kinds
 that every rank keeps. *Shards* are this rank's parts of the other kinds. A shard is a unit of its
@@ -99,7 +100,7 @@ class Partition:
         return self.stage == 3
 
     def is_gathered(self, unit: int) -> bool:
-        """Whether a rank keeps only its shard of these weights, and fetches the full unit."""
+        """Whether a rank has only its shard of these weights, and asks the others for the rest."""
         return (
             self.shards_parameters
             and unit < len(self.full_units)
@@ -164,7 +165,7 @@ def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Pa
             tuple(
                 _shard(unit, owner, *bounds, index=len(units) + unit.index, kinds=owned)
                 if unit.stored is None
-                else _without_state(unit, owner, index=len(units) + unit.index)
+                else _stored_shard(unit, owner, count, index=len(units) + unit.index, kinds=owned)
                 for owner, bounds in enumerate(_bounds(unit, count))
             )
             for unit in units
@@ -237,20 +238,30 @@ def _shard(
     )
 
 
-def _without_state(unit: Unit, rank: int, *, index: int) -> Shard:
-    """Returns the part of a unit of which no rank keeps anything."""
-    empty = Unit(
+def _stored_shard(
+    unit: Unit, rank: int, count: int, *, index: int, kinds: frozenset[StateKind]
+) -> Shard:
+    """Returns a rank's pages of the stored bytes of a unit, which no codec has to know of: devices
+    put the bytes together before they decode them. Offsets are those in the stored block."""
+    assert unit.stored is not None
+    is_cut = StateKind.PARAMETERS in kinds
+    first, last = cut(unit.stored.nbytes // PAGE_NBYTES, _part_of(unit, rank, count), count)
+    start_nbytes, nbytes = first * PAGE_NBYTES, (last - first) * PAGE_NBYTES if is_cut else 0
+    stored = unit.stored.cut(start_nbytes, start_nbytes + nbytes)
+    pages = Unit(
         index=index,
         name=f"{unit.name} (shard of rank {rank})",
         tensors=(),
         trainable_nbytes=0,
-        weight_nbytes=PAGE_NBYTES,
+        weight_nbytes=stored.nbytes,
         state_numel=0,
         master_dtype=None,
         moments=unit.moments,
-        kinds=frozenset(),
+        kinds=kinds,
+        stored=stored,
     )
-    return Shard(rank, empty, start=0, stop=0, shares=(), frozen=(), segments=())
+    segments = (ShardSegment(start_nbytes, 0, nbytes),) if nbytes else ()
+    return Shard(rank, pages, start=0, stop=0, shares=(), frozen=(), segments=segments)
 
 
 def _weight_place(unit: Unit, element: int) -> int:

@@ -115,6 +115,18 @@ class StoredWeights:
     runs: tuple[ShardRun, ...]
     slices: tuple[tuple[str, StoredSlice, tuple[tuple[int, int], ...]], ...]
 
+    def cut(self, start_nbytes: int, stop_nbytes: int) -> StoredWeights:
+        """Returns bytes [start, stop) of the block, both at pages, as a block without slices: what
+        one of several ranks reads of them."""
+        runs = []
+        for run in self.runs:
+            low = max(run.block_offset_nbytes, start_nbytes)
+            high = min(run.block_offset_nbytes + run.nbytes, stop_nbytes)
+            if low < high:
+                offset_nbytes = run.offset_nbytes + low - run.block_offset_nbytes
+                runs.append(ShardRun(run.path, offset_nbytes, high - low, low - start_nbytes))
+        return StoredWeights(max(stop_nbytes - start_nbytes, PAGE_NBYTES), tuple(runs), ())
+
     def decode(self, block: torch.Tensor, parameter: Callable[[str], torch.Tensor]) -> None:
         """Fills the parameters from the bytes of the block: uint8, shape (nbytes,).
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import infinity
 from infinity.errors import InfinityError, StorageError
@@ -51,10 +51,13 @@ class Case:
     exchange: str = "one_sided"
     steps: int = 2
     capacity: str = "64MiB"
+    device_capacity: str = "auto"
+    is_simulated: bool = False
 
     @property
     def device(self) -> SimulatedDevice | None:
-        return SimulatedDevice(3) if self.exchange == "collective" else None
+        is_simulated = self.is_simulated or self.exchange == "collective"
+        return SimulatedDevice(3) if is_simulated else None
 
 
 @dataclass
@@ -82,7 +85,11 @@ def model_over(base: Path, case: Case, swap: Path, **options: Any) -> Any:
     model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
     config: dict[str, Any] = {
         "distributed": {"zero_stage": case.stage, "budgets": "rank", "exchange": case.exchange},
-        "tiers": {"host": {"capacity": case.capacity}, "nvme": [{"path": str(swap)}]},
+        "tiers": {
+            "host": {"capacity": case.capacity},
+            "device": {"capacity": case.device_capacity},
+            "nvme": [{"path": str(swap)}],
+        },
         "placement": {"gradients": "host", "frozen": case.frozen},
         "schedule": {} if case.tile is None else {"tile": case.tile},
     }
@@ -165,6 +172,18 @@ def test_a_base_in_its_files_gives_the_bits_of_a_copied_one(
             written = [run.counters["nvme_write_nbytes"] for run in (in_files, copied)]
             assert written[1] - written[0] > base_nbytes(base) / 2, written
             assert copied.counters.get("shard_read_nbytes", 0) == 0
+
+
+def test_devices_put_the_stored_bytes_together_and_each_rank_reads_its_part(
+    bases: dict[str, Path],
+) -> None:
+    """The bytes go over a rank's link as they are stored, and are decoded behind the all-gather."""
+    names = list(bases)
+    ways = [Case(exchange="collective", steps=3), Case(exchange="collective", layer_major=True)]
+    wanted = [(bases[name], ways[0]) for name in names] + [(bases["int4"], ways[1])]
+    for runs in assert_as_alone(wanted):
+        for run in runs:
+            assert run.counters["ranks_gathered_nbytes"] > 0, run.counters
 
 
 def test_tiles_in_files_train_over_ranks_as_on_one(bases: dict[str, Path]) -> None:
@@ -263,3 +282,39 @@ def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
         write_quantized(tiny_causal_lm("llama"), tmp_path / str(rank), layout)
     errors = run_ranks(2, start_over, str(tmp_path))
     assert all("rank 1 has something else than rank 0" in error for error in errors)
+
+
+def reads_of_a_step(rank: int, base: Path, case: Case) -> float:
+    """The bytes that this rank reads of the base in a step, when memory has what it keeps."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        model = model_over(base, case, Path(directory, "swap"))
+        engine = infinity.engine_of(model)
+        with closing(engine):
+            optimizer, counts = infinity.AdamW(model, lr=1e-2), [0.0]
+            for number in range(6):
+                step(model, optimizer, number, case)
+                counts.append(engine.counters.snapshot()["shard_read_nbytes"])
+            return counts[6] - counts[5]
+
+
+def test_ranks_keep_parts_of_their_own_and_read_less_of_the_base(tmp_path: Path) -> None:
+    """With three quarters of the base, a rank alone reads the rest in both directions of a step."""
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=20, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=96, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "base")
+    base, nbytes = tmp_path / "base", base_nbytes(tmp_path / "base")
+    case = Case(
+        exchange="collective",
+        layer_major=True,
+        capacity=f"{3 * nbytes // 4 >> 10}KiB",
+        device_capacity="12MiB",
+    )
+    alone = reads_of_a_step(0, base, replace(case, exchange="one_sided", is_simulated=True))
+    of_ranks = run_ranks(2, reads_of_a_step, base, case)
+    assert alone > nbytes / 3
+    assert of_ranks == [0, 0], "their memory keeps a half each"
