@@ -61,6 +61,12 @@ class ShardingPlan:
         return max((rounded_nbytes(unit.weight_nbytes) for unit in gathered), default=0)
 
     @property
+    def reads_stored_shards(self) -> bool:
+        """Whether a rank reads its pages of frozen weights that rest in files, and the devices put
+        them together; else every rank reads all of them."""
+        return self.is_collective and self.partition.shards_parameters
+
+    @property
     def serving_nbytes(self) -> int:
         """The host bytes that a rank keeps to serve its shards."""
         return serving_nbytes(self.partition)
