@@ -51,12 +51,8 @@ def rank_loads(
         if stage == 1 and full.state_numel:
             sums = placement.tier(full, StateKind.GRADIENTS)
         are_wide = is_summed or (stage == 1 and batch.num_micro_batches > 1)
-        part_nbytes = [
-            sum(part.nbytes for part in partition.served(shard))
-            if is_gathered or full.stored is None
-            else 0
-            for shard in of_ranks
-        ]
+        is_shared = is_gathered or full.stored is None
+        part_nbytes = [_served_nbytes(partition, shard) if is_shared else 0 for shard in of_ranks]
         own_nbytes = part_nbytes[partition.rank]
         are_weights_between_devices = is_collective and (is_gathered or load.weights == "device")
         remote = [shard.rank for shard in of_ranks if shard.rank // per_node != own_node]
@@ -90,6 +86,11 @@ def rank_loads(
                 network_sent_nbytes=sum(sent_nbytes[rank] for rank in remote),
             ),
         )
+
+
+def _served_nbytes(partition: Partition, shard: Shard) -> int:
+    """Returns the bytes of a shard's weights that the other ranks receive."""
+    return sum(part.nbytes for part in partition.served(shard))
 
 
 def _gradient_nbytes(shard: Shard, reduced: torch.dtype | None, are_wide: bool) -> int:

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.sizes import PAGE_NBYTES, align_up
+from infinity.state.stored import StoredWeights
 from infinity.state.units import STATE_GRANULE, StateKind, TensorFacts, TensorSpec, Unit
 
 STAGES = (1, 2, 3)
@@ -152,15 +153,11 @@ def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Pa
     """Cuts every unit into `count` shards. `units[i].index` is i."""
     assert 0 <= rank < count and stage in STAGES
     kept, owned = _KEPT[stage], _STATE | (frozenset({StateKind.PARAMETERS}) - _KEPT[stage])
-    in_files = frozenset({StateKind.PARAMETERS})
     return Partition(
         rank=rank,
         count=count,
         stage=stage,
-        full_units=tuple(
-            dataclasses.replace(unit, kinds=kept if unit.stored is None else in_files)
-            for unit in units
-        ),
+        full_units=tuple(_full(unit, kept, count) for unit in units),
         shards=tuple(
             tuple(
                 _shard(unit, owner, *bounds, index=len(units) + unit.index, kinds=owned)
@@ -236,6 +233,26 @@ def _shard(
         frozen=frozen,
         segments=tuple(segment for segment in segments if segment.nbytes),
     )
+
+
+def _full(unit: Unit, kept: frozenset[StateKind], count: int) -> Unit:
+    """Returns a unit with the state kinds that every rank keeps. Every rank can read weights that
+    rest in files, and reads parts of them by the same runs as the whole."""
+    stored = unit.stored
+    if stored is None:
+        return dataclasses.replace(unit, kinds=kept)
+    keeps_weights = StateKind.PARAMETERS in kept
+    return dataclasses.replace(
+        unit,
+        kinds=frozenset({StateKind.PARAMETERS}),
+        stored=stored if keeps_weights else _divided(stored, count),
+    )
+
+
+def _divided(stored: StoredWeights, count: int) -> StoredWeights:
+    pages = stored.nbytes // PAGE_NBYTES
+    borders = [cut(pages, part, count)[0] * PAGE_NBYTES for part in range(count)]
+    return stored.divided([*borders, stored.nbytes])
 
 
 def _stored_shard(

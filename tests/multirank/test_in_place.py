@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import infinity
-from infinity.errors import InfinityError, StorageError
+from infinity.errors import InfinityError
 from infinity.testing import SimulatedDevice
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from tests.support.bits import assert_same
@@ -222,7 +222,8 @@ def go_on(rank: int, base: Path, case: Case, runs: str, num_steps: int) -> dict[
 def test_a_checkpoint_of_ranks_refers_to_the_base_and_is_resumed_by_any_number_of_them(
     bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    base, case, runs = bases["int4"], Case(steps=3), tmp_path / "runs"
+    base, runs = bases["int4"], tmp_path / "runs"
+    case = Case(steps=3, exchange="collective")
     alone = train(base, case, str(tmp_path)).seen
     for seen in run_ranks(2, save_and_go_on, base, case, str(runs)):
         assert_same(alone, seen, is_ordered=False)
@@ -230,7 +231,7 @@ def test_a_checkpoint_of_ranks_refers_to_the_base_and_is_resumed_by_any_number_o
     assert sum(path.stat().st_size for path in saved.rglob("*")) < base_nbytes(base) / 2
     checksums = [json.loads(path.read_text())["files"] for path in saved.glob("*/shards.json")]
     assert len(checksums) == 2 and all(of_rank[0]["checksums"] for of_rank in checksums)
-    two_steps = train(base, Case(steps=2), str(tmp_path)).seen
+    two_steps = train(base, replace(case, steps=2), str(tmp_path)).seen
     of_three = run_ranks(3, go_on, base, Case(2), str(runs), 0)
     for seen in [*of_three, go_on(0, base, case, str(runs), 0)]:
         assert_same({name: two_steps[name] for name in seen}, seen, is_ordered=False)
@@ -238,14 +239,15 @@ def test_a_checkpoint_of_ranks_refers_to_the_base_and_is_resumed_by_any_number_o
     assert_same({name: alone[name] for name in last}, last, is_ordered=False)
 
 
-def errors_after(rank: int, base: Path, change: str) -> str:
+def errors_after(rank: int, base: Path, change: str, case: Case) -> str:
     """The error of a step after the first shard has changed under all ranks."""
-    model = model_over(base, Case(), Path(tempfile.gettempdir(), "swap"))
+    model = model_over(base, case, Path(tempfile.gettempdir(), "swap"))
     engine = infinity.engine_of(model)
     with closing(engine):
         optimizer = infinity.AdamW(model, lr=1e-2)
-        step(model, optimizer, 0, Case())
-        infinity.engine_of(model).ranks.barrier("the file changes")
+        for number in range(4):
+            step(model, optimizer, number, case)
+        engine.ranks.barrier("the file changes")
         if rank == 0:
             shard = min(base.glob("*.safetensors"))
             content = shard.read_bytes()
@@ -255,19 +257,20 @@ def errors_after(rank: int, base: Path, change: str) -> str:
                 shard.write_bytes(content[:4096] + bytes(len(content) - 4096))
         engine.ranks.barrier("the file has changed")
         engine.weight_cache.forget()  # As if other weights had needed its memory.
-        with pytest.raises(StorageError) as caught:
-            step(model, optimizer, 1, Case())
+        with pytest.raises(InfinityError) as caught:
+            step(model, optimizer, 4, case)
         return str(caught.value)
 
 
+@pytest.mark.parametrize("exchange", ["one_sided", "collective"])
 @pytest.mark.parametrize("change", ["shorter", "other bytes"])
 def test_a_shard_that_changes_is_named_on_every_rank(
-    bases: dict[str, Path], tmp_path: Path, change: str
+    bases: dict[str, Path], tmp_path: Path, change: str, exchange: str
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(bases["int4"], base)
     shard = str(min(base.glob("*.safetensors")))
-    for error in run_ranks(2, errors_after, base, change):
+    for error in run_ranks(2, errors_after, base, change, Case(exchange=exchange)):
         assert shard in error and ("bytes are not those" in error or "has 4096 bytes" in error)
 
 
