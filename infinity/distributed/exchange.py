@@ -123,6 +123,22 @@ class DeviceExchange:
         self._device.note_use(region, self._link)
         return copies
 
+    def gather_decoded(
+        self,
+        region: Region,
+        local: torch.Tensor,
+        ranges: Sequence[PlacedRange],
+        decode: Callable[[torch.Tensor], None],
+    ) -> tuple[StreamCopy, StreamCopy]:
+        """As `gather`, of a unit's stored bytes, of which `decode` fills `region`."""
+        assert isinstance(region, StreamRegion)
+        with self._device.using_staging(self._link) as staging:
+            stored, streams = all_of(staging), self._device.streams
+            _, departure = self._gather(stored, local, ranges, made=staging)
+            streams.run(self._link, lambda: decode(stored), used=[staging], made=region.memory)
+        self._device.note_use(region, self._link)
+        return self._device.watch_link(self._link, None), departure
+
     def gather_in_place(
         self,
         full: torch.Tensor,

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.partition import Partition, partition
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
+from infinity.storage.shards import ShardIdentity
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
@@ -54,9 +56,15 @@ class ShardingPlan:
     @property
     def gathered_nbytes(self) -> int:
         """The bytes of the largest unit's weights, if they are gathered for use; else 0."""
-        if not self.partition.shards_parameters:
-            return 0
-        return max(rounded_nbytes(unit.weight_nbytes) for unit in self.partition.full_units)
+        partition = self.partition
+        gathered = [unit for unit in partition.full_units if partition.is_gathered(unit.index)]
+        return max((rounded_nbytes(unit.weight_nbytes) for unit in gathered), default=0)
+
+    @property
+    def reads_stored_shards(self) -> bool:
+        """Whether a rank reads its pages of frozen weights that rest in files, and the devices put
+        them together; else every rank reads all of them."""
+        return self.is_collective and self.partition.shards_parameters
 
     @property
     def serving_nbytes(self) -> int:
@@ -312,15 +320,23 @@ def _part(capacity: Capacity, count: int) -> Capacity:
 
 
 def refuse_different_weights(
-    ranks: Ranks, params: Iterable[OffloadedParam], replaced: Collection[str]
+    ranks: Ranks,
+    params: Iterable[OffloadedParam],
+    replaced: Collection[str],
+    identities: Iterable[ShardIdentity],
 ) -> None:
     """Raises InfinityError if ranks start from different weights: each keeps a part of its own.
 
     `replaced` names parameters whose values files will replace: their values now do not matter.
+    `identities`: the files in which frozen weights rest. Each rank may find them in another
+    directory, but lengths and headers are the same.
     """
     if ranks.partition is None:
         return
     sums = [str(ranks.partition.stage)]
+    for identity in identities:
+        name = PurePath(identity.path).name
+        sums.append(f"{name} {identity.nbytes} {identity.header_sha256}")
     for param in params:
         original = param.original
         facts = param.spec.facts

@@ -153,11 +153,7 @@ class DistributedStore:
 
     def is_sharded(self, unit: Unit, kind: StateKind) -> bool:
         """Whether the state kind of a full unit is divided over ranks."""
-        return (
-            kind is StateKind.PARAMETERS
-            and unit.index < len(self.partition.full_units)
-            and self.partition.shards_parameters
-        )
+        return kind is StateKind.PARAMETERS and self.partition.is_gathered(unit.index)
 
     def read(
         self,

@@ -144,8 +144,8 @@ class RankSync(Service):
 
     def forget_gathered(self) -> None:
         """Drops full weights that came from shards: the shards have changed."""
-        if self._partition.shards_parameters:
-            for unit in self._partition.full_units:
+        for unit in self._partition.full_units:
+            if self._partition.is_gathered(unit.index):
                 self._weight_cache.discard(unit.index)
 
     def refuse_different(self, what: str, content: bytes, *, remedy: str) -> None:
@@ -270,7 +270,7 @@ def pull_updated(
     for unit, gather in begun.items():
         if gather and gather.settle():
             gather.arrival.wait()
-        elif store.partition.shards_parameters:
+        elif store.partition.is_gathered(unit.index):
             weight_cache.discard(unit.index)
         elif unit.state_numel:
             weights = weight_cache.check_out(unit.index, read=True)

@@ -19,6 +19,7 @@ from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
 from infinity.state.units import StateKind
+from infinity.streaming.weight_decoding import decoder_into
 from infinity.streaming.weight_provider import Arrival, WeightProvider
 from infinity.tiers.device import FINISHED, Copy, Region
 
@@ -93,7 +94,7 @@ class DeviceUnshard:
         self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
     ) -> AllGather:
         """See `WeightProvider.begin`."""
-        ranges = self._ranges(unit)
+        ranges, full = self._ranges(unit), self._partition.full_units[unit]
         self._exchange.take(region)
 
         def issue() -> tuple[Copy, Copy]:
@@ -101,6 +102,9 @@ class DeviceUnshard:
             if reading is not None:
                 reading.wait()
             self._count(ranges)
+            if full.stored is not None:
+                decode = decoder_into(region, full)
+                return self._exchange.gather_decoded(region, local, ranges, decode)
             return self._exchange.gather(region, local, ranges)
 
         return AllGather(self._collectives, (_GATHERING, unit, 0), issue)

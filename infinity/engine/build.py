@@ -100,7 +100,7 @@ def build(
     ranks = find_group(group)
     if ranks is not None:
         config = _settle_rank(config, ranks, device)
-    in_place = weights if config.placement.reads_in_place and ranks is None else None
+    in_place = weights if config.placement.reads_in_place else None
     stored = StoredParams(model, in_place)
     dtypes = Dtypes(model, config)
     tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
@@ -122,7 +122,7 @@ def build(
         replaced = (
             {param.name for param, _ in values_to_come(engine)} if weights is not None else set()
         )
-        refuse_different_weights(engine.ranks, engine.params, replaced)
+        refuse_different_weights(engine.ranks, engine.params, replaced, stored.identities)
         handles = {id(param.original): param.handle for param in engine.params}
         tiling.hand_over(lambda parameter: handles[id(parameter)])
         fill(engine, weights, seed)
@@ -262,7 +262,7 @@ def _assemble(
         _log.info("updates %s", update_device)
     local = LocalStore(
         own_units, placement=budgets.placement, host=tiers.host, volume=tiers.volume, device=device,
-        counters=counters, shards=tiers.shards if sharding is None else None,
+        counters=counters, shards=tiers.shards,
     )  # fmt: skip
     source: WeightProvider = TierWeights()
     store: StateStore = local

@@ -100,9 +100,11 @@ def describe(engine: Engine) -> Residence:
     if store.volume is not None:
         places["nvme"] = ", ".join(str(tier.path) for tier in engine.config.tiers.nvme)
     if store.shards is not None:
-        stored = [
-            location.stored for location in map(_checkpoint_of, store.placed().values()) if location
-        ]
+        # A shard of a rank is a part of a full unit.
+        divided = engine.ranks.partition
+        num_full = len(store.units if divided is None else divided.full_units)
+        of_full = (place for (unit, _), place in store.placed().items() if unit < num_full)
+        stored = [location.stored for location in map(_checkpoint_of, of_full) if location]
         # As stored, not as decoded.
         resting["parameters"]["checkpoint"] = sum(weights.nbytes for weights in stored)
         folders = sorted({os.path.dirname(path) for path in store.shards.identities})

@@ -205,14 +205,13 @@ def _base_copy(forecast: Forecast) -> BaseCopy | None:
 
 
 def _of_copy(forecast: Forecast, found: Answer) -> list[str]:
-    copy, ranks = found.base_copy, forecast.num_ranks
+    copy = found.base_copy
     if copy is None:
         return []
-    reason = f"{ranks} ranks share it" if ranks > 1 else "[placement] says so"
     tiers = " and ".join(sorted(forecast.placed_nbytes["base"]))
     return [
-        f"The base is not read in place, because {reason}: before the first step it is copied, "
-        f"decoded, {decimal(copy.nbytes)} to {tiers}, in {duration(copy.seconds)} or more."
+        "The base is not read in place, because [placement] says so: before the first step it is "
+        f"copied, decoded, {decimal(copy.nbytes)} to {tiers}, in {duration(copy.seconds)} or more."
     ]
 
 

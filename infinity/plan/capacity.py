@@ -38,25 +38,21 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
 
     def attempt(limit_nbytes: int | None) -> Fitted:
         tiled = with_tiles(model, limit_nbytes)
-        sharding = node.plan_sharding(tiled)
         sizes: dict[str, Any] = {
             "shares_host_memory": shares_host_memory,
             "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
         }
-        if sharding is not None:
-            sizes |= {"held_nbytes": tiled.held_nbytes, "device_nbytes": window_nbytes}
-            return tiled, sharding, sharding.budgets(config, **sizes)
         if not tiled.has_base_in_place:
             sizes["held_nbytes"] = tiled.held_nbytes
         else:
             assert tiled.frozen is not None
             tiled = replace(tiled, units=tiled.frozen.in_place(tiled.units))
             sizes |= _in_use(tiled, shares_host_memory=shares_host_memory)
-        return (
-            tiled,
-            None,
-            compute_budgets(config, tiled.units, device_nbytes=window_nbytes, **sizes),
-        )
+        sharding = node.plan_sharding(tiled)
+        sizes["device_nbytes"] = window_nbytes
+        if sharding is not None:
+            return tiled, sharding, sharding.budgets(config, **sizes)
+        return tiled, None, compute_budgets(config, tiled.units, **sizes)
 
     def has_space_ahead(found: Fitted) -> bool:
         tiled, _, budgets = found
@@ -185,16 +181,23 @@ def _frozen_nbytes(units: Sequence[Unit], placement: StatePlacement, tier: str) 
 
 
 def by_kind(
-    units: Sequence[Unit], placement: StatePlacement, model: PlannedModel
+    units: Sequence[Unit],
+    placement: StatePlacement,
+    model: PlannedModel,
+    sharding: ShardingPlan | None,
 ) -> dict[str, dict[str, int]]:
     """Returns the bytes at rest by kind of state and tier. A frozen base is a kind of its own,
-    "base"; in place, its tier beside the host is "checkpoint"."""
+    "base"; in place, its tier beside the host is "checkpoint", and a rank has its shards of it if
+    `sharding` has devices that exchange them, else all of it."""
+    is_divided = sharding is not None and sharding.reads_stored_shards
     placed: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for (index, state_kind), rests_on in placement.tiers.items():
         tier = rests_on
         unit, kind = units[index], state_kind.kind
         if model.frozen is not None and not unit.state_numel:
             kind = "base"
+            if unit.stored is not None and is_divided != (index >= len(model.units)):
+                continue
             tier = "checkpoint" if tier == "nvme" and model.has_base_in_place else tier
         placed[kind][tier] += resting_nbytes(unit, state_kind)
     return {kind: dict(tiers) for kind, tiers in placed.items()}

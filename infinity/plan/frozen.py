@@ -62,8 +62,8 @@ def frozen_model(
 
 
 def copied_model(model: PlannedModel, dtype: torch.dtype) -> PlannedModel:
-    """Returns the model as the engine trains it where it copies the base: over several ranks, and
-    with placement.frozen = "copy"."""
+    """Returns the model as the engine trains it where it copies the base: with placement.frozen =
+    "copy"."""
     frozen = model.frozen
     assert frozen is not None
 

@@ -125,7 +125,7 @@ def forecast(
     `rank`, or of the rank that owns most. `shard_drives` of the drives hold the checkpoint of a
     frozen base; None: all of them.
     """
-    config, model = _with_base(config, model, num_ranks * num_nodes)
+    config, model = _with_base(config, model)
     node = NodeView(config, hardware, num_ranks, rank, num_nodes)
     config, machine = node.config_of_rank, node.hardware_of_rank
     window_nbytes = window_nbytes_of(config, machine)
@@ -154,7 +154,7 @@ def forecast(
         model=model,
         hardware=hardware,
         batch=batch,
-        placed_nbytes=by_kind(units, placement, model),
+        placed_nbytes=by_kind(units, placement, model, sharding),
         host_nbytes=budgets.host_nbytes,
         working_nbytes=budgets.working_nbytes,
         num_spares=num_spares,
@@ -179,13 +179,11 @@ def forecast(
     )
 
 
-def _with_base(
-    config: SwapConfig, model: PlannedModel, num_ranks: int
-) -> tuple[SwapConfig, PlannedModel]:
+def _with_base(config: SwapConfig, model: PlannedModel) -> tuple[SwapConfig, PlannedModel]:
     """Returns both with a frozen base where the engine reads it: in its files, or in a copy."""
     if model.frozen is None:
         return config, model
-    if num_ranks > 1 or not config.placement.reads_in_place:
+    if not config.placement.reads_in_place:
         return config, copied_model(model, getattr(torch, config.precision.compute_dtype))
     return with_checkpoint_tier(config), model
 
@@ -246,7 +244,9 @@ def _from_checkpoint(
         else replace(
             load,
             weights="checkpoint" if load.weights == "nvme" else load.weights,
-            weight_nbytes=unit.nbytes(StateKind.PARAMETERS),
+            weight_nbytes=load.weight_nbytes
+            if load.sharded.is_gathered
+            else unit.nbytes(StateKind.PARAMETERS),
             decoded_nbytes=model.attached_nbytes(unit),
         )
         for load, unit in zip(job.units, model.units, strict=True)

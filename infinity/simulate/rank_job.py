@@ -38,20 +38,23 @@ def rank_loads(
         own = of_ranks[partition.rank]
         load = load_of(own.unit, placement, is_summed)
         stage, sums = partition.stage, None
-        if stage < 3:
+        # Frozen weights in their files are gathered by devices; else each rank reads all of them.
+        is_gathered = stage == 3 and (full.stored is None or is_collective)
+        if not is_gathered:
             rests_on = placement.tier(full, StateKind.PARAMETERS)
             load = replace(
                 load,
                 weights=rests_on,
-                weight_nbytes=full.weight_nbytes,
+                weight_nbytes=full.nbytes(StateKind.PARAMETERS),
                 written_nbytes=full.trainable_nbytes if own.unit.state_numel else 0,
             )
         if stage == 1 and full.state_numel:
             sums = placement.tier(full, StateKind.GRADIENTS)
         are_wide = is_summed or (stage == 1 and batch.num_micro_batches > 1)
-        part_nbytes = [sum(part.nbytes for part in partition.served(shard)) for shard in of_ranks]
+        is_shared = is_gathered or full.stored is None
+        part_nbytes = [_served_nbytes(partition, shard) if is_shared else 0 for shard in of_ranks]
         own_nbytes = part_nbytes[partition.rank]
-        are_weights_between_devices = is_collective and (stage == 3 or load.weights == "device")
+        are_weights_between_devices = is_collective and (is_gathered or load.weights == "device")
         remote = [shard.rank for shard in of_ranks if shard.rank // per_node != own_node]
         remote_nbytes = sum(part_nbytes[rank] for rank in remote)
         sent_nbytes = [_gradient_nbytes(shard, reduced, are_wide) for shard in of_ranks]
@@ -66,8 +69,8 @@ def rank_loads(
             ),
             sharded=ShardedLoad(
                 count=partition.count,
-                full_nbytes=full.weight_nbytes,
-                is_gathered=stage == 3,
+                full_nbytes=full.weight_nbytes if full.stored is None else full.stored.nbytes,
+                is_gathered=is_gathered,
                 are_weights_between_devices=are_weights_between_devices,
                 are_gradients_between_devices=is_collective and sums in (None, "device"),
                 received_nbytes=sum(part_nbytes) - own_nbytes,
@@ -83,6 +86,11 @@ def rank_loads(
                 network_sent_nbytes=sum(sent_nbytes[rank] for rank in remote),
             ),
         )
+
+
+def _served_nbytes(partition: Partition, shard: Shard) -> int:
+    """Returns the bytes of a shard's weights that the other ranks receive."""
+    return sum(part.nbytes for part in partition.served(shard))
 
 
 def _gradient_nbytes(shard: Shard, reduced: torch.dtype | None, are_wide: bool) -> int:

@@ -80,7 +80,7 @@ class UnitLoad:
     def used_nbytes(self) -> int:
         """Bytes of weights that are computed with."""
         if self.sharded.is_gathered:
-            return self.sharded.full_nbytes
+            return self.decoded_nbytes or self.sharded.full_nbytes
         return self.decoded_nbytes or self.weight_nbytes
 
     @property

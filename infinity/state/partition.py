@@ -3,7 +3,9 @@
 Bandwidth-centric, as in ZeRO-Infinity: each rank owns 1/N of every unit, so that all ranks' links
 are busy at the same time. The unit's arrays of state are divided at multiples of STATE_GRANULE; the
 weights are divided at the same elements, so that the owner of a part of the master can write the
-weights that follow from it. Frozen weights have no state and are divided at pages.
+weights that follow from it. Frozen weights have no state and are divided at pages. Those that rest
+in a checkpoint's own files (`Unit.stored`) have no owner: every rank can read all of them there. In
+stage 3 a shard has the pages that its rank reads for an exchange between devices.
 
 The result has two lists of units. *Full units* are the units of the modules, with the state kinds
 that every rank keeps. *Shards* are this rank's parts of the other kinds. A shard is a unit of its
@@ -26,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.sizes import PAGE_NBYTES, align_up
+from infinity.state.stored import StoredWeights
 from infinity.state.units import STATE_GRANULE, StateKind, TensorFacts, TensorSpec, Unit
 
 STAGES = (1, 2, 3)
@@ -93,8 +96,17 @@ class Partition:
 
     @property
     def shards_parameters(self) -> bool:
-        """True in stage 3: a rank keeps only its shards of weights, and fetches full units."""
+        """True in stage 3: a rank keeps only its shards of weights, and fetches full units (see
+        `is_gathered`)."""
         return self.stage == 3
+
+    def is_gathered(self, unit: int) -> bool:
+        """Whether a rank has only its shard of these weights, and asks the others for the rest."""
+        return (
+            self.shards_parameters
+            and unit < len(self.full_units)
+            and self.full_units[unit].stored is None
+        )
 
     @property
     def shards_gradients(self) -> bool:
@@ -145,10 +157,12 @@ def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Pa
         rank=rank,
         count=count,
         stage=stage,
-        full_units=tuple(dataclasses.replace(unit, kinds=kept) for unit in units),
+        full_units=tuple(_full(unit, kept, count) for unit in units),
         shards=tuple(
             tuple(
                 _shard(unit, owner, *bounds, index=len(units) + unit.index, kinds=owned)
+                if unit.stored is None
+                else _stored_shard(unit, owner, count, index=len(units) + unit.index, kinds=owned)
                 for owner, bounds in enumerate(_bounds(unit, count))
             )
             for unit in units
@@ -219,6 +233,52 @@ def _shard(
         frozen=frozen,
         segments=tuple(segment for segment in segments if segment.nbytes),
     )
+
+
+def _full(unit: Unit, kept: frozenset[StateKind], count: int) -> Unit:
+    """Returns a unit with the state kinds that every rank keeps. Every rank can read weights that
+    rest in files, and reads parts of them by the same runs as the whole."""
+    stored = unit.stored
+    if stored is None:
+        return dataclasses.replace(unit, kinds=kept)
+    keeps_weights = StateKind.PARAMETERS in kept
+    return dataclasses.replace(
+        unit,
+        kinds=frozenset({StateKind.PARAMETERS}),
+        stored=stored if keeps_weights else _divided(stored, count),
+    )
+
+
+def _divided(stored: StoredWeights, count: int) -> StoredWeights:
+    pages = stored.nbytes // PAGE_NBYTES
+    borders = [cut(pages, part, count)[0] * PAGE_NBYTES for part in range(count)]
+    return stored.divided([*borders, stored.nbytes])
+
+
+def _stored_shard(
+    unit: Unit, rank: int, count: int, *, index: int, kinds: frozenset[StateKind]
+) -> Shard:
+    """Returns a rank's pages of the stored bytes of a unit, which no codec has to know of: devices
+    put the bytes together before they decode them. Offsets are those in the stored block."""
+    assert unit.stored is not None
+    is_cut = StateKind.PARAMETERS in kinds
+    first, last = cut(unit.stored.nbytes // PAGE_NBYTES, _part_of(unit, rank, count), count)
+    start_nbytes, nbytes = first * PAGE_NBYTES, (last - first) * PAGE_NBYTES if is_cut else 0
+    stored = unit.stored.cut(start_nbytes, start_nbytes + nbytes)
+    pages = Unit(
+        index=index,
+        name=f"{unit.name} (shard of rank {rank})",
+        tensors=(),
+        trainable_nbytes=0,
+        weight_nbytes=stored.nbytes,
+        state_numel=0,
+        master_dtype=None,
+        moments=unit.moments,
+        kinds=kinds,
+        stored=stored,
+    )
+    segments = (ShardSegment(start_nbytes, 0, nbytes),) if nbytes else ()
+    return Shard(rank, pages, start=0, stop=0, shares=(), frozen=(), segments=segments)
 
 
 def _weight_place(unit: Unit, element: int) -> int:

@@ -289,8 +289,10 @@ class LocalStore:
             show(self._counters, self._volume, ticket, Track.READS, what, asked_ns)
             return ticket
         if isinstance(location, CheckpointLocation):
-            assert offset_nbytes == 0 and length == location.stored.nbytes
-            return self._read_shards(unit, location.stored, block, priority)
+            stored = location.stored
+            if length < stored.nbytes:
+                stored = stored.cut(offset_nbytes, offset_nbytes + length)
+            return self._read_shards(unit, stored, block, priority)
         return self._copy(
             location, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False
         )
@@ -298,6 +300,8 @@ class LocalStore:
     def _read_shards(
         self, unit: Unit, stored: StoredWeights, block: Block, priority: Priority
     ) -> Transfer:
+        if not stored.runs:  # Of a unit with fewer pages than ranks.
+            return FINISHED
         assert self.shards is not None
         self._counters.add("nvme_read_nbytes", stored.nbytes)
         self._counters.add("shard_read_nbytes", stored.nbytes)

@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -114,6 +115,28 @@ class StoredWeights:
     nbytes: int
     runs: tuple[ShardRun, ...]
     slices: tuple[tuple[str, StoredSlice, tuple[tuple[int, int], ...]], ...]
+
+    def cut(self, start_nbytes: int, stop_nbytes: int) -> StoredWeights:
+        """Returns bytes [start, stop) of the block, both at pages, as a block without slices: what
+        one of several ranks reads of them."""
+        runs = []
+        for run in self.runs:
+            low = max(run.block_offset_nbytes, start_nbytes)
+            high = min(run.block_offset_nbytes + run.nbytes, stop_nbytes)
+            if low < high:
+                offset_nbytes = run.offset_nbytes + low - run.block_offset_nbytes
+                runs.append(ShardRun(run.path, offset_nbytes, high - low, low - start_nbytes))
+        return StoredWeights(max(stop_nbytes - start_nbytes, PAGE_NBYTES), tuple(runs), ())
+
+    def divided(self, borders: Sequence[int]) -> StoredWeights:
+        """Returns the same block, no run of which crosses a border (at pages, from 0 to `nbytes`).
+        Reads of the block and of a part then have the same runs, and the same checksums."""
+        runs = [
+            replace(run, block_offset_nbytes=run.block_offset_nbytes + start)
+            for start, stop in pairwise(borders)
+            for run in self.cut(start, stop).runs
+        ]
+        return replace(self, runs=tuple(runs))
 
     def decode(self, block: torch.Tensor, parameter: Callable[[str], torch.Tensor]) -> None:
         """Fills the parameters from the bytes of the block: uint8, shape (nbytes,).

@@ -94,10 +94,17 @@ class WeightCache:
         self._source.note_pass(is_training=True)
 
     def end_training(self) -> None:
-        """Records that no use begins before the next pass, and ends pending arrivals."""
-        self._source.note_pass(is_training=False)
+        """Records that no use begins before the next pass, and ends pending arrivals.
+
+        Drops host blocks of stored weights that come from feeders now: an evaluation, or a pass
+        that could not use them, has read all of these bytes, and a feeder keeps this rank's part.
+        """
         for weights in self.weights:
             self._moves.settle(weights)
+            is_kept = weights.unit.stored is not None and weights.block is not None
+            if is_kept and self._source.feeder_of(weights.unit.index) is not None:
+                self._moves.evict(weights)
+        self._source.note_pass(is_training=False)
 
     def acquire(self, unit: int, priority: Priority, *, is_of_pass: bool = True) -> bool:
         """Makes the unit's weights usable on the device until `release`.

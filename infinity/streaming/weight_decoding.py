@@ -145,15 +145,9 @@ class WeightDecoding:
         Raises CapacityError if there is no space for that block.
         """
         unit, region = weights.unit, weights.region
-        stored = unit.stored
-        assert stored is not None
         if self._device.shares_host_memory:
             return self._device.attach(region, self.decode(weights, block))
-        return self._device.attach_decoded(
-            region,
-            block,
-            lambda content: stored.decode(content, lambda name: _tensor_in(region, unit, name)),
-        )
+        return self._device.attach_decoded(region, block, decoder_into(region, unit))
 
     def decode(self, weights: Weights, block: Block) -> Block:
         """Makes the weights of the stored bytes in `block`, in another block, until `drop`."""
@@ -239,6 +233,13 @@ def refuse_change(unit: Unit) -> None:
             f"changed: the frozen weights rest in {stored.runs[0].path}, which is only read. "
             'To change them, offload with placement.frozen = "copy"'
         )
+
+
+def decoder_into(region: Region, unit: Unit) -> Callable[[torch.Tensor], None]:
+    """Returns a function that fills a unit's region from its stored bytes: uint8, on the device."""
+    stored = unit.stored
+    assert stored is not None
+    return lambda content: stored.decode(content, lambda name: _tensor_in(region, unit, name))
 
 
 def _tensor_in(region: Region, unit: Unit, name: str) -> torch.Tensor:

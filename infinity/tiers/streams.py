@@ -37,7 +37,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -224,6 +225,8 @@ class StreamDevice(DeviceAdapter):
         self._out = streams.new_stream()
         self._clock: _DeviceClock | None = None  # Made when a trace needs it: it waits once.
         self._stored: ResizedRegion | None = None  # Bytes that are decoded into regions.
+        self._staging_lock = threading.Lock()
+        self._staging_used: Event | None = None
         self._copying = threading.RLock()
         # Copies without another owner: the tensors that they keep live until they are done.
         self._under_way: deque[StreamCopy] = deque()
@@ -255,11 +258,11 @@ class StreamDevice(DeviceAdapter):
         self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
     ) -> Copy:
         self.take(region)
-        assert isinstance(region, StreamRegion) and self._stored is not None
-        staging = self._stored  # The next unit's bytes come after this decoding, on one stream.
-        stored = all_of(staging)[: block.nbytes]
-        self._issue(self._in, self.host.tensor(block), stored)
-        self.streams.run(self._in, lambda: decode(stored), used=[staging], made=region.memory)
+        assert isinstance(region, StreamRegion)
+        with self.using_staging(self._in) as staging:
+            stored = all_of(staging)[: block.nbytes]
+            self._issue(self._in, self.host.tensor(block), stored)
+            self.streams.run(self._in, lambda: decode(stored), used=[staging], made=region.memory)
         event = self.streams.new_event()
         event.record(self._in)
         return StreamCopy(self.streams, event, owner=None, keep=None, traced=None)
@@ -268,6 +271,18 @@ class StreamDevice(DeviceAdapter):
     def prepare_decoding(self, nbytes: int) -> None:
         self._stored = self.streams.empty_region(self._in, nbytes)
         self._stored.take_memory()
+
+    @contextmanager
+    def using_staging(self, stream: Stream) -> Iterator[ResizedRegion]:
+        """Lends the memory of `prepare_decoding` for work that is issued on the stream, behind the
+        work of the last user. Any thread: threads issue one behind the other."""
+        with self._staging_lock:
+            assert self._stored is not None
+            if self._staging_used is not None:
+                stream.wait_event(self._staging_used)
+            yield self._stored
+            self._staging_used = self.streams.new_event()
+            self._staging_used.record(stream)
 
     @override
     def current_stream(self) -> Any:  # A `Stream`, which hashes as torch's and every object do.

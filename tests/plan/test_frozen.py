@@ -321,17 +321,22 @@ def test_an_adapter_is_sharded_over_ranks() -> None:
     found = step_of(model, settings, "8xh200-4nvme", 16384, num_ranks=8)
     assert found.ranks is not None and found.ranks.count == 8
     assert found.tokens_per_s == pytest.approx(8 * 16384 / found.step.step_s)
-    # Ranks keep shards of decoded weights: what 117 G parameters take as bf16, on host and swap.
-    copied = answer(found).base_copy
-    assert copied is not None and copied.nbytes == pytest.approx(2 * model.num_params, rel=0.01)
-    assert "checkpoint_read" not in found.step.moved_nbytes
-    said = sentences(found, answer(found))[2]
-    assert "because 8 ranks share it" in said and "234 GB to host and nvme" in said
-    with pytest.raises(ConfigError, match="no \\[\\[tiers.nvme\\]\\]"):
-        no_swap = settings.model_copy(
-            update={"tiers": settings.tiers.model_copy(update={"nvme": ()})}
-        )
-        step_of(model, no_swap, "8xh200-4nvme", 16384, num_ranks=8)
+    # Devices put stored bytes together, so eight ranks read as much as one that has all the memory.
+    assert answer(found).base_copy is None
+    alone = step_of(model, settings, "8xh200-4nvme", 16384)
+    assert 8 * sum(found.placed_nbytes["base"].values()) == pytest.approx(
+        sum(alone.placed_nbytes["base"].values()), rel=0.01
+    )
+    of_rank, of_one = (each.step.moved_nbytes for each in (found, alone))
+    assert 8 * of_rank["checkpoint_read"] == pytest.approx(of_one["checkpoint_read"], rel=0.1)
+    assert 8 * of_rank["h2d"] == pytest.approx(of_one["h2d"], rel=0.1)
+    assert of_rank["gather_received"] == pytest.approx(7 / 8 * of_one["h2d"], rel=0.1)
+    one_sided = settings.model_copy(
+        update={"distributed": settings.distributed.model_copy(update={"exchange": "one_sided"})}
+    )
+    each_all = step_of(model, one_sided, "8xh200-4nvme", 16384, num_ranks=8)
+    assert each_all.placed_nbytes["base"] == alone.placed_nbytes["base"]
+    assert each_all.step.moved_nbytes["checkpoint_read"] > 7 * of_rank["checkpoint_read"]
 
 
 def test_a_base_in_sixteen_bits_needs_no_decoding() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from infinity.checkpoint.huggingface.names import SourcePlaces, TensorGroup
 from infinity.codecs import Plain
 from infinity.sizes import KIB, PAGE_NBYTES
+from infinity.state.partition import partition
 from infinity.state.stored import StoredSlice, lay_out_stored, stored_tiles
-from infinity.storage.shards import ShardRange
+from infinity.state.units import layout_unit
+from infinity.storage.shards import ShardRange, ShardRun
 
 RANGES = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(0, 1 << 20), st.integers(0, 40_000)),
@@ -54,6 +56,37 @@ def test_every_range_is_in_a_run_of_whole_pages(ranges: list[tuple[str, int, int
             assert run.path == path
             assert run.offset_nbytes + start - run.block_offset_nbytes == offset
             assert start + nbytes <= run.block_offset_nbytes + run.nbytes
+
+
+@given(RANGES, st.integers(2, 5))
+def test_the_parts_of_ranks_are_the_bytes_of_the_block_by_the_same_runs(
+    ranges: list[tuple[str, int, int]], count: int
+) -> None:
+    tensors = {str(i): (slice_of(str(i), (ShardRange(*each),)),) for i, each in enumerate(ranges)}
+    unit = replace(layout_unit(0, "u", []), stored=lay_out_stored(tensors))
+    whole = {place for run in unit.stored.runs for place in pages_of(run)}  # type: ignore[union-attr]
+    divided = partition([unit], rank=0, count=count, stage=3)
+    (full,) = divided.full_units
+    of_parts, checked = [], set()
+    for shard in divided.shards[0]:
+        assert shard.unit.stored is not None
+        for run in shard.unit.stored.runs:
+            (segment,) = shard.segments
+            assert run.block_offset_nbytes + run.nbytes <= segment.nbytes
+            at = run.block_offset_nbytes + segment.full_offset_nbytes
+            of_parts += pages_of(replace(run, block_offset_nbytes=at))
+            checked.add((run.path, run.offset_nbytes, run.nbytes))
+    assert len(of_parts) == len(whole) and set(of_parts) == whole
+    assert full.stored is not None and full.stored.slices == unit.stored.slices  # type: ignore[union-attr]
+    assert checked == {(run.path, run.offset_nbytes, run.nbytes) for run in full.stored.runs}
+
+
+def pages_of(run: ShardRun) -> list[tuple[str, int, int]]:
+    """The file, the page of it, and the place in the block of every page."""
+    return [
+        (run.path, run.offset_nbytes + at, run.block_offset_nbytes + at)
+        for at in range(0, run.nbytes, PAGE_NBYTES)
+    ]
 
 
 @given(RANGES)

@@ -139,6 +139,8 @@ def _empty_ranges(divided: Partition) -> list[KindRange]:
     """Returns the parameters without an element, which have no owner, for the first rank."""
     found = []
     for unit in divided.full_units if divided.rank == 0 else ():
+        if unit.stored is not None:
+            continue
         facts = [spec.facts for spec in unit.tensors if not spec.numel]
         rows = [LinkedTensor(f.name, dtype_name(f.dtype), f.shape, f.stride, 0) for f in facts]
         if rows:

@@ -107,12 +107,13 @@ def tensors_of_rank(
 ) -> Iterator[tuple[Unit, list[StateTensor]]]:
     """Yields the tensors that one rank keeps, unit by unit.
 
-    These are the tensors of its shards, and the weights that every rank has in full.
+    These are the tensors of its shards, and the weights that every rank has in full. Units that
+    rest in the files of their base have none.
     """
     shares = {
         share.part: share for shard in divided.local for share in (*shard.shares, *shard.frozen)
     }
-    for unit in divided.units:
+    for unit in (unit for unit in divided.units if unit.stored is None):
         has = partial(has_kind, unit)
         tensors = state_tensors(unit, has_kind=has, has_gradient=lambda _: False, shares=shares)
         yield unit, [tensor for tensor in tensors if has(tensor.state_kind)]

@@ -96,6 +96,12 @@ def rank_directories(count: int) -> tuple[str, ...]:
     return tuple(f"rank-{rank:05d}" for rank in range(count)) if count > 1 else ()
 
 
+def is_of_rank(directory: str) -> bool:
+    """Whether `rank_directories` gives a rank a directory of this name."""
+    prefix, _, number = directory.partition("-")
+    return prefix == "rank" and number.isdecimal()
+
+
 def places_of(ranks: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the prefix of file names, by rank."""
     return tuple(f"{rank}/" for rank in ranks) or ("",)

@@ -197,7 +197,7 @@ def _expected(state: StateAccess) -> Iterator[StateTensor]:
         for unit in state.units:
             yield from tensors_of(state, unit)
         return
-    for unit in state.full_units:
+    for unit in (unit for unit in state.full_units if unit.stored is None):
         is_kept = partial(state.is_kept, unit)
         yield from state_tensors(unit, has_kind=is_kept, has_gradient=lambda _: False)
 

@@ -24,6 +24,7 @@ from infinity.bounded import (
     text_of,
 )
 from infinity.checkpoint.run.directory import read_content
+from infinity.checkpoint.run.manifest import is_of_rank
 from infinity.errors import ConfigError, CorruptionError, corrupt, listed
 from infinity.storage.shards import RunChecksum, ShardFiles, ShardIdentity
 
@@ -56,11 +57,22 @@ def reference_to_bytes(shards: ShardFiles) -> bytes:
 def read_reference(path: Path) -> list[tuple[ShardIdentity, list[RunChecksum]]] | None:
     """Returns the files that a checkpoint refers to; None if it holds all of its state.
 
-    Raises CorruptionError, StorageError.
+    In a checkpoint of several ranks each rank has a reference, with the checksums of what it has
+    read. Raises CorruptionError, StorageError.
     """
-    file = path / SHARDS_NAME
-    if not file.exists():
+    of_ranks = (found for found in path.glob(f"*/{SHARDS_NAME}") if is_of_rank(found.parent.name))
+    files = [path / SHARDS_NAME, *sorted(of_ranks)]
+    rows = [row for file in files if file.exists() for row in _read_rows(file)]
+    if not rows:
         return None
+    identities = {identity.path: identity for identity, _ in reversed(rows)}
+    checksums: dict[str, list[RunChecksum]] = {path: [] for path in identities}
+    for identity, of_rank in rows:
+        checksums[identity.path] += of_rank
+    return [(identities[path], list(dict.fromkeys(found))) for path, found in checksums.items()]
+
+
+def _read_rows(file: Path) -> list[tuple[ShardIdentity, list[RunChecksum]]]:
     try:
         table = table_of(parse_json(read_content(file)), "it")
         return [_row(table_of(row, "a file")) for row in list_of(field(table, "files"), "files")]

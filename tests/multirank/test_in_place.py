@@ -1,0 +1,323 @@
+"""Frozen weights in a checkpoint's own files, over ranks.
+
+Two ranks with one batch train as one rank does: the mean of two equal gradients is exact. So a rank
+alone, which tests/parity/test_in_place.py compares with plain PyTorch, is the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+import infinity
+from infinity.errors import InfinityError
+from infinity.testing import SimulatedDevice
+from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from tests.support.bits import assert_same
+
+from .processes import run_ranks
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "down_proj", "kv_b_proj"]}
+BASES = {  # Architecture and layout.
+    "bf16": ("llama", "bf16"),
+    "nf4": ("llama", "nf4"),
+    "fp8": ("deepseek-v3", "fp8"),
+    "int4": ("deepseek-v3", "int4"),
+    "mxfp4": ("gpt-oss", "mxfp4"),
+    "fp4": ("deepseek-v3", "fp4-experts"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training over a base. `tile`: as of `schedule.tile`; `frozen`: of `placement`."""
+
+    stage: int = 3
+    layer_major: bool = False
+    tile: Any = None
+    frozen: str = "auto"
+    exchange: str = "one_sided"
+    steps: int = 2
+    capacity: str = "64MiB"
+    device_capacity: str = "auto"
+    is_simulated: bool = False
+
+    @property
+    def device(self) -> SimulatedDevice | None:
+        is_simulated = self.is_simulated or self.exchange == "collective"
+        return SimulatedDevice(3) if is_simulated else None
+
+
+@dataclass
+class Run:
+    """Losses and adapters of a rank, and what its engine counted."""
+
+    seen: dict[str, Tensor]
+    counters: dict[str, float]
+    num_in_files: int
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("bases")
+    for name, (architecture, layout) in BASES.items():
+        write_quantized(tiny_causal_lm(architecture), directory / name, layout)
+    return {name: directory / name for name in BASES}
+
+
+def model_over(base: Path, case: Case, swap: Path, **options: Any) -> Any:
+    with infinity.init_empty_weights():
+        architecture = AutoConfig.from_pretrained(base)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
+    torch.manual_seed(7)
+    model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    config: dict[str, Any] = {
+        "distributed": {"zero_stage": case.stage, "budgets": "rank", "exchange": case.exchange},
+        "tiers": {
+            "host": {"capacity": case.capacity},
+            "device": {"capacity": case.device_capacity},
+            "nvme": [{"path": str(swap)}],
+        },
+        "placement": {"gradients": "host", "frozen": case.frozen},
+        "schedule": {} if case.tile is None else {"tile": case.tile},
+    }
+    options = {"weights": base, "device": case.device, **options}
+    infinity.offload(model, config, **options)
+    return model
+
+
+def step(model: Any, optimizer: Any, number: int, case: Case) -> dict[str, Tensor]:
+    def loss_of(batch: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
+        return loss
+
+    generator = torch.Generator().manual_seed(number)
+    batches = [torch.randint(0, 96, (2, 12), generator=generator) for _ in range(2)]
+    if case.layer_major:
+        losses = infinity.forward_backward(model, loss_of, batches)
+    else:
+        losses = []
+        for batch in batches:
+            losses.append(loss_of(batch))
+            losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {f"loss {number}.{i}": loss.detach().clone() for i, loss in enumerate(losses)}
+
+
+def trained(model: Any) -> dict[str, Tensor]:
+    engine = infinity.engine_of(model)
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: engine.read_parameter(name) for name in engine.parameter_names() if name in names}
+
+
+def train(base: Path, case: Case, directory: str) -> Run:
+    torch.set_num_threads(1)
+    model = model_over(base, case, Path(directory, "swap"))
+    engine = infinity.engine_of(model)
+    with closing(engine):
+        optimizer, seen = infinity.AdamW(model, lr=1e-2), {}
+        for number in range(case.steps):
+            seen |= step(model, optimizer, number, case)
+        num_in_files = sum(param.unit.stored is not None for param in engine.params)
+        return Run(seen | trained(model), engine.counters.snapshot(), num_in_files)
+
+
+def train_all(rank: int, wanted: list[tuple[Path, Case]]) -> list[Run]:
+    return [train(base, case, tempfile.gettempdir()) for base, case in wanted]
+
+
+def assert_as_alone(wanted: list[tuple[Path, Case]], count: int = 2) -> list[list[Run]]:
+    """Every rank has the bits of a rank alone. Returns the runs by rank."""
+    of_ranks = run_ranks(count, train_all, wanted)
+    for at, (base, case) in enumerate(wanted):
+        with tempfile.TemporaryDirectory() as directory:
+            alone = train(base, case, directory)
+        for runs in of_ranks:
+            assert_same(alone.seen, runs[at].seen, is_ordered=False)
+            assert (runs[at].num_in_files > 0) == (case.frozen != "copy")
+    return of_ranks
+
+
+def test_ranks_train_over_every_layout_as_one_rank_does(bases: dict[str, Path]) -> None:
+    assert_as_alone([(base, Case()) for base in bases.values()])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_base_in_its_files_gives_the_bits_of_a_copied_one(
+    bases: dict[str, Path], stage: int
+) -> None:
+    """Micro-batch by micro-batch and block by block. No byte of the base is written to the swap."""
+    base = bases["int4"]
+    ways = [
+        Case(stage, layer_major=layer_major, frozen=frozen)
+        for layer_major in (False, True)
+        for frozen in ("copy", "checkpoint")
+    ]
+    for runs in assert_as_alone([(base, way) for way in ways]):
+        for copied, in_files in (runs[:2], runs[2:]):
+            assert_same(copied.seen, in_files.seen)
+            written = [run.counters["nvme_write_nbytes"] for run in (in_files, copied)]
+            assert written[1] - written[0] > base_nbytes(base) / 2, written
+            assert copied.counters.get("shard_read_nbytes", 0) == 0
+
+
+def test_devices_put_the_stored_bytes_together_and_each_rank_reads_its_part(
+    bases: dict[str, Path],
+) -> None:
+    """The bytes go over a rank's link as they are stored, and are decoded behind the all-gather."""
+    names = list(bases)
+    ways = [Case(exchange="collective", steps=3), Case(exchange="collective", layer_major=True)]
+    wanted = [(bases[name], ways[0]) for name in names] + [(bases["int4"], ways[1])]
+    for runs in assert_as_alone(wanted):
+        for run in runs:
+            assert run.counters["ranks_gathered_nbytes"] > 0, run.counters
+
+
+def test_tiles_in_files_train_over_ranks_as_on_one(bases: dict[str, Path]) -> None:
+    assert_as_alone([(bases[name], Case(tile="64KiB")) for name in ("int4", "mxfp4")])
+
+
+def base_nbytes(base: Path) -> int:
+    return sum(path.stat().st_size for path in base.glob("*.safetensors"))
+
+
+def save_and_go_on(rank: int, base: Path, case: Case, runs: str) -> dict[str, Tensor]:
+    """Two steps, a checkpoint, and a third step by another engine, which finds the base by it."""
+    torch.set_num_threads(1)
+    swap = Path(tempfile.gettempdir(), "swap")
+    model, seen = model_over(base, case, swap), {}
+    with closing(infinity.engine_of(model)):
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        for number in range(2):
+            seen |= step(model, optimizer, number, case)
+        infinity.checkpoint.save(runs, model, optimizer)
+    return seen | go_on(rank, base, case, runs, 1)
+
+
+def go_on(rank: int, base: Path, case: Case, runs: str, num_steps: int) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    swap, seen = Path(tempfile.gettempdir(), "swap"), {}
+    model = model_over(base, case, swap, weights=None, resume=runs)
+    with closing(infinity.engine_of(model)):
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        loaded = infinity.checkpoint.load(runs, model, optimizer)
+        for number in range(loaded.step, loaded.step + num_steps):
+            seen |= step(model, optimizer, number, case)
+        return seen | trained(model)
+
+
+def test_a_checkpoint_of_ranks_refers_to_the_base_and_is_resumed_by_any_number_of_them(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base, runs = bases["int4"], tmp_path / "runs"
+    case = Case(steps=3, exchange="collective")
+    alone = train(base, case, str(tmp_path)).seen
+    for seen in run_ranks(2, save_and_go_on, base, case, str(runs)):
+        assert_same(alone, seen, is_ordered=False)
+    (saved,) = runs.iterdir()
+    assert sum(path.stat().st_size for path in saved.rglob("*")) < base_nbytes(base) / 2
+    checksums = [json.loads(path.read_text())["files"] for path in saved.glob("*/shards.json")]
+    assert len(checksums) == 2 and all(of_rank[0]["checksums"] for of_rank in checksums)
+    two_steps = train(base, replace(case, steps=2), str(tmp_path)).seen
+    of_three = run_ranks(3, go_on, base, Case(2), str(runs), 0)
+    for seen in [*of_three, go_on(0, base, case, str(runs), 0)]:
+        assert_same({name: two_steps[name] for name in seen}, seen, is_ordered=False)
+    last = go_on(0, base, case, str(runs), 1)
+    assert_same({name: alone[name] for name in last}, last, is_ordered=False)
+
+
+def errors_after(rank: int, base: Path, change: str, case: Case) -> str:
+    """The error of a step after the first shard has changed under all ranks."""
+    model = model_over(base, case, Path(tempfile.gettempdir(), "swap"))
+    engine = infinity.engine_of(model)
+    with closing(engine):
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        for number in range(4):
+            step(model, optimizer, number, case)
+        engine.ranks.barrier("the file changes")
+        if rank == 0:
+            shard = min(base.glob("*.safetensors"))
+            content = shard.read_bytes()
+            if change == "shorter":
+                os.truncate(shard, 4096)
+            else:
+                shard.write_bytes(content[:4096] + bytes(len(content) - 4096))
+        engine.ranks.barrier("the file has changed")
+        engine.weight_cache.forget()  # As if other weights had needed its memory.
+        with pytest.raises(InfinityError) as caught:
+            step(model, optimizer, 4, case)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("exchange", ["one_sided", "collective"])
+@pytest.mark.parametrize("change", ["shorter", "other bytes"])
+def test_a_shard_that_changes_is_named_on_every_rank(
+    bases: dict[str, Path], tmp_path: Path, change: str, exchange: str
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(bases["int4"], base)
+    shard = str(min(base.glob("*.safetensors")))
+    for error in run_ranks(2, errors_after, base, change, Case(exchange=exchange)):
+        assert shard in error and ("bytes are not those" in error or "has 4096 bytes" in error)
+
+
+def start_over(rank: int, directory: str) -> str:
+    with pytest.raises(InfinityError) as caught:
+        model_over(Path(directory, str(rank)), Case(), Path(tempfile.gettempdir(), "swap"))
+    return str(caught.value)
+
+
+def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
+    for rank, layout in enumerate(("bf16", "nf4")):
+        write_quantized(tiny_causal_lm("llama"), tmp_path / str(rank), layout)
+    errors = run_ranks(2, start_over, str(tmp_path))
+    assert all("rank 1 has something else than rank 0" in error for error in errors)
+
+
+def reads_of_a_step(rank: int, base: Path, case: Case) -> float:
+    """The bytes that this rank reads of the base in a step, when memory has what it keeps."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        model = model_over(base, case, Path(directory, "swap"))
+        engine = infinity.engine_of(model)
+        with closing(engine):
+            optimizer, counts = infinity.AdamW(model, lr=1e-2), [0.0]
+            for number in range(6):
+                step(model, optimizer, number, case)
+                counts.append(engine.counters.snapshot()["shard_read_nbytes"])
+            return counts[6] - counts[5]
+
+
+def test_ranks_keep_parts_of_their_own_and_read_less_of_the_base(tmp_path: Path) -> None:
+    """With three quarters of the base, a rank alone reads the rest in both directions of a step."""
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=20, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=96, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "base")
+    base, nbytes = tmp_path / "base", base_nbytes(tmp_path / "base")
+    case = Case(
+        exchange="collective",
+        layer_major=True,
+        capacity=f"{3 * nbytes // 4 >> 10}KiB",
+        device_capacity="12MiB",
+    )
+    alone = reads_of_a_step(0, base, replace(case, exchange="one_sided", is_simulated=True))
+    of_ranks = run_ranks(2, reads_of_a_step, base, case)
+    assert alone > nbytes / 3
+    assert of_ranks == [0, 0], "their memory keeps a half each"
