@@ -280,9 +280,11 @@ class StreamDevice(DeviceAdapter):
             assert self._stored is not None
             if self._staging_used is not None:
                 stream.wait_event(self._staging_used)
-            yield self._stored
-            self._staging_used = self.streams.new_event()
-            self._staging_used.record(stream)
+            try:
+                yield self._stored
+            finally:  # A part of the work may have been issued.
+                self._staging_used = self.streams.new_event()
+                self._staging_used.record(stream)
 
     @override
     def current_stream(self) -> Any:  # A `Stream`, which hashes as torch's and every object do.
