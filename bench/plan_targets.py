@@ -50,7 +50,6 @@ class Case:
     micro_batch: int | None = None
     lora: int | None = None
     experts: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
 
     def table(self) -> dict[str, Any]:
         kinds = dict.fromkeys(KINDS, self.tier)
@@ -72,9 +71,6 @@ class Case:
             found["adapter"] = {"rank": self.lora, "experts": self.experts}
             found["placement"] = {kind: ["host", "nvme"] for kind in KINDS}
             found["placement"]["activations"] = ["host", "nvme"]
-        for key, value in self.settings.items():
-            section, _, name = key.partition(".")
-            found.setdefault(section, {})[name] = value
         return found
 
     def plan(self) -> Forecast:
@@ -100,13 +96,8 @@ CASES = (
     Case("llama-3-8b", "1xh200-4nvme", 64 << 10, "host", 1.05),
     Case("llama-3-8b", "1xh200-4nvme", 8 << 10, "device", 1.25),
     *(
-        Case(
-            model, "1xh200-4nvme", tokens, "nvme", 1.1, micro_batch=8,
-            settings={"schedule.updates": updates},
-        )
-        for model, updates in (
-            ("llama-3-70b", "auto"), ("llama-3-405b", "auto"), ("llama-3-405b", "both_passes"),
-        )
+        Case(model, "1xh200-4nvme", tokens, "nvme", 1.1, micro_batch=8)
+        for model in ("llama-3-70b", "llama-3-405b")
         for tokens in (32 << 10, 128 << 10, 512 << 10)
     ),
     *(
@@ -185,8 +176,7 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
     case, busy_s = row["case"], row["busy_s"]
     way = f"LoRA of rank {case['lora']}" if case["lora"] else case["tier"]
     nodes = f"{case['nodes']} nodes of " if case["nodes"] > 1 else ""
-    updates = case["settings"].get("schedule.updates", "auto")
-    yield f"{case['model']}, {way}" + (f", {updates}" if updates != "auto" else "")
+    yield f"{case['model']}, {way}"
     yield f"{nodes}{case['machine']}"
     yield f"{case['tokens'] >> 10} K"
     if row["reason"]:

@@ -87,10 +87,16 @@ def schema(
         bool,
         typer.Option("--deepspeed", help="What `config import` does with each key: Markdown."),
     ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="The schema as JSON, which is what comes without options."),
+    ] = False,
 ) -> None:
     """Print the JSON Schema of a configuration file."""
     from infinity.config import render
 
+    if as_json and (markdown or deepspeed):
+        raise typer.BadParameter("--json prints the schema; the references are Markdown alone")
     if deepspeed:
         from infinity.config import deepspeed as ds
 

@@ -78,9 +78,15 @@ def read(path: Path) -> list[Span]:
     try:
         document = read_json(path, max_nbytes=_MAX_NBYTES)
     except OSError as error:
-        raise ConfigError(f"cannot read the trace {str(path)!r}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot read the trace {str(path)!r}: {error.strerror}; 'infinity train FILE --trace "
+            "OUT.json' writes one"
+        ) from None
     except MalformedError as error:
-        raise ConfigError(f"{str(path)!r} is not a trace: {error}") from None
+        raise ConfigError(
+            f"{str(path)!r} is not a trace: {error}; expected a file made by 'infinity train "
+            "--trace'"
+        ) from None
     about = document.get("otherData") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("schema") != SCHEMA:
         raise ConfigError(

@@ -12,7 +12,7 @@ from infinity.errors import ConfigError
 from infinity.state.budgets import Budgets
 from infinity.state.placement import StatePlacement
 from infinity.state.store import changing_kinds, rewritten_nbytes
-from infinity.state.units import Unit
+from infinity.state.units import StateKind, Unit
 
 
 def count_spares(config: SwapConfig, *, num_ranks: int = 1) -> int:
@@ -78,7 +78,7 @@ def updates_in_backward(
     """Whether units are updated in the backward too, which takes one more spare generation.
 
     `num_spares`: of commits and checkpoints. `free_nbytes`: space on NVMe before anything is
-    reserved; for "auto" as much as one generation stays free.
+    reserved; for "auto" as much as the weights take stays free: an export, or activations, fit.
     """
     schedule, placement = config.schedule, budgets.placement
     if schedule.updates not in ("auto", "both_passes") or num_ranks > 1:
@@ -94,8 +94,9 @@ def updates_in_backward(
         for (index, kind), tier in placement.tiers.items()
         if tier == "nvme"
     )
-    generation_nbytes = spare_generation_nbytes(units, placement)
-    return free_nbytes >= resting_nbytes + (num_spares + 2) * generation_nbytes
+    generations_nbytes = (num_spares + 1) * spare_generation_nbytes(units, placement)
+    left_nbytes = sum(unit.nbytes(StateKind.PARAMETERS) for unit in units)
+    return free_nbytes >= resting_nbytes + generations_nbytes + left_nbytes
 
 
 def _changes_on_nvme(unit: Unit, placement: StatePlacement) -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.plan_targets import CASES, row_of, to_markdown
+from bench.plan_targets import CASES, Case, row_of, to_markdown
+from infinity.plan.hardware import load_hardware
 
 ROOT = Path(__file__).parents[2]
 ROWS = json.loads((ROOT / "bench/results/plan_targets.json").read_text())["rows"]
@@ -34,3 +35,18 @@ def test_the_figures_are_those_of_the_plan(model: str, ranks: int, nodes: int) -
     assert found.busy_s["compute"] / found.step_s + sum(found.idle.values()) == pytest.approx(
         1, abs=0.01
     )
+
+
+def test_automatic_updates_in_both_passes_leave_the_weights_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """8 B parameters in bf16: 16 bytes a parameter rest, 12 of them once more, and 2 stay free."""
+    machine = load_hardware("1xh200-4nvme")
+    case = Case("llama-3-8b", machine.name, 8 << 10, "nvme", micro_batch=8)
+    num_spares = []
+    for nbytes_per_parameter in (29, 31):
+        drive = machine.nvme.model_copy(update={"capacity": int(8.03e9 * nbytes_per_parameter)})
+        smaller = machine.model_copy(update={"nvme": drive})
+        monkeypatch.setattr("bench.plan_targets.load_hardware", {machine.name: smaller}.get)
+        num_spares.append(case.plan().num_spares)
+    assert num_spares == [0, 1]

@@ -134,7 +134,7 @@ def test_what_is_written_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "cannot read"),
+        (None, "'infinity train FILE --trace OUT.json' writes one"),
         ("[]", "not a trace of this version"),
         ("{", "is not a trace"),
         ("{}", "infinity-trace/1"),

@@ -91,6 +91,9 @@ def test_help_shows_names_in_brackets() -> None:
 def test_schema_prints_json_schema_or_the_reference() -> None:
     schema = json.loads(run_command("config", "schema").stdout)
     assert "tiers" in schema["properties"] and schema["$defs"]["Io"]["description"]
+    assert json.loads(run_command("config", "schema", "--json", "--quiet").stdout) == schema
+    refused = run_command("config", "schema", "--markdown", "--json")
+    assert refused.exit_code == 2 and "Markdown alone" in refused.output
     reference = run_command("config", "schema", "--markdown").stdout
     assert reference.startswith("# The swap-tier file") and reference.endswith("\n")
 
