@@ -160,6 +160,12 @@ def plot(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
     axes.set_xlabel("tokens a step")
     axes.set_ylabel("MiB beside one micro-batch")
     axes.legend(fontsize=7)
+    last = tokens[-1]
+    kept, left = (found[where][last]["device_nbytes"] / MIB for where in ("device", "host"))
+    axes.set_title(
+        f"{last:,} tokens: the device holds {left:.0f} of {kept:.0f} MiB of inputs",
+        fontsize="medium",
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -269,8 +269,19 @@ def plot(
             color=line.get_color(),
             label=exchange.replace("_", "-"),
         )
-    axis.set_title("State that rests on one rank")
-    crossed.set_title("Weights over the link of one device")
+    most = counts[-1]
+    resting = {
+        row["stage"]: row["resting_nbytes"] / row["num_parameters"]
+        for row in rows
+        if row["ranks"] in (1, most)
+    }
+    axis.set_title(
+        f"Stage 3: {resting[None]:.0f} bytes a parameter alone, {resting[3]:.1f} on one of {most}"
+    )
+    across = {row["exchange"]: row["link_in_nbytes"] for row in transport if row["ranks"] == most}
+    crossed.set_title(
+        f"Collectives: {across['collective'] / across['one_sided']:.2f} of the bytes over a link"
+    )
     axis.set_ylabel("bytes per parameter that rest on a rank")
     axis.legend(title="counted; formula dashed")
     crossed.set_ylabel("bytes per parameter and step to the device")

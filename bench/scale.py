@@ -160,13 +160,20 @@ def draw(found: list[dict[str, Any]], words: argparse.Namespace) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
     numbers = [each["num_parameters"] for each in found]
-    left.plot(numbers, [each["ns_per_parameter"] for each in found], "o-")
-    left.set(ylabel="ns per parameter and step", title="time")
+    times = [each["ns_per_parameter"] for each in found]
+    left.plot(numbers, times, "o-")
+    left.set(
+        ylabel="ns per parameter and step",
+        title=f"{min(times):.0f} to {max(times):.0f} ns a parameter, whatever the size",
+    )
     memory = [each["peak_rss_nbytes"] / (1 << 30) for each in found]
     state = [number * STATE_NBYTES / (1 << 30) for number in numbers]
     right.plot(numbers, memory, "o-", label="peak RSS")
     right.plot(numbers, state, "--", color="grey", label="training state")
-    right.set(ylabel="GiB", title=f"memory, host budget {words.host}", yscale="log")
+    right.set(
+        ylabel=f"GiB (host budget {words.host})", yscale="log",
+        title=f"{state[-1] / state[0]:.0f} x the state, {memory[-1] / memory[0]:.1f} x the memory",
+    )  # fmt: skip
     right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     right.yaxis.set_major_formatter("{x:g}")
     right.yaxis.set_minor_locator(ticker.NullLocator())
@@ -176,7 +183,7 @@ def draw(found: list[dict[str, Any]], words: argparse.Namespace) -> None:
         axes.xaxis.set_minor_locator(ticker.NullLocator())
         axes.set_xticks(numbers, [each["name"] for each in found])
         axes.grid(alpha=0.3)
-        axes.set_ylim(bottom=0 if axes is left else None)
+    left.set_ylim(0, 1.1 * max(times))
     figure.savefig(words.plot, dpi=120)
 
 

@@ -222,7 +222,12 @@ def draw(predicted: list[dict[str, Any]], found: list[dict[str, Any]], path: Pat
     axis.plot(list(PUBLISHED), list(PUBLISHED.values()), "k^--", label="ZeRO-Infinity, 2 GB pieces")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
-    axis.set_title("Largest hidden size by number of tiles")
+    least, most = predicted[0], predicted[-1]
+    axis.set_title(
+        f"{most['factor']} tiles: a layer {most['hidden'] / least['hidden']:.0f} times as wide in "
+        "the same window",
+        fontsize="medium",
+    )
     axis.set_xlabel("tiles of the widest layer")
     axis.set_ylabel("largest hidden size")
     axis.legend()

@@ -150,17 +150,21 @@ def draw_models(path: Path) -> None:
     left.set_xlim(0.8, 700)
     left.set_yticks([1e9, 1e10, 1e11, 1e12], ["1 B", "10 B", "100 B", "1 T"])
     left.legend(loc="upper left", bbox_to_anchor=(0.0, -0.12), fontsize=9, frameon=False)
+    ends = []
     for name, title in LINES.items():
         rates = [plan_cell(name, GPU, with_memory(machine, each), 16) for each in MEMORIES]
         found = [
             (m, c.tokens_per_s) for m, c in zip(MEMORIES, rates, strict=True) if c.tokens_per_s
         ]
         (line,) = right.plot(*zip(*found, strict=True), marker=".")
-        last = found[-1]
-        right.annotate(title, last, xytext=(6, -3), textcoords="offset points", fontsize=9,
-                       color=line.get_color())  # fmt: skip
+        ends.append((found[-1], title, line.get_color()))
         if name == "deepseek-v3":
             rate = next(rate for memory, rate in found if memory == 128)
+    place = float("inf")
+    for (memory, tokens_per_s), title, color in sorted(ends, key=lambda end: -end[0][1]):
+        place = min(tokens_per_s, place / 1.15)  # The height of a line of text, on this axis.
+        right.annotate(title, (memory, place), xytext=(6, -3), textcoords="offset points",
+                       fontsize=9, color=color)  # fmt: skip
     right.set_yscale("log")
     right.set_xlim(13, 2200)
     right.set_yticks([100, 1000, 10000], ["100", "1,000", "10,000"])
