@@ -179,19 +179,21 @@ class ShardFiles:
         self._engine = engine
         self.identities: Mapping[str, ShardIdentity] = {file.path: file for file in identities}
         self._files: dict[str, int] = {}
+        self._directories: dict[int, str] = {}  # By file id; a trace is written after `close`.
         nbytes_of = {file.path: file.nbytes for file in identities}
         self._checks = _ReadChecks(nbytes_of) if verify else None
         try:
             for identity in identities:
                 refuse_changed(identity)
-                self._files[identity.path] = _open(engine, identity.path)
+                file = self._files[identity.path] = _open(engine, identity.path)
+                self._directories[file] = os.path.dirname(os.path.realpath(identity.path))
         except BaseException:
             self.close()
             raise
 
     def path_of(self, file: int) -> str:
-        """Returns the path behind a file id of `Ticket.passages`."""
-        return next((path for path, own in self._files.items() if own == file), "a closed file")
+        """The directory on its drive of the shard behind a file id of `Ticket.passages`."""
+        return self._directories[file]
 
     def read(
         self, runs: Sequence[ShardRun], *, address: int, priority: Priority, label: str
