@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -71,7 +72,10 @@ def attach_adapter(
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
     torch.manual_seed(seed)
     try:
-        adapted = peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # PEFT reads what transformers has renamed; who merges can do nothing about it.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+            adapted = peft.get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         # PEFT raises these for targets that are absent and for layers that it cannot adapt.
         if options.resume is None:
