@@ -77,6 +77,7 @@ def merge(base: Path, adapter: Path, out: Path, **options: Any) -> dict[str, tor
         ("llama", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}),
         ("deepseek-v3", {"target_modules": MLA}),
         ("qwen3-moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+        ("glm4-moe", {"target_modules": [*ATTENTION, "down_proj"], "target_parameters": EXPERTS}),
     ],
 )
 def test_a_merge_has_the_bits_of_peft(tmp_path, name, options, dtype) -> None:
@@ -100,11 +101,20 @@ def test_experts_that_are_stored_packed_and_transposed_are_merged(tmp_path) -> N
     assert_equal(merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out"), expected)
 
 
-@pytest.mark.parametrize("codec", ["fp8", "int4", "nf4"])
-def test_a_quantised_base_is_decoded_or_kept(tmp_path, codec) -> None:
-    write_quantized(tiny_causal_lm("deepseek-v3"), tmp_path / "base", codec)
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        ("deepseek-v3", "fp8"), ("deepseek-v3", "int4"), ("deepseek-v3", "nf4"),
+        ("deepseek-v3", "mxfp4-packed"), ("deepseek-v3", "fp4-experts"),
+        ("gpt-oss", "mxfp4"), ("glm4-moe", "fp8"),
+    ],
+)  # fmt: skip
+def test_a_quantised_base_is_decoded_or_kept(tmp_path, name, codec) -> None:
+    write_quantized(tiny_causal_lm(name), tmp_path / "base", codec)
     write_decoded(tmp_path / "base", tmp_path / "decoded")
-    adapt(tmp_path / "decoded", tmp_path / "adapter", target_modules=MLA, target_parameters=EXPERTS)
+    attention = MLA if name == "deepseek-v3" else ATTENTION
+    options = {"target_modules": attention, "target_parameters": EXPERTS}
+    adapt(tmp_path / "decoded", tmp_path / "adapter", **options)
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     expected = merged_in_memory(tmp_path / "decoded", adapter, tmp_path / "expected")
     assert_equal(merge(base, adapter, tmp_path / "out"), expected)

@@ -291,6 +291,33 @@ def test_the_adapter_file_is_that_of_peft(swap_directory: Path, tmp_path: Path) 
         assert same_bits(loss_of("gpt_oss", loaded), loss_of("gpt_oss", model))
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+def test_a_server_finds_the_factors_of_each_expert_in_the_saved_file(
+    name: str, swap_directory: Path, tmp_path: Path
+) -> None:
+    """Read as vLLM reads it (LoRAModelManager._stack_moe_lora_weights, docs/ADAPTERS.md): the first
+    factor by expert, then rank; the second by rank, then expert; "base_layer" is gate and up."""
+    with offloaded(adapted(name), swap_config(swap_directory)) as model:
+        model.save_pretrained(tmp_path / "saved")
+    tensors = safetensors.torch.load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    plain = adapted(name)
+    before = {n: each.clone() for n, each in ZOO[name].build(0).state_dict().items()}
+    after = plain.merge_and_unload().state_dict()
+    checked = set()
+    for experts in (n.removesuffix(".gate_up_proj") for n in after if n.endswith("gate_up_proj")):
+        for infix, weight in (("base_layer.", "gate_up_proj"), ("", "down_proj")):
+            keys = [f"base_model.model.{experts}.{infix}lora_{each}.weight" for each in "AB"]
+            first, second = (tensors[key] for key in keys)
+            checked.update(keys)
+            old, new = before[f"{experts}.{weight}"], after[f"{experts}.{weight}"]
+            firsts = first.reshape(len(old), -1, first.shape[-1])
+            seconds = second.reshape(second.shape[0], -1, len(old)).permute(2, 0, 1)
+            delta = 3 / 2 * (seconds @ firsts)
+            delta = delta.transpose(1, 2) if name == "gpt_oss" else delta
+            assert torch.allclose(old + delta, new, atol=1e-6) and not torch.equal(old, new)
+    assert checked == set(tensors)
+
+
 def test_a_failed_offload_leaves_peft_s_own_computation(tmp_path: Path) -> None:
     model = adapted("mixtral")
     before = loss_of("mixtral", model)

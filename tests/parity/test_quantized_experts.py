@@ -18,7 +18,7 @@ import infinity
 from infinity.modules.tiling.experts import TiledExperts
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 
-from .test_in_place import config_of, train
+from .in_place import config_of, train
 
 LAYOUTS = {"qwen3-moe": "fp8-bf16-scales", "deepseek-v3": "int4", "gpt-oss": "mxfp4"}
 

@@ -6,8 +6,8 @@ property, and each pair of properties where pairs are what may fail; `make exhau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations, product
 from typing import Any, TypeVar
 
 import pytest
@@ -32,3 +32,35 @@ def in_turn(names: Iterable[str], ways: Sequence[Any]) -> list[Any]:
     """Returns each name with each way. A name is kept with one way: the ways come in turn."""
     chosen = {name: ways[index % len(ways)] for index, name in enumerate(names)}
     return sampled(product(chosen, ways), lambda case: chosen[case[0]] == case[1])
+
+
+def covering(properties: Mapping[str, Sequence[Any]], strength: int = 2) -> list[dict[str, Any]]:
+    """Returns few cases in which any values of any `strength` properties occur together.
+
+    Greedy: a case starts with a combination that is missing, and takes for each further property the
+    value that adds most missing ones (Cohen, Dalal, Fredman and Patton, "The AETG System", 1997).
+    """
+    groups = list(combinations(properties, strength))
+    missing = {  # A dictionary has an order, which makes the cases the same ones every time.
+        tuple(zip(group, values, strict=True)): None
+        for group in groups
+        for values in product(*(properties[name] for name in group))
+    }
+
+    def found_in(case: Mapping[str, Any]) -> list[tuple[tuple[str, Any], ...]]:
+        whole = (group for group in groups if case.keys() >= set(group))
+        keys = (tuple((name, case[name]) for name in group) for group in whole)
+        return [key for key in keys if key in missing]
+
+    cases = []
+    while missing:
+        case = dict(next(iter(missing)))
+        for name, values in properties.items():
+            if name not in case:
+                at = len(cases) % len(values)  # Between equals the values take turns.
+                tried = [case | {name: value} for value in (*values[at:], *values[:at])]
+                case = max(tried, key=lambda each: len(found_in(each)))
+        for key in found_in(case):
+            del missing[key]
+        cases.append({name: case[name] for name in properties})
+    return cases

@@ -35,6 +35,7 @@ _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 # Spaces that a reader of JSON skips: the length of a number is not known before it is.
+_EXAMPLE_ROWS = 32  # No codec has longer blocks of columns.
 _STATE_MARGIN = 32
 
 Make = Callable[[], torch.Tensor]
@@ -159,8 +160,9 @@ def _aside_infos(name: str, shape: Shape, codec: Codec) -> list[TensorInfo]:
 
 
 def _small_example(codec: Codec, shape: Shape) -> Encoding:
-    """Encodes zeros of as many dimensions, as small as the codec has them."""
-    return codec.encode(torch.zeros([*([1] * (len(shape) - 1)), shape[-1]]))
+    """Encodes few zeros of as many dimensions. Blocks of a transposed codec lie in columns."""
+    rows = min(shape[-2], _EXAMPLE_ROWS) if len(shape) > 1 else 1
+    return codec.encode(torch.zeros([*[1] * (len(shape) - 2), rows, shape[-1]][-len(shape) :]))
 
 
 def _aside_values(name: str, encoding: Encoding, infos: Sequence[TensorInfo]) -> Values:
