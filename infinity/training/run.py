@@ -185,6 +185,11 @@ class Run:
             self.summary.interrupted_by = interrupt.received.name
         elif self.num_steps < self._job.num_steps:
             self.summary.stopped_early = True
+            if not self.summary.records:
+                self._reporter.note(
+                    "the run that is resumed had been stopped early; a larger "
+                    "train.early_stopping_patience makes it go on, and so does 0, which is none"
+                )
         self._save_checkpoint(interrupt)
         self._end_copy(interrupt)
 

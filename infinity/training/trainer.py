@@ -159,6 +159,19 @@ def make_trainer(
     return trainer
 
 
+def with_patience(state: dict[str, Any], patience: int) -> tuple[dict[str, Any], bool]:
+    """Returns a saved state of the loop with the run's own patience, which may have changed since
+    (0 is none), and whether early stopping had ended the run by that patience."""
+    name = "EarlyStoppingCallback"
+    callbacks = dict(state["stateful_callbacks"])
+    saved = callbacks.pop(name, None)
+    if saved is None or not patience:
+        return state | {"stateful_callbacks": callbacks}, False
+    callbacks[name] = saved | {"args": saved["args"] | {"early_stopping_patience": patience}}
+    num_misses = saved["attributes"]["early_stopping_patience_counter"]
+    return state | {"stateful_callbacks": callbacks}, num_misses >= patience
+
+
 class RunTrainer(OffloadedTrainer):
     """The methods in which TRL's trainers differ for a run. `make_trainer` mixes them in."""
 
@@ -176,6 +189,7 @@ class RunTrainer(OffloadedTrainer):
         assert config.train is not None
         self._options, self._rank = config.optimizer, rank
         self._nonfinite = config.train.nonfinite
+        self._patience = config.train.early_stopping_patience
         self._num_skipped = 0  # In a row.
         self._ended_step = 0
         self._begin_window()
@@ -207,13 +221,15 @@ class RunTrainer(OffloadedTrainer):
         from transformers import TrainerState
 
         self._ended_step = int(state["global_step"])
+        state, had_stopped = with_patience(state, self._patience)
         found, steps = TrainerState(**state), self.count_steps()
         found.compute_steps(self.args, steps)
         found.train_batch_size = self.args.train_batch_size
-        if self._ended_step >= steps:  # Trainer would make one more.
+        if had_stopped or self._ended_step >= steps:  # Trainer would make more.
             self.create_optimizer_and_scheduler(steps)  # type: ignore[attr-defined]
             self._load_optimizer_and_scheduler(None)
             self.state = found
+            self._load_callback_state()  # type: ignore[attr-defined]
             return
         with tempfile.TemporaryDirectory(prefix="infinity-state-") as directory:
             found.save_to_json(str(Path(directory) / _STATE_NAME))

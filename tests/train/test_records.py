@@ -463,6 +463,11 @@ def test_a_resumed_run_keeps_the_patience_and_the_place_in_its_epoch(tmp_path, t
     table["output"] = {"directory": str(tmp_path / "again")}
     again = run(table, resume_from=last_but_one)
     assert again["stopped_early"] and again["steps_done"] == 1
+    # Once more: the run is at its end, unless it gets more patience.
+    assert run(table, resume=True)["steps_done"] == 0
+    table["train"] |= {"early_stopping_patience": 4}
+    assert run(table, resume=True)["steps_done"] >= 1
+    table["train"] |= {"early_stopping_patience": 3}
     third = tmp_path / "output" / "checkpoints" / "step-00000003"
     table["output"] = {"directory": str(tmp_path / "third")}
     run(table, resume_from=third)
