@@ -239,39 +239,63 @@ def test_a_checkpoint_of_ranks_refers_to_the_base_and_is_resumed_by_any_number_o
     assert_same({name: alone[name] for name in last}, last, is_ordered=False)
 
 
-def errors_after(rank: int, base: Path, change: str, case: Case) -> str:
-    """The error of a step after the first shard has changed under all ranks."""
+def error_after(rank: int, bases: str, change: str, case: Case) -> tuple[str, str]:
+    """The class and the text of the error of a step after a shard has changed: that of all ranks,
+    or, "gone", that of the last one, which has files of its own and loses one."""
+    base = Path(bases, str(rank) if change == "gone" else "0")
     model = model_over(base, case, Path(tempfile.gettempdir(), "swap"))
-    engine = infinity.engine_of(model)
-    with closing(engine):
-        optimizer = infinity.AdamW(model, lr=1e-2)
-        for number in range(4):
-            step(model, optimizer, number, case)
-        engine.ranks.barrier("the file changes")
-        if rank == 0:
+    engine, caught = infinity.engine_of(model), ("", "")
+    try:
+        with closing(engine):
+            optimizer = infinity.AdamW(model, lr=1e-2)
+            for number in range(4):
+                step(model, optimizer, number, case)
+            engine.ranks.barrier("the file changes")
             shard = min(base.glob("*.safetensors"))
-            content = shard.read_bytes()
-            if change == "shorter":
-                os.truncate(shard, 4096)
-            else:
-                shard.write_bytes(content[:4096] + bytes(len(content) - 4096))
-        engine.ranks.barrier("the file has changed")
-        engine.weight_cache.forget()  # As if other weights had needed its memory.
-        with pytest.raises(InfinityError) as caught:
-            step(model, optimizer, 4, case)
-        return str(caught.value)
+            if change == "gone" and rank == engine.ranks.num_ranks - 1:
+                os.truncate(shard, 0)  # The open file has no bytes either.
+                shard.unlink()
+            elif change == "other bytes" and rank == 0:
+                shard.write_bytes(shard.read_bytes()[:4096] + bytes(shard.stat().st_size - 4096))
+            engine.ranks.barrier("the file has changed")
+            engine.weight_cache.forget()  # As if other weights had needed its memory.
+            try:
+                step(model, optimizer, 4, case)
+            except InfinityError as error:
+                caught = type(error).__name__, str(error)
+                raise  # The engine gives it to the other ranks when it closes.
+    except InfinityError:  # Closing a simulated device raises its own.
+        pass
+    return caught
 
 
 @pytest.mark.parametrize("exchange", ["one_sided", "collective"])
-@pytest.mark.parametrize("change", ["shorter", "other bytes"])
-def test_a_shard_that_changes_is_named_on_every_rank(
-    bases: dict[str, Path], tmp_path: Path, change: str, exchange: str
+def test_a_shard_with_other_bytes_is_named_on_every_rank(
+    bases: dict[str, Path], tmp_path: Path, exchange: str
 ) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(bases["int4"], base)
-    shard = str(min(base.glob("*.safetensors")))
-    for error in run_ranks(2, errors_after, base, change, Case(exchange=exchange)):
-        assert shard in error and ("bytes are not those" in error or "has 4096 bytes" in error)
+    shutil.copytree(bases["int4"], tmp_path / "0")
+    shard = str(min((tmp_path / "0").glob("*.safetensors")))
+    case = Case(exchange=exchange)
+    for _, error in run_ranks(2, error_after, str(tmp_path), "other bytes", case):
+        assert shard in error and "bytes are not those" in error
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("exchange", ["one_sided", "collective"])
+def test_a_shard_that_one_rank_loses_ends_every_rank_with_its_name(
+    bases: dict[str, Path], tmp_path: Path, exchange: str, count: int
+) -> None:
+    """The rank that has lost it raises a StorageError, also for a read that an all-gather needs."""
+    for rank in range(count):
+        shutil.copytree(bases["int4"], tmp_path / str(rank))
+    case = Case(exchange=exchange)
+    errors = run_ranks(count, error_after, str(tmp_path), "gone", case)
+    lost = str(min(Path(tmp_path, "0").glob("*.safetensors"))).replace("/0/", f"/{count - 1}/")
+    for kind, error in errors:
+        assert lost in error and "it cannot be found any more" in error, errors
+        assert kind in ("RankError", "StorageError")
+    assert errors[-1][0] == "StorageError"
+    assert all(f"rank {count - 1}" in error for _, error in errors[:-1]), errors
 
 
 def start_over(rank: int, directory: str) -> str:
