@@ -186,6 +186,18 @@ def test_devices_put_the_stored_bytes_together_and_each_rank_reads_its_part(
             assert run.counters["ranks_gathered_nbytes"] > 0, run.counters
 
 
+def test_devices_put_stored_bytes_together_before_they_have_space_to_decode_them(
+    bases: dict[str, Path],
+) -> None:
+    """The decoded weights of a block fit beside the stored bytes of the next, not beside its own."""
+    case = Case(exchange="collective", device_capacity="4700KiB", steps=5)
+    ways = [case, replace(case, layer_major=True, steps=3)]
+    for runs in assert_as_alone([(bases["int4"], way) for way in ways]):
+        for run in runs:
+            assert run.counters["fetches_staged"] > 0, run.counters
+            assert run.counters["ranks_gathered_nbytes"] > 0, run.counters
+
+
 def test_tiles_in_files_train_over_ranks_as_on_one(bases: dict[str, Path]) -> None:
     assert_as_alone([(bases[name], Case(tile="64KiB")) for name in ("int4", "mxfp4")])
 

@@ -158,13 +158,21 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "device-least": (
         {"tiers": {"device": {"capacity": "least"}}, "schedule": {"tile": 0}}, True,
     ),
+    # The stored bytes of the next block fit the device, its decoded weights do not.
+    "device-staged": (
+        {"tiers": {"device": {"capacity": "least", "spare": 512 << 10}}, "schedule": {"tile": 0}},
+        True,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("base", "way"),
     in_turn(CASES, ["nvme", "least", "device"])
-    + [(FEW[0], way) for way in ("threads", "host", "window", "copied", "device-least")],
+    + [
+        (FEW[0], way)
+        for way in ("threads", "host", "window", "copied", "device-least", "device-staged")
+    ],
     indirect=["base"],
 )
 def test_an_adapter_trains_as_over_decoded_weights_in_memory(
@@ -179,6 +187,7 @@ def test_an_adapter_trains_as_over_decoded_weights_in_memory(
         frozen = [unit for unit in engine.store.units if not unit.state_numel]
         assert all((unit.stored is None) == is_copied for unit in frozen) and frozen
         seen = train(model, infinity.AdamW(model, lr=1e-2))
+        assert (engine.counters.snapshot().get("fetches_staged", 0) > 0) == (way == "device-staged")
     assert_same(base.expected, seen, is_ordered=False)
     assert base.digest() == before
 
@@ -198,14 +207,14 @@ def test_tiles_in_place_train_as_tiles_of_copied_weights(base: Base, tmp_path: P
 
 
 def at_least(base: Base, config: dict[str, Any], simulated: bool) -> dict[str, Any]:
-    """Replaces the capacity "least" by the smallest one that the engine names."""
+    """Replaces the capacity "least" by the smallest one that the engine names, and "spare"."""
     for tier in config["tiers"].values():
         if isinstance(tier, dict) and tier.get("capacity") == "least":
-            tier["capacity"] = "256KiB"
+            tier["capacity"], spare = "256KiB", tier.pop("spare", 0)
             options = {"device": SimulatedDevice(3)} if simulated else {}
             with pytest.raises(infinity.CapacityError) as refused, over(base, config, **options):
                 pass
-            tier["capacity"] = refused.value.needed_nbytes
+            tier["capacity"] = refused.value.needed_nbytes + spare
     return config
 
 
