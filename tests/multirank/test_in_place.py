@@ -25,6 +25,7 @@ import infinity
 from infinity.errors import InfinityError
 from infinity.testing import SimulatedDevice
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from infinity.training.adapter import save_adapter
 from tests.support.bits import assert_same
 
 from .processes import run_ranks
@@ -67,6 +68,7 @@ class Run:
     seen: dict[str, Tensor]
     counters: dict[str, float]
     num_in_files: int
+    tiled: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,8 @@ def train(base: Path, case: Case, directory: str) -> Run:
         for number in range(case.steps):
             seen |= step(model, optimizer, number, case)
         num_in_files = sum(param.unit.stored is not None for param in engine.params)
-        return Run(seen | trained(model), engine.counters.snapshot(), num_in_files)
+        counters, tiled = engine.counters.snapshot(), list(engine.tiled_params)
+        return Run(seen | trained(model), counters, num_in_files, tiled)
 
 
 def train_all(rank: int, wanted: list[tuple[Path, Case]]) -> list[Run]:
@@ -199,7 +202,59 @@ def test_devices_put_stored_bytes_together_before_they_have_space_to_decode_them
 
 
 def test_tiles_in_files_train_over_ranks_as_on_one(bases: dict[str, Path]) -> None:
-    assert_as_alone([(bases[name], Case(tile="64KiB")) for name in ("int4", "mxfp4")])
+    """One-sided, and put together by devices: also layer-major, where tiles of experts are fetched
+    below their block."""
+    tiled = Case(tile="64KiB")
+    collective = replace(tiled, exchange="collective", steps=4)
+    layer_major = replace(collective, layer_major=True, steps=3)
+    wanted = [("int4", tiled), ("int4", collective), ("int4", layer_major), ("mxfp4", layer_major)]
+    for runs in assert_as_alone([(bases[name], case) for name, case in wanted]):
+        for run, (_, case) in zip(runs, wanted, strict=True):
+            assert any("experts" in name for name in run.tiled)
+            is_collective = case.exchange == "collective"
+            assert (run.counters.get("ranks_collectives", 0) > 0) == is_collective
+
+
+Saved = dict[str, bytes]
+
+
+def save_adapters(
+    rank: int, base: Path, cases: list[Case], directory: str
+) -> list[tuple[Saved, float]]:
+    """The adapter's files as PEFT writes them on this rank, and as `save_adapter` does; and the
+    bytes of the base that were read for them and for a checkpoint."""
+    return [save_adapter_of(rank, base, case, Path(directory, str(number)))
+            for number, case in enumerate(cases)]  # fmt: skip
+
+
+def save_adapter_of(rank: int, base: Path, case: Case, directory: Path) -> tuple[Saved, float]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as swap:
+        model = model_over(base, case, Path(swap, "swap"))
+        engine = infinity.engine_of(model)
+        with closing(engine):
+            optimizer = infinity.AdamW(model, lr=1e-2)
+            step(model, optimizer, 0, case)
+            engine.weight_cache.forget()  # As if other weights had needed its memory.
+            before = engine.counters.snapshot()["shard_read_nbytes"]
+            own = directory / str(rank)
+            model.save_pretrained(own / "peft")
+            save_adapter(model, own / "ours")
+            infinity.checkpoint.save(directory / "runs", model, optimizer)
+            nbytes = engine.counters.snapshot()["shard_read_nbytes"] - before
+        files = own.glob("*/adapter_*")
+        return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in files}, nbytes
+
+
+def test_ranks_save_the_adapter_of_one_rank_and_read_no_byte_of_the_base(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base, cases = bases["int4"], [Case(), Case(exchange="collective")]
+    [(alone, _)] = save_adapters(0, base, cases[:1], str(tmp_path / "alone"))
+    assert len(alone) == 4
+    for of_rank in run_ranks(2, save_adapters, base, cases, str(tmp_path / "ranks")):
+        for files, nbytes in of_rank:
+            assert files == alone and nbytes == 0
 
 
 def base_nbytes(base: Path) -> int:
