@@ -166,7 +166,7 @@ class Collectives:
         Everything that `act` needs stays unchanged until the proposal is answered.
         """
         assert self.is_on and key not in self._pending
-        self._transport.check()
+        self._check()
         proposal = Proposal(key, act)
         with self._changed:
             self._pending[key] = proposal
@@ -243,19 +243,26 @@ class Collectives:
             return self._wait(lambda: not self._pending and not self._num_begun, timeout_s)
 
     def _wait(self, is_reached: Callable[[], bool], timeout_s: float = float("inf")) -> bool:
-        """Waits with the lock held. Raises RankError if a rank is gone, and the error of the
-        thread.
-        """
+        """Waits with the lock held. Raises as `_check`."""
         deadline_s = time.monotonic() + timeout_s
         while not is_reached():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return False
             self._changed.wait(min(left_s, _LOOK_S))
-            self._transport.check()
-            if self._error is not None:
-                raise InfinityError(f"between devices of ranks: {self._error}") from self._error
+            self._check()
         return True
+
+    def _check(self) -> None:
+        """Raises the error with which the thread of this rank ended, as it is if the package
+        raised it: a caller may know what to do about a StorageError. Raises RankError if another
+        rank is gone."""
+        error = self._error
+        if isinstance(error, InfinityError) and not isinstance(error, RankError):
+            raise error.with_traceback(None)
+        self._transport.check()
+        if error is not None:
+            raise InfinityError(f"between devices of ranks: {error}") from error
 
     # -- When to try -------------------------------------------------------------------------------
 
@@ -399,9 +406,9 @@ class Collectives:
                         self._waits_since_s = time.monotonic()
                     self._under_way.append(copy)
             except BaseException as error:
+                self._error = error  # The links take no word when all others have left.
                 if not isinstance(error, RankError):  # Else the links know of it.
                     self._transport.abort(f"{type(error).__name__}: {error}")
-                self._error = error  # The links take no word when all others have left.
                 self._abort()
                 return
             with self._changed:

@@ -139,6 +139,14 @@ class DeviceExchange:
         self._device.note_use(region, self._link)
         return self._device.watch_link(self._link, None), departure
 
+    def gather_ahead(
+        self, local: torch.Tensor, ranges: Sequence[PlacedRange]
+    ) -> tuple[StreamCopy, StreamCopy]:
+        """As `gather`, of a unit's stored bytes, into the device's memory for bytes that are
+        decoded later."""
+        with self._device.using_staging(self._link, is_ahead=True) as staging:
+            return self._gather(all_of(staging), local, ranges, made=staging)
+
     def gather_in_place(
         self,
         full: torch.Tensor,

@@ -91,17 +91,20 @@ class DeviceUnshard:
         return self._store.take_rewritten(unit)
 
     def begin(
-        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region | None, local: torch.Tensor, reading: Transfer | None
     ) -> AllGather:
         """See `WeightProvider.begin`."""
         ranges, full = self._ranges(unit), self._partition.full_units[unit]
-        self._exchange.take(region)
+        if region is not None:
+            self._exchange.take(region)
 
         def issue() -> tuple[Copy, Copy]:
             self._store.pending.await_update(self.shard_of(unit))
             if reading is not None:
                 reading.wait()
             self._count(ranges)
+            if region is None:
+                return self._exchange.gather_ahead(local, ranges)
             if full.stored is not None:
                 decode = decoder_into(region, full)
                 return self._exchange.gather_decoded(region, local, ranges, decode)
@@ -181,7 +184,7 @@ class UnshardedWeights(WeightProvider):
 
     @override
     def begin(
-        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region | None, local: torch.Tensor, reading: Transfer | None
     ) -> Arrival:
         return _InTraining(self._unshard.begin(unit, region, local, reading), self)
 

@@ -274,7 +274,8 @@ def _assemble(
     weight_cache = WeightCache(
         store, pool=pool, device=device, counters=counters, window_nbytes=budgets.window_nbytes,
         device_window_nbytes=budgets.device_window_nbytes,
-        decoded_nbytes=budgets.decoded_nbytes, source=source,
+        decoded_nbytes=budgets.decoded_nbytes, stages_ahead=budgets.staged_nbytes > 0,
+        source=source,
     )  # fmt: skip
     passes = Passes(counters.tracer)
     updates = UpdateSettings(

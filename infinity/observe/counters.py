@@ -16,6 +16,7 @@ Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only g
   chunks_read_in_forward                     chunks read in a forward for updates in the backward
   weights_s                                  moving weights in and out for updates
   fetches, fetches_late, fetches_unplanned   unit fetches; those waited for; those not predicted
+  fetches_staged                             stored weights on a device before space to decode them
   faults                                     operations on handles outside their module
   host_in_use_nbytes                         arena bytes lent at this moment
   ranks_gathered_nbytes                      bytes of weights exchanged with other ranks

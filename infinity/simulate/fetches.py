@@ -39,6 +39,8 @@ class Fetches:
         self._host_free: dict[int, tuple[int, ...]] = {}
         self._device_free: dict[int, tuple[int, ...]] = {}
         self._visit = 0
+        self._is_staged = False  # Some weights of the visit that has begun.
+        self._staging_free: int | None = None  # The decoding of those staged last.
         self.agreed: int | None = None
         self.updated: dict[int, int] = {}
 
@@ -102,7 +104,9 @@ class Fetches:
                 operation for seen in device.evicts for operation in self._device_free.get(seen, ())
             ]
             name = f"weights of {load.name}"
-            after = [ready, *freed, self.agreed, self.updated.get(unit)]
+            is_staged = self._log.job.stages_ahead and load.decoded_nbytes > 0
+            awaited = [self._staging_free] if is_staged else freed
+            after = [ready, *awaited, self.agreed, self.updated.get(unit)]
             if load.inward_nbytes:
                 ready = self._log.move(H2D, name, load.inward_nbytes, after)
             sharded = load.sharded
@@ -112,7 +116,15 @@ class Fetches:
                 duration_s = load.weight_nbytes / self._log.rates.gather
                 ready = self._log.add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
                                   nbytes=load.weight_nbytes, traffic=GATHER)  # fmt: skip
+            if is_staged:
+                self._is_staged = True
+                ready = self._log.join(name, [ready, *freed])
         return ready
+
+    def note_decoded(self, decoded: int) -> None:
+        """Notes the operation that decodes the weights of the visits that have begun."""
+        if self._is_staged:
+            self._staging_free, self._is_staged = decoded, False
 
     def _fetch(self, unit: int, visit: Visit) -> int | None:
         if visit.is_hit:

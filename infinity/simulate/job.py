@@ -87,6 +87,7 @@ def make_job(
         reads_ahead=budgets.window_nbytes > 0,
         is_deferred=is_deferred,
         saved_on=saved_on,
+        stages_ahead=budgets.staged_nbytes > 0,
         keeps_experts=config.schedule.micro_batch is not None,
     )
 

@@ -17,7 +17,7 @@ from infinity.simulate.sums import kept_sums
 
 COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
 SOCKETS, NETWORK = "sockets", "network"
-_JOIN = "join"  # Ends what several links carry at the same time. Takes no time.
+_JOIN = "join"  # Ends what several tracks do at the same time. Takes no time.
 READ, WRITE = "nvme_read", "nvme_write"
 CHECKPOINT_READ = "checkpoint_read"  # Of the files that a frozen base rests in.
 
@@ -76,6 +76,10 @@ class OperationLog:
         )
         return index
 
+    def join(self, name: str, after: Sequence[int | None]) -> int:
+        """Adds the moment when all of these operations are over."""
+        return self.add(_JOIN, name, after=after)
+
     def move(self, track: str, name: str, nbytes: int, after: Sequence[int | None]) -> int:
         """Adds a transfer between device and host."""
         rate = {H2D: self.rates.h2d, D2H: self.rates.d2h}[track]
@@ -118,4 +122,4 @@ class OperationLog:
             NETWORK, name, between_nodes_nbytes / self.rates.network, after=after,
             nbytes=between_nodes_nbytes, traffic=f"{NETWORK}_{verb}",
         )  # fmt: skip
-        return self.add(_JOIN, name, after=[exchanged, between])
+        return self.join(name, [exchanged, between])

@@ -152,6 +152,8 @@ class StepSpec:
     keeps_experts: bool = False
     # The share of the units' bytes that is updated in the backward, with updates in both passes.
     early_share: float = 0.0
+    # Stored bytes go to a device that has no space for their decoded weights yet.
+    stages_ahead: bool = False
 
     @property
     def shares_host_memory(self) -> bool:

@@ -241,8 +241,10 @@ class _Draft:
             pending.discard(unit)
             ready.append(self._fetch(unit, is_pending=is_pending))
         duration_s = use.forward_flops * move.forwards / self.log.rates.flops + self._hold_s(use)
+        ready = self._decode(use, ready)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
+        self._fetches.note_decoded(computed)
         self._pass_out(move, computed)
         for unit in use.units:
             if unit in self._updates.unwritten:
@@ -255,8 +257,10 @@ class _Draft:
         ready.append(self._pass_in(move))
         duration_s = use.forward_flops * move.forwards / self.log.rates.flops
         duration_s += self._hold_s(use)
+        ready = self._decode(use, ready)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
+        self._fetches.note_decoded(computed)
         self._pass_out(move, computed)
         self._fetches.release(use, computed)
 
@@ -300,13 +304,20 @@ class _Draft:
         return restored
 
     def _hold_s(self, use: Use) -> float:
-        """Returns the time that the engine works before a computation: it decodes weights, and maps
-        them on the host."""
-        decode_s = use.decoded_nbytes / self.log.rates.decode
+        """Returns the time in which the engine maps weights on the host before a computation."""
         if not self.log.job.shares_host_memory:
-            return decode_s
+            return 0.0
         held_nbytes = sum(self.log.job.units[unit].weight_nbytes for unit in use.units)
-        return decode_s + held_nbytes / self.log.rates.hold
+        return held_nbytes / self.log.rates.hold
+
+    def _decode(self, use: Use, ready: list[int | None]) -> list[int | None]:
+        """Decodes the weights of a use, which computes after what is returned."""
+        if not use.decoded_nbytes:
+            return ready
+        duration_s = use.decoded_nbytes / self.log.rates.decode
+        decoded = self.log.add(COMPUTE, f"decoding of {self._name(use)}", duration_s, after=ready)
+        self._fetches.note_decoded(decoded)
+        return [decoded]
 
     def _name(self, use: Use) -> str:
         return "+".join(self.log.job.units[unit].name for unit in use.units)

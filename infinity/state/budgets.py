@@ -43,6 +43,8 @@ class Budgets:
     memory of `infinity.forward_backward`; `least_for_sums_nbytes`: the smallest host budget that
     has it. `decoded_from_nbytes`: the stored bytes of the largest unit that is decoded when it is
     attached. `decoded_nbytes`: host memory for decoded weights alone; 0 in a tight pool.
+    `staged_nbytes`: device memory for the stored bytes of the next unit, where there is no space
+    for its decoded weights beside those in use; else 0.
     """
 
     shares_host_memory: bool
@@ -62,6 +64,7 @@ class Budgets:
     least_for_sums_nbytes: int
     decoded_from_nbytes: int
     decoded_nbytes: int
+    staged_nbytes: int
 
     @property
     def device_window_nbytes(self) -> int | None:
@@ -69,7 +72,8 @@ class Budgets:
         window_nbytes = _device_window_nbytes(
             self.shares_host_memory, self.device_nbytes, self.placement
         )
-        return None if window_nbytes is None else window_nbytes - self.decoded_from_nbytes
+        stored_nbytes = self.decoded_from_nbytes + self.staged_nbytes
+        return None if window_nbytes is None else window_nbytes - stored_nbytes
 
     def has_space_ahead(self, next_nbytes: int) -> bool:
         """Returns whether `next_nbytes` of weights can be fetched beside those in use."""
@@ -94,6 +98,7 @@ class _Request:
     summed_nbytes: int
     host_held_nbytes: int
     num_sharing: int
+    largest_decoded_nbytes: int
 
     @property
     def decoded_from_nbytes(self) -> int:
@@ -142,15 +147,19 @@ def weights_in_use(
     Stored weights are decoded into a second block, and their own block may go. In a pool that keeps
     nothing, blocks lie like a stack: the space of an outer unit's stored bytes is below its decoded
     block, where a larger block of an inner unit does not fit. So both count, for every unit.
+    `host_held_nbytes`: the same as `held_nbytes` in host memory, where frozen weights may be
+    quantised, or quantised and decoded, of which `decoded_nbytes` are decoded there;
+    `largest_decoded_nbytes`: decoded weights of one unit on a device with memory of its own.
     """
     attached = [rounded_nbytes(nbytes) for nbytes in attached_nbytes]
     sizes = {"held_nbytes": most(attached)}
     if all(unit.stored is None for unit in units):
         return sizes
     resting = [resting_nbytes(unit, StateKind.PARAMETERS) for unit in units]
-    if not shares_host_memory:
-        return sizes | {"host_held_nbytes": most(resting)}
     is_stored = [unit.stored is not None for unit in units]
+    if not shares_host_memory:
+        largest = max(a for a, s in zip(attached, is_stored, strict=True) if s)
+        return sizes | {"host_held_nbytes": most(resting), "largest_decoded_nbytes": largest}
     decoded = [a if s else 0 for a, s in zip(attached, is_stored, strict=True)]
     both = [a + r if s else a for a, r, s in zip(attached, resting, is_stored, strict=True)]
     return sizes | {"host_held_nbytes": most(both), "decoded_nbytes": most(decoded)}
@@ -170,19 +179,18 @@ def compute_budgets(
     summed_nbytes: int = 0,
     host_held_nbytes: int | None = None,
     decoded_nbytes: int = 0,
+    largest_decoded_nbytes: int = 0,
     num_sharing: int = 1,
 ) -> Budgets:
     """Divides the tiers of a machine among the state of `units` and the memory to work in.
 
-    `available_host_nbytes`: free host memory, of which `tiers.host.capacity` may be a share.
-    `shares_host_memory`: the device computes on host memory. With ranks, `gathered_nbytes`: the
-    weights of the largest unit, gathered from shards; `serving_nbytes`: memory to serve other ranks
-    from, lent once; `received_nbytes`: the most gradients that other ranks send during a backward;
-    `summed_nbytes`: sums of gradients of `infinity.forward_backward` before they are sent, reserved
-    if the configuration has micro-batches. `host_held_nbytes`: the same as `held_nbytes` in host
-    memory, where frozen weights may be quantised, or quantised and decoded (None: as much), of
-    which `decoded_nbytes` are decoded there. `num_sharing`: ranks that share the configured host
-    budget; errors name the whole.
+    `available_host_nbytes`: free host memory, of which `tiers.host.capacity` may be a share. With
+    ranks, `gathered_nbytes`: the weights of the largest unit, gathered from shards;
+    `serving_nbytes`: memory to serve other ranks from, lent once; `received_nbytes`: the most
+    gradients that other ranks send during a backward; `summed_nbytes`: sums of gradients before
+    they are sent, reserved if the configuration has micro-batches. `host_held_nbytes`,
+    `decoded_nbytes`, `largest_decoded_nbytes`: as of `weights_in_use` (None: `held_nbytes`).
+    `num_sharing`: ranks that share the configured host budget; errors name the whole.
     Raises ConfigError for a tier that is not configured, CapacityError for too small a budget.
     """
     preferences = _preferences(config)
@@ -190,6 +198,7 @@ def compute_budgets(
         config, units, preferences, held_nbytes, shares_host_memory, device_nbytes,
         gathered_nbytes, serving_nbytes, received_nbytes, summed_nbytes,
         held_nbytes if host_held_nbytes is None else host_held_nbytes, num_sharing,
+        largest_decoded_nbytes,
     )  # fmt: skip
     alone, with_sums = request.least_nbytes
     smallest = alone if config.schedule.micro_batch is None else with_sums
@@ -197,15 +206,13 @@ def compute_budgets(
     asked_nbytes = _asked_host_nbytes(request, comfortable + received_nbytes, available_host_nbytes)
     resting = _only_on_host_nbytes(request)
     buffer_nbytes = _reduce_buffer_nbytes(request, asked_nbytes, asked_nbytes - smallest - resting)
-    least_nbytes = resting + with_sums + _reduce_buffer_nbytes(request, 0, 0)
     host_nbytes = asked_nbytes - buffer_nbytes
     _refuse_small_host(request, host_nbytes, buffer_nbytes, smallest)
     placement = _place(request, host_nbytes, smallest, comfortable)
     _refuse_small_device(request, placement)
     working_nbytes = host_nbytes - placement.placed_nbytes["host"] - serving_nbytes
-    free_nbytes = working_nbytes - (smallest - alone)
     zone_nbytes = rounded_nbytes(decoded_nbytes) if decoded_nbytes else 0
-    is_tight = _is_tight(free_nbytes - zone_nbytes, alone - zone_nbytes)
+    is_tight = _is_tight(working_nbytes - (smallest - alone) - zone_nbytes, alone - zone_nbytes)
     chunk_nbytes, num_slots, ring_nbytes = _staging_ring(request, placement, working_nbytes)
     return Budgets(
         shares_host_memory=shares_host_memory,
@@ -222,10 +229,26 @@ def compute_budgets(
         num_staging_slots=num_slots,
         ring_nbytes=ring_nbytes,
         needed_for_sums_nbytes=with_sums - serving_nbytes,
-        least_for_sums_nbytes=num_sharing * least_nbytes,
+        least_for_sums_nbytes=num_sharing
+        * (resting + with_sums + _reduce_buffer_nbytes(request, 0, 0)),
         decoded_from_nbytes=request.decoded_from_nbytes,
         decoded_nbytes=0 if is_tight else zone_nbytes,
+        staged_nbytes=0 if is_tight else _staged_ahead_nbytes(request, placement),
     )
+
+
+def _staged_ahead_nbytes(request: _Request, placement: StatePlacement) -> int:
+    """Returns the device memory for the stored bytes of the next unit: none where its decoded
+    weights fit beside those in use, nor where its stored bytes do not."""
+    window_nbytes = _device_window_nbytes(
+        request.shares_host_memory, request.device_nbytes, placement
+    )
+    stored_nbytes = request.decoded_from_nbytes
+    if window_nbytes is None or not request.config.schedule.prefetch:
+        return 0
+    left_nbytes = window_nbytes - stored_nbytes - request.held_nbytes
+    is_needed = left_nbytes < request.largest_decoded_nbytes
+    return stored_nbytes if is_needed and stored_nbytes <= left_nbytes else 0
 
 
 def _is_tight(free_nbytes: int, needed_nbytes: int) -> bool:

@@ -119,6 +119,7 @@ class StoredWeights:
     def cut(self, start_nbytes: int, stop_nbytes: int) -> StoredWeights:
         """Returns bytes [start, stop) of the block, both at pages, as a block without slices: what
         one of several ranks reads of them."""
+        assert start_nbytes % PAGE_NBYTES == stop_nbytes % PAGE_NBYTES == 0
         runs = []
         for run in self.runs:
             low = max(run.block_offset_nbytes, start_nbytes)

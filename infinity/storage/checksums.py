@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from errno import EBADMSG
+from functools import cache
 
 from infinity import _core
 from infinity.errors import CorruptionError
@@ -26,6 +27,37 @@ CHECKSUM_NBYTES = 4
 def digest(address: int, nbytes: int, num_threads: int = 1) -> bytes:
     """CRC32C of each page in memory, 4 bytes each in native order. Without the GIL."""
     return _core.crc32c_pages(address, nbytes, num_threads)
+
+
+_POLYNOMIAL = 0xEDB88320  # Of CRC-32, its bits reversed, as in zlib.
+_ONE, _X = 1 << 31, 1 << 30  # Polynomials: bit 31 is the coefficient of x^0.
+
+
+def joined_crc32(first: int, second: int, second_nbytes: int) -> int:
+    """Returns the CRC-32 of two adjacent ranges of bytes, from those of each. Source:
+    crc32_combine of zlib: crc(A B) = crc(A) x^(8 |B|) + crc(B), modulo the polynomial."""
+    return _product(_power(8 * second_nbytes), first) ^ second
+
+
+@cache
+def _power(exponent: int) -> int:
+    """Returns x^exponent modulo the polynomial of CRC-32."""
+    power, square = _ONE, _X
+    while exponent:
+        if exponent & 1:
+            power = _product(square, power)
+        square, exponent = _product(square, square), exponent >> 1
+    return power
+
+
+def _product(left: int, right: int) -> int:
+    """Returns the product of two polynomials over GF(2), modulo that of CRC-32."""
+    found = 0
+    for bit in range(31, -1, -1):
+        if left >> bit & 1:
+            found ^= right
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+    return found
 
 
 _UNKNOWN, _KNOWN = 0, 1

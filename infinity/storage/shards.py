@@ -2,7 +2,8 @@
 
 The files belong to the user. They are opened for reading alone, and compared with what they were
 when the checkpoint was opened: length, modification time and inode. With `verify`, the first read
-of a run takes a checksum, and every later read is compared with it. A few threads do that as reads
+of a run takes a checksum of its part of each chunk of the file, and every later read is compared
+with them. A few threads do that as reads
 complete: the base is all that a step of an adapter reads, so a check on the thread that waits would
 stand between the drives and the model.
 """
@@ -14,16 +15,20 @@ import errno
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from infinity.config.cores import usable_cores
 from infinity.errors import CorruptionError, StorageError
-from infinity.storage.checksums import digest
+from infinity.sizes import MIB, PAGE_NBYTES
+from infinity.storage.checksums import CHECKSUM_NBYTES, digest
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
 
 _MOST_CHECKERS = 4
+# Checksums are of the parts of a run in each chunk of its file: whatever reads a whole chunk, a
+# rank of any number of them or a run over another division of the model, has the same one.
+CHUNK_NBYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class ShardRun:
 
 @dataclass(frozen=True, slots=True)
 class RunChecksum:
-    """The checksum of the pages of one run: a CRC32 of the CRC32C of each page."""
+    """The checksum of pages of a file: a CRC32 of the CRC32C of each page."""
 
     path: str
     offset_nbytes: int
@@ -77,6 +82,15 @@ class ShardIdentity:
     mtime_ns: int
     inode: int
     header_sha256: str
+
+
+def split_at_chunks(offset_nbytes: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yields (offset, length) of the parts of a range in each chunk of its file."""
+    start, stop = offset_nbytes, offset_nbytes + nbytes
+    while start < stop:
+        end = min(stop, (start // CHUNK_NBYTES + 1) * CHUNK_NBYTES)
+        yield start, end - start
+        start = end
 
 
 def difference(identity: ShardIdentity) -> str | None:
@@ -134,21 +148,20 @@ class _ReadChecks:
         """Compares a run with its first read. Raises CorruptionError."""
         valid_nbytes = min(run.nbytes, self._nbytes_of[run.path] - run.offset_nbytes)
         ctypes.memset(address + valid_nbytes, 0, run.nbytes - valid_nbytes)  # Behind the end.
-        found = zlib.crc32(digest(address, run.nbytes))
+        digests = digest(address, run.nbytes)
+        for offset_nbytes, nbytes in split_at_chunks(run.offset_nbytes, run.nbytes):
+            start = (offset_nbytes - run.offset_nbytes) // PAGE_NBYTES * CHECKSUM_NBYTES
+            found = zlib.crc32(digests[start : start + nbytes // PAGE_NBYTES * CHECKSUM_NBYTES])
+            key = run.path, offset_nbytes, nbytes
+            with self._lock:
+                first = self._checksums.setdefault(key, found)
+            if first != found:
+                raise _other_bytes(*key, label)
+        key = run.path, run.offset_nbytes, run.nbytes  # Of a checkpoint with checksums of runs.
         with self._lock:
-            first = self._checksums.setdefault((run.path, run.offset_nbytes, run.nbytes), found)
-        if found != first:
-            raise CorruptionError(
-                errno.EBADMSG,
-                operation="read",
-                path=run.path,
-                offset_nbytes=run.offset_nbytes,
-                nbytes=run.nbytes,
-                detail=f"{label}: the bytes are not those that were read first, in this run "
-                "or the one that it continues (CRC32C). The drive, its cable, its file system "
-                "or another program changed them. Nothing was computed from them; check the "
-                "file, and resume from the newest checkpoint",
-            )
+            of_run = self._checksums.get(key)
+        if of_run is not None and of_run != zlib.crc32(digests):
+            raise _other_bytes(*key, label)
 
     def known(self) -> list[RunChecksum]:
         with self._lock:
@@ -157,13 +170,27 @@ class _ReadChecks:
     def expect(self, checksums: Iterable[RunChecksum]) -> None:
         with self._lock:
             for checksum in checksums:
-                self._checksums[checksum.path, checksum.offset_nbytes, checksum.nbytes] = (
-                    checksum.crc32c
-                )
+                key = checksum.path, checksum.offset_nbytes, checksum.nbytes
+                if self._checksums.setdefault(key, checksum.crc32c) != checksum.crc32c:
+                    raise _other_bytes(*key, "before the checkpoint was loaded")
 
     def close(self) -> None:
         """Waits for the checks that were started."""
         self._threads.shutdown()
+
+
+def _other_bytes(path: str, offset_nbytes: int, nbytes: int, label: str) -> CorruptionError:
+    return CorruptionError(
+        errno.EBADMSG,
+        operation="read",
+        path=path,
+        offset_nbytes=offset_nbytes,
+        nbytes=nbytes,
+        detail=f"{label}: the bytes are not those that were read first, in this run "
+        "or the one that it continues (CRC32C). The drive, its cable, its file system "
+        "or another program changed them. Nothing was computed from them; check the "
+        "file, and resume from the newest checkpoint",
+    )
 
 
 class ShardFiles:
@@ -218,7 +245,8 @@ class ShardFiles:
         return [] if self._checks is None else self._checks.known()
 
     def expect(self, checksums: Iterable[RunChecksum]) -> None:
-        """Compares the first reads, too, with these checksums of an earlier run."""
+        """Compares the first reads, too, with these checksums of an earlier run. Raises
+        CorruptionError if one that was made has others."""
         if self._checks is not None:
             self._checks.expect(checksums)
 

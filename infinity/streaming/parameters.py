@@ -54,6 +54,7 @@ class WeightCache:
         window_nbytes: int,
         device_window_nbytes: int | None,
         decoded_nbytes: int = 0,
+        stages_ahead: bool = False,
         source: WeightProvider | None = None,
     ) -> None:
         self._source = source or TierWeights()
@@ -76,7 +77,9 @@ class WeightCache:
         self._evictor = WeightEvictor(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
-        self._moves.decoding.prepare(decoded_nbytes, self._evictor.reclaim_zone)
+        self._moves.decoding.prepare(
+            decoded_nbytes, self._evictor.reclaim_zone, stages_ahead=stages_ahead
+        )
 
     # -- Uses ------------------------------------------------------------------------------------
 
@@ -153,11 +156,11 @@ class WeightCache:
 
     def present(self) -> list[Unit]:
         """Returns the units whose weights are in host or device memory."""
-        states = (WeightState.READY, WeightState.ARRIVING, WeightState.ATTACHED)
+        absent = (WeightState.ABSENT, WeightState.READING)
         return [
             weights.unit
             for weights in self.weights
-            if weights.state in states or weights.rests_on_host or weights.rests_on_device
+            if weights.state not in absent or weights.rests_on_host or weights.rests_on_device
         ]
 
     def _bring_in(self, weights: Weights, priority: Priority) -> None:
@@ -173,7 +176,7 @@ class WeightCache:
         if weights.state is WeightState.ARRIVING:
             self._moves.finish_arrival(weights, is_patient=True)
         self._moves.fetch(weights, priority)
-        if weights.state is WeightState.READY:
+        if weights.state is not WeightState.ATTACHED:
             self._attach(weights)
 
     def _restack(self, weights: Weights) -> None:
@@ -215,10 +218,12 @@ class WeightCache:
         has_space = self._evictor.make_device_space(self._order, weights.unit, is_ahead=True)
         if has_space:
             self._moves.start_arrival(weights, feeder)
+        elif self._moves.decoding.can_stage(weights.unit):
+            self._moves.stage(weights, feeder)
         return has_space
 
     def _attach(self, weights: Weights) -> None:
-        assert weights.block is not None and not weights.awaits_update
+        assert not weights.awaits_update
         if not self._evictor.make_device_space(self._order, weights.unit):
             self._evictor.refuse_device(weights.unit, self.in_use())
         self._moves.attach(weights)
@@ -241,14 +246,14 @@ class WeightCache:
             is_absent = weights.state is WeightState.ABSENT and read.state is WeightState.ABSENT
             if is_absent and not self._read_ahead(read, priority):
                 return
-            if feeder is not None:
-                if weights.state is WeightState.ABSENT and has_device_space:
-                    has_device_space = self._start_arrival_ahead(weights, feeder)
-                continue
+            if feeder is not None and weights.state is WeightState.ABSENT and has_device_space:
+                has_device_space = self._start_arrival_ahead(weights, feeder)
             if weights.state is WeightState.READING and weights.reading and weights.reading.done():
                 self._moves.finish_read(weights)
-            if weights.state is WeightState.READY and has_device_space:
+            if weights.state in (WeightState.READY, WeightState.STAGED) and has_device_space:
                 has_device_space = self._attach_ahead(weights)
+            if weights is self._moves.decoding.staged:
+                has_device_space = False  # It is decoded when it is there, and has space.
 
     def _read_ahead(self, weights: Weights, priority: Priority) -> bool:
         """Starts a read if there is space without dropping weights that are needed sooner."""
@@ -266,6 +271,8 @@ class WeightCache:
         has_space = self._evictor.make_device_space(self._order, weights.unit, is_ahead=True)
         if has_space:
             self._attach(weights)
+        elif weights.state is WeightState.READY and self._moves.decoding.can_stage(weights.unit):
+            self._moves.stage(weights, None)
         return has_space
 
     def forget(self) -> None:
@@ -336,7 +343,7 @@ class WeightCache:
 
     def _check_out_decoded(self, weights: Weights) -> torch.Tensor:
         """The weights made of stored bytes, in a block that `check_in` frees."""
-        self._moves.settle(weights)
+        self._moves.unstage(weights)
         if weights.state is WeightState.ATTACHED:
             self._moves.detach(weights)
         self._moves.fetch(weights, Priority.STATE)

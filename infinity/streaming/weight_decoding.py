@@ -15,6 +15,12 @@ Note [Zone]
   modules use the zone like a stack: a block is placed beside those in use, or at an end, and those
   that are not in use are freed if they are in the way. So what the blocks in use leave of the zone
   is one hole. The zone is given up, for good, before an allocation fails that could use its memory.
+
+Note [Staged ahead]
+  A device may have no space for the decoded weights of the next unit beside those in use. Then
+  their stored bytes, which are a fraction of them, go to the device while it computes, to memory
+  that one unit at a time holds (`staged`). They are decoded when the unit before has ended. If
+  there is space for the decoded weights, they are decoded at once, from other memory.
 """
 
 from __future__ import annotations
@@ -58,14 +64,17 @@ class WeightDecoding:
         self._ranges = RangeAllocator(0)  # Of the zone.
         self._in_zone: dict[Block, tuple[Range, Weights]] = {}
         self._reclaim: Callable[[], bool] = lambda: False
+        self._stages_ahead = False
+        self.staged: Weights | None = None  # The unit that holds the memory of `stage`.
 
-    def prepare(self, zone_nbytes: int, reclaim: Callable[[], bool]) -> None:
+    def prepare(self, zone_nbytes: int, reclaim: Callable[[], bool], *, stages_ahead: bool) -> None:
         """Takes device memory for the stored bytes of the largest unit, if there are any, and host
         memory for the zone. `reclaim()` drops the blocks of the zone that are not in use, and
-        returns whether there were any."""
+        returns whether there were any. `stages_ahead`: as much device memory for `stage`."""
         stored = [unit.stored.nbytes for unit in self._store.units if unit.stored is not None]
+        self._stages_ahead = stages_ahead and bool(stored)
         if stored:
-            self._device.prepare_decoding(max(stored))
+            self._device.prepare_decoding(max(stored), is_ahead=self._stages_ahead)
         if zone_nbytes:
             self._zone = self._pool.require(zone_nbytes, "decoded parameters")
             self._ranges = RangeAllocator(zone_nbytes)
@@ -138,13 +147,24 @@ class WeightDecoding:
         else:
             self._pool.free(block)
 
-    def attach(self, weights: Weights, block: Block) -> Copy:
-        """Fills the region with the weights made of the stored bytes in `block`.
+    def can_stage(self, unit: Unit) -> bool:
+        """Whether the unit's stored bytes could go to the device ahead of their space there."""
+        return self._stages_ahead and unit.stored is not None
+
+    def attach(self, weights: Weights) -> Copy:
+        """Fills the region with the weights made of the stored bytes in the host block, or of those
+        that were staged, whose memory is free for another unit then.
 
         On a device that computes on host memory the region shows the pages of a second block.
         Raises CapacityError if there is no space for that block.
         """
-        unit, region = weights.unit, weights.region
+        unit, region, block = weights.unit, weights.region, weights.block
+        if self.staged is weights:
+            assert unit.stored is not None
+            self.staged = None
+            decode = decoder_into(region, unit)
+            return self._device.attach_staged(region, unit.stored.nbytes, decode)
+        assert block is not None
         if self._device.shares_host_memory:
             return self._device.attach(region, self.decode(weights, block))
         return self._device.attach_decoded(region, block, decoder_into(region, unit))

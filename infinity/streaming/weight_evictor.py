@@ -209,7 +209,8 @@ class WeightEvictor:
 
     def _idle_on_device(self, state: WeightState) -> Iterable[int]:
         for weights in self._moves.there():
-            if weights.state is state and not weights.use_count and not weights.rests_on_device:
+            has_region = not weights.rests_on_device and weights is not self._moves.decoding.staged
+            if weights.state is state and not weights.use_count and has_region:
                 yield weights.unit.index
 
     def _evictable(self) -> Iterable[int]:

@@ -23,7 +23,7 @@ from infinity.storage.protocol import Priority
 from infinity.streaming.weight_decoding import WeightDecoding
 from infinity.streaming.weight_provider import WeightProvider
 from infinity.streaming.weight_state import Weights, WeightState, check_kept
-from infinity.tiers.device import FINISHED, DeviceAdapter
+from infinity.tiers.device import FINISHED, DeviceAdapter, Region
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
@@ -149,6 +149,8 @@ class WeightMoves:
         """Frees the host block, after the bytes that are newer are where they rest."""
         if weights.state is WeightState.READING:
             self.finish_read(weights)  # A read in flight owns the block until it is over.
+        if weights.state is WeightState.STAGED:
+            self.unstage(weights)
         is_shown = self._device.shares_host_memory and weights.decoded is None
         if weights.state is WeightState.ATTACHED and is_shown:
             self.detach(weights)
@@ -176,6 +178,8 @@ class WeightMoves:
             self.finish_read(weights)
         if weights.state is WeightState.ATTACHED:
             self.detach(weights)
+        if weights.state is WeightState.STAGED:
+            self.unstage(weights)
         weights.dirty_nbytes = 0
         self.finish_write(weights)
         if weights.block is not None:
@@ -191,17 +195,39 @@ class WeightMoves:
     # -- Device ----------------------------------------------------------------------------------
 
     def attach(self, weights: Weights) -> None:
-        """Starts the copy from the block to the device, where space was made."""
-        assert weights.block is not None
+        """Starts the copy from the block to the device, or the decoding there, where space was
+        made."""
         if weights.writing is not None and self._device.shares_host_memory:
             self.finish_write(weights)  # The pages leave the address the write reads from.
         if weights.unit.stored is None:
+            assert weights.block is not None
             weights.copying = self._device.attach(weights.region, weights.block)
         else:
-            weights.copying = self.decoding.attach(weights, weights.block)
+            weights.copying = self.decoding.attach(weights)
         self._there[weights.unit.index] = weights
         self.attached_nbytes += weights.unit.weight_nbytes
         weights.state = WeightState.ATTACHED
+
+    def stage(self, weights: Weights, feeder: Weights | None) -> None:
+        """Starts to bring stored bytes to the device, where their region has no space yet: from the
+        block (READY), or from all ranks (ABSENT). See weight_decoding.py, Note [Staged ahead]."""
+        if self.decoding.staged is not None:
+            self.unstage(self.decoding.staged)
+        self.decoding.staged = weights
+        self._counters.add("fetches_staged", 1)
+        if feeder is not None:
+            self._start_arrival(weights, feeder, None)
+            return
+        assert weights.block is not None and weights.state is WeightState.READY
+        weights.copying = self._device.stage(weights.block)
+        weights.state = WeightState.STAGED
+
+    def unstage(self, weights: Weights) -> None:
+        """Drops what `stage` has brought or will bring."""
+        self.settle(weights)
+        if weights.state is WeightState.STAGED:
+            self.decoding.staged = None
+            weights.state = WeightState.ABSENT if weights.block is None else WeightState.READY
 
     def bring_back(self, weights: Weights) -> None:
         """Copies the region to the host block, and ends ATTACHED. Raises CapacityError."""
@@ -238,12 +264,15 @@ class WeightMoves:
 
     def start_arrival(self, weights: Weights, feeder: Weights) -> None:
         """Starts to fill a unit's region. Its feeder is in memory, or is being read."""
+        self._start_arrival(weights, feeder, weights.region)
+        self.attached_nbytes += weights.unit.weight_nbytes
+
+    def _start_arrival(self, weights: Weights, feeder: Weights, region: Region | None) -> None:
         weights.arrival = self._source.begin(
-            weights.unit.index, weights.region, self._bytes_of(feeder), feeder.reading
+            weights.unit.index, region, self._bytes_of(feeder), feeder.reading
         )
         weights.feeder, feeder.fills = feeder, weights
         self._there[weights.unit.index] = weights
-        self.attached_nbytes += weights.unit.weight_nbytes
         weights.state = WeightState.ARRIVING
 
     def _bytes_of(self, feeder: Weights) -> torch.Tensor:
@@ -263,9 +292,12 @@ class WeightMoves:
                 is_there = arrival.settle(is_patient=is_patient)
         finally:
             weights.arrival = weights.feeder = feeder.fills = None
-            weights.state = WeightState.ATTACHED
+            is_staged = self.decoding.staged is weights
+            weights.state = WeightState.STAGED if is_staged else WeightState.ATTACHED
             if is_there:
                 weights.copying, feeder.copying = arrival.arrival, arrival.departure
+            elif is_staged:
+                self.unstage(weights)
             else:
                 self.detach(weights)
 

@@ -52,10 +52,11 @@ class WeightProvider(Protocol):
         """Whether the feeder was written past the cache since the last call."""
 
     def begin(
-        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region | None, local: torch.Tensor, reading: Transfer | None
     ) -> Arrival:
         """Gives the region its memory, and begins to fill it. `local`: the feeder's bytes, which
-        are being read until `reading` is over."""
+        are being read until `reading` is over. Without a region, the stored bytes go to the
+        device's memory for them (`DeviceAdapter.stage`), which nobody else uses."""
 
 
 class TierWeights(WeightProvider):
@@ -81,6 +82,6 @@ class TierWeights(WeightProvider):
 
     @override
     def begin(
-        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region | None, local: torch.Tensor, reading: Transfer | None
     ) -> Arrival:
         raise AssertionError("no unit has a feeder")

@@ -5,12 +5,17 @@ A unit's weights are, at any moment, in one of these states:
   state      host block            device region   next
   ABSENT     none                  empty           READING
   READING    being filled          empty           READY (read done), ABSENT (failed)
-  READY      valid                 empty           ATTACHED, ABSENT (evicted)
-  ARRIVING   none                  being filled    ATTACHED, ABSENT (cancelled)
+  READY      valid                 empty           ATTACHED, STAGED, ABSENT (evicted)
+  ARRIVING   none                  being filled,   ATTACHED, STAGED, ABSENT (cancelled)
+                                   or empty
+  STAGED     valid; none if ranks  empty           ATTACHED, READY, ABSENT (evicted)
+             put it together
   ATTACHED   valid, or freed once  valid           READY (detached), ABSENT (detached, evicted)
              copied to a device
              with own memory
 
+The stored bytes of a STAGED unit are on the device, beside its region, and those of an ARRIVING one
+with an empty region will be: see weight_decoding.py, Note [Staged ahead].
 A unit that rests on the host always has its block; one that rests on the device is always ATTACHED.
 """
 
@@ -34,6 +39,7 @@ class WeightState(Enum):
     READING = auto()
     READY = auto()
     ARRIVING = auto()
+    STAGED = auto()
     ATTACHED = auto()
 
 

@@ -99,8 +99,18 @@ class CpuDevice(DeviceAdapter):
         raise AssertionError("what is decoded on the host is decoded into a host block")
 
     @override
-    def prepare_decoding(self, nbytes: int) -> None:
+    def prepare_decoding(self, nbytes: int, *, is_ahead: bool) -> None:
         return None
+
+    @override
+    def stage(self, block: Block) -> Copy:
+        raise AssertionError("what is decoded on the host is decoded into a host block")
+
+    @override
+    def attach_staged(
+        self, region: Region, nbytes: int, decode: Callable[[torch.Tensor], None]
+    ) -> Copy:
+        raise AssertionError("what is decoded on the host is decoded into a host block")
 
     @override
     def current_stream(self) -> None:

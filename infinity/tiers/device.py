@@ -85,8 +85,18 @@ class DeviceAdapter(Protocol):
         (block.nbytes,), on the device). `decode` writes to the region's tensors. For devices with
         memory of their own. The block stays lent until `Copy.wait`."""
 
-    def prepare_decoding(self, nbytes: int) -> None:
-        """Takes the device memory for `attach_decoded`: the bytes of the largest block."""
+    def prepare_decoding(self, nbytes: int, *, is_ahead: bool) -> None:
+        """Takes the device memory for `attach_decoded`: the bytes of the largest block. With
+        `is_ahead` as much for `stage`."""
+
+    def stage(self, block: Block) -> Copy:
+        """Starts copying the stored bytes of a block to the memory for them, behind the last
+        `attach_staged`. The block stays lent until `Copy.wait`."""
+
+    def attach_staged(
+        self, region: Region, nbytes: int, decode: Callable[[torch.Tensor], None]
+    ) -> Copy:
+        """As `attach_decoded`, from the first `nbytes` that were staged last."""
 
     def current_stream(self) -> Hashable | None:
         """The stream that is current in this thread; None for a device without streams."""

@@ -187,6 +187,30 @@ class StreamCopy(Copy):
         return [(0, traced.nbytes, begun_ns, over_ns)]
 
 
+class _Staging:
+    """Device memory for stored bytes. Its users issue their work one behind the other, on any
+    stream and in any thread."""
+
+    def __init__(self, streams: Streams, memory: ResizedRegion) -> None:
+        memory.take_memory()
+        self._streams = streams
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._used: Event | None = None  # By the last user.
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[ResizedRegion]:
+        """Lends the memory for work that is issued on the stream, behind that of the last user."""
+        with self._lock:
+            if self._used is not None:
+                stream.wait_event(self._used)
+            try:
+                yield self._memory
+            finally:  # A part of the work may have been issued.
+                self._used = self._streams.new_event()
+                self._used.record(stream)
+
+
 class _DeviceClock:
     """Times of events on the host's clock. Resolution about 0.5 us, and the delay of one launch."""
 
@@ -224,9 +248,8 @@ class StreamDevice(DeviceAdapter):
         self._in = streams.new_stream()
         self._out = streams.new_stream()
         self._clock: _DeviceClock | None = None  # Made when a trace needs it: it waits once.
-        self._stored: ResizedRegion | None = None  # Bytes that are decoded into regions.
-        self._staging_lock = threading.Lock()
-        self._staging_used: Event | None = None
+        # Bytes that are decoded into regions: at once, and when there is space for them.
+        self._staging: dict[bool, _Staging] = {}
         self._copying = threading.RLock()
         # Copies without another owner: the tensors that they keep live until they are done.
         self._under_way: deque[StreamCopy] = deque()
@@ -263,28 +286,37 @@ class StreamDevice(DeviceAdapter):
             stored = all_of(staging)[: block.nbytes]
             self._issue(self._in, self.host.tensor(block), stored)
             self.streams.run(self._in, lambda: decode(stored), used=[staging], made=region.memory)
-        event = self.streams.new_event()
-        event.record(self._in)
-        return StreamCopy(self.streams, event, owner=None, keep=None, traced=None)
+        return self.watch_link(self._in, None)
 
     @override
-    def prepare_decoding(self, nbytes: int) -> None:
-        self._stored = self.streams.empty_region(self._in, nbytes)
-        self._stored.take_memory()
+    def stage(self, block: Block) -> Copy:
+        with self.using_staging(self._in, is_ahead=True) as staging:
+            stored = all_of(staging)[: block.nbytes]
+            return self._issue(self._in, self.host.tensor(block), stored)
+
+    @override
+    def attach_staged(
+        self, region: Region, nbytes: int, decode: Callable[[torch.Tensor], None]
+    ) -> Copy:
+        self.take(region)
+        assert isinstance(region, StreamRegion)
+        with self.using_staging(self._in, is_ahead=True) as staging:
+            stored = all_of(staging)[:nbytes]
+            self.streams.run(self._in, lambda: decode(stored), used=[staging], made=region.memory)
+        return self.watch_link(self._in, None)
+
+    @override
+    def prepare_decoding(self, nbytes: int, *, is_ahead: bool) -> None:
+        for is_of_ahead in (False, True) if is_ahead else (False,):
+            memory = self.streams.empty_region(self._in, nbytes)
+            self._staging[is_of_ahead] = _Staging(self.streams, memory)
 
     @contextmanager
-    def using_staging(self, stream: Stream) -> Iterator[ResizedRegion]:
-        """Lends the memory of `prepare_decoding` for work that is issued on the stream, behind the
-        work of the last user. Any thread: threads issue one behind the other."""
-        with self._staging_lock:
-            assert self._stored is not None
-            if self._staging_used is not None:
-                stream.wait_event(self._staging_used)
-            try:
-                yield self._stored
-            finally:  # A part of the work may have been issued.
-                self._staging_used = self.streams.new_event()
-                self._staging_used.record(stream)
+    def using_staging(self, stream: Stream, *, is_ahead: bool = False) -> Iterator[ResizedRegion]:
+        """Lends memory of `prepare_decoding` for work that is issued on the stream, behind the
+        work of the last user. `is_ahead`: that of `stage`. Any thread."""
+        with self._staging[is_ahead].using(stream) as memory:
+            yield memory
 
     @override
     def current_stream(self) -> Any:  # A `Stream`, which hashes as torch's and every object do.
@@ -370,7 +402,7 @@ class StreamDevice(DeviceAdapter):
         return event
 
     def watch_link(self, link: Stream, keep: object, *, owner: Stream | None = None) -> StreamCopy:
-        """Returns a copy that is done when the link has run the operations issued so far. `keep`:
+        """Returns a copy that is done when a stream has run the operations issued so far. `keep`:
         tensors whose memory belongs to `owner`."""
         event = self.streams.new_event()
         event.record(link)

@@ -25,6 +25,7 @@ import infinity
 from infinity.errors import InfinityError
 from infinity.testing import SimulatedDevice
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from infinity.training.adapter import save_adapter
 from tests.support.bits import assert_same
 
 from .processes import run_ranks
@@ -67,6 +68,7 @@ class Run:
     seen: dict[str, Tensor]
     counters: dict[str, float]
     num_in_files: int
+    tiled: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,8 @@ def train(base: Path, case: Case, directory: str) -> Run:
         for number in range(case.steps):
             seen |= step(model, optimizer, number, case)
         num_in_files = sum(param.unit.stored is not None for param in engine.params)
-        return Run(seen | trained(model), engine.counters.snapshot(), num_in_files)
+        counters, tiled = engine.counters.snapshot(), list(engine.tiled_params)
+        return Run(seen | trained(model), counters, num_in_files, tiled)
 
 
 def train_all(rank: int, wanted: list[tuple[Path, Case]]) -> list[Run]:
@@ -186,8 +189,72 @@ def test_devices_put_the_stored_bytes_together_and_each_rank_reads_its_part(
             assert run.counters["ranks_gathered_nbytes"] > 0, run.counters
 
 
+def test_devices_put_stored_bytes_together_before_they_have_space_to_decode_them(
+    bases: dict[str, Path],
+) -> None:
+    """The decoded weights of a block fit beside the stored bytes of the next, not beside its own."""
+    case = Case(exchange="collective", device_capacity="4700KiB", steps=5)
+    ways = [case, replace(case, layer_major=True, steps=3)]
+    for runs in assert_as_alone([(bases["int4"], way) for way in ways]):
+        for run in runs:
+            assert run.counters["fetches_staged"] > 0, run.counters
+            assert run.counters["ranks_gathered_nbytes"] > 0, run.counters
+
+
 def test_tiles_in_files_train_over_ranks_as_on_one(bases: dict[str, Path]) -> None:
-    assert_as_alone([(bases[name], Case(tile="64KiB")) for name in ("int4", "mxfp4")])
+    """One-sided, and put together by devices: also layer-major, where tiles of experts are fetched
+    below their block."""
+    tiled = Case(tile="64KiB")
+    collective = replace(tiled, exchange="collective", steps=4)
+    layer_major = replace(collective, layer_major=True, steps=3)
+    wanted = [("int4", tiled), ("int4", collective), ("int4", layer_major), ("mxfp4", layer_major)]
+    for runs in assert_as_alone([(bases[name], case) for name, case in wanted]):
+        for run, (_, case) in zip(runs, wanted, strict=True):
+            assert any("experts" in name for name in run.tiled)
+            is_collective = case.exchange == "collective"
+            assert (run.counters.get("ranks_collectives", 0) > 0) == is_collective
+
+
+Saved = dict[str, bytes]
+
+
+def save_adapters(
+    rank: int, base: Path, cases: list[Case], directory: str
+) -> list[tuple[Saved, float]]:
+    """The adapter's files as PEFT writes them on this rank, and as `save_adapter` does; and the
+    bytes of the base that were read for them and for a checkpoint."""
+    return [save_adapter_of(rank, base, case, Path(directory, str(number)))
+            for number, case in enumerate(cases)]  # fmt: skip
+
+
+def save_adapter_of(rank: int, base: Path, case: Case, directory: Path) -> tuple[Saved, float]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as swap:
+        model = model_over(base, case, Path(swap, "swap"))
+        engine = infinity.engine_of(model)
+        with closing(engine):
+            optimizer = infinity.AdamW(model, lr=1e-2)
+            step(model, optimizer, 0, case)
+            engine.weight_cache.forget()  # As if other weights had needed its memory.
+            before = engine.counters.snapshot()["shard_read_nbytes"]
+            own = directory / str(rank)
+            model.save_pretrained(own / "peft")
+            save_adapter(model, own / "ours")
+            infinity.checkpoint.save(directory / "runs", model, optimizer)
+            nbytes = engine.counters.snapshot()["shard_read_nbytes"] - before
+        files = own.glob("*/adapter_*")
+        return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in files}, nbytes
+
+
+def test_ranks_save_the_adapter_of_one_rank_and_read_no_byte_of_the_base(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base, cases = bases["int4"], [Case(), Case(exchange="collective")]
+    [(alone, _)] = save_adapters(0, base, cases[:1], str(tmp_path / "alone"))
+    assert len(alone) == 4
+    for of_rank in run_ranks(2, save_adapters, base, cases, str(tmp_path / "ranks")):
+        for files, nbytes in of_rank:
+            assert files == alone and nbytes == 0
 
 
 def base_nbytes(base: Path) -> int:
@@ -239,39 +306,63 @@ def test_a_checkpoint_of_ranks_refers_to_the_base_and_is_resumed_by_any_number_o
     assert_same({name: alone[name] for name in last}, last, is_ordered=False)
 
 
-def errors_after(rank: int, base: Path, change: str, case: Case) -> str:
-    """The error of a step after the first shard has changed under all ranks."""
+def error_after(rank: int, bases: str, change: str, case: Case) -> tuple[str, str]:
+    """The class and the text of the error of a step after a shard has changed: that of all ranks,
+    or, "gone", that of the last one, which has files of its own and loses one."""
+    base = Path(bases, str(rank) if change == "gone" else "0")
     model = model_over(base, case, Path(tempfile.gettempdir(), "swap"))
-    engine = infinity.engine_of(model)
-    with closing(engine):
-        optimizer = infinity.AdamW(model, lr=1e-2)
-        for number in range(4):
-            step(model, optimizer, number, case)
-        engine.ranks.barrier("the file changes")
-        if rank == 0:
+    engine, caught = infinity.engine_of(model), ("", "")
+    try:
+        with closing(engine):
+            optimizer = infinity.AdamW(model, lr=1e-2)
+            for number in range(4):
+                step(model, optimizer, number, case)
+            engine.ranks.barrier("the file changes")
             shard = min(base.glob("*.safetensors"))
-            content = shard.read_bytes()
-            if change == "shorter":
-                os.truncate(shard, 4096)
-            else:
-                shard.write_bytes(content[:4096] + bytes(len(content) - 4096))
-        engine.ranks.barrier("the file has changed")
-        engine.weight_cache.forget()  # As if other weights had needed its memory.
-        with pytest.raises(InfinityError) as caught:
-            step(model, optimizer, 4, case)
-        return str(caught.value)
+            if change == "gone" and rank == engine.ranks.num_ranks - 1:
+                os.truncate(shard, 0)  # The open file has no bytes either.
+                shard.unlink()
+            elif change == "other bytes" and rank == 0:
+                shard.write_bytes(shard.read_bytes()[:4096] + bytes(shard.stat().st_size - 4096))
+            engine.ranks.barrier("the file has changed")
+            engine.weight_cache.forget()  # As if other weights had needed its memory.
+            try:
+                step(model, optimizer, 4, case)
+            except InfinityError as error:
+                caught = type(error).__name__, str(error)
+                raise  # The engine gives it to the other ranks when it closes.
+    except InfinityError:  # Closing a simulated device raises its own.
+        pass
+    return caught
 
 
 @pytest.mark.parametrize("exchange", ["one_sided", "collective"])
-@pytest.mark.parametrize("change", ["shorter", "other bytes"])
-def test_a_shard_that_changes_is_named_on_every_rank(
-    bases: dict[str, Path], tmp_path: Path, change: str, exchange: str
+def test_a_shard_with_other_bytes_is_named_on_every_rank(
+    bases: dict[str, Path], tmp_path: Path, exchange: str
 ) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(bases["int4"], base)
-    shard = str(min(base.glob("*.safetensors")))
-    for error in run_ranks(2, errors_after, base, change, Case(exchange=exchange)):
-        assert shard in error and ("bytes are not those" in error or "has 4096 bytes" in error)
+    shutil.copytree(bases["int4"], tmp_path / "0")
+    shard = str(min((tmp_path / "0").glob("*.safetensors")))
+    case = Case(exchange=exchange)
+    for _, error in run_ranks(2, error_after, str(tmp_path), "other bytes", case):
+        assert shard in error and "bytes are not those" in error
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("exchange", ["one_sided", "collective"])
+def test_a_shard_that_one_rank_loses_ends_every_rank_with_its_name(
+    bases: dict[str, Path], tmp_path: Path, exchange: str, count: int
+) -> None:
+    """The rank that has lost it raises a StorageError, also for a read that an all-gather needs."""
+    for rank in range(count):
+        shutil.copytree(bases["int4"], tmp_path / str(rank))
+    case = Case(exchange=exchange)
+    errors = run_ranks(count, error_after, str(tmp_path), "gone", case)
+    lost = str(min(Path(tmp_path, "0").glob("*.safetensors"))).replace("/0/", f"/{count - 1}/")
+    for kind, error in errors:
+        assert lost in error and "it cannot be found any more" in error, errors
+        assert kind in ("RankError", "StorageError")
+    assert errors[-1][0] == "StorageError"
+    assert all(f"rank {count - 1}" in error for _, error in errors[:-1]), errors
 
 
 def start_over(rank: int, directory: str) -> str:

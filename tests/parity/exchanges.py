@@ -62,6 +62,7 @@ def run(
         try:
             exchange = DeviceExchange(device, loopback.rank(rank), Buffers(count, LARGEST_NBYTES))
             _put_together(exchange, device, host, rank)
+            _decode_later(exchange, device, host, rank, tiled_params, stretches)
             _sum(exchange, device, rank)
             device.synchronize()
         except BaseException as error:
@@ -120,3 +121,40 @@ def run(
         raise next(
             (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
         )
+
+
+def _decode_later(
+    exchange: DeviceExchange,
+    device: StreamDevice,
+    host: HostBlocks,
+    rank: int,
+    units: Sequence[torch.Tensor],
+    stretches: Sequence[PlacedRange],
+) -> None:
+    """Stored bytes come while the unit before has the only region: from all ranks, the second
+    ones from this rank's host."""
+    region = device.reserve(WHOLE_NBYTES)
+    assert isinstance(region, StreamRegion)
+    device.prepare_decoding(WHOLE_NBYTES, is_ahead=True)
+
+    def decode(stored: torch.Tensor) -> None:
+        all_of(region.memory).copy_(stored.bitwise_not())
+
+    for number, whole in enumerate(units):
+        mine = whole if number == 1 else part_of(whole, rank, stretches)
+        block = host.allocate(mine.numel(), "stored")
+        assert block is not None
+        on_host = host.tensor(block, nbytes=mine.numel())
+        on_host.copy_(mine)
+        if number == 1:
+            departure = device.stage(block)
+        else:
+            _, departure = exchange.gather_ahead(on_host, stretches)
+        if region.is_attached:
+            device.end_use(region)
+            device.detach(region)
+        device.attach_staged(region, WHOLE_NBYTES, decode).order()
+        found = all_of(region.memory).bitwise_not()
+        departure.wait()
+        host.free(block)
+        assert torch.equal(found.cpu(), whole), "weights were decoded otherwise"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from infinity.distributed.exchange import mean_of
 from infinity.testing.simulated_device import SimulatedDevice
-from infinity.tiers.streams import StreamCopy, StreamDevice
+from infinity.tiers.streams import StreamCopy, StreamDevice, _Staging
 from tests.support.loopback import Loopback
 
 from . import exchanges
@@ -46,10 +47,16 @@ def order_without_wait(copy: StreamCopy) -> None:
     copy._keep = None
 
 
+@contextmanager
+def lend_at_once(staging: Any, stream: Any) -> Iterator[Any]:
+    yield staging._memory
+
+
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a-part-comes-into-a-buffer-that-is-still-sent": (StreamDevice, "inward_waits", no_wait),
     "a-part-is-sent-before-it-has-come": (StreamCopy, "order_stream", no_wait),
     "the-exchange-is-not-noted-as-a-use": (StreamDevice, "note_use", no_wait),
+    "stored-bytes-are-decoded-before-they-have-come": (_Staging, "using", lend_at_once),
     "computation-does-not-wait": (StreamCopy, "order", order_without_wait),
 }
 

@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import infinity
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
 
-from .in_place import MICRO_BATCHES, STEPS, Base, config_of, loss_of, over, train
+from .in_place import MICRO_BATCHES, STEPS, Base, at_least, config_of, loss_of, over, train
 
 FEW = ("deepseek-int4", "gpt-oss-mxfp4")  # Per-expert names and packed ones.
 
@@ -40,6 +41,19 @@ def test_an_adapter_trains_as_over_decoded_weights_in_memory(
         units = [unit for unit in engine.store.units if not unit.state_numel]
         assert units and all((unit.stored is None) == (frozen == "copy") for unit in units)
         seen = train(model, infinity.AdamW(model, lr=1e-2))
+    assert_same(base.expected, seen, is_ordered=False)
+
+
+@pytest.mark.parametrize("base", FEW[:1], indirect=True)
+def test_stored_bytes_wait_on_a_device_that_one_decoded_block_fills(
+    base: Base, tmp_path: Path
+) -> None:
+    tight = {"tiers": {"device": {"capacity": "least"}}, "schedule": {"tile": 0}}
+    config = at_least(base, config_of(tmp_path, **tight), True)
+    config["tiers"]["device"]["capacity"] += 512 << 10
+    with over(base, config, device=SimulatedDevice(3)) as (model, engine):
+        seen = train(model, infinity.AdamW(model, lr=1e-2))
+        assert engine.counters.snapshot()["fetches_staged"] > 0
     assert_same(base.expected, seen, is_ordered=False)
 
 

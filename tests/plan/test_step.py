@@ -103,6 +103,30 @@ def test_updates_on_the_device_copy_all_state_in_and_what_changed_out() -> None:
     assert predict(here, fast).step_s <= predict(there, fast).step_s
 
 
+def test_stored_bytes_come_while_a_unit_computes_where_one_decoded_unit_fits() -> None:
+    """The bytes of the next unit come once those of this one are decoded, and not before."""
+    frozen = UnitLoad("u", "host", GB, 0, {}, {}, 0, "host", 0, 0, decoded_nbytes=4 * GB)
+    plain = job(
+        units=tuple(replace(frozen, name=f"u{index}") for index in range(8)),
+        uses=tuple(Use((index,), 1e13, decoded_nbytes=4 * GB) for index in range(8)),
+        device_cache_nbytes=4 * GB,
+    )
+    before, after = (predict(replace(plain, stages_ahead=ahead), RATES) for ahead in (False, True))
+    assert before.moved_nbytes == after.moved_nbytes
+    assert before.step_s >= 0.99 * (before.busy_s["compute"] + before.busy_s["h2d"])
+    assert after.step_s <= 1.01 * after.busy_s["compute"]
+    order = sorted(
+        (start_s, finish_s, operation.track, operation.name)
+        for operation, start_s, finish_s in zip(
+            after.timeline.operations, after.timeline.start_s, after.timeline.finish_s, strict=True
+        )
+        if operation.track == "h2d" or ": decoding of " in operation.name
+    )
+    decoded_s = [finish_s for _, finish_s, track, _ in order if track == "compute"]
+    begun_s = [start_s for start_s, _, track, _ in order if track == "h2d" and start_s > 0]
+    assert len(begun_s) > 10 and all(start_s in decoded_s for start_s in begun_s)
+
+
 @pytest.mark.parametrize(
     ("tier", "cache", "links"),
     [

@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ from infinity.bounded import (
 from infinity.checkpoint.run.directory import read_content
 from infinity.checkpoint.run.manifest import is_of_rank
 from infinity.errors import ConfigError, CorruptionError, corrupt, listed
-from infinity.storage.shards import RunChecksum, ShardFiles, ShardIdentity
+from infinity.sizes import PAGE_NBYTES
+from infinity.storage.checksums import CHECKSUM_NBYTES, joined_crc32
+from infinity.storage.shards import CHUNK_NBYTES, RunChecksum, ShardFiles, ShardIdentity
 
 SHARDS_NAME = "shards.json"
+
+_MOST_PARTS = 64  # Of a chunk that are joined: more than ranks cut one into.
 
 _log = logging.getLogger("infinity")
 
@@ -58,7 +63,9 @@ def read_reference(path: Path) -> list[tuple[ShardIdentity, list[RunChecksum]]] 
     """Returns the files that a checkpoint refers to; None if it holds all of its state.
 
     In a checkpoint of several ranks each rank has a reference, with the checksums of what it has
-    read. Raises CorruptionError, StorageError.
+    read. Those of adjacent parts of a chunk are joined, so that a run over another number of ranks
+    can compare its reads with them. Raises StorageError, and CorruptionError also for ranks that
+    have read different bytes.
     """
     of_ranks = (found for found in path.glob(f"*/{SHARDS_NAME}") if is_of_rank(found.parent.name))
     files = [path / SHARDS_NAME, *sorted(of_ranks)]
@@ -66,10 +73,62 @@ def read_reference(path: Path) -> list[tuple[ShardIdentity, list[RunChecksum]]] 
     if not rows:
         return None
     identities = {identity.path: identity for identity, _ in reversed(rows)}
-    checksums: dict[str, list[RunChecksum]] = {path: [] for path in identities}
+    # Ranks may have found the files in different directories.
+    checksums: dict[str, list[RunChecksum]] = {Path(path).name: [] for path in identities}
     for identity, of_rank in rows:
-        checksums[identity.path] += of_rank
-    return [(identities[path], list(dict.fromkeys(found))) for path, found in checksums.items()]
+        checksums[Path(identity.path).name] += of_rank
+    merged = {name: _merged(path, of_file) for name, of_file in checksums.items()}
+    return [(identity, merged[Path(of).name]) for of, identity in identities.items()]
+
+
+def _merged(checkpoint: Path, checksums: Sequence[RunChecksum]) -> list[RunChecksum]:
+    """Returns the checksums of one file, and those of adjacent parts of a chunk together. Raises
+    CorruptionError for contradicting ones."""
+    known: dict[tuple[int, int], RunChecksum] = {}
+    in_chunk: dict[int, list[RunChecksum]] = {}
+    for checksum in dict.fromkeys(checksums):
+        offset, nbytes = checksum.offset_nbytes, checksum.nbytes
+        if offset // CHUNK_NBYTES == (offset + nbytes - 1) // CHUNK_NBYTES:
+            in_chunk.setdefault(offset // CHUNK_NBYTES, []).append(checksum)
+        _note(checkpoint, known, checksum)
+    for parts in in_chunk.values():
+        if len(parts) > _MOST_PARTS:
+            continue
+        from_offset: dict[int, list[RunChecksum]] = {}
+        for part in parts:
+            from_offset.setdefault(part.offset_nbytes, []).append(part)
+        for part in parts:
+            reached = [part]
+            while reached:
+                first = reached.pop()
+                for second in from_offset.get(first.offset_nbytes + first.nbytes, ()):
+                    nbytes = first.nbytes + second.nbytes
+                    digests_nbytes = second.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
+                    crc = joined_crc32(first.crc32c, second.crc32c, digests_nbytes)
+                    joined = RunChecksum(first.path, first.offset_nbytes, nbytes, crc)
+                    if _note(checkpoint, known, joined):
+                        reached.append(joined)
+    return list(known.values())
+
+
+def _note(
+    checkpoint: Path, known: dict[tuple[int, int], RunChecksum], checksum: RunChecksum
+) -> bool:
+    """Adds a checksum; returns whether it was not known. Raises CorruptionError."""
+    first = known.setdefault((checksum.offset_nbytes, checksum.nbytes), checksum)
+    if first.crc32c != checksum.crc32c:
+        where = "" if first.path == checksum.path else f", which another one found as {first.path}"
+        raise CorruptionError(
+            errno.EBADMSG,
+            operation="read",
+            path=checksum.path,
+            offset_nbytes=checksum.offset_nbytes,
+            nbytes=checksum.nbytes,
+            detail=f"ranks have read different bytes of this file{where} (CRC32C; {checkpoint}). "
+            "Expected the same files on every machine: compare them, and resume from a checkpoint "
+            "of before",
+        )
+    return first is checksum
 
 
 def _read_rows(file: Path) -> list[tuple[ShardIdentity, list[RunChecksum]]]:

@@ -44,6 +44,7 @@ from infinity.checkpoint.run.manifest import (
     places_of,
     rank_directories,
 )
+from infinity.checkpoint.run.references import read_reference
 from infinity.checkpoint.run.rng_state import random_state
 from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection
@@ -378,6 +379,8 @@ def _write_on_all(
         written.local = files_to_bytes(files)
     with engine.collective_section(f"{target.name}: its name"):
         if engine.rank == 0:
+            if ranks:
+                read_reference(partial)  # Refuses a base of which ranks read different bytes.
             content = map(files_of_bytes, written.of_all)
             # INV-21: the parts of all ranks are durable here.
             _write_manifest(partial, program.step, ranks, list(content))
