@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from infinity.distributed.exchange import mean_of
-from infinity.testing.simulated_device import SimulatedDevice
+from infinity.distributed.exchange import DeviceExchange, mean_of
+from infinity.testing.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 from infinity.tiers.streams import StreamCopy, StreamDevice
 from tests.support.loopback import Loopback
 
@@ -26,6 +27,26 @@ def simulated(host: Any, counters: Any) -> SimulatedDevice:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_weights_are_gathered_and_gradients_summed(count: int, on_device: bool) -> None:
     exchanges.run(simulated, Loopback(count), on_device=on_device)
+
+
+def held(device: Any, compute: Callable[[], None]) -> tuple[SimulatedEvent, Callable[[], None]]:
+    """Computes in a stream of its own that waits for a call, for 2 s."""
+    gate = threading.Event()
+    stream = SimulatedStream(device.streams, "held", has_worker=True)
+
+    def work() -> None:
+        gate.wait(2)
+        compute()
+
+    stream.submit(work)
+    event = device.streams.new_event()
+    event.record(stream)
+    return event, gate.set
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gathers_overtake_a_sum_whose_gradients_are_not_there_yet(count: int) -> None:
+    exchanges.run(simulated, Loopback(count), on_device=False, late_gradients=held)
 
 
 def test_a_mean_is_summed_by_the_tree_of_the_reduce_buffer() -> None:
@@ -46,11 +67,18 @@ def order_without_wait(copy: StreamCopy) -> None:
     copy._keep = None
 
 
+def sum_at_once(exchange: DeviceExchange, *args: Any, **kwargs: Any) -> StreamCopy:
+    kwargs["ready"] = []
+    return SUM(exchange, *args, **kwargs)
+
+
+SUM = DeviceExchange.sum
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a-part-comes-into-a-buffer-that-is-still-sent": (StreamDevice, "inward_waits", no_wait),
     "a-part-is-sent-before-it-has-come": (StreamCopy, "order_stream", no_wait),
     "the-exchange-is-not-noted-as-a-use": (StreamDevice, "note_use", no_wait),
     "computation-does-not-wait": (StreamCopy, "order", order_without_wait),
+    "a-sum-does-not-wait-for-gradients": (DeviceExchange, "sum", sum_at_once),
 }
 
 
@@ -59,4 +87,5 @@ def test_a_missing_ordering_is_detected(name: str, monkeypatch: pytest.MonkeyPat
     owner, attribute, instead = MUTATIONS[name]
     monkeypatch.setattr(owner, attribute, instead)
     with pytest.raises(AssertionError):
-        exchanges.run(simulated, Loopback(2), on_device=False)
+        late = held if owner is DeviceExchange else None
+        exchanges.run(simulated, Loopback(2), on_device=False, late_gradients=late)
