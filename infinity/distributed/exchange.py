@@ -9,7 +9,8 @@ Note [Rounds]
   neither the model nor the number of ranks. Rounds of weights use two streams: the next part is
   copied from the host (`in`) while the last one is sent to the other ranks (`link`). Sums have
   buffers and a stream of their own (`sums`): a gather ahead of the backward does not wait for the
-  gradients that a sum waits for. The two share no memory, so no event is between them.
+  gradients that a sum waits for. The two share no memory, so no event is between them. A unit of
+  one round whose parts are equal is gathered where it is used.
 """
 
 from __future__ import annotations
@@ -213,12 +214,15 @@ class DeviceExchange:
         `full`."""
         sending = all_of(self._sending[turn].memory)[:nbytes]
         incoming = all_of(self._gathered.memory)[: self._count * nbytes]
+        is_in_place = full is not None and _are_rows(ranges, self._count, nbytes)
+        if full is not None and is_in_place:
+            incoming = full[: incoming.numel()]
 
         def work() -> None:
             if own is not None:
                 sending[: own.numel()].copy_(own)
             self._gathers.all_gather(incoming, sending)
-            for part in ranges if full is not None else ():
+            for part in () if full is None or is_in_place else ranges:
                 low = max(start, part.start)
                 high = min(start + nbytes, part.start + part.nbytes)
                 if low < high:
@@ -336,6 +340,13 @@ class DeviceExchange:
 
         used = (self._outgoing.memory, self._incoming.memory)
         self._device.streams.run(self._sum_link, work, used)
+
+
+def _are_rows(ranges: Sequence[PlacedRange], count: int, nbytes: int) -> bool:
+    """Whether the full unit is one row of `nbytes` for each rank, in rank order: what a round of
+    that size gathers. Such a round needs no copy on the device."""
+    rows = [PlacedRange(rank, 0, rank * nbytes, nbytes) for rank in range(count)]
+    return [part for part in ranges if part.nbytes] == rows
 
 
 def _pack(row: torch.Tensor, tensors: Sequence[torch.Tensor], start: int) -> None:

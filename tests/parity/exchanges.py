@@ -75,6 +75,8 @@ def run(
     *,
     on_device: bool,
     late_gradients: LateWork | None = None,
+    stretches: Sequence[PlacedRange] = (),
+    largest_nbytes: int = LARGEST_NBYTES,
 ) -> None:
     """Three units, one after the other through space for one, and gradients of two dtypes; raises
     AssertionError for a byte that is wrong. `on_device`: a rank's part rests there.
@@ -87,7 +89,7 @@ def run(
     tiled_params = [
         torch.randint(0, 256, (WHOLE_NBYTES,), generator=source).to(torch.uint8) for _ in range(3)
     ]
-    stretches = stretches_of(count)
+    stretches = stretches or stretches_of(count)
     gradients = {  # By dtype and rank: what each gives, by the rank it is for.
         dtype: [
             [torch.randn(3_000 + 100 * to, generator=source).to(dtype) for to in range(count)]
@@ -105,7 +107,7 @@ def run(
                 device,
                 loopback.rank(rank),
                 loopback_of_sums.rank(rank),
-                Buffers(count, LARGEST_NBYTES),
+                Buffers(count, largest_nbytes),
             )
             with _late_sum(exchange, device, rank, gradients[torch.float32], late_gradients):
                 _put_together(exchange, device, host, rank)

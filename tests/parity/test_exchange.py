@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from infinity.distributed.exchange import DeviceExchange, mean_of
+from infinity.distributed.exchange import DeviceExchange, PlacedRange, mean_of
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 from infinity.tiers.streams import StreamCopy, StreamDevice
-from tests.support.loopback import Loopback
+from tests.support.loopback import Loopback, LoopbackRank
 
 from . import exchanges
 
@@ -47,6 +48,29 @@ def held(device: Any, compute: Callable[[], None]) -> tuple[SimulatedEvent, Call
 @pytest.mark.parametrize("count", [2, 3])
 def test_gathers_overtake_a_sum_whose_gradients_are_not_there_yet(count: int) -> None:
     exchanges.run(simulated, Loopback(count), on_device=False, late_gradients=held)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_unit_of_equal_parts_and_one_round_is_gathered_where_it_is_used(
+    count: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_nbytes, targets = exchanges.WHOLE_NBYTES, []
+    all_gather = LoopbackRank.all_gather
+
+    def noted(rank: LoopbackRank, target: torch.Tensor, source: torch.Tensor) -> None:
+        targets.append((target.storage_offset(), target.untyped_storage().nbytes()))
+        all_gather(rank, target, source)
+
+    monkeypatch.setattr(LoopbackRank, "all_gather", noted)
+    part_nbytes = whole_nbytes // count
+    rows = [PlacedRange(rank, 0, rank * part_nbytes, part_nbytes) for rank in range(count)]
+    run = partial(exchanges.run, simulated, Loopback(count), on_device=on_device, stretches=rows)
+    run(largest_nbytes=whole_nbytes)
+    assert set(targets) == {(0, whole_nbytes)}, "gathered in a buffer, which is larger"
+    targets.clear()
+    run(largest_nbytes=whole_nbytes // 2)
+    assert (0, whole_nbytes) not in targets, "a round of a part of each row is no row"
 
 
 def test_a_mean_is_summed_by_the_tree_of_the_reduce_buffer() -> None:
