@@ -7,6 +7,10 @@ by a stand-in. Without a log, the thread begins an operation when every rank has
 operations; the device orders them. No rank enters a collective operation that another rank does not
 enter, so ranks may take different paths through the model. A rank whose proposal is cancelled
 requests the data from each owner.
+
+Gathers and sums have a process group each, so that a gather does not wait behind a sum. One thread
+issues the operations of both, in one order: NCCL wants the order over all communicators of a device
+to be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
+from infinity.distributed.device_group import DeviceGroups
 from infinity.distributed.lockstep import NO_LOG, AgreedLog, digest_of
 from infinity.distributed.transport import SILENCE_S, PeerTransport
 from infinity.errors import InfinityError, RankError
@@ -64,14 +70,21 @@ class Proposal:
 class Collectives:
     """Proposes collective operations and begins them. The training thread proposes.
 
-    `group` has the backend of `device`. `open` follows the constructor.
+    `groups` have the backend of `device`. `open` follows the constructor. `gathers` and `sums` are
+    the operations of each group.
     """
 
     def __init__(
-        self, transport: PeerTransport, group: Any, device: torch.device, counters: Counters
+        self,
+        transport: PeerTransport,
+        groups: DeviceGroups,
+        device: torch.device,
+        counters: Counters,
     ) -> None:
         self._transport = transport
-        self._group = group
+        self._groups = groups
+        self.gathers = GroupOperations(groups.gathers, self._told)
+        self.sums = GroupOperations(groups.sums, self._told)
         self._is_aborted = False
         self._device = device
         self._counters = counters
@@ -114,8 +127,9 @@ class Collectives:
 
     def _try(self) -> None:
         rows = torch.zeros((self._transport.count, 1), dtype=torch.uint8, device=self._device)
-        self.all_gather(torch.empty_like(rows).flatten(), rows[0])
-        self.all_to_all(torch.empty_like(rows), rows)
+        for operations in (self.gathers, self.sums):
+            operations.all_gather(torch.empty_like(rows).flatten(), rows[0])
+            operations.all_to_all(torch.empty_like(rows), rows)
 
     def close(self) -> None:
         """Withdraws all proposals, without waiting for other ranks, and ends the thread.
@@ -434,21 +448,8 @@ class Collectives:
                     self._patience_s, self._waits_since_s = _WATCH_S, now_s
                     self._ask_to_play(self._log.head)
 
-    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Every rank's `source`, uint8 (n,), into `target`, uint8 (count * n,), in rank order. On
-        the devices, in the stream that is current."""
-        with self._told():
-            _all_gather(target, source, group=self._group)
-
-    def all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Row r of `source` to row `rank` of rank r's `target`: both (count, n), of one dtype."""
-        with self._told():
-            dist.all_to_all_single(
-                target.view(torch.uint8), source.view(torch.uint8), group=self._group
-            )
-
     @contextlib.contextmanager
-    def _told(self) -> Any:
+    def _told(self) -> Iterator[None]:
         """Returns the error of the transport, which names the rank that is gone, for one of a
         backend."""
         if self._is_aborted:  # An operation on an aborted group may wait for ever.
@@ -466,8 +467,33 @@ class Collectives:
     def _abort(self) -> None:
         """Ends every wait in an operation, and refuses further ones."""
         self._is_aborted = True
-        with contextlib.suppress(Exception):
-            self._group.abort()
+        for group in self._groups:
+            with contextlib.suppress(Exception):
+                group.abort()
+
+
+class GroupOperations:
+    """The operations of one process group: an `exchange.Operations`. Made by `Collectives`.
+
+    `told` surrounds each one.
+    """
+
+    def __init__(self, group: Any, told: Callable[[], AbstractContextManager[None]]) -> None:
+        self._group = group
+        self._told = told
+
+    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Every rank's `source`, uint8 (n,), into `target`, uint8 (count * n,), in rank order. On
+        the devices, in the stream that is current."""
+        with self._told():
+            _all_gather(target, source, group=self._group)
+
+    def all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Row r of `source` to row `rank` of rank r's `target`: both (count, n), of one dtype."""
+        with self._told():
+            dist.all_to_all_single(
+                target.view(torch.uint8), source.view(torch.uint8), group=self._group
+            )
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,4 +1,4 @@
-"""The process group of the ranks' devices."""
+"""The process groups of the ranks' devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,19 @@ from infinity.errors import ConfigError
 # much sooner who is gone.
 TIMEOUT_S = 600.0
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class DeviceGroups(NamedTuple):
+    """Process groups of the same ranks: operations of one group do not wait for those of the
+    other."""
+
+    gathers: Any
+    sums: Any
+
+
+def device_groups(group: RankTopology, device: torch.device) -> DeviceGroups:
+    """Returns the groups of the ranks' devices. As of `device_group`."""
+    return DeviceGroups(device_group(group, device), device_group(group, device))
 
 
 def device_group(group: RankTopology, device: torch.device) -> Any:
@@ -50,18 +63,20 @@ def device_group(group: RankTopology, device: torch.device) -> Any:
     return made
 
 
-def leave(device_group: Any) -> None:
-    """Shuts a group of `device_group` down, which frees its communicator's memory, after all ranks
-    have made their last operation. Does nothing if the backend or the program has done so.
+def leave(groups: DeviceGroups) -> None:
+    """Shuts the groups down, which frees the memory of their communicators, after all ranks have
+    made their last operation. Does nothing for a group that the backend or the program has shut
+    down.
 
     A group of gloo is left as it is: it holds no device memory, and its shutdown would wait for a
     rank that is stuck in an operation. The group stays registered: `destroy_process_group` would
     free its name, and the next group of these ranks would meet under the same keys of the store,
     where the addresses of this one are.
     """
-    with contextlib.suppress(Exception):
-        if dist.get_backend(device_group) != "gloo":
-            device_group.shutdown()
+    for group in groups:
+        with contextlib.suppress(Exception):
+            if dist.get_backend(group) != "gloo":
+                group.shutdown()
 
 
 def _refuse_split(group: RankTopology) -> None:

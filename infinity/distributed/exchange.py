@@ -7,8 +7,10 @@ link to the host carries 1/N of the bytes ("bandwidth-centric partitioning": Raj
 Note [Rounds]
   A unit passes buffers of a constant size in several rounds: the reserved device memory depends on
   neither the model nor the number of ranks. Rounds of weights use two streams: the next part is
-      copied
-  from the host (`in`) while the last one is sent to the other ranks (`link`).
+  copied from the host (`in`) while the last one is sent to the other ranks (`link`). Sums have
+  buffers and a stream of their own (`sums`): a gather ahead of the backward does not wait for the
+  gradients that a sum waits for. The two share no memory, so no event is between them. A unit of
+  one round whose parts are equal is gathered where it is used.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """The bytes of all buffers."""
-        return (2 * self.count + 2) * self.part_nbytes
+        return (3 * self.count + 2) * self.part_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +82,21 @@ class SumLayout:
 
 class DeviceExchange:
     """One device's side. One thread issues the operations, in an order that is the same on all
-    ranks.
+    ranks. Those of `gathers` do not wait for those of `sums`.
     """
 
-    def __init__(self, device: StreamDevice, operations: Operations, buffers: Buffers) -> None:
+    def __init__(
+        self, device: StreamDevice, gathers: Operations, sums: Operations, buffers: Buffers
+    ) -> None:
         self._device = device
-        self._operations = operations
+        self._gathers, self._sums = gathers, sums
         self._count = buffers.count
         self._part_nbytes = buffers.part_nbytes
         self._link: Stream = device.streams.new_stream()
+        self._sum_link: Stream = device.streams.new_stream()
         full_nbytes = buffers.count * buffers.part_nbytes
         self._sending = [self._buffer(buffers.part_nbytes) for _ in range(2)]
+        self._gathered = self._buffer(full_nbytes)
         self._outgoing = self._buffer(full_nbytes)
         self._incoming = self._buffer(full_nbytes)
         self._sent: list[Event | None] = [None, None]  # By buffer: no rank sends from it any more.
@@ -185,7 +191,7 @@ class DeviceExchange:
             if is_on_host and own.numel():
                 departure = self._bring(own, turn)
             work = self._round(full, None if is_on_host else own, turn, start, nbytes, ranges)
-            used = (self._sending[turn].memory, self._incoming.memory)
+            used = (self._sending[turn].memory, self._gathered.memory)
             self._device.streams.run(self._link, work, used, made)
             event = self._device.streams.new_event()
             event.record(self._link)
@@ -215,13 +221,16 @@ class DeviceExchange:
         """Sends the bytes [start, start + nbytes) of every rank's part to their places in
         `full`."""
         sending = all_of(self._sending[turn].memory)[:nbytes]
-        incoming = all_of(self._incoming.memory)[: self._count * nbytes]
+        incoming = all_of(self._gathered.memory)[: self._count * nbytes]
+        is_in_place = full is not None and _are_rows(ranges, self._count, nbytes)
+        if full is not None and is_in_place:
+            incoming = full[: incoming.numel()]
 
         def work() -> None:
             if own is not None:
                 sending[: own.numel()].copy_(own)
-            self._operations.all_gather(incoming, sending)
-            for part in ranges if full is not None else ():
+            self._gathers.all_gather(incoming, sending)
+            for part in () if full is None or is_in_place else ranges:
                 low = max(start, part.start)
                 high = min(start + nbytes, part.start + part.nbytes)
                 if low < high:
@@ -270,7 +279,7 @@ class DeviceExchange:
         sent one by one.
         """
         for event in ready:
-            self._link.wait_event(event)
+            self._sum_link.wait_event(event)
         layout = SumLayout(
             next(tensor.dtype for tensors in gradients for tensor in tensors),
             max(sum(tensor.numel() for tensor in tensors) for tensors in gradients),
@@ -280,7 +289,7 @@ class DeviceExchange:
         if present is not None:
             self._exchange_presence(present, is_present=True)
         kept = [mean, *(tensor for tensors in gradients for tensor in tensors)]
-        return self._device.watch_link(self._link, kept, owner=owner)
+        return self._device.watch_link(self._sum_link, kept, owner=owner)
 
     def sum_nothing(self, layout: SumLayout) -> StreamCopy:
         """Takes part in the exchange of gradients of other ranks, without gradients."""
@@ -288,7 +297,7 @@ class DeviceExchange:
             self._sum_round(None, None, 0, numel, layout.dtype)
         present = self.host_flags()
         self._exchange_presence(present, is_present=False)
-        return self._device.watch_link(self._link, present)
+        return self._device.watch_link(self._sum_link, present)
 
     def _sum_rounds(self, layout: SumLayout) -> Iterator[tuple[int, int]]:
         at_once = self._part_nbytes // layout.dtype.itemsize
@@ -313,13 +322,13 @@ class DeviceExchange:
             if gradients is not None:
                 for row, tensors in zip(outgoing, gradients, strict=True):
                     _pack(row, tensors, start)
-            self._operations.all_to_all(incoming, outgoing)
+            self._sums.all_to_all(incoming, outgoing)
             local = incoming[0, :0] if mean is None else mean[start : start + numel]
             if local.numel():
                 local.copy_(mean_of([row[: local.numel()] for row in incoming]))
 
         used = (self._outgoing.memory, self._incoming.memory)
-        self._device.streams.run(self._link, work, used)
+        self._device.streams.run(self._sum_link, work, used)
 
     def host_flags(self) -> torch.Tensor:
         """Returns a flag for each rank: bool, on the host, where the device may write it."""
@@ -333,12 +342,19 @@ class DeviceExchange:
 
         def work() -> None:
             sending.fill_(is_present)
-            self._operations.all_gather(incoming, sending)
+            self._sums.all_gather(incoming, sending)
             flags = incoming[::_ALIGNED_NBYTES].to(torch.bool)
             present.copy_(flags, non_blocking=True)
 
         used = (self._outgoing.memory, self._incoming.memory)
-        self._device.streams.run(self._link, work, used)
+        self._device.streams.run(self._sum_link, work, used)
+
+
+def _are_rows(ranges: Sequence[PlacedRange], count: int, nbytes: int) -> bool:
+    """Whether the full unit is one row of `nbytes` for each rank, in rank order: what a round of
+    that size gathers. Such a round needs no copy on the device."""
+    rows = [PlacedRange(rank, 0, rank * nbytes, nbytes) for rank in range(count)]
+    return [part for part in ranges if part.nbytes] == rows
 
 
 def _pack(row: torch.Tensor, tensors: Sequence[torch.Tensor], start: int) -> None:

@@ -18,7 +18,7 @@ from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.distributed.buckets import GradientBuckets
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.device_group import device_group, leave
+from infinity.distributed.device_group import DeviceGroups, device_groups, leave
 from infinity.distributed.exchange import Buffers, DeviceExchange
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
@@ -106,35 +106,35 @@ class ShardingPlan:
             **sizes,
         )
 
-    def join_devices(self, device: DeviceAdapter, resources: ExitStack) -> Any:
-        """Returns the process group of the ranks' devices, or None if they do not exchange.
+    def join_devices(self, device: DeviceAdapter, resources: ExitStack) -> DeviceGroups | None:
+        """Returns the process groups of the ranks' devices, or None if they do not exchange.
 
         Destroyed with `resources`, after what is added later. A collective call.
         """
         if not self.is_collective:
             return None
-        group = device_group(self.group, device.torch_device)
-        resources.callback(leave, group)
-        return group
+        groups = device_groups(self.group, device.torch_device)
+        resources.callback(leave, groups)
+        return groups
 
     def exchange(
         self,
         store: DistributedStore,
         device: DeviceAdapter,
-        device_group: Any,
+        groups: DeviceGroups | None,
         counters: Counters,
         resources: ExitStack,
     ) -> tuple[Collectives | None, GradientBuckets | None, DeviceUnshard | None]:
         """Returns the exchange of weights and of gradients between devices, or None for each.
 
-        `device_group`: of `join_devices`. Closed with `resources`.
+        `groups`: of `join_devices`. Closed with `resources`.
         """
         if self.buffers is None:
             return None, None, None
-        assert isinstance(device, StreamDevice)
-        collectives = Collectives(store.transport, device_group, device.torch_device, counters)
+        assert isinstance(device, StreamDevice) and groups is not None
+        collectives = Collectives(store.transport, groups, device.torch_device, counters)
         resources.callback(collectives.close)
-        exchange = DeviceExchange(device, collectives, self.buffers)
+        exchange = DeviceExchange(device, collectives.gathers, collectives.sums, self.buffers)
         buckets = GradientBuckets(collectives, exchange, self.partition, counters)
         gathering = DeviceUnshard(
             store, collectives=collectives, exchange=exchange, counters=counters

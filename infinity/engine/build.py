@@ -303,12 +303,12 @@ def _assemble(
 def _share(
     plan: ShardingPlan, local: LocalStore, tiers: OpenTiers, budgets: Budgets, resources: ExitStack
 ) -> _Sharded:
-    device_group = plan.join_devices(tiers.device, resources)
+    groups = plan.join_devices(tiers.device, resources)
     store = plan.store(
         local, tiers.host, tiers.counters, resources,
         reduce_buffer_nbytes=budgets.reduce_buffer_nbytes,
     )  # fmt: skip
-    exchange = plan.exchange(store, tiers.device, device_group, tiers.counters, resources)
+    exchange = plan.exchange(store, tiers.device, groups, tiers.counters, resources)
     return _Sharded(plan, store, *exchange)
 
 

@@ -176,13 +176,14 @@ def cut(total: int, part: int, count: int) -> tuple[int, int]:
     return part * total // count, (part + 1) * total // count
 
 
-def _part_of(unit: Unit, rank: int, count: int) -> int:
-    """Returns the part of a unit that a rank owns.
+def _part_of(unit: Unit, rank: int, count: int, totals: Sequence[int]) -> int:
+    """Returns the part of a unit that a rank owns. `totals`: what is cut in `count` parts.
 
-    It rotates with the unit, so that each rank gets some of the units that are too small for all
-    ranks.
+    Unequal parts rotate with the unit, so that each rank gets some of the units that are too small
+    for all ranks. Equal parts are in rank order: devices gather them where they are used.
     """
-    return (rank + unit.index) % count
+    is_equal = all(total % count == 0 for total in totals)
+    return rank if is_equal else (rank + unit.index) % count
 
 
 def _bounds(unit: Unit, count: int) -> Iterator[tuple[int, int, int, int]]:
@@ -190,7 +191,7 @@ def _bounds(unit: Unit, count: int) -> Iterator[tuple[int, int, int, int]]:
     granules = unit.state_numel // STATE_GRANULE
     pages = (unit.weight_nbytes - unit.trainable_nbytes) // PAGE_NBYTES
     for rank in range(count):
-        part = _part_of(unit, rank, count)
+        part = _part_of(unit, rank, count, [granules, pages])
         start, stop = cut(granules, part, count)
         first, last = cut(pages, part, count)
         yield start * STATE_GRANULE, stop * STATE_GRANULE, first * PAGE_NBYTES, last * PAGE_NBYTES
@@ -262,7 +263,8 @@ def _stored_shard(
     put the bytes together before they decode them. Offsets are those in the stored block."""
     assert unit.stored is not None
     is_cut = StateKind.PARAMETERS in kinds
-    first, last = cut(unit.stored.nbytes // PAGE_NBYTES, _part_of(unit, rank, count), count)
+    num_pages = unit.stored.nbytes // PAGE_NBYTES
+    first, last = cut(num_pages, _part_of(unit, rank, count, [num_pages]), count)
     start_nbytes, nbytes = first * PAGE_NBYTES, (last - first) * PAGE_NBYTES if is_cut else 0
     stored = unit.stored.cut(start_nbytes, start_nbytes + nbytes)
     pages = Unit(

@@ -248,7 +248,7 @@ class SimulatedStreams(Streams):
         self._local = threading.local()
         self._delay_s = delay_s
         self._moments = itertools.count(1)
-        self._names = iter(("in", "out", "link"))
+        self._names = iter(("in", "out", "link", "sums"))
         self._failure: BaseException | None = None
         self.noting = threading.RLock()  # Guards the record of the order.
         self.host = _EventOrder("the host")

@@ -5,9 +5,9 @@ runtime: CUDA (`tiers/cuda.py`), or the simulated device, which reports operatio
 
 Note [Streams]
   Three streams: the current stream, which computes; `in` for copies host -> device; `out` for
-  copies device -> host. A fourth, `link`, carries the exchange between the devices of ranks
-  (distributed/exchange.py). A stream waits for another one by an event. The host waits for a stream
-  only in `Copy.wait`.
+  copies device -> host. Two more, `link` and `sums`, carry the exchange between the devices of
+  ranks (distributed/exchange.py). A stream waits for another one by an event. The host waits for a
+  stream only in `Copy.wait`.
 
   * Memory of regions is allocated and freed on `in`, so it passes from region to region, and never
     to or from activations: the memory reserved for weights does not grow with time. The allocator

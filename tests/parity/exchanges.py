@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from infinity.observe import Counters
 from infinity.storage.arena import Arena
 from infinity.tiers.device import all_of
 from infinity.tiers.host import HostBlocks
-from infinity.tiers.streams import StreamDevice, StreamRegion
+from infinity.tiers.streams import Event, StreamDevice, StreamRegion
 from tests.support.loopback import Loopback
 
 WHOLE_NBYTES = 40_000
@@ -36,17 +36,60 @@ def part_of(whole: torch.Tensor, rank: int, stretches: Sequence[PlacedRange]) ->
     return torch.cat([whole[s.place : s.place + s.nbytes] for s in stretches if s.rank == rank])
 
 
+# Issues work on the device that waits for a call. Returns the event behind the work, and the call.
+LateWork = Callable[[StreamDevice, Callable[[], None]], tuple[Event, Callable[[], None]]]
+
+
+@contextlib.contextmanager
+def _late_sum(
+    exchange: DeviceExchange,
+    device: StreamDevice,
+    rank: int,
+    of_all: Sequence[Sequence[torch.Tensor]],
+    late: LateWork | None,
+) -> Iterator[None]:
+    """A sum is issued before the block, and its gradients are computed after the block."""
+    if late is None:
+        yield
+        return
+    given = [torch.zeros_like(each) for each in of_all[rank]]
+
+    def compute() -> None:
+        for target, each in zip(given, of_all[rank], strict=True):
+            target.copy_(each)
+
+    event, let_compute = late(device, compute)
+    mean, owner = torch.empty(given[rank].numel()), exchange.current()
+    summed = exchange.sum([[each] for each in given], mean, ready=[event], owner=owner)
+    yield
+    assert not summed.done(), "weights came after gradients that were to come later"
+    let_compute()
+    summed.order()
+    wanted = mean_of([theirs[rank] for theirs in of_all])
+    assert torch.equal(mean, wanted), "a sum did not wait for its gradients"
+
+
 def run(
-    make: Callable[[HostBlocks, Counters], StreamDevice], loopback: Loopback, *, on_device: bool
+    make: Callable[[HostBlocks, Counters], StreamDevice],
+    loopback: Loopback,
+    *,
+    on_device: bool,
+    late_gradients: LateWork | None = None,
+    stretches: Sequence[PlacedRange] = (),
+    largest_nbytes: int = LARGEST_NBYTES,
 ) -> None:
     """Three units, one after the other through space for one, and gradients of two dtypes; raises
-    AssertionError for a byte that is wrong. `on_device`: a rank's part rests there."""
+    AssertionError for a byte that is wrong. `on_device`: a rank's part rests there.
+
+    late_gradients: computes those of a first sum, which come when all units have been gathered
+    """
     count, errors = loopback.count, []
+    loopback_of_sums = Loopback(count, loopback.event)
     source = torch.Generator().manual_seed(0)
     tiled_params = [
         torch.randint(0, 256, (WHOLE_NBYTES,), generator=source).to(torch.uint8) for _ in range(3)
     ]
-    stretches = stretches_of(count)
+    stretches = stretches or stretches_of(count)
     gradients = {  # By dtype and rank: what each gives, by the rank it is for.
         dtype: [
             [torch.randn(3_000 + 100 * to, generator=source).to(dtype) for to in range(count)]
@@ -60,14 +103,21 @@ def run(
         host = HostBlocks(arena, Counters())
         device = make(host, Counters())
         try:
-            exchange = DeviceExchange(device, loopback.rank(rank), Buffers(count, LARGEST_NBYTES))
-            _put_together(exchange, device, host, rank)
+            exchange = DeviceExchange(
+                device,
+                loopback.rank(rank),
+                loopback_of_sums.rank(rank),
+                Buffers(count, largest_nbytes),
+            )
+            with _late_sum(exchange, device, rank, gradients[torch.float32], late_gradients):
+                _put_together(exchange, device, host, rank)
             _decode_later(exchange, device, host, rank, tiled_params, stretches)
             _sum(exchange, device, rank)
             device.synchronize()
         except BaseException as error:
             errors.append(error)
             loopback._barrier.abort()
+            loopback_of_sums._barrier.abort()
         finally:
             with contextlib.suppress(Exception):  # It says once more what went wrong.
                 device.close()

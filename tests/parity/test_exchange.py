@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from infinity.distributed.exchange import mean_of
-from infinity.testing.simulated_device import SimulatedDevice
+from infinity.distributed.exchange import DeviceExchange, PlacedRange, mean_of
+from infinity.testing.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 from infinity.tiers.streams import StreamCopy, StreamDevice, _Staging
-from tests.support.loopback import Loopback
+from tests.support.loopback import Loopback, LoopbackRank
 
 from . import exchanges
 
@@ -27,6 +29,49 @@ def simulated(host: Any, counters: Any) -> SimulatedDevice:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_weights_are_gathered_and_gradients_summed(count: int, on_device: bool) -> None:
     exchanges.run(simulated, Loopback(count), on_device=on_device)
+
+
+def held(device: Any, compute: Callable[[], None]) -> tuple[SimulatedEvent, Callable[[], None]]:
+    """Computes in a stream of its own that waits for a call, for 2 s."""
+    gate = threading.Event()
+    stream = SimulatedStream(device.streams, "held", has_worker=True)
+
+    def work() -> None:
+        gate.wait(2)
+        compute()
+
+    stream.submit(work)
+    event = device.streams.new_event()
+    event.record(stream)
+    return event, gate.set
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gathers_overtake_a_sum_whose_gradients_are_not_there_yet(count: int) -> None:
+    exchanges.run(simulated, Loopback(count), on_device=False, late_gradients=held)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_unit_of_equal_parts_and_one_round_is_gathered_where_it_is_used(
+    count: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_nbytes, targets = exchanges.WHOLE_NBYTES, []
+    all_gather = LoopbackRank.all_gather
+
+    def noted(rank: LoopbackRank, target: torch.Tensor, source: torch.Tensor) -> None:
+        targets.append((target.storage_offset(), target.untyped_storage().nbytes()))
+        all_gather(rank, target, source)
+
+    monkeypatch.setattr(LoopbackRank, "all_gather", noted)
+    part_nbytes = whole_nbytes // count
+    rows = [PlacedRange(rank, 0, rank * part_nbytes, part_nbytes) for rank in range(count)]
+    run = partial(exchanges.run, simulated, Loopback(count), on_device=on_device, stretches=rows)
+    run(largest_nbytes=whole_nbytes)
+    assert set(targets) == {(0, whole_nbytes)}, "gathered in a buffer, which is larger"
+    targets.clear()
+    run(largest_nbytes=whole_nbytes // 2)
+    assert (0, whole_nbytes) not in targets, "a round of a part of each row is no row"
 
 
 def test_a_mean_is_summed_by_the_tree_of_the_reduce_buffer() -> None:
@@ -52,12 +97,19 @@ def lend_at_once(staging: Any, stream: Any) -> Iterator[Any]:
     yield staging._memory
 
 
+def sum_at_once(exchange: DeviceExchange, *args: Any, **kwargs: Any) -> StreamCopy:
+    kwargs["ready"] = []
+    return SUM(exchange, *args, **kwargs)
+
+
+SUM = DeviceExchange.sum
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a-part-comes-into-a-buffer-that-is-still-sent": (StreamDevice, "inward_waits", no_wait),
     "a-part-is-sent-before-it-has-come": (StreamCopy, "order_stream", no_wait),
     "the-exchange-is-not-noted-as-a-use": (StreamDevice, "note_use", no_wait),
     "stored-bytes-are-decoded-before-they-have-come": (_Staging, "using", lend_at_once),
     "computation-does-not-wait": (StreamCopy, "order", order_without_wait),
+    "a-sum-does-not-wait-for-gradients": (DeviceExchange, "sum", sum_at_once),
 }
 
 
@@ -66,4 +118,5 @@ def test_a_missing_ordering_is_detected(name: str, monkeypatch: pytest.MonkeyPat
     owner, attribute, instead = MUTATIONS[name]
     monkeypatch.setattr(owner, attribute, instead)
     with pytest.raises(AssertionError):
-        exchanges.run(simulated, Loopback(2), on_device=False)
+        late = held if owner is DeviceExchange else None
+        exchanges.run(simulated, Loopback(2), on_device=False, late_gradients=late)

@@ -39,6 +39,23 @@ def test_every_element_of_state_has_one_owner(laid_out: list[Unit], count: int, 
 
 @given(laid_out=units(), count=COUNTS)
 @settings(max_examples=100)
+def test_equal_parts_are_in_rank_order_and_unequal_ones_begin_at_another_rank_in_each_unit(
+    laid_out: list[Unit], count: int
+) -> None:
+    divided = partition(laid_out, rank=0, count=count, stage=3)
+    for unit, shards in zip(laid_out, divided.shards, strict=True):
+        cold_nbytes = unit.weight_nbytes - unit.trainable_nbytes
+        totals = unit.state_numel // STATE_GRANULE, cold_nbytes // PAGE_NBYTES
+        is_equal = not any(total % count for total in totals)
+        first = 0 if is_equal else -unit.index % count
+        assert shards[first].start == 0
+        assert [shard.start for shard in shards[first:] + shards[:first]] == sorted(
+            shard.start for shard in shards
+        )
+
+
+@given(laid_out=units(), count=COUNTS)
+@settings(max_examples=100)
 def test_every_byte_of_weights_has_one_owner_and_a_place(laid_out: list[Unit], count: int) -> None:
     divided = partition(laid_out, rank=0, count=count, stage=3)
     for unit, shards in zip(laid_out, divided.shards, strict=True):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from infinity.distributed.collectives import Collectives
+from infinity.distributed.device_group import DeviceGroups
 from infinity.errors import InfinityError
 from infinity.observe import Counters
 
@@ -34,7 +35,7 @@ class Silent:
 
 def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
     transport: Any = Silent(count)
-    collectives = Collectives(transport, None, torch.device("cpu"), Counters())
+    collectives = Collectives(transport, DeviceGroups(None, None), torch.device("cpu"), Counters())
     monkeypatch.setattr(collectives, "_try", lambda: None)
     collectives.open()
     return collectives
