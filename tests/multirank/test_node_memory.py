@@ -215,6 +215,7 @@ STEADY = [
     Case(3, NVME, model="wide", capacity="60MiB", accumulation=3, layer_major=True),
     Case(2, model="wide", capacity="128MiB", simulated=True, exchange="collective"),
     Case(1, model="wide", capacity="128MiB", simulated=True, exchange="collective"),
+    Case(3, model="wide", capacity="128MiB", simulated=True, exchange="collective"),
 ]
 
 
