@@ -32,9 +32,11 @@ def require_training() -> None:
     """Raises ConfigError, which names the extra, for a package that `infinity train` needs and that
     is not installed."""
     require_transformers("infinity train")
-    missing = [name for name in ("accelerate", "datasets", "trl") if find_spec(name) is None]
+    missing = [
+        name for name in ("accelerate", "datasets", "peft", "trl") if find_spec(name) is None
+    ]
     if missing:
         raise ConfigError(
-            f"infinity train needs {', '.join(missing)}, not installed: "
+            f"infinity train needs {', '.join(missing)}, which is not installed: "
             "pip install 'infinity-offload[hf]'"
         )

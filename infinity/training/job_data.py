@@ -76,16 +76,21 @@ def open_data(
             train = train.select(split.train)
     num_held_out = 0 if held_out is None else len(held_out)
     what = f"{len(train) + num_held_out} records, {num_held_out} of them held out"
-    check_amount(len(train), config.train.batch_size, what)
+    check_amount(
+        len(train), config.train.batch_size, what, "; or hold less out" * bool(num_held_out)
+    )
     return JobData(train=train, held_out=held_out, is_ready=False, marks_assistant=marks)
 
 
-def check_amount(count: int, batch_size: int, what: str) -> None:
-    """Raises ConfigError where `count` sequences are less than a batch; `what` says of which."""
+def check_amount(count: int, batch_size: int, what: str, remedy: str) -> None:
+    """Raises ConfigError where `count` sequences are less than a batch; `what` says of which.
+
+    remedy: what else the user may change, after a semicolon; "" for nothing
+    """
     if count < batch_size:
         raise ConfigError(
             f"the data has too little to train on: {what}: {count} are left for "
-            f"train.batch_size={batch_size}. Give more data, shorter sequences or a smaller batch"
+            f"train.batch_size={batch_size}. Give more data or a smaller batch{remedy}"
         )
 
 
@@ -97,6 +102,7 @@ def _check_text(found: JobData, data: Data, batch_size: int) -> None:
         batch_size,
         f"{found.files[0].num_tokens} tokens, {num_sequences} sequences of "
         f"data.sequence_length={data.sequence_length}, {num_held_out} of them held out",
+        "; or shorter sequences, which are more",
     )
 
 

@@ -150,7 +150,10 @@ def _config_of_table(table: dict[str, Any]) -> Any:
 def _config_of_directory(path: Path) -> Any:
     file = path / "config.json"
     if not path.is_dir():
-        raise ConfigError(f"model.path: {path} is no directory{download_remedy(path)}")
+        raise ConfigError(
+            f"model.path: {path} is no directory; expected one with config.json and safetensors"
+            f"{download_remedy(path)}"
+        )
     if not file.is_file():
         raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model")
     table = _table_of_file(file)

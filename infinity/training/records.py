@@ -231,6 +231,8 @@ def _unreadable(files: list[Path], error: Exception) -> ConfigError:
     if isinstance(error, ConfigError):
         return error
     for path in files:
+        if path.is_file() and path.stat().st_size == 0:
+            return ConfigError(f"data.paths: {path} is empty; expected records: {_ALL_COLUMNS}")
         if _reader_of(path) != "json" or path.suffix.lower() == ".json":
             continue
         with path.open("rb") as file:
@@ -243,7 +245,10 @@ def _unreadable(files: list[Path], error: Exception) -> ConfigError:
                 except (ValueError, RecursionError) as fault:
                     is_object, reason = False, f"no JSON: {fault}"
                 if not is_object:
-                    return ConfigError(f"data.paths: {path}:{number} is {reason}")
+                    return ConfigError(
+                        f"data.paths: {path}:{number} is {reason}; expected one record per line, "
+                        "in braces. Repair or remove that line"
+                    )
     cause = error.__cause__ or error
     names = ", ".join(map(str, files[:3]))
     return ConfigError(f"data.paths: {names} cannot be read: {' '.join(str(cause).split())}")

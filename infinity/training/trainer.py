@@ -186,14 +186,19 @@ class RunTrainer(OffloadedTrainer):
 
     def begin_run(self, config: SwapConfig, rank: JobRank) -> None:
         """Takes what the methods need; checks the amount of data."""
-        assert config.train is not None
+        assert config.train is not None and config.data is not None
         self._options, self._rank = config.optimizer, rank
         self._nonfinite = config.train.nonfinite
         self._patience = config.train.early_stopping_patience
         self._num_skipped = 0  # In a row.
         self._ended_step = 0
         self._begin_window()
-        check_amount(len(self.train_dataset), config.train.batch_size, "after packing and cutting")
+        check_amount(
+            len(self.train_dataset),
+            config.train.batch_size,
+            f"records packed and cut to data.sequence_length={config.data.sequence_length}",
+            "; or raise data.sequence_length: a record whose answer begins behind it is left out",
+        )
         if self.eval_dataset is not None:
             most = config.train.eval_batches * config.train.batch_size
             rows = min(len(self.eval_dataset), most)

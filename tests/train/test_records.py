@@ -315,14 +315,14 @@ def test_a_long_conversation_is_cut_and_one_without_an_answer_is_left_out(
     assert "1 conversations have no assistant" in caplog.text
     assert "end-of-turn token" not in caplog.text, "<|im_end|> is learned, in several tokens"
     table["data"]["sequence_length"] = 16  # Ends before the first answer.
-    with pytest.raises(ConfigError, match="0 are left for train.batch_size=2"):
+    with pytest.raises(ConfigError, match="0 are left .* raise data.sequence_length"):
         rows_of(table)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("not json", "data.jsonl:2 is no JSON"),
+        ("not json", "data.jsonl:2 is no JSON: .* Repair or remove that line"),
         ("[1]", "data.jsonl:2 is no object"),
         ('{"messages": [{"content": "a"}]}', r"record 2: messages\[0\]: expected an object with"),
         ('{"messages": []}', r'record 2: expected a list "messages" that is not empty'),
@@ -347,6 +347,7 @@ def change(**keys: Any) -> dict[str, Any]:
         (PREFERENCES, {}, {}, 'holds preferences, which .* set train.method = "dpo"'),
         (CHAT, {}, {"method": "dpo"}, "holds conversations, which .* expected chosen and rejected"),
         (CHAT, {"max_bytes": "1kB"}, {}, "data.max_bytes limits text"),
+        ([], {}, {}, "data.jsonl is empty; expected records: messages"),
         (CHAT[:1], {}, {}, "1 records, 0 of them held out: 1 are left for train.batch_size=2"),
         (CHAT, {"eval_paths": ["{tmp}/text.txt"]}, {}, "data.eval_paths: expected records"),
         (CHAT, {"paths": ["{tmp}/data.jsonl", "{tmp}/text.txt"]}, {}, "holds records and .* not"),
