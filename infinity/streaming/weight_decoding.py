@@ -65,7 +65,7 @@ class WeightDecoding:
         self._in_zone: dict[Block, tuple[Range, Weights]] = {}
         self._reclaim: Callable[[], bool] = lambda: False
         self._stages_ahead = False
-        self.staged: Weights | None = None  # The unit that holds the memory of `stage`.
+        self._staged: Weights | None = None
 
     def prepare(self, zone_nbytes: int, reclaim: Callable[[], bool], *, stages_ahead: bool) -> None:
         """Takes device memory for the stored bytes of the largest unit, if there are any, and host
@@ -151,6 +151,20 @@ class WeightDecoding:
         """Whether the unit's stored bytes could go to the device ahead of their space there."""
         return self._stages_ahead and unit.stored is not None
 
+    @property
+    def staged(self) -> Weights | None:
+        """The unit that holds the device's memory for bytes that are decoded later."""
+        return self._staged
+
+    def lend_staging(self, weights: Weights) -> None:
+        """Gives the unit that memory, which no other holds."""
+        assert self._staged is None and self.can_stage(weights.unit)
+        self._staged = weights
+
+    def free_staging(self) -> None:
+        """Takes the memory back: what was issued for it comes before the next use."""
+        self._staged = None
+
     def attach(self, weights: Weights) -> Copy:
         """Fills the region with the weights made of the stored bytes in the host block, or of those
         that were staged, whose memory is free for another unit then.
@@ -159,11 +173,12 @@ class WeightDecoding:
         Raises CapacityError if there is no space for that block.
         """
         unit, region, block = weights.unit, weights.region, weights.block
-        if self.staged is weights:
+        if self._staged is weights:
             assert unit.stored is not None
-            self.staged = None
             decode = decoder_into(region, unit)
-            return self._device.attach_staged(region, unit.stored.nbytes, decode)
+            copy = self._device.attach_staged(region, unit.stored.nbytes, decode)
+            self.free_staging()
+            return copy
         assert block is not None
         if self._device.shares_host_memory:
             return self._device.attach(region, self.decode(weights, block))

@@ -213,7 +213,7 @@ class WeightMoves:
         block (READY), or from all ranks (ABSENT). See weight_decoding.py, Note [Staged ahead]."""
         if self.decoding.staged is not None:
             self.unstage(self.decoding.staged)
-        self.decoding.staged = weights
+        self.decoding.lend_staging(weights)
         self._counters.add("fetches_staged", 1)
         if feeder is not None:
             self._start_arrival(weights, feeder, None)
@@ -225,8 +225,9 @@ class WeightMoves:
     def unstage(self, weights: Weights) -> None:
         """Drops what `stage` has brought or will bring."""
         self.settle(weights)
+        if self.decoding.staged is weights:
+            self.decoding.free_staging()
         if weights.state is WeightState.STAGED:
-            self.decoding.staged = None
             weights.state = WeightState.ABSENT if weights.block is None else WeightState.READY
 
     def bring_back(self, weights: Weights) -> None:
