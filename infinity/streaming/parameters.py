@@ -76,7 +76,7 @@ class WeightCache:
         self._evictor = WeightEvictor(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
-        self._moves.decoding.prepare(decoded_nbytes, self._evictor.reclaim_zone)
+        self._moves.decoding.prepare(decoded_nbytes, self._evictor.reclaim_zone, self.absent_nbytes)
 
     # -- Uses ------------------------------------------------------------------------------------
 
