@@ -5,11 +5,18 @@ The decisions are those of the weight cache, without bytes. Pure: no torch, no I
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from infinity.streaming.access_order import AccessOrder
-from infinity.streaming.eviction import choose_victim
+from infinity.streaming.eviction import (
+    Evictable,
+    choose_neighbours,
+    choose_victim,
+    main_sizes,
+)
+from infinity.tiers.ranges import Range, RangeAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +26,102 @@ class Visit:
     unit: int
     is_hit: bool
     evicts: tuple[int, ...] = ()
+
+
+class _Sum:
+    """A cache that is full when the sum of its units' bytes is its capacity."""
+
+    def __init__(self, trace: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
+        self._trace = trace
+        self._nbytes = nbytes
+        self._capacity_nbytes = capacity_nbytes
+        self._used_nbytes = 0
+        self.cached: set[int] = set()
+
+    def admit(self, unit: int, kept: Collection[int], taken_nbytes: int) -> list[int]:
+        """Makes space for a unit that is not in the cache; returns the units that go."""
+        gone = self.shrink(kept, taken_nbytes, self._nbytes[unit])
+        self.cached.add(unit)
+        self._used_nbytes += self._nbytes[unit]
+        return gone
+
+    def shrink(self, kept: Collection[int], taken_nbytes: int, wanted_nbytes: int = 0) -> list[int]:
+        """Makes space beside something else of `taken_nbytes`; returns the units that go."""
+        gone: list[int] = []
+        while self._used_nbytes + wanted_nbytes > self._capacity_nbytes - taken_nbytes:
+            others = (unit for unit in self.cached if unit not in kept)
+            victim = choose_victim(
+                self._trace, others, nbytes=self._nbytes, wanted_nbytes=wanted_nbytes
+            )
+            if victim is None:
+                break
+            self.drop(victim)
+            gone.append(victim)
+        return gone
+
+    def drop(self, unit: int) -> None:
+        self.cached.remove(unit)
+        self._used_nbytes -= self._nbytes[unit]
+
+
+class _Arena:
+    """A cache in one range of memory, with the allocator and the choice of the engine: what does
+    not fit between its holes is not there. Reads ahead are not in it, because they cost no bytes
+    (streaming/eviction.py, Note [Reads ahead])."""
+
+    def __init__(self, trace: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
+        self._trace = trace
+        self._nbytes = nbytes
+        self._ranges = RangeAllocator(int(capacity_nbytes))
+        self._main_sizes = main_sizes(nbytes)  # Units that are not stored are far smaller.
+        self.cached: dict[int, Range | None] = {}  # None: too large, and there until the next one.
+
+    def admit(self, unit: int, kept: Collection[int], taken_nbytes: int) -> list[int]:
+        """As of `_Sum`. A unit that finds no space is there until the next one comes."""
+        gone = [
+            other for other, place in self.cached.items() if place is None and other not in kept
+        ]
+        for other in gone:
+            self.drop(other)
+        taken = self._place(taken_nbytes, kept, gone) if taken_nbytes else None
+        place = self._place(self._nbytes[unit], kept, gone)
+        self.cached[unit] = place
+        if taken is not None:
+            self._ranges.free(taken)
+        return gone
+
+    def shrink(self, kept: Collection[int], taken_nbytes: int) -> list[int]:
+        """As of `_Sum`."""
+        gone: list[int] = []
+        taken = self._place(taken_nbytes, kept, gone) if taken_nbytes else None
+        if taken is not None:
+            self._ranges.free(taken)
+        return gone
+
+    def _place(self, nbytes: int, kept: Collection[int], gone: list[int]) -> Range | None:
+        """Allocates a range, and appends the units that go for it."""
+        least, largest = self._main_sizes
+        at_top = not least <= nbytes <= largest
+        while (place := self._ranges.allocate(nbytes, at_top=at_top)) is None:
+            blocks = [
+                Evictable(place, unit, self._trace.distance(unit))
+                for unit, place in self.cached.items()
+                if place is not None and unit not in kept
+            ]
+            chosen = choose_neighbours(blocks, self._ranges.holes(), nbytes)
+            if not chosen:
+                chosen = [max(blocks, key=lambda block: block.distance)] if blocks else []
+            if not chosen:
+                return None
+            for block in chosen:
+                self.drop(block.unit)
+                gone.append(block.unit)
+        return place
+
+    def drop(self, unit: int) -> None:
+        place = self.cached.pop(unit)
+        if place is not None:
+            self._ranges.free(place)
 
 
 def visits(
@@ -32,7 +135,8 @@ def visits(
     skipped: Collection[int] = (),
     taken_nbytes: Sequence[int] | None = None,
     held: Sequence[Collection[int]] | None = None,
-) -> list[Visit]:
+    is_arena: bool = False,
+) -> tuple[Visit, ...]:
     """Returns the uses of `num_passes` rounds of `order`, with a cache that evicts the unit whose
     next use is furthest away.
 
@@ -40,39 +144,52 @@ def visits(
     `stale`, the first use of a unit in `changing` misses even if the unit is in the cache. A unit
     larger than the cache takes all of it. Visits in `skipped` (indexes) bypass the cache.
     `taken_nbytes` gives, by use of a round, the bytes of the cache that something else occupies.
-    Units of `held` are not evicted. The order is known from the first pass on, as in a run after
-    its first step.
+    Units of `held` are not evicted. With `is_arena` each unit has one range of the cache, as stored
+    weights have in host memory. The order is known from the first pass on, as in a run after
+    its first step. The last results are remembered: what a faster machine would do asks again.
     """
+    return _visits(
+        tuple(order), tuple(nbytes), capacity_nbytes, num_passes, frozenset(stale),
+        frozenset(changing), frozenset(skipped), tuple(taken_nbytes or (0,) * len(order)),
+        tuple(map(tuple, held or ((),) * len(order))), is_arena,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _visits(
+    order: tuple[int, ...],
+    nbytes: tuple[int, ...],
+    capacity_nbytes: float,
+    num_passes: int,
+    stale: frozenset[int],
+    changing: frozenset[int],
+    skipped: frozenset[int],
+    taken_nbytes: tuple[int, ...],
+    held: tuple[tuple[int, ...], ...],
+    is_arena: bool,
+) -> tuple[Visit, ...]:
     trace = AccessOrder()
     for unit in order:
         trace.visit(unit)
-    cached: dict[int, int] = {}  # Unit -> its last visit.
-    used_nbytes = 0
+    make: Callable[[AccessOrder, Sequence[int], float], _Sum | _Arena]
+    make = _Arena if is_arena else _Sum
+    cache = make(trace, nbytes, capacity_nbytes)
+    last_visits: dict[int, int] = {}
     found: list[Visit] = []
     for number in range(num_passes):
         trace.begin()
         fresh: set[int] = set()
         for place, unit in enumerate(order):
             trace.visit(unit)
-            if number in stale and unit in changing and unit not in fresh and unit in cached:
-                del cached[unit]
-                used_nbytes -= nbytes[unit]
+            is_cached = unit in cache.cached
+            if number in stale and unit in changing and unit not in fresh and is_cached:
+                cache.drop(unit)
+                is_cached = False
             fresh.add(unit)
-            evicted = []
-            is_skipped = len(found) in skipped and unit not in cached
-            is_hit = nbytes[unit] == 0 or unit in cached or is_skipped
-            needed_nbytes = 0 if is_hit else nbytes[unit]
-            space_nbytes = capacity_nbytes - (taken_nbytes[place] if taken_nbytes else 0)
-            while used_nbytes + needed_nbytes > space_nbytes:
-                kept = (unit, *held[place]) if held else (unit,)
-                others = (other for other in cached if other not in kept)
-                victim = choose_victim(trace, others, nbytes=nbytes, wanted_nbytes=needed_nbytes)
-                if victim is None:
-                    break
-                evicted.append(cached.pop(victim))
-                used_nbytes -= nbytes[victim]
-            used_nbytes += needed_nbytes
-            if nbytes[unit] and not is_skipped:
-                cached[unit] = len(found)
-            found.append(Visit(unit, is_hit, tuple(evicted)))
-    return found
+            is_skipped = len(found) in skipped and not is_cached
+            is_hit = nbytes[unit] == 0 or is_cached or is_skipped
+            kept, taken = (unit, *held[place]), taken_nbytes[place]
+            gone = cache.shrink(kept, taken) if is_hit else cache.admit(unit, kept, taken)
+            found.append(Visit(unit, is_hit, tuple(last_visits[other] for other in gone)))
+            last_visits[unit] = len(found) - 1
+    return tuple(found)

@@ -38,13 +38,15 @@ class Fetches:
         # Visit -> the operations that free its space.
         self._host_free: dict[int, tuple[int, ...]] = {}
         self._device_free: dict[int, tuple[int, ...]] = {}
+        # Visit -> the copy of stored weights to the device, after which their host memory is free.
+        self._copied: dict[int, int] = {}
         self._visit = 0
         self._is_staged = False  # Some weights of the visit that has begun.
         self._staging_free: int | None = None  # The decoding of those staged last.
         self.agreed: int | None = None
         self.updated: dict[int, int] = {}
 
-    def _visits(self) -> tuple[list[Visit], list[Visit]]:
+    def _visits(self) -> tuple[Sequence[Visit], Sequence[Visit]]:
         job = self._log.job
         # Gradients on their way to NVMe are summed in host memory, one unit at a time.
         summed = [
@@ -54,6 +56,11 @@ class Fetches:
         places = [(unit, move) for move in self.moves for unit in self.units_of(move)]
         order = [unit for unit, _ in places]
         held = [move.held for _, move in places]
+        # Stored weights in use are somewhere else, decoded: their stored bytes may leave.
+        stored = {index for index, unit in enumerate(job.units) if unit.weights == "checkpoint"}
+        held_on_host = [
+            tuple(unit for unit in move.held if unit not in stored) for _, move in places
+        ]
         taken_nbytes = [summed[unit] if move.has_gradients else 0 for unit, move in places]
         passes = NUM_STEPS * job.num_micro_batches
         first_passes = range(0, passes, job.num_micro_batches)
@@ -65,7 +72,7 @@ class Fetches:
         defers = job.defers
         outdated = {i for i in changing if _is_dropped(job.units[i], defers=defers)}
         if job.device_cache_nbytes is None:
-            device = [Visit(unit, True) for unit in order] * passes
+            device: Sequence[Visit] = [Visit(unit, True) for unit in order] * passes
             skipped: frozenset[int] = frozenset()
         else:
             away = [u.used_nbytes if u.is_away else 0 for u in job.units]
@@ -76,8 +83,9 @@ class Fetches:
             skipped = frozenset(i for i, visit in enumerate(device) if visit.is_hit)
         host = visits(
             order, travelling, job.weights_cache_nbytes,
-            num_passes=passes, skipped=skipped, taken_nbytes=taken_nbytes, held=held,
-            stale=first_passes if outdated else (), changing=outdated,
+            num_passes=passes, skipped=skipped, taken_nbytes=taken_nbytes,
+            held=held_on_host, stale=first_passes if outdated else (), changing=outdated,
+            is_arena=bool(stored),
         )  # fmt: skip
         return host, device
 
@@ -103,13 +111,14 @@ class Fetches:
             freed = [
                 operation for seen in device.evicts for operation in self._device_free.get(seen, ())
             ]
-            name = f"weights of {load.name}"
+            name, sharded = f"weights of {load.name}", load.sharded
             is_staged = self._log.job.stages_ahead and load.decoded_nbytes > 0
             awaited = [self._staging_free] if is_staged else freed
             after = [ready, *awaited, self.agreed, self.updated.get(unit)]
             if load.inward_nbytes:
                 ready = self._log.move(H2D, name, load.inward_nbytes, after)
-            sharded = load.sharded
+                if load.weights == "checkpoint" and not sharded.is_gathered:
+                    self._copied[self._visit - 1] = ready
             if sharded.is_gathered and sharded.are_weights_between_devices:
                 ready = self._log.receive(name, sharded, [ready, *after], is_by_device=True)
             if self._log.rates.gather is not None:
@@ -161,7 +170,9 @@ class Fetches:
         for visit in range(first, self._visit):
             written = self._log.written.weights.get(self._host[visit].unit)
             free = (computed,) if written is None else (computed, written)
-            self._host_free[visit] = self._device_free[visit] = free
+            copied = self._copied.pop(visit, None)
+            self._host_free[visit] = free if copied is None else (copied,)
+            self._device_free[visit] = free
 
 
 def _is_dropped(load: UnitLoad, *, defers: bool) -> bool:

@@ -56,14 +56,16 @@ class AccessOrder:
         self.misses += distance != 0
         return distance == 0
 
-    def distance(self, unit: int) -> int:
-        """Uses of other units expected before the next use of this one; NEVER if none is known."""
+    def distance(self, unit: int, *, beyond: int = -1) -> int:
+        """Uses of other units expected before the next use of this one; NEVER if none is known.
+        Uses at a distance of `beyond` or less do not count."""
         places = self._places.get(self._stands_for.get(unit, unit))
         if not places:
             return NEVER
-        index = bisect_left(places, self._cursor)
+        cycles, first = divmod(self._cursor + beyond + 1, len(self._order))
+        index = bisect_left(places, first)
         place = places[index] if index < len(places) else places[0] + len(self._order)
-        return place - self._cursor
+        return cycles * len(self._order) + place - self._cursor
 
     def upcoming(self, *, this_pass: bool = False) -> Iterator[int]:
         """The units of the next full cycle in expected order, each once; with `this_pass`, those

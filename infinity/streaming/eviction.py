@@ -8,15 +8,29 @@ the page whose next use is furthest away moves the fewest bytes, and the order o
 That is proven for units of one size. For several sizes the best choice is a hard problem (Chrobak
 et al., "Caching is hard, even in the fault model", 2012), and evicting an embedding for a block
 mostly wastes space: it is evicted only if no unit nearer to the needed size is.
+
+Note [Holes]
+  A unit that takes the place of units of no more bytes leaves no new hole. Blocks of a model have
+  few sizes, so units of each size keep their places, and which of them are kept makes no difference
+  to the bytes that a sweep there and back reads: a kept byte saves two. If only the next use
+  decided, a tile would take the place of a larger block, and what is left of it be of no use.
+
+Note [Reads ahead]
+  A read ahead of a use makes the eviction that the use would make if nothing were read ahead, or it
+  waits. It compares the uses after that use, and waits if the unit that should go is needed before.
+  So reads ahead cost no bytes. If any unit that is used later could go, the one that should go
+  would stay and another be read again. (Cao et al., "A study of integrated prefetching and caching
+  strategies", 1995, call the two rules conservative and aggressive.)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infinity.streaming.access_order import NEVER, AccessOrder
-from infinity.tiers.ranges import Range, fits_within
+from infinity.tiers.ranges import Range, fits_within, rounded_nbytes
 
 _MOST_WASTED = 2  # A victim this many times as large as the needed size is avoided.
 
@@ -32,19 +46,42 @@ class Evictable:
     is_decoded: bool = False
 
 
+def main_sizes(nbytes: Iterable[int]) -> tuple[int, int]:
+    """Returns the least and the largest of the sizes within an eighth of each other that units with
+    the most bytes have: those of blocks, or of tiles, whose whole pages make them differ a little.
+    Their ranges come from the bottom of the memory and all others from the top: where they lay by
+    turns, small units would leave holes that no block fits. (0, 0) without units."""
+    total_nbytes = Counter[int]()
+    for size in nbytes:
+        total_nbytes[size] += size
+    best, most_nbytes = (0, 0), 0
+    for largest in total_nbytes:
+        least = largest - largest // 8
+        found = sum(total for size, total in total_nbytes.items() if least <= size <= largest)
+        if found > most_nbytes:
+            best, most_nbytes = (least, largest), found
+    return best
+
+
 def choose_neighbours(
     blocks: Iterable[Evictable], holes: Iterable[Range], wanted_nbytes: int
 ) -> list[Evictable]:
     """Returns blocks that make space for `wanted_nbytes` together with the holes between them.
 
     Of all such neighbours those whose first use is furthest away, and among equals the fewest
-    bytes. Neighbours of more than twice the wanted bytes are chosen only if there are no others,
-    or if no use of them is expected. Empty if no neighbours make enough space.
+    bytes. Neighbours of which no use is expected go before all others, then those of no more than
+    the wanted bytes, because they leave no new hole (Note [Holes]), then those of at most twice the
+    wanted bytes. Empty if no neighbours make enough space.
     """
+    blocks = list(blocks)
+    size_nbytes = rounded_nbytes(wanted_nbytes)
+    furthest = max(blocks, key=lambda block: (block.distance, -block.range.nbytes), default=None)
+    if furthest is not None and furthest.distance < NEVER and _takes(furthest, size_nbytes):
+        return [furthest]  # The rule finds the same.
     found: list[tuple[Range, Evictable | None]] = [(hole, None) for hole in holes]
     found += [(block.range, block) for block in blocks]
     found.sort(key=lambda item: item[0].offset_nbytes)
-    best: tuple[tuple[bool, int, int], list[Evictable]] | None = None
+    best: tuple[tuple[int, int, int], list[Evictable]] | None = None
     first = 0
     for last, (end, _) in enumerate(found):
         if last and found[last - 1][0].end_nbytes != end.offset_nbytes:
@@ -53,15 +90,33 @@ def choose_neighbours(
         while fits_within(found[first][0].offset_nbytes, end.end_nbytes, wanted_nbytes):
             row = [block for _, block in found[first : last + 1] if block is not None]
             first += 1
-            soonest = min((block.distance for block in row), default=NEVER)
-            nbytes = sum(block.range.nbytes for block in row)
-            fits = nbytes <= _MOST_WASTED * wanted_nbytes or soonest >= NEVER
-            score = (fits, soonest, -nbytes)
+            score = _score(row, wanted_nbytes, size_nbytes)
             if best is None or score > best[0]:
                 best = score, row
             if first > last:
                 break
     return [] if best is None else best[1]
+
+
+def _takes(block: Evictable, size_nbytes: int) -> bool:
+    """Whether the block leaves a range of exactly this size, which `rounded_nbytes` returned."""
+    taken = block.range
+    return taken.nbytes == size_nbytes and fits_within(
+        taken.offset_nbytes, taken.end_nbytes, size_nbytes
+    )
+
+
+def _score(row: Sequence[Evictable], wanted_nbytes: int, size_nbytes: int) -> tuple[int, int, int]:
+    """Returns what is largest for the row that should go."""
+    soonest = min((block.distance for block in row), default=NEVER)
+    nbytes = sum(block.range.nbytes for block in row)
+    if soonest >= NEVER:
+        rank = 3
+    elif nbytes <= size_nbytes:
+        rank = 2
+    else:
+        rank = int(nbytes <= _MOST_WASTED * wanted_nbytes)
+    return rank, soonest, -nbytes
 
 
 def choose_victim(

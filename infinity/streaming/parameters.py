@@ -78,7 +78,10 @@ class WeightCache:
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
         self._moves.decoding.prepare(
-            decoded_nbytes, self._evictor.reclaim_zone, stages_ahead=stages_ahead
+            decoded_nbytes,
+            self._evictor.reclaim_zone,
+            self.absent_nbytes,
+            stages_ahead=stages_ahead,
         )
 
     # -- Uses ------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ Note [Zone]
   A decoded block may be several times as large as a stored one. To allocate it among kept blocks,
   the pool would have to free many of them until the freed ones are neighbours. So one range of host
   memory, the zone, is for decoded weights alone. The zone is as large as the decoded weights that
-  nested modules need at once. If other memory is free, decoded weights may lie there, too. Nested
+  nested modules need at once. If memory is left when all stored weights are kept, decoded weights
+  may lie there, too. Nested
   modules use the zone like a stack: a block is placed beside those in use, or at an end, and those
   that are not in use are freed if they are in the way. So what the blocks in use leave of the zone
   is one hole. The zone is given up, for good, before an allocation fails that could use its memory.
@@ -66,11 +67,20 @@ class WeightDecoding:
         self._reclaim: Callable[[], bool] = lambda: False
         self._stages_ahead = False
         self._staged: Weights | None = None
+        self._absent_nbytes: Callable[[], int] = lambda: 0
 
-    def prepare(self, zone_nbytes: int, reclaim: Callable[[], bool], *, stages_ahead: bool) -> None:
+    def prepare(
+        self,
+        zone_nbytes: int,
+        reclaim: Callable[[], bool],
+        absent_nbytes: Callable[[], int],
+        *,
+        stages_ahead: bool,
+    ) -> None:
         """Takes device memory for the stored bytes of the largest unit, if there are any, and host
         memory for the zone. `reclaim()` drops the blocks of the zone that are not in use, and
-        returns whether there were any. `stages_ahead`: as much device memory for `stage`."""
+        returns whether there were any. `absent_nbytes()`: host memory that weights still need until
+        all of them are kept. `stages_ahead`: as much device memory for `stage`."""
         stored = [unit.stored.nbytes for unit in self._store.units if unit.stored is not None]
         self._stages_ahead = stages_ahead and bool(stored)
         if stored:
@@ -78,7 +88,7 @@ class WeightDecoding:
         if zone_nbytes:
             self._zone = self._pool.require(zone_nbytes, "decoded parameters")
             self._ranges = RangeAllocator(zone_nbytes)
-            self._reclaim = reclaim
+            self._reclaim, self._absent_nbytes = reclaim, absent_nbytes
 
     def close(self) -> None:
         """Frees the zone. No unit is ATTACHED to it."""
@@ -113,9 +123,11 @@ class WeightDecoding:
                 block = self._pool.carve(self._zone, taken.offset_nbytes, nbytes)
                 self._in_zone[block] = taken, weights
                 return block
-            free = self._pool.try_allocate(nbytes, label)
-            if free is not None:
-                return free
+            # Among stored weights that are read for the first time it would leave a hole later.
+            if self._pool.free_nbytes - self._absent_nbytes() >= nbytes:
+                free = self._pool.try_allocate(nbytes, label)
+                if free is not None:
+                    return free
             if not self._reclaim():
                 break
         return self._pool.require(nbytes, label)

@@ -88,7 +88,8 @@ class WeightEvictor:
         """Allocates a unit's host block, if that drops nothing that is needed sooner."""
         unit, nbytes = weights.unit, self._moves.nbytes[weights.unit.index]
         label = f"parameters of {unit.name}"
-        while (block := self._pool.try_allocate(nbytes, label)) is None:
+        at_top = self._moves.is_at_top(unit)
+        while (block := self._pool.try_allocate(nbytes, label, at_top=at_top)) is None:
             if self._pool.is_tight or not self._make_space(order, nbytes, unit.index):
                 return None
         return block
@@ -144,8 +145,11 @@ class WeightEvictor:
         """Frees neighbouring blocks, of units that are used later than `nearer_than`, which make
         the wanted space. Returns whether there were some; else nothing is freed."""
         limit = -1 if nearer_than is None else order.distance(nearer_than)
-        blocks = [block for block in self._freeable(order) if block.distance > limit]
+        blocks = list(self._freeable(order, limit))
         chosen = choose_neighbours(blocks, self._pool.holes(), wanted_nbytes)
+        for block in chosen:
+            if block.distance <= NEVER and order.distance(block.unit) <= limit:
+                return False  # See eviction.py, Note [Reads ahead].
         for block in chosen:
             self._free(block.unit, is_decoded=block.is_decoded)
         return bool(chosen)
@@ -163,18 +167,19 @@ class WeightEvictor:
         self._free(victim, is_decoded=victim not in evictable)
         return True
 
-    def _freeable(self, order: AccessOrder) -> Iterator[Evictable]:
-        """Yields the blocks that may be freed. A decoded block whose stored bytes are in memory,
-        too, costs no read."""
+    def _freeable(self, order: AccessOrder, limit: int) -> Iterator[Evictable]:
+        """Yields the blocks that may be freed, with their uses beyond the limit. A decoded block
+        whose stored bytes are in memory, too, costs no read."""
         for index in self._droppable():
             weights = self._weights[index]
             assert weights.decoded is not None
-            distance = order.distance(index) if weights.block is None else NEVER + 1
+            is_spare = weights.block is not None
+            distance = NEVER + 1 if is_spare else order.distance(index, beyond=limit)
             yield Evictable(weights.decoded.range, index, distance, is_decoded=True)
         for index in self._evictable():
             block = self._weights[index].block
             assert block is not None
-            yield Evictable(block.range, index, order.distance(index))
+            yield Evictable(block.range, index, order.distance(index, beyond=limit))
 
     def _free(self, unit: int, *, is_decoded: bool) -> None:
         if is_decoded:

@@ -20,6 +20,7 @@ from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, HostLocation, StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
+from infinity.streaming.eviction import main_sizes
 from infinity.streaming.weight_decoding import WeightDecoding
 from infinity.streaming.weight_provider import WeightProvider
 from infinity.streaming.weight_state import Weights, WeightState, check_kept
@@ -61,6 +62,8 @@ class WeightMoves:
             unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
             for unit in store.units
         ]
+        stored_nbytes = [unit.stored.nbytes for unit in store.units if unit.stored is not None]
+        self._main_sizes = main_sizes(stored_nbytes)
 
     def weights_of(self, unit: Unit) -> Weights:
         """Returns the unit's weights where they rest, with a region on the device."""
@@ -87,7 +90,16 @@ class WeightMoves:
     def require(self, weights: Weights) -> Block:
         """Allocates the unit's host block. Raises CapacityError."""
         unit = weights.unit
-        return self._pool.require(self.nbytes[unit.index], f"parameters of {unit.name}")
+        return self._pool.require(
+            self.nbytes[unit.index], f"parameters of {unit.name}", at_top=self.is_at_top(unit)
+        )
+
+    def is_at_top(self, unit: Unit) -> bool | None:
+        """The end of host memory that the unit's block comes from; None: by its size."""
+        if unit.stored is None:
+            return None
+        least, largest = self._main_sizes
+        return not least <= unit.stored.nbytes <= largest
 
     def _take(self, weights: Weights, block: Block) -> None:
         """Makes `block` the unit's host block."""

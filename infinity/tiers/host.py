@@ -61,11 +61,12 @@ class HostBlocks:
         """The bytes that are not lent."""
         return self._ranges.free_nbytes
 
-    def allocate(self, nbytes: int, label: str) -> Block | None:
-        """A block of at least `nbytes`, or None when no hole is large enough. Not zeroed."""
+    def allocate(self, nbytes: int, label: str, *, at_top: bool | None = None) -> Block | None:
+        """A block of at least `nbytes`, or None when no hole is large enough. Not zeroed.
+        `at_top`: see RangeAllocator.allocate."""
         with self._lock:
             # INV-4: no range beyond the capacity is lent.
-            taken = self._ranges.allocate(nbytes)
+            taken = self._ranges.allocate(nbytes, at_top=at_top)
             if taken is None:
                 return None
             block = Block(taken, nbytes, self.arena.address + taken.offset_nbytes, label)

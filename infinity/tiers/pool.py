@@ -63,32 +63,35 @@ class HostPool:
         """`give_back()` frees a block of `try_spare` without a wait, or returns False."""
         self._lenders.append(give_back)
 
-    def try_allocate(self, nbytes: int, label: str) -> Block | None:
-        """Allocates a block for use ahead of time; None when no space is free now."""
-        return None if self.is_tight else self._allocate(nbytes, label)
+    def try_allocate(self, nbytes: int, label: str, *, at_top: bool | None = None) -> Block | None:
+        """Allocates a block for use ahead of time; None when no space is free now. `at_top`: the
+        end of memory that it comes from; None: by its size."""
+        return None if self.is_tight else self._allocate(nbytes, label, at_top)
 
     def try_spare(self, nbytes: int, label: str) -> Block | None:
         """As `try_allocate`, for a block that its owner gives back when it is asked for."""
         return None if self.is_tight else self._allocate_free(nbytes, label)
 
-    def _allocate(self, nbytes: int, label: str) -> Block | None:
-        while (block := self._allocate_free(nbytes, label)) is None:
+    def _allocate(self, nbytes: int, label: str, at_top: bool | None = None) -> Block | None:
+        while (block := self._allocate_free(nbytes, label, at_top)) is None:
             if not any(give_back() for give_back in self._lenders):
                 return None
         return block
 
-    def _allocate_free(self, nbytes: int, label: str) -> Block | None:
-        block = self._host.allocate(nbytes, label)
+    def _allocate_free(self, nbytes: int, label: str, at_top: bool | None = None) -> Block | None:
+        block = self._host.allocate(nbytes, label, at_top=at_top)
         if block is not None:
             self._lent.add(block)
         return block
 
-    def require(self, nbytes: int, label: str) -> Block:
+    def require(self, nbytes: int, label: str, *, at_top: bool | None = None) -> Block:
         """Allocates a block, and reclaims memory for it. Raises CapacityError when none is left to
-        reclaim; `available_nbytes` is then the largest free piece."""
+        reclaim; `available_nbytes` is then the largest free piece. `at_top`: as for `try_allocate`;
+        a tight pool is a stack, and does not regard it."""
         while self.is_tight and self._reclaim(nbytes):
             pass
-        while (block := self._allocate(nbytes, label)) is None:
+        end = None if self.is_tight else at_top
+        while (block := self._allocate(nbytes, label, end)) is None:
             if not self._reclaim(nbytes):
                 raise self._too_small(nbytes, label)
         return block

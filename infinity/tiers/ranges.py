@@ -33,8 +33,11 @@ class Range:
 def rounded_nbytes(nbytes: int) -> int:
     """Returns the bytes that `allocate(nbytes)` takes: full huge pages if large, else full
     pages."""
-    granule = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else PAGE_NBYTES
-    return align_up(max(nbytes, 1), granule)
+    return align_up(max(nbytes, 1), _granule(nbytes))
+
+
+def _granule(nbytes: int) -> int:
+    return HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else PAGE_NBYTES
 
 
 def fits_within(start_nbytes: int, end_nbytes: int, nbytes: int) -> bool:
@@ -77,14 +80,16 @@ class RangeAllocator:
         self._starts: list[int] = [0] if self.capacity_nbytes else []
         self._ends: list[int] = [self.capacity_nbytes] if self.capacity_nbytes else []
 
-    def allocate(self, nbytes: int) -> Range | None:
+    def allocate(self, nbytes: int, *, at_top: bool | None = None) -> Range | None:
         """Returns a free range of `rounded_nbytes(nbytes)`; None if no hole is large enough, or if
-        the range is larger than `registered_nbytes`."""
+        the range is larger than `registered_nbytes`. `at_top`: the end it comes from; None: by its
+        size."""
         size_nbytes = rounded_nbytes(nbytes)
         if self._registered_nbytes is not None and size_nbytes > self._registered_nbytes:
             return None
-        place = self._from_bottom if size_nbytes >= HUGE_PAGE_NBYTES else self._from_top
-        taken = place(size_nbytes)
+        if at_top is None:
+            at_top = size_nbytes < HUGE_PAGE_NBYTES
+        taken = self._from_top(size_nbytes) if at_top else self._from_bottom(size_nbytes)
         if taken is not None:
             self.free_nbytes -= size_nbytes
         return taken
@@ -111,7 +116,7 @@ class RangeAllocator:
 
     def _from_bottom(self, nbytes: int) -> Range | None:
         for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            aligned = align_up(start, HUGE_PAGE_NBYTES)
+            aligned = align_up(start, _granule(nbytes))
             if self._registered_nbytes is not None and self._is_across(aligned, nbytes):
                 aligned = align_up(aligned, self._registered_nbytes)
             if aligned + nbytes <= end:
@@ -119,8 +124,10 @@ class RangeAllocator:
         return None
 
     def _from_top(self, nbytes: int) -> Range | None:
+        granule = _granule(nbytes)
         for index in range(len(self._starts) - 1, -1, -1):
-            start, end = self._starts[index], self._ends[index]
+            start = align_up(self._starts[index], granule)
+            end = align_down(self._ends[index], granule)
             if self._registered_nbytes is not None and self._is_across(end - nbytes, nbytes):
                 end = align_down(end, self._registered_nbytes)
             if end - start >= nbytes:

@@ -25,8 +25,8 @@ class Future:
             self.order = list(last_pass)
         self.ahead = self.order * 60
 
-    def distance(self, unit: int) -> int:
-        return self.ahead.index(unit) if unit in self.order else NEVER
+    def distance(self, unit: int, beyond: int = -1) -> int:
+        return self.ahead.index(unit, beyond + 1) if unit in self.order else NEVER
 
     def upcoming(self) -> list[int]:
         return list(dict.fromkeys(self.ahead[: len(self.order)]))
@@ -59,6 +59,8 @@ def _same_view(trace: AccessOrder, future: Future) -> None:
     assert list(trace.order) == future.order
     for unit in range(NUM_UNITS + 1):
         assert trace.distance(unit) == future.distance(unit)
+        for beyond in (0, 2, 30):
+            assert trace.distance(unit, beyond=beyond) == future.distance(unit, beyond)
     assert list(trace.upcoming()) == future.upcoming()
 
 

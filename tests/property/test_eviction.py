@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from infinity.sizes import PAGE_NBYTES
 from infinity.streaming.access_order import NEVER, AccessOrder
-from infinity.streaming.eviction import Evictable, choose_neighbours, choose_victim
+from infinity.streaming.eviction import (
+    Evictable,
+    choose_neighbours,
+    choose_victim,
+    main_sizes,
+)
 from infinity.tiers.ranges import Range, RangeAllocator
 
 uses = st.integers(0, 4)
@@ -153,7 +159,8 @@ def arena(
 @given(row=rows, wanted=st.integers(1, 8))
 @example(row=[(2, 5), (2, 6), (1, "hole"), (2, 4)], wanted=4)  # Two neighbours used late.
 @example(row=[(2, 9), (1, "stays"), (2, 8), (2, 3)], wanted=3)  # The latest has no neighbour.
-@example(row=[(4, 9), (1, 3)], wanted=1)  # The large block would be wasted.
+@example(row=[(4, 9), (1, 3)], wanted=1)  # The large block would leave a hole.
+@example(row=[(2, 5), (1, "hole"), (4, 6)], wanted=3)  # A smaller one, with the hole beside it.
 @settings(max_examples=300)
 def test_the_neighbours_that_go_are_those_whose_first_use_is_furthest_away(
     row: list[tuple[int, str | int]], wanted: int
@@ -173,9 +180,9 @@ def test_the_neighbours_that_go_are_those_whose_first_use_is_furthest_away(
         without = {each.unit for each in chosen}
         return arena(row, without)[0].allocate(wanted_nbytes) is not None
 
-    def score(chosen: Sequence[Evictable]) -> tuple[bool, int, int]:
-        nbytes = sum(each.range.nbytes for each in chosen)
-        return nbytes <= 2 * wanted_nbytes, min(each.distance for each in chosen), -nbytes
+    def score(chosen: Sequence[Evictable]) -> tuple[bool, bool, int, int]:
+        nbytes, soonest = sum(b.range.nbytes for b in chosen), min(b.distance for b in chosen)
+        return nbytes <= wanted_nbytes, nbytes <= 2 * wanted_nbytes, soonest, -nbytes
 
     every = [blocks[i:j] for i in range(len(blocks)) for j in range(i + 1, len(blocks) + 1)]
     possible = [chosen for chosen in every if makes_room(tuple(chosen))]
@@ -184,3 +191,28 @@ def test_the_neighbours_that_go_are_those_whose_first_use_is_furthest_away(
     if possible:
         assert makes_room(tuple(found))
         assert score(found) == max(map(score, possible))
+
+
+def test_blocks_that_no_use_is_expected_of_go_first() -> None:
+    _, places = arena([(1, 0), (3, 0), (1, 0)], set())
+    used, never, same = (
+        Evictable(place, unit, distance)
+        for unit, (place, distance) in enumerate(zip(places, (9, NEVER, 8), strict=True))
+    )
+    assert choose_neighbours([used, never, same], [], PAGE_NBYTES) == [never]
+    assert choose_neighbours([used, never, same], [], 4 * PAGE_NBYTES) == [used, never]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        ([], (0, 0)),
+        ([90], (79, 90)),
+        ([90, 80, 10, 10, 10], (79, 90)),  # Tiles that differ by a page, and small units.
+        ([90, *[60] * 4, 62], (55, 62)),  # Attention, and tiles that have most of the bytes.
+    ],
+)
+def test_the_main_sizes_are_those_of_most_bytes(
+    nbytes: list[int], expected: tuple[int, int]
+) -> None:
+    assert main_sizes(nbytes) == expected

@@ -61,10 +61,10 @@ class Allocation(RuleBasedStateMachine):
         rounded = rounded_nbytes(nbytes)
         return self.has_hole(rounded, PAGES_PER_HUGE if rounded >= HUGE_PAGE_NBYTES else 1)
 
-    @rule(nbytes=sizes)
-    def allocate(self, nbytes: int) -> None:
+    @rule(nbytes=sizes, at_top=st.sampled_from([None, None, False, True]))
+    def allocate(self, nbytes: int, at_top: bool | None) -> None:
         could = self.fits(nbytes)
-        taken = self.allocator.allocate(nbytes)
+        taken = self.allocator.allocate(nbytes, at_top=at_top)
         assert (taken is not None) == could
         if taken is None:
             return
@@ -130,3 +130,13 @@ def test_small_ranges_leave_huge_pages_whole(count: int, huge: int) -> None:
     for _ in range(huge):
         assert allocator.allocate(HUGE_PAGE_NBYTES) is not None
     assert allocator.allocate(HUGE_PAGE_NBYTES) is None
+
+
+@pytest.mark.parametrize("nbytes", [PAGE_NBYTES, HUGE_PAGE_NBYTES])
+def test_a_range_comes_from_the_end_that_is_asked_for(nbytes: int) -> None:
+    capacity_nbytes = 4 * HUGE_PAGE_NBYTES
+    allocator = RangeAllocator(capacity_nbytes)
+    top = allocator.allocate(nbytes, at_top=True)
+    bottom = allocator.allocate(nbytes, at_top=False)
+    assert top == Range(capacity_nbytes - nbytes, nbytes)
+    assert bottom == Range(0, nbytes)

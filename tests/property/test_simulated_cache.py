@@ -112,3 +112,39 @@ def test_units_of_different_sizes_may_move_more(
     order = [*range(count), *reversed(range(count))]
     assert fewest_nbytes(order, nbytes, capacity_nbytes) == fewest
     assert moved_nbytes(order, nbytes, capacity_nbytes) == moved
+
+
+@given(
+    layers=st.integers(4, 10), tiles=st.integers(1, 4), attention=st.integers(60, 90),
+    jitter=st.lists(st.integers(0, 3), min_size=4, max_size=4), kept=st.floats(0.35, 0.9),
+)  # fmt: skip
+@settings(max_examples=40)
+def test_a_sweep_there_and_back_over_stored_units_saves_what_is_kept(
+    layers: int, tiles: int, attention: int, jitter: list[int], kept: float
+) -> None:
+    """Attention, and tiles whose whole pages make them differ a little, in one range of memory:
+    each kept byte saves two, but for a hole as large as a unit of each size."""
+    there, back, nbytes = list[int](), list[int](), list[int]()
+    for _ in range(layers):
+        first = len(nbytes)
+        nbytes += [(attention) << 12, *((60 + jitter[tile]) << 12 for tile in range(tiles))]
+        units = range(first, len(nbytes))
+        there += units
+        back = [*reversed(units), *back]
+    capacity_nbytes = int(kept * sum(nbytes))
+    found = visits(there + back, nbytes, capacity_nbytes, num_passes=4, is_arena=True)
+    last = found[-len(there + back) :]
+    moved = sum(nbytes[visit.unit] for visit in last if not visit.is_hit)
+    least = 2 * (sum(nbytes) - capacity_nbytes)
+    assert moved <= least + 2 * ((attention << 12) + max(nbytes))
+
+
+def test_what_does_not_fit_between_two_held_units_is_not_kept() -> None:
+    """Eight pages are free, in two holes of four."""
+    nbytes = [pages << 12 for pages in (4, 4, 4, 4, 8)]
+    order, held = [0, 1, 2, 3, 4, 1, 3], [()] * 4 + [(1, 3)] + [()] * 2
+    capacity_nbytes = sum(nbytes[:4])
+    one_range = visits(order, nbytes, capacity_nbytes, num_passes=1, held=held, is_arena=True)
+    parts = visits(order, nbytes, capacity_nbytes, num_passes=1, held=held)
+    assert not one_range[4].is_hit and set(one_range[4].evicts) == set(parts[4].evicts) == {0, 2}
+    assert one_range[5].is_hit and one_range[6].is_hit
