@@ -11,8 +11,11 @@ from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme
 from infinity.plan.model import PlannedModel
 from infinity.plan.predict import Forecast, forecast
+from infinity.plan.tiles import largest_nbytes
 from infinity.simulate.job import Batch
 from infinity.simulate.update_device import Place
+from infinity.sizes import format_nbytes
+from infinity.state.tiles import limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +29,48 @@ class Advice:
 def advise(config: SwapConfig, model: PlannedModel, base: Forecast) -> list[Advice]:
     """Returns every change that can be predicted, the most helpful first."""
     found = []
-    for change, (changed, hardware, batch) in _changes(config, base):
-        try:
-            other = forecast(
-                changed, model, hardware, batch,
-                num_ranks=1 if base.ranks is None else base.ranks.per_node,
-                num_nodes=1 if base.ranks is None else base.ranks.num_nodes,
-                shard_drives=base.shard_drives,
-            )  # fmt: skip
-        except InfinityError:
+    for change, case in _changes(config, base):
+        other = _forecast_of(case, model, base)
+        if other is None:
             continue  # An impossible change is no advice,
         if len(other.warnings) > len(base.warnings):
             continue  # nor is a batch whose activations do not fit.
         found.append(Advice(change, other.tokens_per_s / base.tokens_per_s))
+    found += _tiles(config, model, base)
     return sorted(found, key=lambda advice: -advice.ratio)
 
 
 _Case = tuple[SwapConfig, Hardware, Batch]
+
+
+def _forecast_of(case: _Case, model: PlannedModel, base: Forecast) -> Forecast | None:
+    """Returns the forecast of a change, None if it is impossible."""
+    config, hardware, batch = case
+    try:
+        return forecast(
+            config, model, hardware, batch,
+            num_ranks=1 if base.ranks is None else base.ranks.per_node,
+            num_nodes=1 if base.ranks is None else base.ranks.num_nodes,
+            shard_drives=base.shard_drives,
+        )  # fmt: skip
+    except InfinityError:
+        return None
+
+
+def _tiles(config: SwapConfig, model: PlannedModel, base: Forecast) -> Iterator[Advice]:
+    """Yields the largest tiles with which a budget that keeps nothing keeps something. "auto" takes
+    none where the model fits without: tiles of dense layers round."""
+    if not base.is_tight or config.schedule.tile != "auto":
+        return
+    for limit_nbytes in limits(largest_nbytes(model)):
+        schedule = config.schedule.model_copy(update={"tile": limit_nbytes})
+        changed = config.model_copy(update={"schedule": schedule})
+        other = _forecast_of((changed, base.hardware, base.batch), model, base)
+        if other is not None and not other.is_tight:
+            size = format_nbytes(limit_nbytes)
+            change = f"tiles of {size}, so that memory keeps something (schedule.tile)"
+            yield Advice(change, other.tokens_per_s / base.tokens_per_s)
+            return
 
 
 def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:

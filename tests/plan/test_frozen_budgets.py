@@ -13,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import infinity
 from infinity.config import SwapConfig
 from infinity.plan import Batch, Forecast, forecast
+from infinity.plan.advice import advise
 from infinity.plan.answer import answer, sentences
 from infinity.plan.directory import read_directory
 from infinity.plan.frozen import frozen_model
+from infinity.plan.model import PlannedModel
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from tests.support.machines import ANY_MACHINE
 
@@ -47,13 +49,18 @@ def table_of(base: Path, host_nbytes: int, tile: int | str) -> dict[str, Any]:
     }
 
 
-def planned(base: Path, table: dict[str, Any]) -> Forecast:
+def settled(base: Path, table: dict[str, Any]) -> tuple[SwapConfig, PlannedModel]:
     adapter = {"rank": 4, "alpha": 8, "targets": ["o_proj"]}
     settings = SwapConfig.load({**table, "adapter": adapter, "model": {"path": str(base)}})
     assert settings.adapter is not None
     directory = read_directory(base)
-    model = frozen_model(directory.shape, directory.stored, settings.adapter, torch.bfloat16)
-    return forecast(settings, model, ANY_MACHINE, Batch(2 * LENGTH, LENGTH))
+    return settings, frozen_model(
+        directory.shape, directory.stored, settings.adapter, torch.bfloat16
+    )
+
+
+def planned(base: Path, table: dict[str, Any]) -> Forecast:
+    return forecast(*settled(base, table), ANY_MACHINE, Batch(2 * LENGTH, LENGTH))
 
 
 def read_by_a_step(base: Path, table: dict[str, Any], counter: str = "shard_read_nbytes") -> int:
@@ -101,6 +108,26 @@ def test_bytes_that_a_step_reads_of_a_base_in_place_are_those_of_a_run(
     assert found.placed_nbytes["base"].keys() == {"checkpoint"}
     ran = read_by_a_step(base, table)
     assert found.step.moved_nbytes["checkpoint_read"] == pytest.approx(ran, rel=within) and ran
+
+
+def test_a_budget_that_just_does_without_tiles_is_advised_to_take_some(tmp_path: Path) -> None:
+    """More memory would read more: "auto" takes no tiles where the model fits without."""
+    base = tmp_path / "base"
+    architecture, layout, changes = BASES["fp8"]
+    write_quantized(tiny_causal_lm(architecture, **changes), base, layout)
+    tables = [
+        table_of(base, int(share * read_directory(base).stored.nbytes) >> 12 << 12, "auto")
+        for share in (0.7, 0.8)
+    ]
+    tiled, whole = (planned(base, table) for table in tables)
+    assert whole.is_tight and not tiled.is_tight
+    assert whole.step.moved_nbytes["checkpoint_read"] > tiled.step.moved_nbytes["checkpoint_read"]
+    (advised,) = [
+        advice
+        for advice in advise(*settled(base, tables[1]), whole)
+        if "schedule.tile" in advice.change
+    ]
+    assert advised.ratio > 1
 
 
 @pytest.mark.parametrize("name", BASES)
