@@ -508,14 +508,14 @@ def test_host_memory_that_runs_out_in_a_step_keeps_the_last_commit(tmp_path, mon
         engine = infinity.engine_of(each.model)
         left = nth
 
-        def require(nbytes, label, real=engine.pool.require):
+        def require(nbytes, label, real=engine.pool.require, **options):
             nonlocal left
             left -= 1
             if left <= 0:
                 raise CapacityError(
                     "host", needed_nbytes=nbytes, available_nbytes=0, key="key", detail=label
                 )
-            return real(nbytes, label)
+            return real(nbytes, label, **options)
 
         with monkeypatch.context() as patched:
             patched.setattr(engine.pool, "require", require)

@@ -35,7 +35,7 @@ class Stub:
     def home(self, unit: Any, kind: Any) -> NvmeLocation:
         return NvmeLocation(())
 
-    def require(self, nbytes: int, label: str) -> object:
+    def require(self, nbytes: int, label: str, *, at_top: bool = False) -> object:
         self.num_lent += 1
         return Block(Range(self.num_lent << 20, nbytes), nbytes, self.num_lent << 20, label)
 
