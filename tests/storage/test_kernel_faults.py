@@ -236,6 +236,15 @@ def test_blocks_that_a_drive_has_lost_fail_and_the_others_are_read(
     engine.close_file(file)
 
 
+@contextmanager
+def noting(failures: list[StorageError]) -> Iterator[None]:
+    """Appends an error of a drive to the failures, and goes on."""
+    try:
+        yield
+    except StorageError as error:
+        failures.append(error)
+
+
 def test_volume_on_a_drive_that_fails_writes_refuses_further_work(
     open_any: Callable[..., StorageEngine], native_name, arena, tmp_path: Path, mount
 ) -> None:
@@ -251,19 +260,18 @@ def test_volume_on_a_drive_that_fails_writes_refuses_further_work(
     ):
         (extents,) = volume.reserve([40 * MIB])
         arena.memory(0, 40 * MIB)[:] = bytes([7]) * (40 * MIB)
-        tickets = [
-            volume.write(
-                extents, offset_nbytes=at, nbytes=8 * MIB, address=arena.address + at,
-                priority=Priority.WRITE_BACK,
-            )
-            for at in range(0, 40 * MIB, 8 * MIB)
-        ]  # fmt: skip
-        failures = []
+        tickets, failures = [], []
+        for at in range(0, 40 * MIB, 8 * MIB):
+            with noting(failures):  # Once one has failed, the next is refused.
+                tickets.append(
+                    volume.write(
+                        extents, offset_nbytes=at, nbytes=8 * MIB, address=arena.address + at,
+                        priority=Priority.WRITE_BACK,
+                    )
+                )  # fmt: skip
         for ticket in tickets:
-            try:
+            with noting(failures):
                 ticket.wait()
-            except StorageError as error:
-                failures.append(error)
         assert failures
         for error in failures:
             assert error.errno in (errno.ENOSPC, errno.EIO)
