@@ -131,7 +131,11 @@ class WeightCache:
         if weights.use_count > 1:
             return False
         if is_of_pass:
-            self._prefetch(priority)
+            try:
+                self._prefetch(priority)
+            except BaseException:
+                self.release(unit)  # Nobody has the use that this call would have begun.
+                raise
         return True
 
     def release(self, unit: int) -> bool:

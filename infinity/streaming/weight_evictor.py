@@ -54,8 +54,11 @@ class WeightEvictor:
         if is_ahead and window_nbytes is not None:
             # All or nothing: units detached for one that does not fit would be fetched again.
             least_distance = order.distance(unit.index)
-            there = self._idle_on_device(WeightState.ATTACHED)
-            later = sum(self._moves.nbytes[i] for i in there if order.distance(i) > least_distance)
+            later = sum(
+                self._weights[index].unit.weight_nbytes
+                for index in self._idle_on_device(WeightState.ATTACHED)
+                if order.distance(index) > least_distance
+            )
             if self._moves.attached_nbytes + unit.weight_nbytes - later > window_nbytes:
                 return False
         while (

@@ -226,13 +226,17 @@ class WeightMoves:
         if self.decoding.staged is not None:
             self.unstage(self.decoding.staged)
         self.decoding.lend_staging(weights)
+        try:
+            if feeder is not None:
+                self._start_arrival(weights, feeder, None)
+            else:
+                assert weights.block is not None and weights.state is WeightState.READY
+                weights.copying = self._device.stage(weights.block)
+                weights.state = WeightState.STAGED
+        except BaseException:
+            self.decoding.free_staging()  # What is there is of an earlier unit.
+            raise
         self._counters.add("fetches_staged", 1)
-        if feeder is not None:
-            self._start_arrival(weights, feeder, None)
-            return
-        assert weights.block is not None and weights.state is WeightState.READY
-        weights.copying = self._device.stage(weights.block)
-        weights.state = WeightState.STAGED
 
     def unstage(self, weights: Weights) -> None:
         """Drops what `stage` has brought or will bring."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -19,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import infinity
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tiers.streams import StreamDevice
 from tests.support.bits import assert_same
 
-from .in_place import MICRO_BATCHES, STEPS, Base, at_least, config_of, loss_of, over, train
+from .in_place import MICRO_BATCHES, STEPS, Base, at_least, batches, config_of, loss_of, over, train
 
 FEW = ("deepseek-int4", "gpt-oss-mxfp4")  # Per-expert names and packed ones.
 
@@ -54,6 +56,31 @@ def test_stored_bytes_wait_on_a_device_that_one_decoded_block_fills(
     with over(base, config, device=SimulatedDevice(3)) as (model, engine):
         seen = train(model, infinity.AdamW(model, lr=1e-2))
         assert engine.counters.snapshot()["fetches_staged"] > 0
+    assert_same(base.expected, seen, is_ordered=False)
+
+
+@pytest.mark.parametrize("base", FEW[:1], indirect=True)
+def test_a_unit_whose_staging_failed_is_not_made_of_the_bytes_of_another(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight = {"tiers": {"device": {"capacity": "least"}}, "schedule": {"tile": 0}}
+    config = at_least(base, config_of(tmp_path, **tight), True)
+    config["tiers"]["device"]["capacity"] += 512 << 10
+    stage, calls = StreamDevice.stage, []
+
+    def failing(device: StreamDevice, block: Any) -> Any:
+        calls.append(block)
+        if len(calls) == 2:
+            raise RuntimeError("a driver's error")
+        return stage(device, block)
+
+    monkeypatch.setattr(StreamDevice, "stage", failing)
+    with over(base, config, device=SimulatedDevice(3)) as (model, _):
+        with pytest.raises(RuntimeError, match="driver"), torch.no_grad():
+            for number in range(STEPS):
+                loss_of(model, batches(number, 1)[0])
+        seen = train(model, infinity.AdamW(model, lr=1e-2))
+    assert len(calls) > 2
     assert_same(base.expected, seen, is_ordered=False)
 
 
