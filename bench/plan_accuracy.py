@@ -178,8 +178,12 @@ def report(rows: list[dict[str, Any]]) -> None:
         )  # fmt: skip
     console = Console()
     console.print(table)
-    errors = [abs(row["predicted_to_ran"] - 1) for row in rows]
-    console.print(f"median error {statistics.median(errors):.0%} over {len(rows)} configurations")
+    console.print(f"median error {median_error(rows):.0%} over {len(rows)} configurations")
+
+
+def median_error(rows: list[dict[str, Any]]) -> float:
+    """Returns how far a prediction is off, as a share of what was run."""
+    return statistics.median(abs(row["predicted_to_ran"] - 1) for row in rows)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -198,9 +202,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.plot(row["step_s"], statistics.mean((low, high)), "o", color="C0", ms=5)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="step, seconds as run",
              ylabel="seconds as predicted (grey: within 10 %)")  # fmt: skip
-    error = statistics.median(abs(row["predicted_to_ran"] - 1) for row in rows)
-    axes.set_title(f"The plan of a step is off by {error:.0%} in the median of {len(rows)} runs",
-                   fontsize="medium")  # fmt: skip
+    axes.set_title(
+        f"The plan of a step is off by {median_error(rows):.0%} in the median of {len(rows)} runs",
+        fontsize="medium",
+    )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")

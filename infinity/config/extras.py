@@ -12,6 +12,11 @@ from infinity.errors import ConfigError
 TRANSFORMERS = ((5, 23), (6,))
 
 
+def release_of(text: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version, such as "5.23.0"."""
+    return tuple(int(digits) for digits in re.findall(r"\d+", text)[:2])
+
+
 def require_transformers(what: str) -> None:
     """Raises ConfigError, which names the extra, where transformers is missing or too old or new
     for `what`."""
@@ -23,8 +28,7 @@ def require_transformers(what: str) -> None:
         raise ConfigError(
             f"{what} needs {wanted}, which is not installed: pip install 'infinity-offload[hf]'"
         ) from None
-    numbers = tuple(int(digits) for digits in re.findall(r"\d+", found)[:2])
-    if not TRANSFORMERS[0] <= numbers < TRANSFORMERS[1]:
+    if not TRANSFORMERS[0] <= release_of(found) < TRANSFORMERS[1]:
         raise ConfigError(f"{what} needs {wanted}, got {found}: pip install 'infinity-offload[hf]'")
 
 

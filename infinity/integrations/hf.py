@@ -29,6 +29,7 @@ import infinity
 from infinity.checkpoint.huggingface.export_weights import export_safetensors
 from infinity.checkpoint.run.load import load
 from infinity.checkpoint.run.save import save
+from infinity.config.extras import TRANSFORMERS, release_of
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
 from infinity.integrations.windows import LayerMajorSteps, choose_order
@@ -37,7 +38,6 @@ from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import GIB, parse_nbytes
 
 STATE_NAME = "infinity"  # The directory inside a Trainer's checkpoint.
-_OLDEST = (5, 23)  # Of transformers: exports use converters that came with it.
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 # Methods that `OffloadedTrainer` overrides, and that a release of transformers may rename.
 _ANSWERED = (
@@ -109,8 +109,8 @@ def check_transformers() -> None:
     """Raises UnsupportedError for a transformers whose models cannot be exported. Training would
     fail at its first checkpoint."""
     found = transformers.__version__
-    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
+    if release_of(found) < TRANSFORMERS[0]:  # Exports use converters that came with it.
+        oldest = ".".join(map(str, TRANSFORMERS[0]))
         raise UnsupportedError(
             f"expected transformers {oldest} or newer, got {found}, which cannot export an "
             f"offloaded model; pip install 'transformers>={oldest},<6'"

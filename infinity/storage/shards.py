@@ -3,9 +3,8 @@
 The files belong to the user. They are opened for reading alone, and compared with what they were
 when the checkpoint was opened: length, modification time and inode. With `verify`, the first read
 of a run takes a checksum of its part of each chunk of the file, and every later read is compared
-with them. A few threads do that as reads
-complete: the base is all that a step of an adapter reads, so a check on the thread that waits would
-stand between the drives and the model.
+with them. A few threads do that as reads complete: the base is all that a step of an adapter reads,
+so a check on the thread that waits would stand between the drives and the model.
 """
 
 from __future__ import annotations

@@ -185,13 +185,11 @@ class WeightMoves:
     def drop(self, weights: Weights) -> None:
         """Drops every copy of weights that rest elsewhere, also bytes that are newer."""
         assert not weights.rests_on_host and not weights.rests_on_device
-        self.settle(weights)
+        self.unstage(weights)
         if weights.state is WeightState.READING:
             self.finish_read(weights)
         if weights.state is WeightState.ATTACHED:
             self.detach(weights)
-        if weights.state is WeightState.STAGED:
-            self.unstage(weights)
         weights.dirty_nbytes = 0
         self.finish_write(weights)
         if weights.block is not None:

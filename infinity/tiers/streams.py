@@ -280,13 +280,7 @@ class StreamDevice(DeviceAdapter):
     def attach_decoded(
         self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
     ) -> Copy:
-        self.take(region)
-        assert isinstance(region, StreamRegion)
-        with self.using_staging(self._in) as staging:
-            stored = all_of(staging)[: block.nbytes]
-            self._issue(self._in, self.host.tensor(block), stored)
-            self.streams.run(self._in, lambda: decode(stored), used=[staging], made=region.memory)
-        return self.watch_link(self._in, None)
+        return self._decode_into(region, block.nbytes, decode, block)
 
     @override
     def stage(self, block: Block) -> Copy:
@@ -298,10 +292,22 @@ class StreamDevice(DeviceAdapter):
     def attach_staged(
         self, region: Region, nbytes: int, decode: Callable[[torch.Tensor], None]
     ) -> Copy:
+        return self._decode_into(region, nbytes, decode, None)
+
+    def _decode_into(
+        self,
+        region: Region,
+        nbytes: int,
+        decode: Callable[[torch.Tensor], None],
+        block: Block | None,
+    ) -> Copy:
+        """Fills the region from the stored bytes of a block; None: from those of `stage`."""
         self.take(region)
         assert isinstance(region, StreamRegion)
-        with self.using_staging(self._in, is_ahead=True) as staging:
+        with self.using_staging(self._in, is_ahead=block is None) as staging:
             stored = all_of(staging)[:nbytes]
+            if block is not None:
+                self._issue(self._in, self.host.tensor(block), stored)
             self.streams.run(self._in, lambda: decode(stored), used=[staging], made=region.memory)
         return self.watch_link(self._in, None)
 

@@ -46,13 +46,19 @@ def test_an_adapter_trains_as_over_decoded_weights_in_memory(
     assert_same(base.expected, seen, is_ordered=False)
 
 
+def one_decoded_block_of(base: Base, directory: Path) -> dict[str, Any]:
+    """A device that has space for one decoded block, and for the stored bytes of the next."""
+    tight = {"tiers": {"device": {"capacity": "least"}}, "schedule": {"tile": 0}}
+    config = at_least(base, config_of(directory, **tight), True)
+    config["tiers"]["device"]["capacity"] += 512 << 10
+    return config
+
+
 @pytest.mark.parametrize("base", FEW[:1], indirect=True)
 def test_stored_bytes_wait_on_a_device_that_one_decoded_block_fills(
     base: Base, tmp_path: Path
 ) -> None:
-    tight = {"tiers": {"device": {"capacity": "least"}}, "schedule": {"tile": 0}}
-    config = at_least(base, config_of(tmp_path, **tight), True)
-    config["tiers"]["device"]["capacity"] += 512 << 10
+    config = one_decoded_block_of(base, tmp_path)
     with over(base, config, device=SimulatedDevice(3)) as (model, engine):
         seen = train(model, infinity.AdamW(model, lr=1e-2))
         assert engine.counters.snapshot()["fetches_staged"] > 0
@@ -63,9 +69,7 @@ def test_stored_bytes_wait_on_a_device_that_one_decoded_block_fills(
 def test_a_unit_whose_staging_failed_is_not_made_of_the_bytes_of_another(
     base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tight = {"tiers": {"device": {"capacity": "least"}}, "schedule": {"tile": 0}}
-    config = at_least(base, config_of(tmp_path, **tight), True)
-    config["tiers"]["device"]["capacity"] += 512 << 10
+    config = one_decoded_block_of(base, tmp_path)
     stage, calls = StreamDevice.stage, []
 
     def failing(device: StreamDevice, block: Any) -> Any:

@@ -34,8 +34,8 @@ from infinity.errors import ConfigError, reporting
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
-# Spaces that a reader of JSON skips: the length of a number is not known before it is.
 _EXAMPLE_ROWS = 32  # No codec has longer blocks of columns.
+# Spaces that a reader of JSON skips: the length of a number is not known before it is.
 _STATE_MARGIN = 32
 
 Make = Callable[[], torch.Tensor]
