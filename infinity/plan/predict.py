@@ -138,7 +138,7 @@ def forecast(
         config, units, budgets, num_spares=num_spares, num_ranks=node.num_ranks,
         free_nbytes=0.0 if machine.nvme is None else machine.nvme.capacity,
     )  # fmt: skip
-    num_spares += in_backward
+    num_spares += in_backward.num_spares
     spare_nbytes = num_spares * spare_generation_nbytes(units, placement)
     refuse_full_tiers(model, units, machine, budgets, spare_nbytes, num_ranks, shard_drives)
     saved = saved_inputs(config, model, batch, budgets)
@@ -148,7 +148,7 @@ def forecast(
     rates = machine.rates(shard_drives)
     place = _update_place(config, machine, job, rates)
     job = replace(job, updates_on_device=place.is_on_device)
-    if in_backward:
+    if in_backward.is_on:
         job = with_best_share(job, rates)
     return Forecast(
         model=model,

@@ -44,14 +44,12 @@ class GradientTraffic:
             return
         freed = self._free_gradient_buffer(tier)
         if not self._log.job.shares_host_memory:
-            out = self._log.move(D2H, name, load.leaving_nbytes, [out, *freed])
+            out = self._log.move(D2H, name, nbytes, [out, *freed])
         # The gradient is copied or added (it is read, and the sum is read and written), then read
         # for the norm.
         touched_nbytes = (2 if is_first else 3) * nbytes + nbytes
         if not self._log.job.shares_host_memory and is_first:
-            touched_nbytes = nbytes  # The copy engine has moved them,
-            if load.leaving_nbytes < nbytes:  # and they are widened.
-                touched_nbytes += load.leaving_nbytes + nbytes
+            touched_nbytes = nbytes  # The device has widened them, and its copy engine moved them.
         summed = self._sum_up(
             unit, tier, nbytes, touched_nbytes, after=[out, *freed], is_first=is_first
         )

@@ -153,9 +153,14 @@ class _Draft:
             for unit in self._gradients_of(move):
                 load = job.units[unit]
                 nbytes.pop(unit, None)  # Of several uses the last one counts.
-                if load.weights == "nvme" and load.state_write_nbytes.get("nvme"):
+                if self._updates.can_go_back(load):
                     nbytes[unit] = load.weight_nbytes + sum(load.state_read_nbytes.values())
-        return set(choose_early(list(nbytes), nbytes, job.early_share))
+        chosen, left_nbytes = set[int](), self._updates.spare_nbytes
+        for unit in choose_early(list(nbytes), nbytes, job.early_share):
+            left_nbytes -= self._updates.copied_nbytes(job.units[unit])
+            if left_nbytes >= 0:
+                chosen.add(unit)
+        return chosen
 
     def add_step(self, step: int) -> None:
         job, defers = self.log.job, self._defers
@@ -215,7 +220,7 @@ class _Draft:
 
     def _update_early(self, unit: int) -> None:
         """Updates a unit in the backward. Units that are not updated there stay pending."""
-        done = self._updates.update(unit, self.log.last_on[COMPUTE])
+        done = self._updates.update(unit, self.log.last_on[COMPUTE], is_early=True)
         if unit in self._updates.unwritten:
             self._updates.write_weights(unit, [self._updates.unwritten.pop(unit), done])
         self._updated.add(unit)

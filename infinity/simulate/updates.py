@@ -21,7 +21,9 @@ class UnitUpdates:
         is_alone = all(unit.sharded is NOT_SHARDED for unit in log.job.units)
         self._defers = log.job.defers
         self._rides_along = self._defers and log.job.reads_ahead and is_alone
-        self._ring_nbytes = log.job.ring_nbytes + (self._spare_nbytes() if is_alone else 0)
+        # Host memory that nobody else needs.
+        self.spare_nbytes = self._spare_nbytes() if is_alone else 0.0
+        self._ring_nbytes = log.job.ring_nbytes + self.spare_nbytes
 
     def _spare_nbytes(self) -> float:
         """Returns host memory for more staging slots: what is left when all weights are kept, and
@@ -31,6 +33,20 @@ class UnitUpdates:
         left_nbytes = self._log.job.weights_cache_nbytes - self._all_fetched_nbytes
         kept = (self._log.job.units[unit].gradient_nbytes for unit in self._log.kept_sums)
         return max(0.0, left_nbytes - sum(kept))
+
+    def can_go_back(self, load: UnitLoad) -> bool:
+        """Whether the unit can be updated before the step decides (design/0014)."""
+        if not load.update_nbytes or load.changes_on_device:
+            return False
+        is_on_nvme = load.weights == "nvme" or bool(load.state_write_nbytes.get("nvme"))
+        return is_on_nvme or not self._log.job.shares_host_memory
+
+    def copied_nbytes(self, load: UnitLoad) -> int:
+        """Returns the bytes of state on the host that are copied before an early update."""
+        changed_nbytes = (load.update_nbytes - load.gradient_nbytes) // 2
+        on_nvme_nbytes = load.state_write_nbytes.get("nvme", 0)
+        on_nvme_nbytes += load.written_nbytes if load.weights == "nvme" else 0
+        return max(0, changed_nbytes - on_nvme_nbytes)
 
     def stays(self, load: UnitLoad) -> bool:
         """Whether weights on NVMe are still cached when the step changes them. The model assumes so
@@ -68,9 +84,9 @@ class UnitUpdates:
             )
         return self.update(unit, ready)
 
-    def update(self, unit: int, weights_ready: int | None) -> int:
-        """Reads state a segment at a time, updates it and writes it back; then writes the
-        weights."""
+    def update(self, unit: int, weights_ready: int | None, *, is_early: bool = False) -> int:
+        """Reads state a segment at a time, updates it and writes it back; then writes the weights.
+        With `is_early` what rests on the host is copied first."""
         job, load = self._log.job, self._log.job.units[unit]
         decided = self._log.decided[-1]
         # Weights on the device come to the host, and return.
@@ -88,7 +104,9 @@ class UnitUpdates:
         capacity = max(1, int(self._ring_nbytes * count // resident_nbytes))
         done = weights_ready
         for segment in range(count):
-            done = self._update_segment(unit, segment, count, capacity, weights_ready)
+            done = self._update_segment(
+                unit, segment, count, capacity, weights_ready, is_early=is_early
+            )
         assert done is not None
         if load.weights == "nvme":
             if job.shares_host_memory and self._defers and not load.sharded.is_gathered:
@@ -106,8 +124,9 @@ class UnitUpdates:
         self._log.written.weights[unit] = self._log.nvme(WRITE, name, load.written_nbytes, after)
 
     def _update_segment(
-        self, unit: int, segment: int, count: int, capacity: int, weights_ready: int | None
-    ) -> int:
+        self, unit: int, segment: int, count: int, capacity: int, weights_ready: int | None,
+        *, is_early: bool,
+    ) -> int:  # fmt: skip
         job, load = self._log.job, self._log.job.units[unit]
         name = f"state of {load.name}"
 
@@ -137,7 +156,9 @@ class UnitUpdates:
         if is_on_device:
             updated = self._update_on_device(load, name, share, before)
         else:
-            duration_s = share(load.update_nbytes) / self._log.rates.update
+            # A copy reads and writes, and is as fast as memory, as an update is.
+            copied_nbytes = 2 * self.copied_nbytes(load) if is_early else 0
+            duration_s = share(load.update_nbytes + copied_nbytes) / self._log.rates.update
             updated = self._log.add(self._log.update_track, name, duration_s, after=before)
         free = [updated]
         if load.state_write_nbytes.get("nvme"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import SwapConfig
@@ -66,6 +67,17 @@ def spare_generation_nbytes(units: Sequence[Unit], placement: StatePlacement) ->
     )
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardUpdates:
+    """Whether units are updated in the backward, too, and the spare generations that this takes."""
+
+    is_on: bool
+    num_spares: int
+
+
+_NOT_IN_BACKWARD = BackwardUpdates(is_on=False, num_spares=0)
+
+
 def updates_in_backward(
     config: SwapConfig,
     units: Sequence[Unit],
@@ -74,21 +86,27 @@ def updates_in_backward(
     num_spares: int,
     num_ranks: int,
     free_nbytes: float,
-) -> bool:
-    """Whether units are updated in the backward too, which takes one more spare generation.
+) -> BackwardUpdates:
+    """Returns whether units are updated in the backward, too.
+
+    State on NVMe takes one more spare generation for this; state on the host is copied to memory
+    that is free, beside a device alone.
 
     `num_spares`: of commits and checkpoints. `free_nbytes`: space on NVMe before anything is
     reserved; for "auto" as much as the weights take stays free: an export, or activations, fit.
     """
     schedule, placement = config.schedule, budgets.placement
     if schedule.updates not in ("auto", "both_passes") or num_ranks > 1:
-        return False
+        return _NOT_IN_BACKWARD
     if budgets.is_tight or not schedule.prefetch:
-        return False
-    if not any(_changes_on_nvme(unit, placement) for unit in units):
-        return False
+        return _NOT_IN_BACKWARD
+    tiers = [tiers for unit in units if (tiers := tiers_of_old_state(unit, placement))]
+    has_generations = any("nvme" in each for each in tiers)
+    if not has_generations:
+        is_on = bool(tiers) and not budgets.shares_host_memory
+        return BackwardUpdates(is_on=is_on, num_spares=0)
     if schedule.updates == "both_passes":
-        return True
+        return BackwardUpdates(is_on=True, num_spares=1)
     resting_nbytes = sum(
         units[index].nbytes(kind)
         for (index, kind), tier in placement.tiers.items()
@@ -96,18 +114,21 @@ def updates_in_backward(
     )
     generations_nbytes = (num_spares + 1) * spare_generation_nbytes(units, placement)
     left_nbytes = sum(unit.nbytes(StateKind.PARAMETERS) for unit in units)
-    return free_nbytes >= resting_nbytes + generations_nbytes + left_nbytes
+    if free_nbytes < resting_nbytes + generations_nbytes + left_nbytes:
+        return _NOT_IN_BACKWARD
+    return BackwardUpdates(is_on=True, num_spares=1)
 
 
-def _changes_on_nvme(unit: Unit, placement: StatePlacement) -> bool:
-    """Whether everything that an update of the unit changes rests on NVMe and has generations."""
-    if not unit.state_numel:
-        return False
-    return all(
-        placement.tiers.get((unit.index, kind)) == "nvme"
-        and rewritten_nbytes(unit, kind) is not None
-        for kind in changing_kinds(unit)
+def tiers_of_old_state(unit: Unit, placement: StatePlacement) -> set[str]:
+    """Returns the tiers of everything that an update of the unit changes; none if some of it can
+    not be brought back: state on a device, and moments of eight bits on NVMe."""
+    kinds = changing_kinds(unit) if unit.state_numel else []
+    tiers = {kind: placement.tiers.get((unit.index, kind), "") for kind in kinds}
+    can_each = all(
+        tier == "host" or (tier == "nvme" and rewritten_nbytes(unit, kind) is not None)
+        for kind, tier in tiers.items()
     )
+    return set(tiers.values()) if can_each else set()
 
 
 def free_nvme_nbytes(config: SwapConfig) -> float:

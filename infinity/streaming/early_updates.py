@@ -9,10 +9,13 @@ An early update of a unit:
              are checked out        decides as expected
   DONE       all of it              kept or taken back, as the step decides
 
-Note [Old generation]
+Note [Old state]
   Early updates write to a spare generation of the swap files. The old state stays where it is
   until the step has decided, so what is taken back costs no byte: the volume points to the old
-  generation again. Only units whose changing state rests on NVMe can be updated early.
+  generation again. State that rests in host memory is updated in place, and copied before, chunk by
+  chunk, to memory that nobody else needs; a unit that finds none is not updated early. Units that
+  have nothing on NVMe are updated early only beside a device: where the device is the host, the
+  copy costs time and nothing overlaps.
 
 Note [Nobody sees an early update]
   Before the decision, whoever needs the weights or the state of a unit gets the old ones: the early
@@ -31,6 +34,7 @@ from itertools import islice
 
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
+from infinity.state.old_copies import OldCopies
 from infinity.state.old_generation import OldGeneration
 from infinity.state.placement import STATE_KINDS
 from infinity.state.store import (
@@ -40,7 +44,7 @@ from infinity.state.store import (
     changing_kinds,
     rewritten_nbytes,
 )
-from infinity.state.units import Chunk, TensorSpec, Unit
+from infinity.state.units import Chunk, StateKind, TensorSpec, Unit
 from infinity.streaming.early_policy import EarlyPolicy
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.parameters import WeightCache
@@ -82,16 +86,21 @@ class EarlyUpdates:
         ring: StagingRing,
         chunks: ChunkUpdates,
         counters: Counters,
+        copies: OldCopies,
         *,
         chunk_nbytes: int,
+        is_beside: bool,
     ) -> None:
+        """`is_beside`: the device that computes has memory of its own."""
         self._store = store
         self._weight_cache = weight_cache
         self._gradients = gradients
         self._ring = ring
         self._chunks = chunks
         self._counters = counters
+        self._copies = copies
         self._chunk_nbytes = chunk_nbytes
+        self._is_beside = is_beside
         self.policy = EarlyPolicy(
             {unit.index: _state_nbytes(unit) for unit in store.units if self._can_go_back(unit)}
         )
@@ -106,13 +115,22 @@ class EarlyUpdates:
         # For `wait_share`: the waits and the time at the last decision.
         self._waits_before_s = 0.0
         self._forward_wait_s = 0.0
+        self._made_s = 0.0
 
     def _can_go_back(self, unit: Unit) -> bool:
-        return bool(unit.state_numel) and all(
-            isinstance(self._store.location(unit, kind), NvmeLocation)
-            and rewritten_nbytes(unit, kind) is not None
-            for kind in changing_kinds(unit)
+        kinds = changing_kinds(unit) if unit.state_numel else []
+        can_each = all(
+            self._copies.is_on_host(unit, kind)
+            or (self._is_on_nvme(unit, kind) and rewritten_nbytes(unit, kind) is not None)
+            for kind in kinds
         )
+        return bool(kinds) and can_each and (self._is_beside or self._has_generations(unit))
+
+    def _has_generations(self, unit: Unit) -> bool:
+        return any(self._is_on_nvme(unit, kind) for kind in changing_kinds(unit))
+
+    def _is_on_nvme(self, unit: Unit, kind: StateKind) -> bool:
+        return isinstance(self._store.location(unit, kind), NvmeLocation)
 
     # -- The backward ------------------------------------------------------------------------------
 
@@ -125,14 +143,16 @@ class EarlyUpdates:
             self.take_back(unit)  # It was not the last.
 
     def _begin(self) -> None:
-        planned = self.policy.plan()
-        if not planned or not OldGeneration.has_space(self._store):
+        planned = [self._store.units[index] for index in self.policy.plan()]
+        if not OldGeneration.has_space(self._store):
+            planned = [unit for unit in planned if not self._has_generations(unit)]
+        if not planned:
             return
         try:
             self._ring.take()
         except CapacityError:
             return
-        self._planned = {index: self._plan(self._store.units[index]) for index in planned}
+        self._planned = {unit.index: self._plan(unit) for unit in planned}
 
     def expected(self) -> Iterator[Chunk]:
         """Chunks of the units that the next backward will update if it is like the last, in the
@@ -226,11 +246,17 @@ class EarlyUpdates:
         assert update is not None
         if not self._can_update(early):
             return False
-        if self._old is None:
-            self._old = OldGeneration(self._store)
-        self._old.keep(early.unit)
+        if not self._copies.reserve(early.unit):
+            del self._complete[index]
+            self._chunks.check_in(update, write_now=False)
+            early.update = None  # The step makes it.
+            return True
+        if self._has_generations(early.unit):
+            if self._old is None:
+                self._old = OldGeneration(self._store)
+            self._old.keep(early.unit)
         try:
-            if not self._chunks.try_next(update):
+            if not self._chunks.try_next(update, self._copies.keep):
                 return False
         except StorageError:
             self.take_back(index)  # Who needs the unit next meets the cause, and tells it.
@@ -307,14 +333,21 @@ class EarlyUpdates:
         self._ring.drop_reads(lambda chunk: chunk.unit.index == unit)
         if not update.is_begun:
             self._chunks.check_in(update, write_now=False)
+            self._copies.drop(unit)
             return
         self._num_undone += 1
         self._counters.add("early_updates_undone", 1)
         self._ring.finish_writes()
         self._chunks.drop(update)
         self._weight_cache.discard(unit)
-        assert self._old is not None
-        self._old.bring_back(early.unit)
+        if self._old is not None:
+            self._old.bring_back(early.unit)
+        if not self._copies.has_weights(early.unit):
+            self._copies.bring_back(early.unit, None)
+            return
+        weights = self._weight_cache.check_out(unit, read=True)
+        self._copies.bring_back(early.unit, weights)
+        self._weight_cache.check_in(unit, dirty_nbytes=0)
 
     def withdraw(self) -> None:
         """Takes back every early update, and plans none before the next step."""
@@ -323,25 +356,35 @@ class EarlyUpdates:
         self._forget()
 
     def release(self) -> bool:
-        """Gives back weights that are checked out between two chunks. Returns whether there were
-        any."""
+        """Gives memory back: weights that are checked out between two chunks, or the last copy of
+        old state. Returns whether there was any."""
         for unit, early in self._complete.items():
             if early.update is not None and early.update.weights is not None:
                 if self._is_advancing:
                     return False
                 self.take_back(unit)
                 return True
+        for unit in [] if self._is_advancing else reversed(self._copies.units()):
+            self.take_back(unit)
+            return True
         return False
 
     def _forget(self) -> None:
         self._planned, self._complete, self._done = {}, {}, {}
+        self._copies.drop_all()
         if self._old is not None:
             self._old.drop()
             self._old = None
 
+    def note_made(self, seconds: float) -> None:
+        """The thread that trains has made the rest of a pending update itself, in so much time."""
+        self._made_s += seconds
+
     def _waited_s(self) -> float:
+        """Returns the time that training has waited for drives, and beside a device for updates."""
         values = self._counters.snapshot()
-        return sum(values.get(name, 0.0) for name in _WAITS)
+        waited_s = sum(values.get(name, 0.0) for name in _WAITS)
+        return waited_s + (self._made_s if self._is_beside else 0.0)
 
 
 def _state_nbytes(unit: Unit) -> int:

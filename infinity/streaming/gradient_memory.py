@@ -1,4 +1,4 @@
-"""Gradients as flat fp32 memory: the range of a tensor, its order, a narrow tail."""
+"""Gradients as flat fp32 memory: the range of a tensor, its order, its way from a device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from infinity.tiers.device import Copy, DeviceAdapter
 
 @dataclass(frozen=True, slots=True)
 class LeavingGradient:
-    """A gradient on its way from the device into the tail of its place on the host."""
+    """A gradient, or a piece of one, on its way from the device to its place on the host."""
 
     unit: Unit
     spec: TensorSpec
     copy: Copy
-    place: torch.Tensor  # fp32 (numel,)
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on their way."""
-        return self.place.numel() * self.dtype.itemsize
+    nbytes: int  # Of device memory that is kept until then.
+    place: torch.Tensor | None  # Of the whole gradient, fp32 (numel,); None: pieces follow.
 
 
 def flat_of(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -44,30 +39,6 @@ def in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         )
         gradient = laid_out.copy_(gradient)
     return gradient.as_strided((spec.numel,), (1,))
-
-
-def tail_of(place: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The last bytes of fp32 (numel,) that hold as many elements of a dtype that is no wider."""
-    return place.view(dtype)[-place.numel() :]
-
-
-_WIDENED_AT_ONCE = 1024
-
-
-def widen(place: torch.Tensor, dtype: torch.dtype) -> None:
-    """Elements of `dtype` in the tail of `place`, fp32 (numel,), become fp32 in place; exact.
-
-    From the front, half of what is left at a time: 4-byte elements [done, done + half) end where
-    the narrow ones from `done` on begin, or before.
-    """
-    if dtype is torch.float32:
-        return
-    narrow, done = tail_of(place, dtype), 0
-    while (left := place.numel() - done) > _WIDENED_AT_ONCE:
-        half = left // 2
-        place[done : done + half].copy_(narrow[done : done + half])
-        done += half
-    place[done:].copy_(narrow[done:].clone())
 
 
 def add_through(

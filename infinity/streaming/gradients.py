@@ -7,10 +7,11 @@ A unit's gradients that rest on NVMe are summed in a host block, which is writte
 unit's backward is over, and read back only if another backward adds to it.
 
 Note [Out of the device]
-  A gradient leaves a device with memory of its own in its own dtype, into the tail of its place on
-  the host, and is made fp32 in place once it has come (`widen`). The host does not wait for that
-  while the backward runs: what is due to be written waits for its copies, and the computation waits
-  for those of the unit before the last, whose memory is free then. Where several micro-batches go
+  A gradient leaves a device with memory of its own in fp32, into its place on the host. The device
+  widens it: twice the bytes cross the link, and the host's memory, which bounds the updates, moves
+  4 bytes an element where it would move 10. The host does not wait while the backward runs: what is
+  due to be written waits for its copies, and the computation waits for those of the unit before the
+  last, whose memory is free then. Where several micro-batches go
   through one block they are summed on the device first, in the same order, and leave it once.
 """
 
@@ -35,8 +36,6 @@ from infinity.streaming.gradient_memory import (
     in_memory_order,
     put,
     shaped,
-    tail_of,
-    widen,
 )
 from infinity.streaming.gradient_norms import CompleteSums, norm_of
 from infinity.streaming.gradient_sums import (
@@ -50,6 +49,8 @@ from infinity.streaming.gradient_sums import (
 )
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
+
+_WIDENED_NUMEL = 8 << 20  # Elements that the device widens at a time: 32 MiB of fp32.
 
 
 class GradientStore:
@@ -198,11 +199,26 @@ class GradientStore:
             self._tensors[spec].is_present = True
 
     def _send(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor) -> None:
-        """Starts copying a gradient from the device to its place on the host."""
+        """Starts copying a gradient from the device to its place on the host.
+
+        The device widens it, in pieces, so that the host's cores and memory, which updates need, do
+        not.
+        """
         self._take_in_copies()
-        copy = self._device.copy(flat, tail_of(place, flat.dtype))
-        leaving = LeavingGradient(unit, spec, copy, place, flat.dtype)
-        self._leaving.append(leaving)
+        pieces = flat.split(_WIDENED_NUMEL) if flat.dtype is not torch.float32 else (flat,)
+        done = 0
+        for piece in pieces:
+            wide = piece.float()
+            copy = self._device.copy(wide, place[done : done + wide.numel()])
+            done += wide.numel()
+            whole = place if done == place.numel() else None
+            leaving = LeavingGradient(unit, spec, copy, wide.nbytes, whole)
+            self._leaving.append(leaving)
+            self._keep(leaving)
+
+    def _keep(self, leaving: LeavingGradient) -> None:
+        """Keeps device memory until the copy is over, at most that of the largest unit's weights
+        beside the last one: later kernels wait then."""
         self._keeping.append(leaving)
         kept_nbytes = sum(kept.nbytes for kept in self._keeping)
         while kept_nbytes > self._most_kept_nbytes and len(self._keeping) > 1:
@@ -211,7 +227,7 @@ class GradientStore:
             oldest.copy.order()
 
     def _take_in_copies(self) -> None:
-        """Widens what has come, and starts writing what was due and is complete. Never waits."""
+        """Notes what has come, and starts writing what was due and is complete. Never waits."""
         while self._leaving and self._leaving[0].copy.done():
             self._end_oldest()
         leaving = [gradient.unit for gradient in self._leaving]
@@ -223,9 +239,8 @@ class GradientStore:
         if self._keeping and self._keeping[0] is leaving:
             self._keeping.popleft()
         leaving.copy.wait()
-        widen(leaving.place, leaving.dtype)
         known = self._tensors[leaving.spec]
-        if known.is_due:
+        if leaving.place is not None and known.is_due:
             self.norms.note(leaving.unit, leaving.spec, known, leaving.place)
 
     def _add_staged(

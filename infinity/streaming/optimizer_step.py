@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
+from infinity.state.old_copies import OldCopies
 from infinity.state.store import DeviceLocation, LocalStore, StateStore, Transfer
 from infinity.state.units import Chunk, StateKind
 from infinity.streaming.early_updates import EarlyUpdates
@@ -90,9 +91,11 @@ class Updater(StepRunner):
         self._early: EarlyUpdates | None = None
         if settings.in_backward and settings.reads_ahead:
             assert isinstance(store, LocalStore) and isinstance(weight_cache, WeightCache)
+            sums = gradients.blocks
+            copies = OldCopies(store, pool, lambda: self._spare_nbytes() - sums.to_come_nbytes)
             self._early = EarlyUpdates(
-                store, weight_cache, gradients, self._ring, self._chunks, counters,
-                chunk_nbytes=settings.chunk_nbytes,
+                store, weight_cache, gradients, self._ring, self._chunks, counters, copies,
+                chunk_nbytes=settings.chunk_nbytes, is_beside=settings.is_beside,
             )  # fmt: skip
         self._pending: dict[int, UnitUpdate] = {}
         # Chunks of the units that were updated since the decision, in this order.
@@ -271,6 +274,7 @@ class Updater(StepRunner):
                 yield from self._pending[unit].left
 
     def _apply(self, update: UnitUpdate, is_needed: bool) -> None:
+        begun_s = time.monotonic()
         self._take_memory(update)
         self._is_applying = True
         try:
@@ -278,6 +282,8 @@ class Updater(StepRunner):
         finally:
             self._is_applying = False
         self._end(update)
+        if self._early is not None:
+            self._early.note_made(time.monotonic() - begun_s)
 
     def _take_memory(self, update: UnitUpdate) -> None:
         """Takes the ring, and in a tight pool the weights before it. Raises CapacityError."""
@@ -385,9 +391,9 @@ class Updater(StepRunner):
     def note_gradient(self, unit: int) -> None:
         if self._early is not None:
             self._early.note_gradient(unit)
-        if self._rides_along and self._ring.travels:
-            if self._next is None:
-                self._begin_backward()
+        if self._rides_along and self._ring.travels and self._next is None:
+            self._begin_backward()
+        if self._rides_along and (self._ring.travels or self._early is not None):
             self.advance()
 
     def _expected_in_backward(self, early: EarlyUpdates) -> Iterator[Chunk]:

@@ -28,7 +28,8 @@ class UpdateSettings:
     """`num_staging_slots` chunks of `chunk_nbytes` of fp32 are in memory at once; at least one.
     With `reads_ahead` chunks of units that are needed later are read into slots that are free.
     `on_device`: the device that computes updates; None: the host does. `in_backward`: units may be
-    updated before the step has decided. `rides_along`: updates wait for the next use of a unit, and
+    updated before the step has decided. `is_beside`: the device that computes has memory of its
+    own, so the host is free meanwhile. `rides_along`: updates wait for the next use of a unit, and
     take spare memory for state on its way."""
 
     chunk_nbytes: int
@@ -36,6 +37,7 @@ class UpdateSettings:
     reads_ahead: bool
     on_device: DeviceAdapter | None
     in_backward: bool = False
+    is_beside: bool = False
     rides_along: bool = False
 
 

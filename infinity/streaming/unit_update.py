@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -124,9 +124,14 @@ class ChunkUpdates:
         finally:
             self._ring.give_back(staged)
 
-    def try_next(self, update: UnitUpdate) -> bool:
+    def try_next(
+        self, update: UnitUpdate, keep: Callable[[Chunk, torch.Tensor], None] | None = None
+    ) -> bool:
         """As `run_next` where the state of the chunk was read ahead and is there; never waits for
-        it. Returns whether the chunk was updated."""
+        it. Returns whether the chunk was updated.
+
+        `keep(chunk, weights)` is called before anything of the chunk changes.
+        """
         chunk = update.left[0]
         if self._ring.travels:
             staged = self._ring.started(chunk)
@@ -141,6 +146,9 @@ class ChunkUpdates:
         try:
             self.check_out(update)
             self._ring.await_reads(staged)  # Over, but they may have failed.
+            if keep is not None:
+                assert update.weights is not None
+                keep(chunk, update.weights)
             self._update(update, staged)
         finally:
             self._ring.give_back(staged)

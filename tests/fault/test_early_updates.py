@@ -160,9 +160,9 @@ if newest:
     first = infinity.checkpoint.load(newest[-1], model, run.optimizer).step
 real, updated = unit_update.ChunkUpdates.try_next, 0
 
-def mortal(self, update):
+def mortal(self, update, keep=None):
     global updated
-    is_updated = real(self, update)
+    is_updated = real(self, update, keep)
     updated += is_updated
     if die_at and updated == die_at:
         print("early", updated, flush=True)

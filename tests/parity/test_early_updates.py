@@ -1,6 +1,6 @@
 """Updates in the backward: whatever the step decides, the bits are those of plain PyTorch.
 
-The model is small, its state rests on NVMe, and a look at `early_updates_kept` and
+The model is small, its state rests on NVMe or on the host, and a look at `early_updates_kept` and
 `early_updates_undone` says which of the two ways was taken.
 """
 
@@ -22,6 +22,7 @@ from infinity.state.units import Chunk
 from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.staging_ring import StagingRing
+from infinity.testing.simulated_device import SimulatedDevice
 
 WIDTH, VOCABULARY, BLOCKS = 64, 50, 6
 
@@ -108,8 +109,32 @@ class Run:
         return {name: self.weight(name) for name in names}
 
 
+# By the name of a fixture: what rests on the host, and whether a device computes.
+ON_HOST: dict[str, tuple[tuple[str, ...], bool]] = {
+    "nothing": ((), False),
+    "weights": (("parameters",), False),
+    "moments beside a device": (("moments",), True),
+    "all beside a device": (("parameters", "master", "moments"), True),
+}
+_on_host: list[str] = ["nothing"]
+
+
+@pytest.fixture(autouse=True, params=ON_HOST)
+def on_host(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What rests in host memory, of the tests of this file."""
+    _on_host[:] = [request.param]
+    yield request.param
+    _on_host[:] = ["nothing"]
+
+
+def options_of() -> dict[str, Any]:
+    """The arguments of `infinity.offload` beside the configuration."""
+    return {"device": SimulatedDevice()} if ON_HOST[_on_host[0]][1] else {}
+
+
 def config_of(directory: Path, **changes: Any) -> dict[str, Any]:
     placement = dict.fromkeys(("parameters", "master", "moments"), "nvme")
+    placement |= dict.fromkeys(ON_HOST[_on_host[0]][0], "host")
     config: dict[str, Any] = {
         "tiers": {"host": {"capacity": "16MiB"}, "nvme": [{"path": str(directory)}]},
         "placement": placement | {"gradients": changes.pop("gradients", "host")},
@@ -126,6 +151,11 @@ def idle_drives() -> Iterator[None]:
     busy machine none may come about."""
     real = EarlyUpdates.advance
 
+    def now(early: EarlyUpdates) -> None:
+        real(early)
+        while early.wake_worker is not None and early.turn() == ():
+            pass  # What the worker may not get to before the step.
+
     def under_way(early: EarlyUpdates) -> list[Any]:
         ring = early._ring
         slots = [*ring._slots, *(each.slot for each in ring._started.values() if each.slot)]
@@ -139,7 +169,7 @@ def idle_drives() -> Iterator[None]:
             for transfer in waited:
                 with contextlib.suppress(StorageError):
                     transfer.wait()
-            real(early)
+            now(early)
             waited = under_way(early)
             if not waited:
                 break
@@ -177,7 +207,7 @@ def check(
     """Runs `body` on both sides. `kept` and `undone`: whether there must have been such updates;
     None: there may."""
     expected = plain_run(body, kind)
-    model = infinity.offload(make(kind), config_of(directory, **changes))
+    model = infinity.offload(make(kind), config_of(directory, **changes), **options_of())
     optimizer = infinity.AdamW(model, lr=1e-2)
     run = Run(model, optimizer, is_plain=False)
     actual = [*body(run), *run.values().values()]
@@ -350,7 +380,7 @@ def test_a_checkpoint_between_backward_and_step_has_the_old_state(
 ) -> None:
     directory = tmp_path / "checkpoints"
     config = config_of(swap_directory, io={"verify": verify}, checkpoint={"keep": 2})
-    model = infinity.offload(make(), config)
+    model = infinity.offload(make(), config, **options_of())
     optimizer = infinity.AdamW(model, lr=1e-2)
     run = Run(model, optimizer, is_plain=False)
     steps(run, 3)
@@ -368,7 +398,7 @@ def test_a_checkpoint_between_backward_and_step_has_the_old_state(
 
 def test_smallest_share_and_largest_share_have_the_same_bits(swap_directory: Path) -> None:
     def at(share: float) -> list[torch.Tensor]:
-        model = infinity.offload(make(), config_of(swap_directory))
+        model = infinity.offload(make(), config_of(swap_directory), **options_of())
         optimizer = infinity.AdamW(model, lr=1e-2)
         policy = infinity.engine_of(model).updater._early.policy
         run = Run(model, optimizer, is_plain=False)
@@ -386,6 +416,7 @@ def test_smallest_share_and_largest_share_have_the_same_bits(swap_directory: Pat
             assert torch.equal(plain, ours)
 
 
+@pytest.mark.parametrize("on_host", ["nothing"], indirect=True)
 def test_state_of_units_that_the_backward_updates_is_read_in_the_forward(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,10 +265,10 @@ def test_a_read_that_fails_in_the_worker_is_met_by_who_needs_the_unit(
     steps(run, 2, lambda _: 1e-3)
     real, calls = ChunkUpdates.try_next, 0
 
-    def fail(self: ChunkUpdates, update: UnitUpdate) -> bool:
+    def fail(self: ChunkUpdates, update: UnitUpdate, keep: Any = None) -> bool:
         nonlocal calls
         if update.is_begun is not is_begun:
-            return real(self, update)
+            return real(self, update, keep)
         calls += 1
         raise StorageError(5, operation="read", path="p", offset_nbytes=0, nbytes=4096)
 
