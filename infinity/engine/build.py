@@ -247,9 +247,8 @@ def _assemble(
         config, own_units, budgets,
         num_spares=num_spares, num_ranks=num_ranks, free_nbytes=free_nvme_nbytes(config),
     )  # fmt: skip
-    num_spares = max(
-        num_spares + in_backward.num_spares, 0 if adopted is None else adopted.num_spares
-    )
+    num_spares += in_backward.num_spares
+    num_spares = max(num_spares, 0 if adopted is None else adopted.num_spares)
     sharing = 1 if sharding is None else sharding.group.node_count
     tiers = open_tiers(
         config, units, budgets, own_device, wrap_storage, adopted, identities, resources,
@@ -281,14 +280,12 @@ def _assemble(
     )  # fmt: skip
     passes = Passes(counters.tracer)
     updates = UpdateSettings(
-        chunk_nbytes=budgets.chunk_nbytes,
-        num_staging_slots=budgets.num_staging_slots,
+        chunk_nbytes=budgets.chunk_nbytes, num_staging_slots=budgets.num_staging_slots,
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
         on_device=device if update_device.is_on_device else None,
-        in_backward=in_backward.is_on,
-        is_beside=not device.shares_host_memory,
+        in_backward=in_backward.is_on, is_beside=not device.shares_host_memory,
         rides_along=config.schedule.updates != "at_step" and sharding is None,
-    )
+    )  # fmt: skip
     step = _step_parts(
         config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes, resources
     )

@@ -101,7 +101,7 @@ def updates_in_backward(
     if budgets.is_tight or not schedule.prefetch:
         return _NOT_IN_BACKWARD
     tiers = [tiers for unit in units if (tiers := tiers_of_old_state(unit, placement))]
-    has_generations = any("nvme" in each for each in tiers)
+    has_generations = any("nvme" in of_unit for of_unit in tiers)
     if not has_generations:
         is_on = bool(tiers) and not budgets.shares_host_memory
         return BackwardUpdates(is_on=is_on, num_spares=0)
@@ -124,11 +124,11 @@ def tiers_of_old_state(unit: Unit, placement: StatePlacement) -> set[str]:
     not be brought back: state on a device, and moments of eight bits on NVMe."""
     kinds = changing_kinds(unit) if unit.state_numel else []
     tiers = {kind: placement.tiers.get((unit.index, kind), "") for kind in kinds}
-    can_each = all(
+    can_go_back = all(
         tier == "host" or (tier == "nvme" and rewritten_nbytes(unit, kind) is not None)
         for kind, tier in tiers.items()
     )
-    return set(tiers.values()) if can_each else set()
+    return set(tiers.values()) if can_go_back else set()
 
 
 def free_nvme_nbytes(config: SwapConfig) -> float:

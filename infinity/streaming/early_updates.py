@@ -119,12 +119,12 @@ class EarlyUpdates:
 
     def _can_go_back(self, unit: Unit) -> bool:
         kinds = changing_kinds(unit) if unit.state_numel else []
-        can_each = all(
+        can_go_back = all(
             self._copies.is_on_host(unit, kind)
             or (self._is_on_nvme(unit, kind) and rewritten_nbytes(unit, kind) is not None)
             for kind in kinds
         )
-        return bool(kinds) and can_each and (self._is_beside or self._has_generations(unit))
+        return bool(kinds) and can_go_back and (self._is_beside or self._has_generations(unit))
 
     def _has_generations(self, unit: Unit) -> bool:
         return any(self._is_on_nvme(unit, kind) for kind in changing_kinds(unit))

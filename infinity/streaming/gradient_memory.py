@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from infinity.state.units import TensorSpec, Unit
-from infinity.tiers.device import Copy, DeviceAdapter
-
-
-@dataclass(frozen=True, slots=True)
-class LeavingGradient:
-    """A gradient, or a piece of one, on its way from the device to its place on the host."""
-
-    unit: Unit
-    spec: TensorSpec
-    copy: Copy
-    nbytes: int  # Of device memory that is kept until then.
-    place: torch.Tensor | None  # Of the whole gradient, fp32 (numel,); None: pieces follow.
+from infinity.state.units import TensorSpec
+from infinity.tiers.device import DeviceAdapter
 
 
 def flat_of(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

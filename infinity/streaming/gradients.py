@@ -18,7 +18,7 @@ Note [Out of the device]
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,7 +30,6 @@ from infinity.state.store import NvmeLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradient_memory import (
-    LeavingGradient,
     add_through,
     flat_of,
     in_memory_order,
@@ -47,10 +46,9 @@ from infinity.streaming.gradient_sums import (
     refuse_sparse,
     sums_of,
 )
+from infinity.streaming.leaving_gradients import LeavingGradients
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
-
-_WIDENED_NUMEL = 8 << 20  # Elements that the device widens at a time: 32 MiB of fp32.
 
 
 class GradientStore:
@@ -78,10 +76,8 @@ class GradientStore:
         self._summed: dict[Unit, UnitGradients] = {}  # With sums on the device.
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
-        self._leaving: deque[LeavingGradient] = deque()  # Not on the host yet, or not known to be.
-        self._keeping: deque[LeavingGradient] = deque()  # Those whose device memory is still kept.
+        self._leaving = LeavingGradients(device, max(unit.weight_nbytes for unit in store.units))
         self.norms = CompleteSums()
-        self._most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -199,46 +195,20 @@ class GradientStore:
             self._tensors[spec].is_present = True
 
     def _send(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor) -> None:
-        """Starts copying a gradient from the device to its place on the host.
-
-        The device widens it, in pieces, so that the host's cores and memory, which updates need, do
-        not.
-        """
+        """Starts copying a gradient from the device to its place on the host."""
         self._take_in_copies()
-        pieces = flat.split(_WIDENED_NUMEL) if flat.dtype is not torch.float32 else (flat,)
-        done = 0
-        for piece in pieces:
-            wide = piece.float()
-            copy = self._device.copy(wide, place[done : done + wide.numel()])
-            done += wide.numel()
-            whole = place if done == place.numel() else None
-            leaving = LeavingGradient(unit, spec, copy, wide.nbytes, whole)
-            self._leaving.append(leaving)
-            self._keep(leaving)
-
-    def _keep(self, leaving: LeavingGradient) -> None:
-        """Keeps device memory until the copy is over, at most that of the largest unit's weights
-        beside the last one: later kernels wait then."""
-        self._keeping.append(leaving)
-        kept_nbytes = sum(kept.nbytes for kept in self._keeping)
-        while kept_nbytes > self._most_kept_nbytes and len(self._keeping) > 1:
-            oldest = self._keeping.popleft()
-            kept_nbytes -= oldest.nbytes
-            oldest.copy.order()
+        self._leaving.start(unit, spec, flat, place)
 
     def _take_in_copies(self) -> None:
         """Notes what has come, and starts writing what was due and is complete. Never waits."""
-        while self._leaving and self._leaving[0].copy.done():
+        while self._leaving.is_oldest_there():
             self._end_oldest()
-        leaving = [gradient.unit for gradient in self._leaving]
+        leaving = self._leaving.units()
         for unit in [unit for unit in self._due if unit not in leaving]:
             self._start_write(unit)
 
     def _end_oldest(self) -> None:
-        leaving = self._leaving.popleft()
-        if self._keeping and self._keeping[0] is leaving:
-            self._keeping.popleft()
-        leaving.copy.wait()
+        leaving = self._leaving.end_oldest()
         known = self._tensors[leaving.spec]
         if leaving.place is not None and known.is_due:
             self.norms.note(leaving.unit, leaving.spec, known, leaving.place)
@@ -331,7 +301,7 @@ class GradientStore:
     def _end_copies(self) -> None:
         if self._leaving:
             what = "gradients leave the device"
-            copies = [leaving.copy for leaving in self._leaving]
+            copies = self._leaving.copies()
             with self._counters.timed("copy_wait_s", what, copies):
                 for copy in copies:
                     copy.wait()
@@ -429,7 +399,7 @@ class GradientStore:
         sums = self._sums[unit.index]
         if sums.on_device is not None:
             return False
-        is_leaving = sums.device_sums or unit in [leaving.unit for leaving in self._leaving]
+        is_leaving = sums.device_sums or unit in self._leaving.units()
         return not is_leaving and all(self._tensors[s].scale is None for s in unit.trainable())
 
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ import infinity
 from infinity.engine.update_rates import time_products, time_updates
 from infinity.errors import UnsupportedError
 from infinity.simulate.rates import Rates
-from infinity.streaming import gradients
+from infinity.streaming import leaving_gradients
 from infinity.streaming.activations import ActivationStore
 from infinity.streaming.device_update import update_on_device
 from infinity.streaming.gradients import GradientStore
@@ -253,10 +253,10 @@ def test_a_missing_ordering_is_detected(
 
 
 @pytest.mark.parametrize("numel", [7, 1000])
-def test_gradients_that_leave_the_device_in_pieces_have_the_same_bits(
+def test_gradients_that_leave_the_device_in_parts_have_the_same_bits(
     numel: int, expected: list[torch.Tensor], swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, "_WIDENED_NUMEL", numel)
+    monkeypatch.setattr(leaving_gradients, "_WIDENED_NUMEL", numel)
     assert same(expected, train(swap_directory, SimulatedDevice(1)))
 
 
