@@ -81,7 +81,9 @@ def updates_in_backward(
     reserved; for "auto" as much as the weights take stays free: an export, or activations, fit.
     """
     schedule, placement = config.schedule, budgets.placement
-    if schedule.updates not in ("auto", "both_passes") or num_ranks > 1:
+    if schedule.updates not in ("auto", "both_passes"):
+        return False
+    if num_ranks > 1 and schedule.update_on == "device":  # Then ranks update inside the step.
         return False
     if budgets.is_tight or not schedule.prefetch:
         return False
@@ -95,7 +97,8 @@ def updates_in_backward(
         if tier == "nvme"
     )
     generations_nbytes = (num_spares + 1) * spare_generation_nbytes(units, placement)
-    left_nbytes = sum(unit.nbytes(StateKind.PARAMETERS) for unit in units)
+    kind = StateKind.PARAMETERS  # Ranks keep their shards alone.
+    left_nbytes = sum(unit.nbytes(kind) for unit in units if (unit.index, kind) in placement.tiers)
     return free_nbytes >= resting_nbytes + generations_nbytes + left_nbytes
 
 
