@@ -105,8 +105,7 @@ class EarlyShards:
             stamps = {spec: self._sums.stamp(spec) for spec in shard.trainable()}
             early = _EarlyShard(update, stamps, self._pending.num_changes(shard.index))
             if not self._updates.begin_early(update):
-                self._left.clear()  # Memory is short; the step updates these.
-                self._planned.clear()
+                self.pause()
                 return
             self._early[unit] = early
 

@@ -24,7 +24,7 @@ import torch
 from typing_extensions import override
 
 from infinity.distributed.pending import PendingShards
-from infinity.errors import StorageError
+from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.store import LocalStore, NvmeLocation, StateStore, Transfer, changing_kinds
 from infinity.state.undecided import UndecidedState
@@ -81,19 +81,6 @@ class RestingWeights(UpdatedWeights):
         """Takes a block, or two if memory is free, unless they are there. Raises CapacityError."""
         if self._block_nbytes and not self._slots:
             self._slots.append(_Slot(self._pool.require(self._block_nbytes, _WEIGHTS_LABEL)))
-        self._lend_second()
-
-    def try_lend(self) -> bool:
-        """As `lend`, if memory is free. Returns whether there is a block, or none is needed."""
-        if self._block_nbytes and not self._slots:
-            block = self._pool.try_allocate(self._block_nbytes, _WEIGHTS_LABEL)
-            if block is None:
-                return False
-            self._slots.append(_Slot(block))
-        self._lend_second()
-        return True
-
-    def _lend_second(self) -> None:
         while 0 < len(self._slots) < _NUM_BLOCKS:
             block = self._pool.try_allocate(self._block_nbytes, _WEIGHTS_LABEL)
             if block is None:
@@ -238,13 +225,22 @@ class ShardUpdates:
 
     def begin_early(self, update: UnitUpdate) -> bool:
         """Queues an update that no step has decided: nobody sees it before `start`. Returns False
-        if no memory is free for it."""
-        if not (self._ring.take(or_none=True) and self._weights.try_lend()):
+        if there is no memory for it; weights that are only kept give way."""
+        if not self._has_memory and not self._take_memory():
             return False
-        self._has_memory = True
         self._early[update.unit.index] = update
         self._pending.add_early(update.unit.index)
         self._ensure_thread()
+        return True
+
+    def _take_memory(self) -> bool:
+        try:
+            self._ring.take()
+            self._weights.lend()
+        except CapacityError:
+            self._ring.give_up()
+            return False
+        self._has_memory = True
         return True
 
     def withdraw(self, shards: Iterable[int]) -> set[int]:

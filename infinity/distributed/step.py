@@ -241,8 +241,14 @@ class DistributedUpdater(StepRunner):
         self.local.advance()
         if self._early is not None:
             self._early.advance()
-        if self.deferred is not None and not (self._early and self._early.is_active):
-            self.deferred.release(waits=False)
+        self._release_idle()
+
+    def _release_idle(self) -> bool:
+        """Frees the memory of updates if none is under way, and none is expected before the step.
+        Returns whether there was any."""
+        if self.deferred is None or (self._early is not None and self._early.is_active):
+            return False
+        return self.deferred.release(waits=False)
 
     @override
     def withdraw(self, unit: int) -> None:
@@ -279,7 +285,7 @@ class DistributedUpdater(StepRunner):
 
     @override
     def reclaim_idle(self) -> bool:
-        if self.deferred is not None and self.deferred.release(waits=False):
+        if self._release_idle():
             return True
         return self.local.reclaim_idle()
 
