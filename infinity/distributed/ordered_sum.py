@@ -147,6 +147,13 @@ class OrderedReduction(Generic[Content]):
             entry = self._tensors.get(tensor)
             return 0 if entry is None else entry.generation
 
+    def parts(self, tensor: int) -> tuple[int, int]:
+        """Returns the contributions of every rank that are added to the tensor's sum since the last
+        step, and those that some rank has made: numbers."""
+        with self._lock:
+            entry = self._tensors.get(tensor)
+            return (0, 0) if entry is None else (entry.number, entry.count)
+
     # -- Out ---------------------------------------------------------------------------------------
 
     def take(self, *, all_are_there: bool) -> Iterator[tuple[int, Content]]:

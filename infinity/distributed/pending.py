@@ -1,46 +1,93 @@
-"""The shards that await the update of the last step.
+"""The shards that await the update of the last step, and those that are updated before the next.
 
 After `optimizer.step()` a thread of this rank updates the shards, one at a time
 (`shard_updates.py`). Every other thread that needs a shard waits here until that shard is updated:
 the threads that serve other ranks, the thread of the own shard, and the training thread. The
 updating thread waits for drives only, never for another rank or for the engine's lock. Every wait
 here therefore ends, whatever the other ranks do (docs/design/0015-deferred-over-ranks.md).
+
+In the backward the same thread updates shards *early*, before the step has decided:
+
+  early shard   the thread                     next
+  QUEUED        may have read chunks ahead     RUNNING, withdrawn, pending (the step decides)
+  RUNNING       updates it, undecided          DONE, withdrawn, pending and goes on
+  DONE          none of it                     withdrawn, kept (the step decides)
+
+Nobody waits for an early shard: until the decision its bytes are those of the last step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable
 
 from infinity.errors import InfinityError
 
 
 class PendingShards:
-    """The pending shards by unit index, in the order of their updates. Thread-safe.
+    """The pending shards by unit index, in the order of their updates, and the early ones.
+    Thread-safe.
 
-    The training thread adds shards, one thread takes them, any thread waits for them. A shard that
-    some thread waits for comes first.
+    The training thread adds shards, one thread takes them, any thread waits for pending ones. A
+    shard that some thread waits for comes first; early shards come last.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # Guards all that follows.
         self._order: dict[int, None] = {}
         self._wanted: deque[int] = deque()
+        self._early: dict[int, None] = {}  # QUEUED or RUNNING, in order.
+        self._done: set[int] = set()  # Early and DONE.
+        self._running: int | None = None  # Which the thread updates.
+        self._stale: set[int] = set()  # Withdrawn, and the thread may have something of it.
+        self._num_changes: Counter[int] = Counter()  # Beginnings and ends of other changes.
         self._is_resting = True  # Nothing is pending, and all writes of updates are over.
+        self._is_idle = True  # The same with early updates.
         self._failure: BaseException | None = None
         self._is_closed = False
 
     # -- Training thread ---------------------------------------------------------------------------
 
-    def add(self, shards: Iterable[int]) -> None:
-        """Makes shards pending. None is pending before."""
+    def add(self, shards: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Makes shards pending; none is pending before. Early shards are as the step has decided;
+        others were withdrawn. Returns those that are DONE, which are not pending, and the one that
+        is RUNNING, which is pending and goes on."""
         with self._changed:
             assert not self._order and not self._is_closed
-            self._order = dict.fromkeys(shards)
+            done = set(self._done)
+            running = {shard for shard in self._early if shard == self._running}
+            self._order = {shard: None for shard in shards if shard not in done}
+            assert running <= self._order.keys()
             self._wanted.clear()
-            self._is_resting = not self._order
+            self._early.clear()
+            self._done.clear()
+            self._is_idle = self._is_idle and not self._order
+            self._is_resting = self._is_idle
             self._changed.notify_all()
+            return done, running
+
+    def add_early(self, shard: int) -> None:
+        """Queues a shard for an update that no step has decided. It is not pending."""
+        with self._changed:
+            assert shard not in self._order and shard not in self._done
+            self._early[shard] = None
+            self._is_idle = False
+            self._changed.notify_all()
+
+    def withdraw(self, shards: Iterable[int]) -> set[int]:
+        """Makes shards early no more. Returns those whose update had begun. Waits until the thread
+        has dropped what it has of them."""
+        with self._changed:
+            back = {shard for shard in shards if shard in self._early or shard in self._done}
+            begun = {shard for shard in back if shard in self._done or shard == self._running}
+            self._stale |= back - self._done
+            self._done -= back
+            for shard in back:
+                self._early.pop(shard, None)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._stale & back or self._is_over())
+            return begun
 
     def close(self) -> None:
         """Ends the updates after the one that runs. Waits for pending shards raise from now on."""
@@ -55,9 +102,24 @@ class PendingShards:
         """Whether no shard is pending and every updated shard is where it rests."""
         return self._is_resting
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the thread has nothing to do and no transfer in flight."""
+        return self._is_idle
+
     def is_pending(self, shard: int) -> bool:
         """Whether the shard awaits its update."""
         return shard in self._order
+
+    def note_change(self, shard: int) -> None:
+        """The shard's weights are about to be set, or were set: an early update that has begun is
+        not kept."""
+        with self._changed:
+            self._num_changes[shard] += 1
+
+    def num_changes(self, shard: int) -> int:
+        """Returns how often `note_change` was called."""
+        return self._num_changes[shard]
 
     def check(self) -> None:
         """Raises InfinityError if an update has failed."""
@@ -75,11 +137,18 @@ class PendingShards:
                 raise self._error()
 
     def await_all(self) -> None:
-        """Waits until every shard is updated and is where it rests. Raises InfinityError if some
-        shard never will be."""
+        """Waits until every pending shard is updated and is where it rests. Raises InfinityError if
+        some shard never will be."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_resting or self._is_over())
-            if not self._is_resting:
+            if not self._is_resting or self._failure is not None:
+                raise self._error()
+
+    def await_idle(self) -> None:
+        """As `await_all`, and waits for early updates, too."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_idle or self._is_over())
+            if not self._is_idle:
                 raise self._error()
 
     def _is_over(self) -> bool:
@@ -101,24 +170,60 @@ class PendingShards:
     # -- The updating thread -----------------------------------------------------------------------
 
     def take(self) -> int | None:
-        """Returns the shard to update next, which stays pending; None if there is none."""
+        """Returns the shard to update next, which stays pending, or early; None if there is none,
+        or if writes of pending ones are to be finished first."""
         with self._changed:
-            if self._is_closed:
-                return None
-            while self._wanted:
-                shard = self._wanted.popleft()
-                if shard in self._order:
-                    return shard
-            return next(iter(self._order), None)
+            self._running = self._next()
+            return self._running
 
-    def upcoming(self, but: int) -> Iterator[int]:
-        """Yields the pending shards without one, in order. For the updating thread."""
-        return (shard for shard in self._order if shard != but)
+    def _next(self) -> int | None:
+        if self._is_closed:
+            return None
+        while self._wanted:
+            shard = self._wanted.popleft()
+            if shard in self._order:
+                return shard
+        shards = self._order or (self._early if self._is_resting else {})
+        return next(iter(shards), None)
+
+    def upcoming(self, but: int) -> list[int]:
+        """Returns the pending shards, then the early ones, without one, in order."""
+        with self._changed:
+            return [shard for shard in (*self._order, *self._early) if shard != but]
 
     def note_updated(self, shard: int) -> None:
         """Marks a shard as updated: reads of its state see the new one."""
         with self._changed:
             del self._order[shard]
+            self._running = None
+            self._changed.notify_all()
+
+    def end_early(self, shard: int, *, is_made: bool) -> bool:
+        """Ends the early update of a shard. Returns whether the step has decided as expected in the
+        meantime: then the shard is pending, and `note_updated` follows."""
+        with self._changed:
+            self._running = None
+            if shard in self._order:
+                return True
+            if shard in self._early:
+                del self._early[shard]
+                if is_made:
+                    self._done.add(shard)
+            return False
+
+    def stale(self) -> set[int]:
+        """Returns the shards that were withdrawn. The thread drops what it has of them."""
+        with self._changed:
+            return set(self._stale)
+
+    def goes_on(self, shard: int) -> bool:
+        """Whether an early update is still wanted."""
+        return shard not in self._stale and not self._is_closed
+
+    def note_dropped(self, shards: Iterable[int]) -> None:
+        """Marks withdrawn shards as dropped."""
+        with self._changed:
+            self._stale.difference_update(shards)
             self._changed.notify_all()
 
     def await_more(self) -> bool:
@@ -126,8 +231,11 @@ class PendingShards:
         some; False after `close`."""
         with self._changed:
             self._is_resting = not self._order
+            self._is_idle = not self._order and not self._early
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._order or self._is_closed)
+            self._changed.wait_for(
+                lambda: self._order or self._early or self._stale or self._is_closed
+            )
             return not self._is_closed
 
     def fail(self, error: BaseException) -> None:

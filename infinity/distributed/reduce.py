@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 import numpy
 import torch
@@ -20,8 +19,9 @@ from infinity.distributed.ordered_sum import OrderedReduction
 from infinity.distributed.partials import PATIENCE_S, PartialGradient, wire_code
 from infinity.distributed.peer import RemoteRequest
 from infinity.distributed.store import DistributedStore
+from infinity.distributed.sum_progress import SumProgress, refuse_other_generation
 from infinity.distributed.transport import PeerTransport
-from infinity.errors import RankError, UnsupportedError
+from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.state.partition import Partition, ShardSlice
 from infinity.state.units import StateKind, TensorSpec, Unit
@@ -89,6 +89,8 @@ class DistributedGradients(GradientSink):
         self._reduce_buffer: OrderedReduction[PartialGradient] = OrderedReduction(
             self._partition.count, combine=self._combine, drop=self._partials.drop
         )
+        of_shard = {tensor: unit.index for tensor, (unit, _) in self._local_shares.items()}
+        self.progress = SumProgress(of_shard, self._reduce_buffer.parts)
         # By tensor: this rank's contributions since the last step or `forget`.
         self._numbers: defaultdict[int, int] = defaultdict(int)
         # Steps that this rank has entered, and backward passes that it has ended since.
@@ -303,7 +305,8 @@ class DistributedGradients(GradientSink):
             flags = numpy.frombuffer(content, numpy.bool_, len(self._specs))
             present = present | flags
             counts = numpy.frombuffer(content, numpy.int64, len(local), offset=present.nbytes)
-            self._refuse_other_generation(rank, local, counts)
+            refuse_other_generation(self._specs, (self._partition.rank, local), (rank, counts))
+        self.progress.begin_step()
         self._sum_up(all_are_there=True)
         self._num_steps, self._num_backwards = self._num_steps + 1, 0
         self._may_give = self._waits_for_others = True
@@ -353,18 +356,6 @@ class DistributedGradients(GradientSink):
         if unit in self.local.in_blocks():
             self._give_sums(unit)
             self.local.drop_block(unit)
-
-    def _refuse_other_generation(
-        self, rank: int, local: numpy.ndarray[Any, Any], remote: numpy.ndarray[Any, Any]
-    ) -> None:
-        differing = numpy.flatnonzero(local != remote)
-        if differing.size:
-            name = self._specs[differing[0]].name
-            raise RankError(
-                rank,
-                f"rank {rank} has cleared the gradient of {name!r} another number of times than "
-                f"rank {self._partition.rank}; call zero_grad() on all ranks alike",
-            )
 
     # -- Looking -----------------------------------------------------------------------------------
 

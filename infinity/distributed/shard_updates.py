@@ -1,4 +1,4 @@
-"""Updates of this rank's shards after the step, by a thread beside training.
+"""Updates of this rank's shards after the step, and before it, by a thread beside training.
 
 `optimizer.step()` decides, and all ranks leave it at once. The thread then updates one shard after
 the other, in the order in which the next pass needs the units. A shard that another rank or this
@@ -9,20 +9,25 @@ Note [Thread of updates]
   The thread takes no lock of the engine and waits for no other rank. It reads and writes state
   where the state rests, without the weight cache. Its memory, the staging slots and the blocks of
   weights, is lent by the training thread before the first update and taken back after the last.
+
+Early updates, in the backward, write undecided bytes (`state/undecided.py`). The training thread
+publishes those that the step keeps; the thread publishes one that the step found under way.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from typing_extensions import override
 
 from infinity.distributed.pending import PendingShards
+from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
-from infinity.state.store import LocalStore, NvmeLocation, Transfer, changing_kinds
+from infinity.state.store import LocalStore, NvmeLocation, StateStore, Transfer, changing_kinds
+from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.staging_ring import StagingRing
@@ -32,6 +37,7 @@ from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
+_WEIGHTS_LABEL = "weights that are updated"
 _NUM_BLOCKS = 2  # One shard's weights are read or written while those of another are updated.
 
 
@@ -60,22 +66,23 @@ class RestingWeights(UpdatedWeights):
     """Weights of shards, for updates: where they rest, or in blocks on their way from and to a
     drive. The training thread lends and takes back the blocks, the thread of updates uses them."""
 
-    def __init__(self, local: LocalStore, pool: HostPool) -> None:
+    def __init__(self, local: StateStore, pool: HostPool, shards: Iterable[Unit]) -> None:
         self._local = local
         self._pool = pool
         self._slots: list[_Slot] = []
+        self._block_nbytes = max(
+            (unit.trainable_nbytes for unit in shards if unit.state_numel and self._travels(unit)),
+            default=0,
+        )
 
     # -- Memory: training thread -------------------------------------------------------------------
 
-    def lend(self, units: Iterable[Unit]) -> None:
-        """Takes blocks for the largest of these shards' weights. Raises CapacityError."""
-        nbytes = max((unit.trainable_nbytes for unit in units if self._travels(unit)), default=0)
-        if not nbytes:
-            return
-        what = "weights that are updated"
-        self._slots.append(_Slot(self._pool.require(nbytes, what)))
-        while len(self._slots) < _NUM_BLOCKS:
-            block = self._pool.try_allocate(nbytes, what)
+    def lend(self) -> None:
+        """Takes a block, or two if memory is free, unless they are there. Raises CapacityError."""
+        if self._block_nbytes and not self._slots:
+            self._slots.append(_Slot(self._pool.require(self._block_nbytes, _WEIGHTS_LABEL)))
+        while 0 < len(self._slots) < _NUM_BLOCKS:
+            block = self._pool.try_allocate(self._block_nbytes, _WEIGHTS_LABEL)
             if block is None:
                 return
             self._slots.append(_Slot(block))
@@ -147,6 +154,12 @@ class RestingWeights(UpdatedWeights):
                 self._local.units[unit], StateKind.PARAMETERS, slot.block, nbytes=dirty_nbytes
             )
 
+    def forget(self, unit: int) -> None:
+        """Drops what was read ahead of a unit."""
+        for slot in self._slots:
+            if slot.unit == unit:
+                slot.unit = None
+
     def finish_writes(self) -> None:
         """Waits for all transfers. Raises StorageError."""
         for slot in self._slots:
@@ -164,39 +177,81 @@ class ShardUpdates:
     def __init__(
         self,
         local: LocalStore,
+        shards: Sequence[Unit],
         pending: PendingShards,
         pool: HostPool,
         counters: Counters,
         settings: UpdateSettings,
         tell: Callable[[str], None],
     ) -> None:
-        self._local = local
+        self._state = UndecidedState(local)
         self._pending = pending
         self._tell = tell
         # The counters of waits are for those of the training thread.
         self._ring = StagingRing(
-            local, pool, Counters(),
+            self._state, pool, Counters(),
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
         )  # fmt: skip
-        self._weights = RestingWeights(local, pool)
+        self._weights = RestingWeights(self._state, pool, shards)
         self._chunks = ChunkUpdates(self._ring, self._weights, counters, None)
         self._updates: Mapping[int, UnitUpdate] = {}
+        self._early: dict[int, UnitUpdate] = {}  # Since the last decision.
         self._has_memory = False
         self._thread: threading.Thread | None = None
 
     # -- Training thread ---------------------------------------------------------------------------
 
-    def start(self, updates: Mapping[int, UnitUpdate]) -> None:
-        """Starts updates, by shard and in order. None is pending. Raises CapacityError, before
-        anything has changed."""
+    def start(self, updates: Mapping[int, UnitUpdate]) -> set[int]:
+        """Starts updates, by shard and in order, but for those that were made early. Returns the
+        shards whose early update is kept, made or under way: they are in `updates`. None is
+        pending. Raises CapacityError, before anything has changed."""
         assert self._pending.are_resting
         if not updates:
-            return
+            return set()
         self._ring.take()
-        self._weights.lend(update.unit for update in updates.values())
+        self._weights.lend()
         self._has_memory = True
         self._updates = updates
-        self._pending.add(updates)
+        done, running = self._pending.add(updates)
+        for shard in done:
+            self._state.publish(updates[shard].unit)
+        self._ensure_thread()
+        return done | running
+
+    @property
+    def has_space(self) -> bool:
+        """Whether an early update has a generation to write to."""
+        return self._state.has_space
+
+    def begin_early(self, update: UnitUpdate) -> bool:
+        """Queues an update that no step has decided: nobody sees it before `start`. Returns False
+        if there is no memory for it; weights that are only kept give way."""
+        if not self._has_memory and not self._take_memory():
+            return False
+        self._early[update.unit.index] = update
+        self._pending.add_early(update.unit.index)
+        self._ensure_thread()
+        return True
+
+    def _take_memory(self) -> bool:
+        try:
+            self._ring.take()
+            self._weights.lend()
+        except CapacityError:
+            self._ring.give_up()
+            return False
+        self._has_memory = True
+        return True
+
+    def withdraw(self, shards: Iterable[int]) -> set[int]:
+        """Takes early updates back, where there are any. Returns the shards whose update had begun.
+        Waits for a chunk at most."""
+        begun = self._pending.withdraw(shards)
+        for shard in begun:
+            self._state.drop(self._early[shard].unit)
+        return begun
+
+    def _ensure_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-updates", daemon=True)
             self._thread.start()
@@ -204,9 +259,9 @@ class ShardUpdates:
     def release(self, *, waits: bool) -> bool:
         """Gives the memory back after the last update, with `waits` after a wait for it. Returns
         whether there was any."""
-        if not self._has_memory or not (waits or self._pending.are_resting):
+        if not self._has_memory or not (waits or self._pending.is_idle):
             return False
-        self._pending.await_all()
+        self._pending.await_idle()
         self._has_memory = False
         self._weights.take_back()
         self._ring.give_up()
@@ -231,15 +286,18 @@ class ShardUpdates:
     def _run(self) -> None:
         try:
             while True:
+                self._drop_stale()
                 shard = self._pending.take()
-                if shard is not None:
+                if shard is None:
+                    self._ring.finish_writes()
+                    self._weights.finish_writes()
+                    if not self._pending.await_more():
+                        return
+                elif self._pending.is_pending(shard):
                     self._update(self._updates[shard])
                     self._pending.note_updated(shard)
-                    continue
-                self._ring.finish_writes()
-                self._weights.finish_writes()
-                if not self._pending.await_more():
-                    return
+                else:
+                    self._update_early(self._early[shard])
         except BaseException as error:
             self._pending.fail(error)
             self._tell(f"in an update after optimizer.step(): {type(error).__name__}: {error}")
@@ -248,14 +306,56 @@ class ShardUpdates:
         shard = update.unit.index
         self._chunks.check_out(update)
         try:
-            following = next(self._pending.upcoming(but=shard), None)
-            if following is not None:
-                self._weights.read_ahead(self._updates[following])
+            self._read_weights_ahead(shard)
             while not update.is_done:
                 self._chunks.run_next(update, self._chunks_after(shard))
         finally:
             self._chunks.check_in(update, write_now=True)
 
+    def _update_early(self, update: UnitUpdate) -> None:
+        """Updates a shard beside its bytes of the last step, which stay what everybody reads. A
+        failed read or a lack of space ends the attempt: who needs the bytes next meets the
+        cause."""
+        shard = update.unit.index
+        self._state.begin(update.unit)
+        try:
+            self._chunks.check_out(update)
+            self._read_weights_ahead(shard)
+            while not update.is_done and self._pending.goes_on(shard):
+                self._drop_stale(but=shard)
+                self._chunks.run_next(update, self._chunks_after(shard))
+            if update.is_done:
+                self._chunks.check_in(update, write_now=True)
+        except StorageError:
+            update.num_done = 0  # It was not made.
+        self._chunks.drop(update)
+        is_decided = self._pending.end_early(shard, is_made=update.is_done)
+        if not update.is_done:
+            self._state.drop(update.unit)
+        elif is_decided:
+            self._state.publish(update.unit)
+            self._pending.note_updated(shard)
+
+    def _drop_stale(self, but: int | None = None) -> None:
+        """Drops what was read ahead of shards that were withdrawn: their gradients or weights may
+        have changed."""
+        stale = self._pending.stale() - {but}
+        if stale:
+            self._ring.drop_reads(lambda chunk: chunk.unit.index in stale)
+            for shard in stale:
+                self._weights.forget(shard)
+            self._pending.note_dropped(stale)
+
+    def _read_weights_ahead(self, shard: int) -> None:
+        following = next(iter(self._following(shard)), None)
+        if following is not None:
+            self._weights.read_ahead(following)
+
     def _chunks_after(self, shard: int) -> Iterator[Chunk]:
+        for following in self._following(shard):
+            yield from following.left
+
+    def _following(self, shard: int) -> Iterator[UnitUpdate]:
         for following in self._pending.upcoming(but=shard):
-            yield from self._updates[following].left
+            is_pending = self._pending.is_pending(following)
+            yield (self._updates if is_pending else self._early)[following]

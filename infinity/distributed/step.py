@@ -8,13 +8,16 @@ DistributedMasters   masters of which this rank has a part
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from typing_extensions import override
 
+from infinity.distributed.early_shards import EarlyShards
 from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.shard_updates import ShardUpdates, can_update_beside
 from infinity.distributed.store import DistributedStore
@@ -84,7 +87,8 @@ class DistributedUpdater(StepRunner):
     """The optimizer step over this rank's shards. All ranks enter it and leave it together.
 
     A `StepRunner` that has an `Updater` of the shards, `local`, for updates inside the step, and a
-    `ShardUpdates` for updates after it, `deferred`. `deferred` is None where every rank keeps the
+    `ShardUpdates` for updates after it, `deferred`, some of which begin in the backward
+    (`early_shards.py`). `deferred` is None where every rank keeps the
     weights, where memory is tight, and where a device computes updates or has state of them; then
     `defer` does what `apply` does. No unit of the model is ever pending: pending shards are known
     to the store, which makes each read of them wait.
@@ -101,7 +105,8 @@ class DistributedUpdater(StepRunner):
         gathering: DeviceUnshard | None,
     ) -> None:
         shards = ShardWeights(weight_cache, store)
-        self.local = Updater(store, pool, shards, gradients.owned, counters, settings)
+        own = replace(settings, in_backward=False)
+        self.local = Updater(store, pool, shards, gradients.owned, counters, own)
         self.chunk_nbytes = self.local.chunk_nbytes
         self._store = store
         self._num_full = len(store.partition.full_units)
@@ -110,6 +115,8 @@ class DistributedUpdater(StepRunner):
         self._parts = {share.full: share.part for s in store.partition.local for share in s.shares}
         self._gradients = gradients.owned
         self.deferred: ShardUpdates | None = None
+        self._early: EarlyShards | None = None
+        self._decided_s = time.monotonic()  # The last decision.
         shard_units = [shard.unit for shard in store.partition.local]
         if (
             store.partition.shards_parameters
@@ -118,8 +125,11 @@ class DistributedUpdater(StepRunner):
             and can_update_beside(store.local, shard_units)
         ):
             self.deferred = ShardUpdates(
-                store.local, store.pending, pool, counters, settings, store.transport.abort
-            )
+                store.local, shard_units, store.pending, pool, counters, settings,
+                store.transport.abort,
+            )  # fmt: skip
+            if settings.in_backward:
+                self._early = EarlyShards(store, gradients, self.deferred, counters)
 
     def apply(self, record: StepRecord) -> None:
         """Updates this rank's shards, and makes the new weights visible to every rank.
@@ -157,11 +167,21 @@ class DistributedUpdater(StepRunner):
             for unit in self._changed_by(record):
                 self._full_units.discard(unit.index)
                 self._full_units.discard(self._num_full + unit.index)
-            self.deferred.start(self._updates_of(self._local_of(record)))
+            self._start(self.deferred, self._local_of(record))
             # INV-18: all ranks have entered the step, so none reads the old shards any more; none
             # reads the new ones before they are pending on every rank.
             self._store.transport.all_gather("optimizer.step() is over", b"")
             self._full_units.prefetch_anew()
+
+    def _start(self, deferred: ShardUpdates, record: StepRecord) -> None:
+        now_s = time.monotonic()
+        step_s, self._decided_s = now_s - self._decided_s, now_s
+        if self._early is None:
+            deferred.start(self._updates_of(record))
+            return
+        self._early.take_back_others(record)
+        kept = deferred.start(self._updates_of(record))
+        self._early.end_step(record, kept, step_s)
 
     def _updates_of(self, record: StepRecord) -> dict[int, UnitUpdate]:
         """Returns the updates of this rank's shards, those that are needed next first."""
@@ -201,24 +221,39 @@ class DistributedUpdater(StepRunner):
 
     @override
     def note_gradient(self, unit: int) -> None:
-        """Does nothing: no unit is updated before the step."""
+        if self._early is not None:
+            self._early.note_gradient(unit)
 
     @override
     def note_left(self, unit: int) -> bool:
-        return False
+        return self._early is not None and self._early.note_left(unit)
 
     @override
     def begin_early(self, unit: int, record: StepRecord) -> None:
-        raise AssertionError("no unit is updated before the step")
+        assert self._early is not None, "`note_left` has asked for it"
+        shard = self._store.partition.local[unit].unit
+        update = updates_of(shard, self._local_of(record), self.chunk_nbytes)
+        if update is not None:
+            self._early.begin(unit, update)
 
     @override
     def advance(self) -> None:
         self.local.advance()
-        if self.deferred is not None:
-            self.deferred.release(waits=False)
+        if self._early is not None:
+            self._early.advance()
+        self._release_idle()
+
+    def _release_idle(self) -> bool:
+        """Frees the memory of updates if none is under way, and none is expected before the step.
+        Returns whether there was any."""
+        if self.deferred is None or (self._early is not None and self._early.is_active):
+            return False
+        return self.deferred.release(waits=False)
 
     @override
     def withdraw(self, unit: int) -> None:
+        if self._early is not None:
+            self._early.take_back(unit)
         self._store.pending.await_update(self._num_full + unit)
         self.local.finish_writes()
 
@@ -229,6 +264,8 @@ class DistributedUpdater(StepRunner):
 
     @override
     def settle(self) -> None:
+        if self._early is not None:
+            self._early.withdraw()
         self._store.pending.await_all()
         self.local.settle()
 
@@ -248,7 +285,7 @@ class DistributedUpdater(StepRunner):
 
     @override
     def reclaim_idle(self) -> bool:
-        if self.deferred is not None and self.deferred.release(waits=False):
+        if self._release_idle():
             return True
         return self.local.reclaim_idle()
 
@@ -258,6 +295,8 @@ class DistributedUpdater(StepRunner):
 
     @override
     def reclaim(self) -> bool:
+        if self._early is not None:
+            self._early.pause()
         if self.deferred is not None and self.deferred.release(waits=True):
             return True
         return self.local.reclaim()

@@ -347,6 +347,13 @@ class DistributedStore:
         """Writes this rank's part of full weights to where the part rests."""
         shard = self.partition.shards[index][self.partition.rank]
         self.pending.await_update(shard.unit.index)
+        self.pending.note_change(shard.unit.index)
+        try:
+            self._write_part(shard, full)
+        finally:
+            self.pending.note_change(shard.unit.index)
+
+    def _write_part(self, shard: Shard, full: torch.Tensor) -> None:
         host_view = self.host_view(shard.unit, StateKind.PARAMETERS)
         block = self._reading[self.partition.rank]
         for segment in shard.segments:

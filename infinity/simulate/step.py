@@ -185,7 +185,8 @@ class _Draft:
             is_last = micro_batch == job.num_micro_batches - 1
             if is_last:
                 self._updated = set()
-            complete: list[int] = []  # Early units whose gradients the last move completed.
+            # Early units whose gradients the last move completed, each with the end of its sum.
+            complete: list[tuple[int, int]] = []
             forward_pass = self.log.pass_name
             left = Counter(
                 unit for move in self._fetches.moves for unit in self._gradients_of(move)
@@ -199,8 +200,8 @@ class _Draft:
                     continue
                 self.log.pass_name = "backward"
                 self._backward(move, self._restore(move.use, use))
-                for unit in complete:  # Their chunks were read in the meantime.
-                    self._update_early(unit)
+                for unit, at_rest in complete:  # Their chunks were read in the meantime.
+                    self._update_early(unit, at_rest)
                 complete.clear()
                 for unit in self._gradients_of(move):
                     left[unit] -= 1
@@ -208,7 +209,7 @@ class _Draft:
                         self._gradients.leave(unit, is_first=unit not in summed)
                         summed.add(unit)
                     if is_updating and is_last and left[unit] == 0 and unit in self._early:
-                        complete.append(unit)
+                        complete.append((unit, self._gradients.out[-1]))
         self.log.pass_name = "backward"
         for unit, ready in self._gradients.sums.items():
             self._gradients.send_sums(unit, ready)
@@ -218,8 +219,13 @@ class _Draft:
         self._gradients.out.clear()
         self.log.decided.append(self.log.add(COMPUTE, "optimizer decides", after=after))
 
-    def _update_early(self, unit: int) -> None:
-        """Updates a unit in the backward. Units that are not updated there stay pending."""
+    def _update_early(self, unit: int, summed: int) -> None:
+        """Updates a unit in the backward. Units that are not updated there stay pending. Ranks read
+        the state of a shard when its sum is complete."""
+        if self.log.job.units[unit].sharded.is_gathered:
+            self._fetches.updated[unit] = self._updates.of_shard(unit, summed)
+            self._updated.add(unit)
+            return
         done = self._updates.update(unit, self.log.last_on[COMPUTE], is_early=True)
         if unit in self._updates.unwritten:
             self._updates.write_weights(unit, [self._updates.unwritten.pop(unit), done])
@@ -332,7 +338,7 @@ class _Draft:
         load = self.log.job.units[unit]
         is_updated = is_pending and load.update_nbytes > 0
         if is_updated and load.sharded.is_gathered:
-            self._fetches.updated[unit] = self._updates.of_shard(unit)
+            self._fetches.updated[unit] = self._updates.of_shard(unit, self.log.decided[-1])
             is_updated = False
         ready = self._fetches.to_host(unit, is_updated=is_updated)
         if is_updated:

@@ -39,6 +39,8 @@ class UnitUpdates:
         if not load.update_nbytes or load.changes_on_device:
             return False
         is_on_nvme = load.weights == "nvme" or bool(load.state_write_nbytes.get("nvme"))
+        if load.sharded is not NOT_SHARDED:
+            return load.weights == "nvme" and not self.copied_nbytes(load)
         return is_on_nvme or not self._log.job.shares_host_memory
 
     def copied_nbytes(self, load: UnitLoad) -> int:
@@ -73,20 +75,29 @@ class UnitUpdates:
         done = self.update(unit, ready)
         self._log.last_on[COMPUTE] = self._log.add(COMPUTE, f"updated {load.name}", after=[done])
 
-    def of_shard(self, unit: int) -> int:
-        """Adds the update of this rank's shard after the step, by a thread beside the passes. The
-        thread reads and writes weights where they rest (design/0015)."""
-        load, ready = self._log.job.units[unit], self._log.decided[-1]
+    def of_shard(self, unit: int, ready: int) -> int:
+        """Adds the update of this rank's shard by a thread beside the passes, after `ready`: the
+        decision, or the sum that the update reads. The thread reads and writes weights where they
+        rest (design/0015)."""
+        load, begins = self._log.job.units[unit], ready
         if load.weights == "nvme":
             last = self._log.written.weights.get(unit)
             ready = self._log.nvme(
                 READ, f"weights of {load.name}", load.weight_nbytes, [last, ready]
             )
-        return self.update(unit, ready)
+        return self.update(unit, ready, begins=begins)
 
-    def update(self, unit: int, weights_ready: int | None, *, is_early: bool = False) -> int:
+    def update(
+        self,
+        unit: int,
+        weights_ready: int | None,
+        begins: int | None = None,
+        *,
+        is_early: bool = False,
+    ) -> int:
         """Reads state a segment at a time, updates it and writes it back; then writes the weights.
-        With `is_early` what rests on the host is copied first."""
+        State that is not read ahead is read after `begins`; None: after the decision. With
+        `is_early` what rests on the host is copied first."""
         job, load = self._log.job, self._log.job.units[unit]
         decided = self._log.decided[-1]
         # Weights on the device come to the host, and return.
@@ -105,7 +116,7 @@ class UnitUpdates:
         done = weights_ready
         for segment in range(count):
             done = self._update_segment(
-                unit, segment, count, capacity, weights_ready, is_early=is_early
+                unit, segment, count, capacity, weights_ready, begins, is_early=is_early
             )
         assert done is not None
         if load.weights == "nvme":
@@ -124,9 +135,16 @@ class UnitUpdates:
         self._log.written.weights[unit] = self._log.nvme(WRITE, name, load.written_nbytes, after)
 
     def _update_segment(
-        self, unit: int, segment: int, count: int, capacity: int, weights_ready: int | None,
-        *, is_early: bool,
-    ) -> int:  # fmt: skip
+        self,
+        unit: int,
+        segment: int,
+        count: int,
+        capacity: int,
+        weights_ready: int | None,
+        begins: int | None,
+        *,
+        is_early: bool,
+    ) -> int:
         job, load = self._log.job, self._log.job.units[unit]
         name = f"state of {load.name}"
 
@@ -138,7 +156,7 @@ class UnitUpdates:
         if not is_sum_kept:
             before.append(self._log.written.gradients.get(unit))
         if not self._rides_along:  # Else state is read ahead of the decision.
-            before.append(self._log.decided[-1])
+            before.append(self._log.decided[-1] if begins is None else begins)
         if any(load.state_read_nbytes.values()):
             if len(self._ring) >= capacity:
                 before += self._ring[-capacity]

@@ -96,11 +96,15 @@ def updates_in_backward(
     reserved; for "auto" as much as the weights take stays free: an export, or activations, fit.
     """
     schedule, placement = config.schedule, budgets.placement
-    if schedule.updates not in ("auto", "both_passes") or num_ranks > 1:
+    if schedule.updates not in ("auto", "both_passes"):
+        return _NOT_IN_BACKWARD
+    if num_ranks > 1 and schedule.update_on == "device":  # Then ranks update inside the step.
         return _NOT_IN_BACKWARD
     if budgets.is_tight or not schedule.prefetch:
         return _NOT_IN_BACKWARD
     tiers = [tiers for unit in units if (tiers := tiers_of_old_state(unit, placement))]
+    if num_ranks > 1:  # Other ranks read weights of the last step where they rest.
+        tiers = [of_unit for of_unit in tiers if of_unit == {"nvme"}]
     has_generations = any("nvme" in of_unit for of_unit in tiers)
     if not has_generations:
         is_on = bool(tiers) and not budgets.shares_host_memory
@@ -113,7 +117,8 @@ def updates_in_backward(
         if tier == "nvme"
     )
     generations_nbytes = (num_spares + 1) * spare_generation_nbytes(units, placement)
-    left_nbytes = sum(unit.nbytes(StateKind.PARAMETERS) for unit in units)
+    kind = StateKind.PARAMETERS  # Ranks keep their shards alone.
+    left_nbytes = sum(unit.nbytes(kind) for unit in units if (unit.index, kind) in placement.tiers)
     if free_nbytes < resting_nbytes + generations_nbytes + left_nbytes:
         return _NOT_IN_BACKWARD
     return BackwardUpdates(is_on=True, num_spares=1)

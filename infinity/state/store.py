@@ -20,6 +20,7 @@ from infinity.state.stored import StoredWeights
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.shards import ShardFiles
+from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
 from infinity.tiers.host import Block, HostBlocks
@@ -320,10 +321,12 @@ class LocalStore:
         offset_nbytes: int = 0,
         nbytes: int | None = None,
         priority: Priority = Priority.WRITE_BACK,
+        undecided: UndecidedContent | None = None,
     ) -> Transfer:
         """Starts writing the start of `block` to a range of the state. Whole pages only.
 
-        The block must stay lent and unchanged until the transfer is done.
+        The block must stay lent and unchanged until the transfer is done. `undecided`, for state on
+        NVMe: see `Volume.write`.
         """
         location = self._locations[unit.index, kind]
         length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
@@ -338,6 +341,7 @@ class LocalStore:
                 nbytes=length,
                 address=block.address,
                 priority=priority,
+                undecided=undecided,
             )
             if kind is StateKind.PARAMETERS and unit.index in self._first_values:
                 assert length == unit.weight_nbytes

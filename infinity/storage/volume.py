@@ -27,6 +27,7 @@ from infinity.storage.generations import (
 )
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.swap_directory import SwapDirectory
+from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume_checksums import BufferChecksums
 from infinity.storage.volume_layout import Extent, share_with_spares, slice_extents, stripe
 from infinity.storage.volume_paths import (
@@ -37,6 +38,7 @@ from infinity.storage.volume_paths import (
     spaces_of,
     uses_direct_io,
 )
+from infinity.storage.write_failures import WriteFailures
 
 __all__ = ["Adopted", "Extent", "Volume", "VolumePath"]
 
@@ -86,11 +88,10 @@ class Volume:
         if verify or num_spares:
             self._checksums = BufferChecksums(is_deferred=not verify, num_threads=num_threads)
         self._reserving = threading.Lock()
-        self._lock = threading.Lock()  # guards the four below
+        self._write_failures = WriteFailures()
+        self._lock = threading.Lock()  # guards the two below
         self._maps = tuple(GenerationMap() for _ in paths)
         self._frozen: list[FrozenContent] = []
-        self._pending_writes: list[Ticket] = []
-        self._failure: StorageError | None = None
         self._is_closed = False
         try:
             for path in self._paths:
@@ -207,15 +208,31 @@ class Volume:
         nbytes: int,
         address: int,
         priority: Priority,
+        undecided: UndecidedContent | None = None,
     ) -> Ticket:
-        """Writes memory, which must not change until the ticket is done, to a range of a buffer."""
+        """Writes memory, which must not change until the ticket is done, to a range of a buffer.
+        With `undecided` reads of the range return its old bytes until `publish`."""
         ticket = self._submit(
             "write", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
-            priority=priority,
+            priority=priority, undecided=undecided,
         )  # fmt: skip
-        with self._lock:
-            self._pending_writes.append(ticket)
+        self._write_failures.watch(ticket)
         return ticket
+
+    def publish(self, undecided: UndecidedContent) -> None:
+        """Makes bytes the current ones that were written beside them. No byte moves. No request of
+        their ranges is in flight but these writes."""
+        assert self._checksums is not None
+        with self._lock:
+            for path_index, run in undecided.runs:
+                self._maps[path_index].put(run)
+        for extent, checksums in undecided.checksums:
+            self._checksums.put([extent], checksums)
+
+    @property
+    def can_be_undecided(self) -> bool:
+        """Whether an undecided write has a generation, beside the current and the frozen ones."""
+        return len(self.frozen) < self.num_spares
 
     def sync(self) -> None:
         """Calls fdatasync for every path, after the writes whose tickets are done."""
@@ -224,8 +241,7 @@ class Volume:
             try:
                 self._engine.sync(file)
             except StorageError as error:
-                with self._lock:
-                    self._failure = self._failure or error
+                self._write_failures.note(error)
                 raise
 
     # -- Freezing ------------------------------------------------------------------------------
@@ -365,6 +381,7 @@ class Volume:
         address: int,
         priority: Priority,
         label: str = "",
+        undecided: UndecidedContent | None = None,
     ) -> Ticket:
         self._check_usable()
         if offset_nbytes % PAGE_NBYTES or nbytes % PAGE_NBYTES or address % PAGE_NBYTES:
@@ -372,7 +389,7 @@ class Volume:
                 f"{offset_nbytes=}, {nbytes=} and {address=} must be multiples of {PAGE_NBYTES}"
             )
         parts = slice_extents(extents, offset_nbytes=offset_nbytes, nbytes=nbytes)
-        runs = [self._runs(operation, extent) for extent, _ in parts]
+        runs = [self._runs(operation, extent, undecided is not None) for extent, _ in parts]
         segments = [
             Segment(
                 self._open[extent.path_index].files[run.generation],
@@ -384,7 +401,7 @@ class Volume:
             for run in found
         ]
         if operation == "write":
-            return self._write(parts, runs, segments, address, priority)
+            return self._write(parts, runs, segments, address, priority, undecided)
         # Taken before the read is queued: later writes are carried out after it, or elsewhere.
         expected = [
             ExpectedRange(
@@ -416,17 +433,20 @@ class Volume:
             runs = [part for run in runs for part, held in split_by_frozen(run, maps) if held]
         return self._checksums.known(path_index, runs)
 
-    def _runs(self, operation: Operation, extent: Extent) -> list[GenerationRun]:
+    def _runs(
+        self, operation: Operation, extent: Extent, is_undecided: bool
+    ) -> list[GenerationRun]:
         """The files that an extent is read from, or may be written to."""
-        if not self.num_spares:
+        if not self.num_spares and not is_undecided:
             return [GenerationRun(0, extent.offset_nbytes, extent.nbytes)]
         current = self._maps[extent.path_index]
         with self._lock:
             if operation == "read":
                 return current.of(extent.offset_nbytes, extent.nbytes)
+            kept = [frozen.maps[extent.path_index] for frozen in self._frozen]
             runs = choose_targets(
                 current,
-                [frozen.maps[extent.path_index] for frozen in self._frozen],
+                [*kept, current] if is_undecided else kept,
                 offset_nbytes=extent.offset_nbytes,
                 nbytes=extent.nbytes,
                 num_generations=1 + self.num_spares,
@@ -451,12 +471,17 @@ class Volume:
         segments: Sequence[Segment],
         address: int,
         priority: Priority,
+        undecided: UndecidedContent | None,
     ) -> Ticket:
         """Queues the write, then records it: a refused write leaves the old bytes and checksums."""
-        checksums = self._checksums
+        checksums, is_now = self._checksums, undecided is not None
         # With `verify`, before the write: the next read needs the checksums.
-        digests = None if checksums is None else checksums.digests(parts, address)
+        digests = None if checksums is None else checksums.digests(parts, address, is_now=is_now)
         ticket = self._engine.submit("write", segments, priority)
+        if undecided is not None:
+            assert digests is not None
+            undecided.add(parts, runs, digests)
+            return ticket
         if checksums is not None:
             ticket = checksums.record(ticket, parts, address, digests)
         if self.num_spares:
@@ -472,23 +497,4 @@ class Volume:
                 errno.EBADF, operation="use", path=self._paths[0].path,
                 detail="the volume is closed",
             )  # fmt: skip
-        with self._lock:
-            self._look_for_failed_writes()
-            # INV-11: after a failed write every call raises the first error.
-            if self._failure is not None:
-                raise self._failure.with_traceback(None)
-
-    def _look_for_failed_writes(self) -> None:
-        """Raises the error of a failed write, awaited or not. `_lock` is held."""
-        pending, self._pending_writes = self._pending_writes, []
-        for ticket in pending:
-            if not ticket.done():
-                self._pending_writes.append(ticket)
-                continue
-            try:
-                ticket.wait()
-            except StorageError as error:
-                if (
-                    error.errno != errno.ECANCELED
-                ):  # The caller has cancelled it, and knows that it is torn.
-                    self._failure = self._failure or error
+        self._write_failures.check()

@@ -70,12 +70,15 @@ class BufferChecksums:
             for part in table.known(run.offset_nbytes, run.nbytes)
         ]
 
-    def digests(self, parts: Sequence[tuple[Extent, int]], address: int) -> list[bytes] | None:
-        """Returns the checksums of the parts of a write; None if `record` computes them later.
+    def digests(
+        self, parts: Sequence[tuple[Extent, int]], address: int, *, is_now: bool = False
+    ) -> list[bytes] | None:
+        """Returns the checksums of the parts of a write. None if `record` computes them later;
+        never with `is_now`.
 
         `parts`: the extents, each with its distance from `address` in memory.
         """
-        if self._digester is not None:
+        if self._digester is not None and not is_now:
             return None
         return [digest(address + at, extent.nbytes, self._num_threads) for extent, at in parts]
 

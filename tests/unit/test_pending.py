@@ -91,6 +91,49 @@ def test_every_wait_ends_with_the_updates(end: str) -> None:
             pending.check()
 
 
+def test_early_shards_come_last_and_nobody_waits_for_them() -> None:
+    pending = PendingShards()
+    pending.add([1])
+    pending.add_early(7)
+    pending.add_early(8)
+    assert pending.take() == 1 and pending.upcoming(but=1) == [7, 8]
+    pending.note_updated(1)
+    assert pending.take() is None, "writes of pending shards are finished first"
+    assert pending.await_more() and pending.are_resting and not pending.is_idle
+    pending.await_all()
+    pending.await_update(7)
+    assert pending.take() == 7
+    assert not pending.end_early(7, is_made=True)
+    assert pending.take() == 8 and not pending.is_pending(8)
+    # The step decides: one is made, one is under way.
+    assert pending.add([7, 8, 9]) == ({7}, {8})
+    assert not pending.is_pending(7) and pending.is_pending(8)
+    assert pending.end_early(8, is_made=True)
+    pending.note_updated(8)
+    assert pending.take() == 9
+
+
+def test_a_withdrawn_shard_is_dropped_by_the_thread_before_the_wait_ends() -> None:
+    pending = PendingShards()
+    for shard in (1, 2, 3):
+        pending.add_early(shard)
+    assert pending.take() == 1 and not pending.end_early(1, is_made=True)
+    assert pending.take() == 2
+    begun: list[int] = []
+    thread, errors = _in_thread(lambda: begun.extend(pending.withdraw([1, 2, 3, 4])))
+    deadline_s = time.monotonic() + 10.0
+    while pending.stale() != {2, 3} and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert not pending.goes_on(2) and thread.is_alive()
+    assert not pending.end_early(2, is_made=True), "made too late"
+    pending.note_dropped({2, 3})
+    thread.join(10.0)
+    assert sorted(begun) == [1, 2] and not errors
+    assert pending.take() is None and pending.add([1, 2, 3]) == (set(), set())
+    pending.note_change(1)
+    assert pending.num_changes(1) == 1 and not pending.num_changes(2)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     shards=st.lists(st.integers(0, 20), min_size=1, max_size=12, unique=True),

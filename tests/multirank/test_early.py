@@ -1,0 +1,360 @@
+"""Updates in the backward, over ranks: whatever comes before the step decides, all values are those
+of updates after the step, and every rank sees old weights until then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import infinity
+from infinity.errors import StorageError
+from infinity.state.undecided import UndecidedState
+from infinity.streaming.unit_update import ChunkUpdates
+
+from .models import batch, loss_of
+from .processes import Ranks, run_ranks
+from .work import LR, NVME, Case, assert_same_run, expected, offload_case, read_weights, train_all
+
+STATE = dict.fromkeys(("parameters", "master", "moments"), "nvme")
+ROOMY = "96MiB"
+PATIENCE_S = 20.0
+
+
+class EarlyRun:
+    """One rank's training. `names` has the values that were seen, `early` the early updates that an
+    event has kept and undone."""
+
+    def __init__(self, rank: int, case: Case, directory: Path, **options: Any) -> None:
+        self.rank, self.case = rank, case
+        self.model = offload_case(case, directory / f"swap-{case.updates}", **options)
+        self.engine = infinity.engine_of(self.model)
+        half = [list(self.model.blocks.parameters()), list(self.model.head.parameters())]
+        self.optimizer = infinity.AdamW([{"params": params} for params in half], lr=LR)
+        self.shards: Any = getattr(self.engine.updater, "_early", None)
+        assert (self.shards is not None) == (case.updates == "both_passes")
+        self.seed = 0
+        self.values: dict[str, Any] = {}
+        self.early: dict[str, tuple[float, float]] = {}
+
+    def batch(self) -> Tensor:
+        self.seed += 10
+        return batch(self.seed + self.rank, self.model.width).to(getattr(torch, self.case.compute))
+
+    def backward(self, skip: tuple[int, ...] = ()) -> None:
+        loss_of(self.model, self.batch(), skip).backward()
+
+    def await_early(self, *, is_complete: bool = True) -> None:
+        """Lets the parts of all ranks come, and the updates that may begin be made."""
+        dist.barrier()
+        if self.shards is not None:
+            deadline_s = time.monotonic() + (PATIENCE_S if is_complete else 0.3)
+            while self.shards._left and time.monotonic() < deadline_s:
+                with self.engine._lock:
+                    self.engine.gradients.take_in()
+                    self.engine.updater.advance()
+                time.sleep(0.001)
+            assert not (is_complete and self.shards._left)
+            while self.shards._pending._early:
+                self.shards._pending.check()
+                time.sleep(0.001)
+        dist.barrier()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def ready(self) -> None:
+        """Two plain steps, after which every unit is updated early if it can be."""
+        for _ in range(2):
+            self.backward()
+            self.step()
+        if self.shards is not None:
+            self.shards.policy._num_wanted_steps = 0
+            self.shards.policy.share = 1.0
+
+    @contextmanager
+    def event(self, name: str, *, ends: bool = True) -> Iterator[None]:
+        """Runs its block between a backward that has updated shards early and the step."""
+        self.ready()
+        self.backward()
+        before = self._counts()
+        self.await_early()
+        yield
+        if ends:
+            self.step()
+        self.values[name] = read_weights(self.model)
+        self.early[name] = tuple(
+            now - then for now, then in zip(self._counts(), before, strict=True)
+        )
+
+    def _counts(self) -> tuple[float, float]:
+        counters = self.engine.counters.snapshot()
+        return counters.get("early_updates_kept", 0), counters.get("early_updates_undone", 0)
+
+
+def _events(rank: int, case: Case, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Everything that may come between a backward and the step."""
+    run = EarlyRun(rank, case, Path(directory), checkpoint={"keep": 1})  # Has its own generation.
+    model, optimizer = run.model, run.optimizer
+    with run.event("a plain step"):
+        pass
+    with run.event("clipping"):
+        optimizer.max_grad_norm = 0.05
+    optimizer.max_grad_norm = 1e6
+    with run.event("a norm that clips nothing"):
+        pass
+    optimizer.max_grad_norm = None
+    with run.event("another rate"):
+        optimizer.param_groups[0]["lr"] = LR / 3
+    with run.event("a second backward of one rank"):
+        if rank == 0:
+            run.backward()
+        run.await_early(is_complete=False)
+    with run.event("an evaluation on one rank"):
+        if rank == 0:
+            with torch.no_grad():
+                run.values["output"] = model(run.batch())
+            run.values["old weights"] = read_weights(model)
+    with run.event("a look at state on one rank"):
+        if rank == 0:
+            run.values["old moment"] = optimizer.state[model.head.weight]["exp_avg"].clone()
+            run.values["old master"] = run.engine.read_parameter("blocks.1.0.weight", master=True)
+    with run.event("no step", ends=False):
+        optimizer.zero_grad()
+    with run.event("a checkpoint and no step", ends=False):
+        optimizer.zero_grad()
+        infinity.checkpoint.save(f"{directory}/saved-{case.updates}", model, optimizer)
+    with run.event("gradients of two backwards, no step", ends=False):
+        pass
+    run.backward()
+    run.step()
+    with (
+        run.event("weights that are set"),
+        infinity.gather(model.head, modify=True),
+        torch.no_grad(),
+    ):
+        model.head.weight.mul_(0.5)
+    with run.event("all state at rest on one rank"):
+        if rank == 0:
+            run.engine.flush()
+    with run.event("a need for memory"):
+        while run.engine.pool._reclaim(1 << 20):
+            pass
+    run.ready()
+    run.backward(skip=(1,) if rank else ())  # Rank 1 leaves a block out.
+    run.await_early(is_complete=False)
+    run.step()
+    run.ready()
+    run.values["last"] = read_weights(model)
+    run.backward()
+    run.await_early()
+    infinity.close(model)
+    return run.values, run.early
+
+
+@pytest.mark.parametrize(
+    ("count", "case"),
+    [
+        (2, Case(3, NVME, compute="bfloat16", capacity=ROOMY)),
+        (3, Case(3, STATE | {"gradients": "host"}, capacity=ROOMY)),
+    ],
+    ids=["nvme", "gradients-on-host"],
+)
+def test_whatever_comes_before_the_step_has_the_values_of_updates_after_it(
+    count: int, case: Case, tmp_path: Path
+) -> None:
+    wanted = run_ranks(count, _events, replace(case, updates="deferred"), str(tmp_path))
+    found = run_ranks(count, _events, replace(case, updates="both_passes"), str(tmp_path))
+    kept, undone = dict.fromkeys(found[0][1], 0.0), dict.fromkeys(found[0][1], 0.0)
+    for (values, early), (other, _) in zip(found, wanted, strict=True):
+        assert values.keys() == other.keys()
+        for name in values:
+            _assert_equal(values[name], other[name], name)
+        for name, (num_kept, num_undone) in early.items():
+            kept[name], undone[name] = kept[name] + num_kept, undone[name] + num_undone
+    all_kept = {"a plain step", "a norm that clips nothing", "an evaluation on one rank"}
+    for name in kept:
+        if name in all_kept:
+            assert kept[name] and not undone[name], name
+        elif name == "a look at state on one rank":
+            assert kept[name], name
+        elif name in ("a need for memory", "no step", "gradients of two backwards, no step"):
+            assert not undone[name], name
+        else:
+            assert undone[name], name
+    assert kept["all state at rest on one rank"], "the other ranks have kept theirs"
+
+
+def _assert_equal(found: Any, wanted: Any, what: str) -> None:
+    if isinstance(wanted, dict):
+        for name, value in wanted.items():
+            _assert_equal(found[name], value, f"{what}: {name}")
+    else:
+        assert torch.equal(found, wanted), what
+
+
+@contextmanager
+def _patched(owner: Any, name: str, around: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, around(getattr(owner, name)))
+        yield
+
+
+def _slowly(update: Callable[..., Any]) -> Callable[..., Any]:
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.03)
+        return update(*arguments)
+
+    return slowly
+
+
+def _failing(write: Callable[..., Any]) -> Callable[..., Any]:
+    def failing(state: UndecidedState, unit: Any, *arguments: Any, **options: Any) -> Any:
+        if unit.index in state._contents:
+            raise StorageError(5, operation="write", path="", offset_nbytes=0, nbytes=0)
+        return write(state, unit, *arguments, **options)
+
+    return failing
+
+
+def _under_way(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
+    """The step decides while an early update runs."""
+    run = EarlyRun(rank, case, Path())
+    with _patched(ChunkUpdates, "_update", _slowly):
+        for _ in range(3):
+            run.ready()
+            run.backward()
+            while run.shards._left:
+                with run.engine._lock:
+                    run.engine.gradients.take_in()
+                    run.engine.updater.advance()
+            assert run.shards._pending._early, "an update runs, and others wait for it"
+            run.step()
+    found = read_weights(run.model), run._counts()
+    infinity.close(run.model)
+    return found
+
+
+def _cannot_write(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
+    """No early update of rank 1 finds space for its writes."""
+    run = EarlyRun(rank, case, Path())
+    with _patched(UndecidedState, "write", _failing if rank else lambda write: write):
+        for number in range(3):
+            with run.event(str(number)):
+                pass
+    kept = sum(kept for kept, _ in run.early.values())
+    found = read_weights(run.model), (kept, 0.0)
+    infinity.close(run.model)
+    return found
+
+
+def _plainly(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
+    run = EarlyRun(rank, case, Path())
+    for _ in range(9):
+        run.backward()
+        run.step()
+    found = read_weights(run.model), run._counts()
+    infinity.close(run.model)
+    return found
+
+
+def test_a_step_keeps_an_update_that_is_under_way_and_makes_one_that_failed(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    case = Case(3, NVME, capacity=ROOMY, updates="both_passes")
+    wanted = run_ranks(2, _plainly, replace(case, updates="deferred"))
+    under_way, failed = run_ranks(2, _under_way, case), run_ranks(2, _cannot_write, case)
+    for found in (under_way, failed):
+        for (weights, _), (other, _) in zip(found, wanted, strict=True):
+            _assert_equal(weights, other, "weights")
+    assert all(kept and not undone for _, (kept, undone) in under_way)
+    assert [bool(kept) for _, (kept, _) in failed] == [True, False]
+
+
+def test_updates_in_the_backward_have_the_bits_of_plain_torch() -> None:
+    case = Case(3, NVME, updates="both_passes", capacity=ROOMY, steps=6)
+    cases = [
+        replace(case, accumulation=2, skips=True, lazy_ranks=(1,)),
+        replace(case, model="experts", compute="bfloat16", optimizer="lion"),
+        replace(case, layer_major=True, accumulation=2),
+        replace(case, simulated=True, exchange="collective"),
+    ]
+    for rank, runs in enumerate(run_ranks(2, train_all, cases)):
+        for each, found in zip(cases, runs, strict=True):
+            assert_same_run(found, expected(each, 2)[rank], f"rank {rank}, {each}")
+
+
+def _dies(rank: int, directory: str, how: str) -> None:
+    """Commits after each step; in an early update rank 1 dies, or its drive fails."""
+    case = Case(3, NVME, capacity=ROOMY, updates="both_passes")
+    run = EarlyRun(rank, case, Path(directory), checkpoint={"durability": "step", "keep": 1})
+    for _ in range(3):
+        run.ready()
+        run.backward()
+        run.await_early()
+        run.step()
+        infinity.checkpoint.commit(run.model, run.optimizer)
+    assert run._counts()[0] > 0
+
+    def die(write: Callable[..., Any]) -> Callable[..., Any]:
+        def dying(state: UndecidedState, unit: Any, *arguments: Any, **options: Any) -> Any:
+            if unit.index in state._contents:
+                if how == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                run.engine.store.volume._write_failures.note(
+                    StorageError(5, operation="write", path="", offset_nbytes=0, nbytes=0)
+                )
+            return write(state, unit, *arguments, **options)
+
+        return dying
+
+    with _patched(UndecidedState, "write", die if rank else lambda write: write):
+        for _ in range(20):
+            run.backward()
+            run.step()
+
+
+def _goes_on(rank: int, directory: str, num_steps: int) -> dict[str, Tensor]:
+    """Nine steps, or those that are left after the last commit."""
+    case = Case(3, NVME, capacity=ROOMY, updates="both_passes")
+    commits = f"{directory}/swap-both_passes/commits"
+    resume = commits if os.path.exists(commits) else None
+    section = {"durability": "step", "keep": 1}
+    run = EarlyRun(rank, case, Path(directory), checkpoint=section, resume=resume)
+    first = 0
+    if resume is not None:
+        first = infinity.checkpoint.load(resume, run.model, run.optimizer).step
+        assert first == 9
+    run.seed = 10 * first
+    for _ in range(first, num_steps):
+        run.backward()
+        run.step()
+    found = read_weights(run.model)
+    infinity.close(run.model)
+    return found
+
+
+@pytest.mark.parametrize("how", ["dies", "fails"])
+def test_a_rank_that_ends_in_an_early_update_leaves_the_last_commit(
+    how: str, tmp_path: Path
+) -> None:
+    with Ranks(2, _dies, str(tmp_path), how) as ranks:
+        outcomes = ranks.outcomes({0} if how == "dies" else {0, 1})
+    assert outcomes[0][1][0].startswith("RankError: rank 1 "), outcomes[0]
+    if how == "fails":
+        assert "StorageError" in outcomes[1][1][1], outcomes[1]
+    found = run_ranks(2, _goes_on, str(tmp_path), 12)
+    (tmp_path / "new").mkdir()
+    wanted = run_ranks(2, _goes_on, str(tmp_path / "new"), 12)
+    for rank in range(2):
+        _assert_equal(found[rank], wanted[rank], "weights")
