@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
-from infinity.distributed.device_group import DeviceGroups
+from infinity.distributed.device_group import DeviceGroups, abort
 from infinity.distributed.lockstep import NO_LOG, AgreedLog, digest_of
 from infinity.distributed.transport import SILENCE_S, PeerTransport
 from infinity.errors import InfinityError, RankError
@@ -467,9 +467,7 @@ class Collectives:
     def _abort(self) -> None:
         """Ends every wait in an operation, and refuses further ones."""
         self._is_aborted = True
-        for group in self._groups:
-            with contextlib.suppress(Exception):
-                group.abort()
+        abort(self._groups)
 
 
 class GroupOperations:

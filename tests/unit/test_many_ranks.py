@@ -19,7 +19,7 @@ from typing_extensions import override
 from infinity.distributed.buckets import SUMMING
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.coordinator import Key
-from infinity.distributed.device_group import DeviceGroups
+from infinity.distributed.device_group import DeviceGroups, abort
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 from infinity.tiers.device import Copy
@@ -109,6 +109,7 @@ class Rank:
         self.transport: Any = Transport(world, rank)
         gathers, sums = communicators
         self.groups = DeviceGroups(gathers.rank(rank), sums.rank(rank))
+        FakeGroup.share_device(self.groups)
         self.counters = Counters()
         self.collectives = Collectives(
             self.transport, self.groups, torch.device("cpu"), self.counters
@@ -328,6 +329,29 @@ def test_a_dead_rank_is_named_and_every_wait_for_it_ends() -> None:
     with pytest.raises(RankError, match="rank 41 failed: killed"):
         run(program)
     assert time.monotonic() - begun_s < 10
+
+
+def test_groups_of_one_device_end_only_if_both_are_aborted_at_once() -> None:
+    """As NCCL: an abort waits for the kernels of the other communicator."""
+
+    def stuck() -> DeviceGroups:
+        groups = DeviceGroups(*(FakeCommunicator(of, 2, duration_s).rank(0) for of in ("g", "s")))
+        FakeGroup.share_device(groups)
+        for group in groups:
+            group.all_gather_single(torch.zeros(2, 8), torch.zeros(8), None)
+        return groups
+
+    one_by_one = stuck()
+    first = threading.Thread(target=one_by_one.gathers.abort, daemon=True)
+    first.start()
+    first.join(0.1)
+    assert first.is_alive(), "an abort does not wait for the sums on the device"
+    one_by_one.sums.abort()
+    first.join(5)
+    assert not first.is_alive()
+    begun_s = time.monotonic()
+    abort(stuck())
+    assert time.monotonic() - begun_s < 5
 
 
 def test_an_operation_out_of_order_is_named() -> None:
