@@ -83,6 +83,8 @@ class AgreedLog:
         self.head = 0  # Entries before it are issued.
         self.missed = 0  # Bit i: entry i was issued without a proposal.
         self._required = 0  # Entries before it are issued without a proposal.
+        self._passed = 0  # Entries before it are no more to be proposed by this rank.
+        self._late: Counter[Key] = Counter()  # Issued without a proposal that may still come.
         self._bound: dict[int, Key] = {}
         self._places: dict[Key, int] = {}  # Of what is bound.
         self._free: dict[Key, list[int]] = {}  # Entries that are neither issued nor bound.
@@ -91,8 +93,9 @@ class AgreedLog:
 
     def bind(self, key: Key) -> int | None:
         """Notes a proposal of this rank. Returns the index of its entry; None if the log lacks
-        one."""
-        if not self._free.get(key):
+        one, or if other ranks did not wait for the proposal: a later entry is of a later use."""
+        if self._late[key] or not self._free.get(key):
+            self._late[key] -= bool(self._late[key])
             return None
         index = self._free[key].pop(0)
         self._bound[index], self._places[key] = key, index
@@ -106,7 +109,8 @@ class AgreedLog:
 
     def await_proposal(self, key: Key) -> None:
         """Notes that this rank waits for its proposal, and proposes nothing until then."""
-        self.require(self._places[key])
+        self._passed = max(self._passed, self._places[key])
+        self.require(self._passed)
 
     def require(self, index: int) -> None:
         """Lets the entries before `index` be issued, also those that this rank has not proposed."""
@@ -125,6 +129,7 @@ class AgreedLog:
             else:
                 self._free[entry.key].pop(0)
                 self.missed |= 1 << self.head
+                self._late[entry.key] += self.head >= self._passed
             self.head += 1
             yield entry, is_bound
 

@@ -33,9 +33,9 @@ def test_a_rank_issues_the_log_in_its_order_and_never_waits_for_itself(
     keys: list[Key], acts: list[tuple[str, Key, int]]
 ) -> None:
     log, issued, pending = AgreedLog([LogEntry(key) for key in keys]), [], set[Key]()
-    missed = []
+    missed, late = [], Counter[Key]()
 
-    def issue() -> None:
+    def issue(*, is_asked: bool = False) -> None:
         for entry, is_proposed in log.issue():
             issued.append(entry.key)
             assert is_proposed == (entry.key in pending) or not is_proposed
@@ -43,11 +43,13 @@ def test_a_rank_issues_the_log_in_its_order_and_never_waits_for_itself(
                 pending.remove(entry.key)
             else:
                 missed.append(len(issued) - 1)
+                late[entry.key] += is_asked
 
     for act, key, number in acts:
         if act == "propose" and key not in pending:
             index = log.bind(key)
-            assert (index is not None) == (key in keys[log.head :])
+            assert (index is not None) == (key in keys[log.head :] and not late[key])
+            late[key] = max(late[key] - 1, 0)
             if index is not None:
                 assert keys[index] == key
                 pending.add(key)
@@ -60,7 +62,7 @@ def test_a_rank_issues_the_log_in_its_order_and_never_waits_for_itself(
             pending.remove(key)
         elif act == "asked":
             log.require(number)
-            issue()
+            issue(is_asked=True)
             assert len(issued) >= min(number, len(keys))
         issue()
         assert issued == keys[: len(issued)]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from typing_extensions import override
 
+from infinity.distributed import collectives
 from infinity.distributed.buckets import SUMMING
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.coordinator import Key
@@ -374,6 +375,35 @@ def test_what_some_rank_never_uses_is_in_the_log_too() -> None:
             kept = Counter(rank.counters.snapshot())
             rank.read_alone.clear()
             rank.world.meeting.wait()  # A rank that closes asks all ranks for the next log.
+
+    run(program)
+
+
+def test_ranks_go_on_without_a_paused_rank_which_has_lost_nothing_after_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its threads play the log for the others, who ask for it after a while."""
+    monkeypatch.setattr(collectives, "PATIENCE_S", 0.2)
+    are_ahead = threading.Event()
+
+    def program(rank: Rank) -> None:
+        agree(rank)
+        if rank.rank == 5:
+            assert are_ahead.wait(10), "the others wait for a paused rank"
+        first = rank.propose_gather(0)
+        rank.receive(0, *first)
+        are_ahead.set()
+        rank.train(ALL[1:])
+        assert rank.read_alone[:1] == ([0] if rank.rank == 5 else [])
+        assert all(found in (None, sum_of(unit)) for unit, found in rank.sums.items())
+        rank.meet()
+        told_before = told(rank)
+        assert rank.collectives.is_in_lockstep
+        rank.read_alone.clear()
+        rank.train(ALL)
+        assert not rank.read_alone and rank.sums == {unit: sum_of(unit) for unit in ALL}
+        rank.meet()
+        assert told(rank) == told_before
 
     run(program)
 
