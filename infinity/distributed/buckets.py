@@ -18,6 +18,7 @@ import torch
 from infinity.distributed.collectives import Collectives, Proposal
 from infinity.distributed.coordinator import Key
 from infinity.distributed.exchange import DeviceExchange, SumLayout
+from infinity.distributed.partials import from_wire_code, wire_code
 from infinity.observe import Counters
 from infinity.state.partition import Partition
 from infinity.state.units import TensorSpec, Unit
@@ -100,15 +101,15 @@ class GradientBuckets:
         self._open: dict[Unit, GradientBucket] = {}
         self._proposed: deque[GradientBucket] = deque()
         self._generations: Sequence[int] = ()  # By tensor, as the step began.
-        self._layouts: dict[Key, SumLayout] = {}  # Of all that this rank has proposed.
-        collectives.stand_in(SUMMING, self._stand_in)
+        # A sum that one rank gave nothing to is made again by the owners.
+        collectives.stand_in(SUMMING, self._stand_in, is_unanimous=True)
 
     def begin_step(self, generations: Sequence[int]) -> None:
         """Begins a step. `generations`: by tensor, the same on all ranks."""
         self._generations = generations
 
-    def _stand_in(self, key: Key) -> Copy:
-        return self._exchange.sum_nothing(self._layouts[key])
+    def _stand_in(self, _key: Key, size: int) -> Copy:
+        return self._exchange.sum_nothing(SumLayout(*from_wire_code(size)))
 
     @property
     def is_on(self) -> bool:
@@ -160,8 +161,8 @@ class GradientBuckets:
         bucket.mean, bucket.present = mean, present
         key = SUMMING, unit.index, _what(bucket, self._generations)
         most_numel = max(sum(tensor.numel() for tensor in tensors) for tensors in by_rank)
-        self._layouts[key] = SumLayout(first.dtype, most_numel)
-        bucket.proposal = self._collectives.propose(key, issue)
+        size = wire_code(first.dtype, most_numel)
+        bucket.proposal = self._collectives.propose(key, issue, size=size)
         self._proposed.append(bucket)
 
     def close_all(self) -> None:

@@ -3,10 +3,10 @@
 A rank proposes an operation. In lockstep (`lockstep.py`) a thread of this object issues the
 operations of the agreed log in its order, without a message; what a rank does not propose is issued
 by a stand-in. Without a log, the thread begins an operation when every rank has proposed it
-(`coordinator.py`), in the order that rank 0 decides, which is the next log. The thread only issues
-operations; the device orders them. No rank enters a collective operation that another rank does not
-enter, so ranks may take different paths through the model. A rank whose proposal is cancelled
-requests the data from each owner.
+(`coordinator.py`), in the order that rank 0 decides. What ranks wanted in a step, with or without a
+log, is the next log. The thread only issues operations; the device orders them. No rank enters a
+collective operation that another rank does not enter, so ranks may take different paths through the
+model. A rank whose proposal is cancelled requests the data from each owner.
 
 Gathers and sums have a process group each, so that a gather does not wait behind a sum. One thread
 issues the operations of both, in one order: NCCL wants the order over all communicators of a device
@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
-from infinity.distributed.device_group import DeviceGroups
-from infinity.distributed.lockstep import NO_LOG, AgreedLog, digest_of
+from infinity.distributed.device_group import DeviceGroups, abort
+from infinity.distributed.lockstep import AgreedLog, LogEntry, Report, next_log, report_of
 from infinity.distributed.transport import SILENCE_S, PeerTransport
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
@@ -42,9 +42,8 @@ from infinity.tiers.device import Copy
 PATIENCE_S = 10.0
 _LOOK_S = 0.02
 _WATCH_S = 0.5  # A thread that waits in an operation notices within this time that a rank is gone.
-# If more than one proposal in RARE was cancelled in a step, ranks propose nothing for some steps,
-# twice as many every time.
-_RARE = 8
+# If what ranks proposed in a step makes no log, they propose nothing for some steps, twice as many
+# every time.
 _MOST_PAUSED = 64
 # Nothing is fetched ahead of the first pass, which leaves weights on the device for the second one.
 _FIRST_STEPS = 2
@@ -55,11 +54,14 @@ _NO_KEY: Key = (0, 0, 0)
 class Proposal:
     """An operation that this rank is ready for: `act` issues it. Made by `Collectives`."""
 
-    def __init__(self, key: Key, act: Callable[[], Copy | None]) -> None:
+    def __init__(self, key: Key, act: Callable[[], Copy | None], size: int = 0) -> None:
         self.key = key
+        self.size = size  # See lockstep.LogEntry.
         self.act: Callable[[], Copy | None] | None = act
         self.answer: Verb | None = None
         self.is_issued = False
+        self.is_needed = True  # Unless this rank took it back itself.
+        self.index: int | None = None  # Of its entry in the log, or in what began.
 
     @property
     def is_cancelled(self) -> bool:
@@ -97,15 +99,15 @@ class Collectives:
         self._paused_steps = 0
         self._pause = 1
         self._error: BaseException | None = None  # Of the thread that carries out what is begun.
-        self._answered = self._num_cancelled = 0  # Of rank 0's coordinator, before this step.
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._trace: list[Key] = []  # What began in this step, without a log.
+        self._proposals: list[Proposal] = []  # Of this rank in this step, in order.
+        self._trace: list[LogEntry] = []  # What began in this step, without a log.
         self._log: AgreedLog | None = None
-        self._log_step = self._steps_of_log = 0
-        self._endured_steps = 1
+        self._log_step = 0
         self._played = (0, 0)  # Step, and entries that another rank wants to be issued.
-        self._stand_ins: dict[int, Callable[[Key], Copy]] = {}  # By kind.
+        self._stand_ins: dict[int, Callable[[Key, int], Copy]] = {}  # By kind.
+        self._unanimous: set[int] = set()  # Kinds that are of no use without every rank.
         # Operations of the log that other ranks may not have entered yet, of the thread.
         self._under_way: deque[Copy] = deque()
         self._waits_since_s = 0.0
@@ -146,7 +148,7 @@ class Collectives:
                 for key in list(self._pending) if self._log is None else ():
                     self._send_message(Verb.WITHDRAW, key)
                 if self._log is not None:
-                    self._ask_to_play(len(self._log.keys))
+                    self._ask_to_play(len(self._log.entries))
             if not is_own:
                 self.end_step()
         self._is_closed = True
@@ -170,23 +172,31 @@ class Collectives:
         """Whether a rank may stand in for a proposal in this step. The same on all ranks."""
         return self._log is not None
 
-    def stand_in(self, kind: int, act: Callable[[Key], Copy]) -> None:
-        """Gives the operation of this rank for an entry of the log that it has not proposed."""
+    def stand_in(
+        self, kind: int, act: Callable[[Key, int], Copy], *, is_unanimous: bool = False
+    ) -> None:
+        """Gives the operation of this rank for an entry of the log that it has not proposed, from
+        the entry's key and size. `is_unanimous`: the kind is of no use without every rank."""
         self._stand_ins[kind] = act
+        if is_unanimous:
+            self._unanimous.add(kind)
 
-    def propose(self, key: Key, act: Callable[[], Copy | None]) -> Proposal:
+    def propose(self, key: Key, act: Callable[[], Copy | None], *, size: int = 0) -> Proposal:
         """Proposes an operation. Another thread calls `act` soon after every rank has proposed it.
 
-        Everything that `act` needs stays unchanged until the proposal is answered.
+        Everything that `act` needs stays unchanged until the proposal is answered. `size`: less
+        than 2**64, what a stand-in needs to know beside the key.
         """
         assert self.is_on and key not in self._pending
         self._check()
-        proposal = Proposal(key, act)
+        proposal = Proposal(key, act, size)
         with self._changed:
             self._pending[key] = proposal
+            self._proposals.append(proposal)
             if self._log is None:
                 self._send_message(Verb.PROPOSE, key)
-            elif self._log.bind(key):
+            elif (index := self._log.bind(key)) is not None:
+                proposal.index = index
                 self._play()
             else:
                 self._take(Verb.CANCEL, key)
@@ -199,12 +209,14 @@ class Collectives:
         RankError.
         """
         with self._changed:
+            proposal.is_needed = is_patient
             if proposal.answer is None and self._log is not None:
                 if is_patient:
                     self._log.await_proposal(proposal.key)
                     self._play()
                 else:
                     self._log.release(proposal.key)
+                    proposal.index = None
                     self._take(Verb.CANCEL, proposal.key)
             elif proposal.answer is None:
                 if is_patient:
@@ -225,7 +237,7 @@ class Collectives:
                 if self._log is None:
                     self._send_message(Verb.DONE, _NO_KEY)
                 else:
-                    self._log.require(len(self._log.keys))
+                    self._log.require(len(self._log.entries))
                     self._play()
                 self._step += 1
             while not self._is_idle(_LOOK_S):
@@ -237,19 +249,20 @@ class Collectives:
         it."""
         if self._log is not None:
             with self._changed:
-                self._log.require(len(self._log.keys))
+                self._log.require(len(self._log.entries))
                 self._play()
                 self._wait(lambda: not self._num_begun)
 
     def _play(self) -> None:
         """Hands entries of the log to the thread, with the lock."""
         assert self._log is not None
-        for key, is_proposed in self._log.issue():
+        for entry, is_proposed in self._log.issue():
             if is_proposed:
-                self._take(Verb.BEGIN, key)
+                self._take(Verb.BEGIN, entry.key)
             else:
+                act = partial(self._stand_ins[entry.key[0]], entry.key, entry.size)
                 self._num_begun += 1
-                self._begun.put(Proposal(key, partial(self._stand_ins[key[0]], key)))
+                self._begun.put(Proposal(entry.key, act))
                 self._counters.add("ranks_stand_ins", 1)
 
     def _is_idle(self, timeout_s: float) -> bool:
@@ -281,55 +294,42 @@ class Collectives:
     # -- When to try -------------------------------------------------------------------------------
 
     def decision(self) -> bytes:
-        """Returns what all ranks receive for `sync_weights`: whether ranks took the same path in
-        the step that ends, from rank 0, and the digest of this rank's log."""
+        """Returns what all ranks receive for `sync_weights`: the `Report` of this rank. Empty on
+        all ranks where they propose nothing."""
+        if self._paused_steps:
+            return b""
         with self._changed:
-            if self._log is not None:
-                return b"\1" + (NO_LOG if self._wants_new_log(self._log) else self._log.digest())
-            is_first = self._step <= _FIRST_STEPS
-            digest = NO_LOG if is_first or self._paused_steps else digest_of(self._trace)
-            if self._coordinator is None:
-                return b"\1" + digest
-            begun, cancelled = self._coordinator.begun, self._coordinator.cancelled
-            answered = begun + cancelled - self._answered
-            num_cancelled = cancelled - self._num_cancelled
-            self._answered, self._num_cancelled = begun + cancelled, cancelled
-        return bytes([num_cancelled * _RARE <= answered]) + digest
+            known = [p for p in self._proposals if p.is_needed or p.index is not None]
+            proposals = [(p.key, p.size, p.index) for p in known]
+            missed = 0 if self._log is None else self._log.missed
+            return report_of(self._played_now(), missed, proposals, self._step).encode()
 
-    def _wants_new_log(self, log: AgreedLog) -> bool:
-        """Whether ranks shall find their order anew, because the log lacks what this rank needs.
-
-        After 1, 2, 4, up to 64 steps in which it does: it may lack something else every time.
-        """
-        self._steps_of_log += 1
-        if not log.num_lacking:
-            self._endured_steps = 1
-        elif self._steps_of_log >= self._endured_steps:
-            self._endured_steps = min(2 * self._endured_steps, _MOST_PAUSED)
-            return True
-        return False
+    def _played_now(self) -> Sequence[LogEntry]:
+        return self._trace if self._log is None else self._log.entries
 
     def sync_weights(self, decisions: Sequence[bytes]) -> None:
         """Chooses how the next step begins operations, from the decisions of all ranks.
 
-        By the log if all ranks have one. Without a log, pauses proposals for some steps if ranks
-        took different paths, since proposals only cost time then.
+        By the log of what they wanted in this step. If they have proposed in vain, pauses proposals
+        for some steps, since proposals only cost time then.
         """
         with self._changed:
-            log, self._log = self._log, None
-            self._steps_of_log = 0 if log is None else self._steps_of_log
-            keys = self._trace if log is None else log.keys
-            self._trace, self._patience_s = [], None
+            played, has_log = self._played_now(), self._log is not None
+            self._log, self._trace, self._patience_s = None, [], None
+            self._proposals.clear()
             if self._paused_steps:
                 self._paused_steps -= 1
-            elif not decisions[0][0]:
-                self._paused_steps, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSED)
-            else:
+                return
+            reports = [Report.decode(content) for content in decisions]
+            entries = next_log(played, reports, self._unanimous)
+            if entries is None or self._step <= _FIRST_STEPS:
+                return
+            if entries:
                 self._pause = 1
-                digests = {decision[1:] for decision in decisions}
-                if len(digests) == 1 and NO_LOG not in digests:
-                    self._log, self._log_step = AgreedLog(keys), self._step
-                    self._play_asked()
+                self._log, self._log_step = AgreedLog(entries), self._step
+                self._play_asked()
+            elif not has_log and any(report.lacking for report in reports):
+                self._paused_steps, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSED)
 
     # -- Words -------------------------------------------------------------------------------------
 
@@ -388,7 +388,8 @@ class Collectives:
             self._num_begun += 1
             self._begun.put(proposal)
             if self._log is None:
-                self._trace.append(key)
+                proposal.index = len(self._trace)
+                self._trace.append(LogEntry(key, proposal.size))
             self._counters.add("ranks_collectives", 1)
         else:
             proposal.act = None
@@ -467,9 +468,7 @@ class Collectives:
     def _abort(self) -> None:
         """Ends every wait in an operation, and refuses further ones."""
         self._is_aborted = True
-        for group in self._groups:
-            with contextlib.suppress(Exception):
-                group.abort()
+        abort(self._groups)
 
 
 class GroupOperations:

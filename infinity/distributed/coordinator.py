@@ -66,8 +66,6 @@ class Coordinator:
         self._count = count  # Of ranks.
         # A rank may be in the next step before the coordinator knows that all ranks are done.
         self._steps: dict[int, _Step] = {}
-        self.begun = 0
-        self.cancelled = 0
 
     def on_message(self, rank: int, verb: Verb, step: int, key: Key) -> list[Decision]:
         """Takes a control message. The messages of one rank come in the order in which it sent
@@ -116,8 +114,4 @@ class Coordinator:
         for rank in ranks:
             if now.awaited.get(rank) == key:
                 del now.awaited[rank]
-        if verb is Verb.BEGIN:
-            self.begun += 1
-        else:
-            self.cancelled += 1
         return Decision(verb, step, key, ranks)

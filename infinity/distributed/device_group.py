@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -77,6 +78,28 @@ def leave(groups: DeviceGroups) -> None:
         with contextlib.suppress(Exception):
             if dist.get_backend(group) != "gloo":
                 group.shutdown()
+
+
+def abort(groups: DeviceGroups) -> None:
+    """Ends every wait of this rank in an operation of the groups. Waits until the aborts are over.
+
+    Both at once, each in a thread of its own: an abort of NCCL waits for what is on the device, and
+    may wait there for an operation of the other group, which only that group's abort ends.
+    `ncclGroupStart` in this thread would not join them: PyTorch calls NCCL in further threads.
+    """
+
+    def end(group: Any) -> None:
+        with contextlib.suppress(Exception):
+            group.abort()
+
+    threads = [
+        threading.Thread(target=end, args=(group,), name="infinity-abort", daemon=True)
+        for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _refuse_split(group: RankTopology) -> None:

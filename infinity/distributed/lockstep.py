@@ -1,49 +1,105 @@
 """The agreed log: the order of a step's collective operations, as one rank plays it.
 
-The log is the order in which the operations of an earlier step began, which is the same on all
-ranks. Every rank issues all of its entries in its order, without a message. An entry is issued when
-this rank has proposed it. It is issued without a proposal, by a stand-in, when this rank cannot
-propose it any more before something that it waits for. Pure: no clock and no thread.
+The log is the order of what ranks wanted in an earlier step, the same on all ranks. Every rank
+issues all of its entries in its order, without a message. An entry is issued when this rank has
+proposed it. It is issued without a proposal, by a stand-in, when this rank cannot propose it any
+more before something that it waits for. After the step, ranks tell each other what they missed of
+the log and what they lacked in it (`Report`), which makes the next log (`next_log`). Pure: no clock
+and no thread.
 """
 
 from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterator, Sequence
+import struct
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from infinity.distributed.coordinator import Key
 
-# A rank whose step missed the log more often than once in RARE entries asks for a new log.
-_RARE = 2
-NO_LOG = bytes(8)
+# An entry that was of no use in so many steps running is left out.
+PATIENT_STEPS = 4
+# A rank reports no more lacking operations than this of one step.
+MOST_LACKING = 256
+_DIGEST_NBYTES = 8
+_HEAD = struct.Struct(f"<{_DIGEST_NBYTES}sI")  # Digest, bytes of what was missed.
+_LACKING = struct.Struct("<IIIQQ")  # Place, key, size.
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """An operation of the log. `size` tells a stand-in how large it is; its kind says how."""
+
+    key: Key
+    size: int = 0
+    idle_steps: int = 0  # Running, in which it was of no use.
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """An operation that a rank needed and that had no entry. It belongs before entry `place`."""
+
+    place: int
+    key: Key
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank tells the others of a step. `digest` is that of what was played, and bit i of
+    `missed` says that a stand-in issued entry i. `lacking`: in the order of the rank's proposals.
+    """
+
+    digest: bytes
+    missed: int = 0
+    lacking: tuple[Lacking, ...] = ()
+
+    def encode(self) -> bytes:
+        """Returns the report as bytes for `decode`."""
+        missed = self.missed.to_bytes((self.missed.bit_length() + 7) // 8, "little")
+        lacking = [_LACKING.pack(lack.place, *lack.key, lack.size) for lack in self.lacking]
+        return b"".join([_HEAD.pack(self.digest, len(missed)), missed, *lacking])
+
+    @staticmethod
+    def decode(content: bytes) -> Report:
+        """Returns the report of a rank: the inverse of `encode`."""
+        digest, nbytes = _HEAD.unpack_from(content)
+        end = _HEAD.size + nbytes
+        lacking = tuple(
+            Lacking(place, (kind, index, what), size)
+            for place, kind, index, what, size in _LACKING.iter_unpack(content[end:])
+        )
+        return Report(digest, int.from_bytes(content[_HEAD.size : end], "little"), lacking)
 
 
 class AgreedLog:
     """One step of the log. Not thread-safe. A key is proposed again only after it was issued or
     released."""
 
-    def __init__(self, keys: Sequence[Key]) -> None:
-        self.keys = tuple(keys)
+    def __init__(self, entries: Sequence[LogEntry]) -> None:
+        self.entries = tuple(entries)
         self.head = 0  # Entries before it are issued.
+        self.missed = 0  # Bit i: entry i was issued without a proposal.
         self._required = 0  # Entries before it are issued without a proposal.
-        self.num_lacking = 0  # Proposals without an entry.
-        self._num_missed = 0  # These, and entries without a proposal.
+        self._passed = 0  # Entries before it are no more to be proposed by this rank.
+        self._late: Counter[Key] = Counter()  # Issued without a proposal that may still come.
         self._bound: dict[int, Key] = {}
         self._places: dict[Key, int] = {}  # Of what is bound.
         self._free: dict[Key, list[int]] = {}  # Entries that are neither issued nor bound.
-        for index, key in enumerate(self.keys):
-            self._free.setdefault(key, []).append(index)
+        for index, entry in enumerate(self.entries):
+            self._free.setdefault(entry.key, []).append(index)
 
-    def bind(self, key: Key) -> bool:
-        """Notes a proposal of this rank. Returns whether the log has an entry for it."""
-        if not self._free.get(key):
-            self.num_lacking += 1
-            self._num_missed += 1
-            return False
+    def bind(self, key: Key) -> int | None:
+        """Notes a proposal of this rank. Returns the index of its entry; None if the log lacks
+        one, or if other ranks did not wait for the proposal: a later entry is of a later use."""
+        if self._late[key] or not self._free.get(key):
+            self._late[key] -= bool(self._late[key])
+            return None
         index = self._free[key].pop(0)
         self._bound[index], self._places[key] = key, index
-        return True
+        return index
 
     def release(self, key: Key) -> None:
         """Takes a proposal back whose entry is not issued."""
@@ -53,34 +109,147 @@ class AgreedLog:
 
     def await_proposal(self, key: Key) -> None:
         """Notes that this rank waits for its proposal, and proposes nothing until then."""
-        self.require(self._places[key])
+        self._passed = max(self._passed, self._places[key])
+        self.require(self._passed)
 
     def require(self, index: int) -> None:
         """Lets the entries before `index` be issued, also those that this rank has not proposed."""
         self._required = max(self._required, index)
 
-    def issue(self) -> Iterator[tuple[Key, bool]]:
+    def issue(self) -> Iterator[tuple[LogEntry, bool]]:
         """Yields the entries that may be issued now, in order, and whether this rank has proposed
         them."""
-        while self.head < len(self.keys):
+        while self.head < len(self.entries):
             is_bound = self.head in self._bound
             if not is_bound and self.head >= self._required:
                 return
-            key = self.keys[self.head]
+            entry = self.entries[self.head]
             if is_bound:
-                del self._bound[self.head], self._places[key]
+                del self._bound[self.head], self._places[entry.key]
             else:
-                self._free[key].pop(0)
-                self._num_missed += 1
+                self._free[entry.key].pop(0)
+                self.missed |= 1 << self.head
+                self._late[entry.key] += self.head >= self._passed
             self.head += 1
-            yield key, is_bound
-
-    def digest(self) -> bytes:
-        """Returns the digest of the log; NO_LOG if this rank took another path in this step."""
-        return NO_LOG if self._num_missed * _RARE > len(self.keys) else digest_of(self.keys)
+            yield entry, is_bound
 
 
-def digest_of(keys: Sequence[Key]) -> bytes:
-    """Returns 8 bytes that ranks with one log have in common; NO_LOG for no operation."""
-    text = "\n".join(map(str, keys)).encode()
-    return hashlib.blake2b(text, digest_size=len(NO_LOG)).digest() if keys else NO_LOG
+def digest_of(entries: Sequence[LogEntry]) -> bytes:
+    """Returns 8 bytes that ranks with one log have in common."""
+    text = "\n".join(f"{entry.key} {entry.size} {entry.idle_steps}" for entry in entries)
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).digest()
+
+
+def report_of(
+    played: Sequence[LogEntry],
+    missed: int,
+    proposals: Iterable[tuple[Key, int, int | None]],
+    step: int,
+) -> Report:
+    """Returns this rank's report of a step, from its proposals in their order: key, size, and the
+    index of the entry or None. `missed`: as of `AgreedLog`.
+
+    An operation without an entry belongs behind the entry that the rank proposed last before it. It
+    was not lacking if the rank missed an entry of its key: that came too early in this step. Of
+    more than MOST_LACKING, the rank reports those that a hash of key and `step` chooses: the same
+    keys on all ranks, others in another step.
+    """
+    too_early = Counter(entry.key for index, entry in enumerate(played) if missed >> index & 1)
+    place, lacking = 0, []
+    for key, size, found in proposals:
+        if found is not None:
+            place = found + 1
+        elif too_early[key]:
+            too_early[key] -= 1
+        else:
+            lacking.append(Lacking(place, key, size))
+    if len(lacking) > MOST_LACKING:
+        keys = sorted({lack.key for lack in lacking}, key=lambda key: (hash((step, key)), key))
+        chosen = set(keys[:MOST_LACKING])
+        lacking = [lack for lack in lacking if lack.key in chosen][:MOST_LACKING]
+    return Report(digest_of(played), missed, tuple(lacking))
+
+
+def next_log(
+    played: Sequence[LogEntry], reports: Sequence[Report], unanimous: Collection[int]
+) -> tuple[LogEntry, ...] | None:
+    """Returns the log behind a step in which all ranks issued `played`, from what they report.
+
+    It is what was of use: an operation that at least half of the ranks proposed; of the kinds in
+    `unanimous`, one that all ranks proposed. Of what had no entry, all that was of use gets one. An
+    entry stays until it was of no use in PATIENT_STEPS steps running: one step of another path, or
+    without a batch, costs the log nothing. None: the ranks have not played the same.
+    """
+    digest = digest_of(played)
+    if any(report.digest != digest for report in reports):
+        return None
+    count = len(reports)
+
+    def is_of_use(key: Key, num_ranks: int) -> bool:
+        return num_ranks == count if key[0] in unanimous else 2 * num_ranks >= count
+
+    gained: dict[int, list[LogEntry]] = {}
+    for lacking in _merged(len(played), reports, is_of_use):
+        gained.setdefault(lacking.place, []).append(LogEntry(lacking.key, lacking.size))
+    masks = [report.missed for report in reports if report.missed]
+    log: list[LogEntry] = []
+    for index, entry in enumerate(played):
+        log += gained.get(index, ())
+        num_missed = sum(mask >> index & 1 for mask in masks)
+        idle_steps = 0 if is_of_use(entry.key, count - num_missed) else entry.idle_steps + 1
+        if idle_steps < PATIENT_STEPS:
+            is_as_before = idle_steps == entry.idle_steps
+            log.append(entry if is_as_before else replace(entry, idle_steps=idle_steps))
+    return (*log, *gained.get(len(played), ()))
+
+
+def _merged(
+    num_played: int, reports: Sequence[Report], is_of_use: Callable[[Key, int], bool]
+) -> list[Lacking]:
+    """Returns what was of use of what ranks lacked, by place, in the order of the ranks.
+
+    Ranks lacked one operation where they lacked one key between the same entries of their own, or,
+    of what is left, somewhere. Ranks that missed little know its place best, so they come first.
+    """
+    wanted = _wanted(reports, is_of_use)
+    merged: list[Lacking] = []
+    keys: list[Key] = []  # Of `merged`, as are the next two.
+    places: list[int] = []
+    counts: list[int] = []  # Ranks that lacked it there.
+    for report in sorted(reports, key=lambda rank: rank.missed.bit_count()):
+        at = 0  # Behind the last operation of this rank.
+        for lacking in (lack for lack in report.lacking if wanted[lack.key]):
+            low = bisect.bisect_left(places, lacking.place, at)
+            high = bisect.bisect_right(places, _next_own(report, lacking.place, num_played), low)
+            try:
+                at = keys.index(lacking.key, low, high)
+                counts[at] += 1
+            except ValueError:
+                at = low
+                place = max(lacking.place, places[at - 1] if at else 0)
+                merged.insert(at, replace(lacking, place=place))
+                keys.insert(at, lacking.key)
+                places.insert(at, place)
+                counts.insert(at, 1)
+            at += 1
+    chosen = []
+    for index in sorted(range(len(merged)), key=lambda index: (-counts[index], index)):
+        if wanted[keys[index]]:
+            wanted[keys[index]] -= 1
+            chosen.append(index)
+    return [merged[index] for index in sorted(chosen)]
+
+
+def _wanted(reports: Sequence[Report], is_of_use: Callable[[Key, int], bool]) -> Counter[Key]:
+    """Returns how many further entries of each key would have been of use."""
+    num_ranks: Counter[tuple[Key, int]] = Counter()
+    for report in reports:
+        of_rank = Counter(lack.key for lack in report.lacking)
+        num_ranks.update((key, nth) for key, number in of_rank.items() for nth in range(number))
+    return Counter(key for (key, _), number in num_ranks.items() if is_of_use(key, number))
+
+
+def _next_own(report: Report, place: int, num_played: int) -> int:
+    """Returns the first entry from `place` on that the rank has proposed; `num_played` if none."""
+    own = (~report.missed & (1 << num_played) - 1) >> place
+    return place + (own & -own).bit_length() - 1 if own else num_played

@@ -67,7 +67,7 @@ class DeviceUnshard:
         collectives.stand_in(_GATHERING, self._stand_in)
         collectives.stand_in(_REFRESHING, self._stand_in)
 
-    def _stand_in(self, key: Key) -> Copy:
+    def _stand_in(self, key: Key, _size: int) -> Copy:
         """Gives this rank's shard to an all-gather whose result this rank does not need."""
         unit = key[1]
         local = self._store.read_served(unit)

@@ -3,7 +3,9 @@
 A communicator keeps NCCL's rules. Operation number n of a communicator is the same on all ranks;
 another one raises `OrderMismatch`, where NCCL hangs or mixes bytes up. To issue an operation takes
 no time. Its kernel waits in the stream of the communicator until all ranks have issued it, reads its
-sources then, and ends at once on all ranks. An abort releases the rank that aborts, and no other.
+sources then, and ends at once on all ranks. An abort releases the rank that aborts, and no other. It
+waits for what is on the rank's device: kernels of other communicators too (`share_device`), until
+these are over or aborted.
 
 Time is virtual: a kernel begins when the last rank is ready for it and the one before it is over.
 """
@@ -11,7 +13,8 @@ Time is virtual: a kernel begins when the last rank is ready for it and the one 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +108,7 @@ class FakeGroup:
         self.ready_s = 0.0
         self.last: Kernel | None = None  # The last one that this rank issued.
         self._is_aborted = False
+        self._on_device: Sequence[FakeGroup] = (self,)
 
     def all_gather_single(self, target: torch.Tensor, source: torch.Tensor, _: Any) -> None:
         """Issues an all-gather."""
@@ -125,10 +129,25 @@ class FakeGroup:
         self.last = self.communicator.issue(self._rank, what, target, source, self.ready_s)
 
     def abort(self) -> None:
-        """Ends this rank's waits."""
+        """Ends this rank's waits. Returns when its device has nothing to do."""
         with self.communicator.changed:
             self._is_aborted = True
             self.communicator.changed.notify_all()
+        deadline_s = time.monotonic() + _STUCK_S
+        while any(group.is_busy for group in self._on_device):
+            assert time.monotonic() < deadline_s, "nobody aborts the other communicator"
+            time.sleep(0.001)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a kernel of this communicator is on the rank's device."""
+        return self.last is not None and not self.last.is_over and not self._is_aborted
+
+    @staticmethod
+    def share_device(groups: Sequence[FakeGroup]) -> None:
+        """Puts groups of one rank on one device."""
+        for group in groups:
+            group._on_device = groups
 
     def wait(self, kernel: Kernel) -> float:
         """Blocks the host until the kernel is over. Returns the time of its end. Raises `Aborted`,

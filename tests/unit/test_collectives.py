@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from infinity.distributed.collectives import Collectives
+from infinity.distributed.coordinator import Verb
 from infinity.distributed.device_group import DeviceGroups
 from infinity.errors import InfinityError
 from infinity.observe import Counters
@@ -62,16 +64,21 @@ def test_a_failing_operation_raises_on_the_only_rank(monkeypatch: pytest.MonkeyP
     collectives.close()
 
 
-def test_ranks_are_in_lockstep_only_while_all_of_them_have_one_log(
+def test_a_rank_plays_the_log_of_what_it_and_others_wanted_in_the_step_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     collectives = make(1, monkeypatch)
     issued: list[str] = []
-    collectives.stand_in(0, lambda key: issued.append(f"stand-in {key[1]}"))  # type: ignore[arg-type, return-value]
+    collectives.stand_in(0, lambda key, size: issued.append(f"stand-in {key[1]} {size}"))  # type: ignore[arg-type, return-value]
 
     def step(proposed: list[int], others: bytes | None = None) -> bytes:
+        issued.clear()
         for unit in proposed:
-            collectives.propose((0, unit, 0), lambda unit=unit: issued.append(f"own {unit}"))  # type: ignore[misc]
+            collectives.propose(
+                (0, unit, 0),
+                lambda unit=unit: issued.append(f"own {unit}"),  # type: ignore[misc]
+                size=9,
+            )
         collectives.end_step()
         decision = collectives.decision()
         collectives.sync_weights([decision, decision if others is None else others])
@@ -80,22 +87,45 @@ def test_ranks_are_in_lockstep_only_while_all_of_them_have_one_log(
     step([3])
     step([0, 1])
     assert not collectives.is_in_lockstep, "the first steps are not like the others"
-    step([0, 1, 2, 4])
+    step([0, 1, 2])
     assert collectives.is_in_lockstep
-    issued.clear()
-    decision = step([0, 2, 4, 7])  # 7 is not in the log: this rank alone needs it.
-    assert issued == ["own 0", "stand-in 1", "own 2", "own 4"]
-    assert not collectives.is_in_lockstep, "the log lacks what a rank needs"
-    step([0, 1, 2, 4])
+    step([0, 2, 7])  # 7 is not in the log.
+    assert issued == ["own 0", "stand-in 1 9", "own 2"]
+    step([])  # Without a batch.
+    assert issued == [f"stand-in {unit} 9" for unit in (0, 1, 2, 7)]
+    step([0, 2, 7])
+    assert issued == ["own 0", "stand-in 1 9", "own 2", "own 7"]
+    step([0, 2, 7])
+    decision = step([0])
+    assert issued == ["own 0"] + [f"stand-in {unit} 9" for unit in (2, 7)], "1 was of no use"
     assert collectives.is_in_lockstep
-    step([0, 2, 4, 7])
-    assert collectives.is_in_lockstep, "not for one step"
-    step([0, 2, 4, 7])
-    assert not collectives.is_in_lockstep
-    step([0, 1])
-    assert collectives.is_in_lockstep
-    decision = step([0, 1])
-    assert collectives.is_in_lockstep
-    step([0, 1], others=decision[:1] + b"another.")
+    digest = decision[:8]
+    step([0, 2, 7], others=decision.replace(digest, b"another."))
     assert not collectives.is_in_lockstep
     collectives.close()
+
+
+def test_ranks_that_propose_in_vain_pause_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three other ranks use nothing that this one uses, and nobody else asks for anything."""
+    collectives = make(4, monkeypatch)
+    is_on = []
+    for _ in range(14):
+        is_on.append(collectives.is_on)
+        if collectives.is_on:
+            proposal = collectives.propose((0, 7, 0), lambda: None)
+            for rank in range(1, 4):
+                collectives.on_message(rank, done(len([on for on in is_on if on]) - 1))
+            assert not collectives.settle(proposal)
+        collectives.end_step()
+        own = collectives.decision()
+        collectives.sync_weights([own] + [own[:8] + bytes(4) if own else own] * 3)
+    assert is_on == [True] * 3 + [False] + [True] + [False] * 2 + [True] + [False] * 4 + [
+        True,
+        False,
+    ]
+    collectives.close()
+
+
+def done(step: int) -> bytes:
+    """The control message of a rank that proposes nothing more in a step."""
+    return struct.pack("<BxxxIIIQ", Verb.DONE, step, 0, 0, 0)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from typing_extensions import override
 
+from infinity.distributed import collectives
 from infinity.distributed.buckets import SUMMING
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.coordinator import Key
-from infinity.distributed.device_group import DeviceGroups
+from infinity.distributed.device_group import DeviceGroups, abort
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 from infinity.tiers.device import Copy
@@ -109,12 +112,13 @@ class Rank:
         self.transport: Any = Transport(world, rank)
         gathers, sums = communicators
         self.groups = DeviceGroups(gathers.rank(rank), sums.rank(rank))
+        FakeGroup.share_device(self.groups)
         self.counters = Counters()
         self.collectives = Collectives(
             self.transport, self.groups, torch.device("cpu"), self.counters
         )
         self.collectives.stand_in(GATHERING, self.gather_for_others)
-        self.collectives.stand_in(SUMMING, self.sum_nothing)
+        self.collectives.stand_in(SUMMING, self.sum_nothing, is_unanimous=True)
         self.now_s = 0.0
         self.step = 0
         self.sums: dict[int, float | None] = {}  # Of the last step, by unit; None: not all gave.
@@ -137,11 +141,11 @@ class Rank:
         self.collectives.sums.all_gather(present.view(torch.uint8), flags.view(torch.uint8))
         return Passage(self.groups.sums), of_all, present[::COUNT]
 
-    def gather_for_others(self, key: Key) -> Copy:
+    def gather_for_others(self, key: Key, _size: int) -> Copy:
         return self.gather(key, 0.0)[0]
 
-    def sum_nothing(self, key: Key) -> Copy:
-        return self.sum(torch.zeros((COUNT, NBYTES // 4)), False, 0.0)[0]
+    def sum_nothing(self, _key: Key, size: int) -> Copy:
+        return self.sum(torch.zeros((COUNT, size)), False, 0.0)[0]
 
     def propose(self, kind: int, unit: int, act: Callable[[], tuple[Any, ...]]) -> Any:
         issued: list[Any] = []
@@ -150,7 +154,7 @@ class Rank:
             issued[:] = act()
             return issued[0]  # type: ignore[no-any-return]
 
-        return self.collectives.propose((kind, unit, 0), issue), issued
+        return self.collectives.propose((kind, unit, 0), issue, size=NBYTES // 4), issued
 
     # -- A step ------------------------------------------------------------------------------------
 
@@ -191,10 +195,12 @@ class Rank:
         rows, ready_s = torch.full((COUNT, NBYTES // 4), float(self.rank + unit)), self.now_s
         return self.propose(SUMMING, unit, lambda: self.sum(rows, True, ready_s))
 
-    def meet(self) -> None:
-        """`optimizer.step()`: the ranks agree on the order of the next step."""
+    def meet(self, *, alters: bool = False) -> None:
+        """`optimizer.step()`: the ranks agree on the order of the next step. `alters`: this rank
+        has another digest of what it played."""
         self.collectives.end_step()
-        self.world.decisions[self.rank] = self.collectives.decision()
+        decision = self.collectives.decision()
+        self.world.decisions[self.rank] = b"another." + decision[8:] if alters else decision
         try:
             self.world.meeting.wait()
             self.collectives.sync_weights(list(self.world.decisions))
@@ -203,7 +209,6 @@ class Rank:
             self.transport.check()
             raise
         self.step += 1
-        self.read_alone.clear()
 
 
 Program = Callable[[Rank], None]
@@ -262,16 +267,61 @@ def sum_of(unit: int) -> float:
     return NBYTES // 4 * sum(float(rank + unit) for rank in range(COUNT))
 
 
-# What each step of a rank leaves out, and whether the step behind it is in lockstep.
-STEPS: dict[str, tuple[dict[int, Sequence[int]], bool]] = {
-    "alike": ({}, True),
-    "skip": ({7: (1, 3), 20: (4,), 63: (1,)}, True),
-    "alike again": ({}, True),
-    "more": ({}, False),  # Rank 50 uses a unit that no other rank uses.
-    "a new order": ({}, True),
-    "no batch": ({33: ALL}, False),
-    "alike at last": ({}, True),
+EXTRA = NUM_UNITS  # No rank uses it in an ordinary step.
+ODD = range(NUM_UNITS)[::2]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all ranks. `passes`: the units of each pass of the ranks that are not like all
+    others; `alone`: the units that such a rank gets without the others; `whole`: the units to whose
+    sum all ranks give."""
+
+    passes: dict[int, Sequence[Sequence[int]]]
+    alone: Sequence[int] = ()
+    whole: Sequence[int] = ALL
+    is_agreed: bool = True  # In the step behind it.
+
+
+def each(of_rank: Callable[[int], Sequence[int]]) -> dict[int, Sequence[Sequence[int]]]:
+    return {rank: [of_rank(rank)] for rank in range(COUNT)}
+
+
+def dropped(rank: int) -> Sequence[int]:
+    """A rank's layers of a step with LayerDrop."""
+    return [unit for unit in ALL if (rank * 31 + unit * 17) % 7]
+
+
+def experts(rank: int) -> Sequence[int]:
+    """Every rank has tokens for two experts of four; no expert has tokens of more than half."""
+    return [0, *(unit for unit in (1, 2, 3, 4) if (rank + unit) % 4 < 2)]
+
+
+IDLE: Sequence[Sequence[int]] = ()
+STEPS: dict[str, Step] = {
+    "alike": Step({}),
+    "skip": Step({7: [(0, 2, 4)], 20: [(0, 1, 2, 3)], 63: [ODD]}, whole=(0, 2)),
+    "alike again": Step({}),
+    "more": Step({50: [(0, 1, EXTRA, 2, 3, 4)]}, alone=(EXTRA, EXTRA)),
+    "half": Step({rank: [(*ALL, EXTRA)] for rank in range(0, COUNT, 2)}, alone=(EXTRA, EXTRA)),
+    "half again": Step({rank: [(*ALL, EXTRA)] for rank in range(0, COUNT, 2)}),
+    "no batch": Step({33: IDLE}, whole=()),
+    "no gradients": Step(dict.fromkeys(range(COUNT), IDLE), whole=()),
+    "alike too": Step({}),
+    "layer drop": Step(each(dropped), whole=()),
+    "routing": Step(each(experts), whole=(0,)),
+    "uneven": Step(
+        {rank: [ALL, ALL] for rank in range(COUNT) if rank % 3}, alone=[*ALL, *ALL[::-1]]
+    ),
+    "alike at last": Step({}),
+    "unlike hashes": Step({}, is_agreed=False),
+    "a new order": Step({}),
+    "in the new order": Step({}),
 }
+
+
+def told(rank: Rank) -> float:
+    return rank.counters.snapshot().get("ranks_control_messages", 0.0)
 
 
 def test_ranks_that_skip_or_idle_or_read_more_issue_what_all_others_issue() -> None:
@@ -279,35 +329,83 @@ def test_ranks_that_skip_or_idle_or_read_more_issue_what_all_others_issue() -> N
     longer. A sum counts only if all ranks gave to it."""
     took_s: dict[str, set[float]] = {word: set() for word in STEPS}
 
-    def told(rank: Rank) -> float:
-        return rank.counters.snapshot().get("ranks_control_messages", 0.0)
-
     def program(rank: Rank) -> None:
         agree(rank)
-        for word, (left_out, is_agreed) in STEPS.items():
+        for word, step in STEPS.items():
             before_s, told_before = rank.now_s, told(rank)
+            rank.read_alone.clear()
             is_in_lockstep = rank.collectives.is_in_lockstep
-            used = [unit for unit in ALL if unit not in left_out.get(rank.rank, ())]
-            if word == "more" and rank.rank == 50:
-                used.insert(2, NUM_UNITS)
-            rank.train(used)
+            passes = step.passes.get(rank.rank, [ALL])
+            for number, units in enumerate(passes):
+                rank.train(units)
+                if is_in_lockstep and number == 0:
+                    wanted = {unit: sum_of(unit) if unit in step.whole else None for unit in units}
+                    assert rank.sums == wanted, word
             if is_in_lockstep:
-                assert rank.read_alone == ([NUM_UNITS] * 2 if NUM_UNITS in used else [])
-                for unit, found in rank.sums.items():
-                    is_whole = not any(unit in units for units in left_out.values())
-                    wanted = sum_of(unit) if is_whole and unit in ALL else None
-                    assert found == wanted, (word, unit)
-                if rank.rank not in left_out and len(used) == NUM_UNITS:
+                assert rank.read_alone == list(step.alone if rank.rank in step.passes else ()), word
+                if rank.rank not in step.passes:
                     took_s[word].add(round(rank.now_s - before_s, 6))
-            rank.meet()
-            assert rank.collectives.is_in_lockstep == is_agreed, word
-            assert not is_in_lockstep or told(rank) == told_before, word
+            rank.meet(alters=word == "unlike hashes" and rank.rank == 9)
+            assert rank.collectives.is_in_lockstep == step.is_agreed, word
+            assert (told(rank) == told_before) == is_in_lockstep, word
 
     run(program)
     # Each pass waits for its first gather, and the step for its last sum: no gather waits for sums.
     wanted_s = round(2 * GATHER_S + 2 * NUM_UNITS * COMPUTE_S + SUM_S, 6)
-    assert took_s["alike"] == took_s["alike again"] == {wanted_s}
+    assert took_s["alike"] == took_s["alike again"] == took_s["in the new order"] == {wanted_s}
     assert max(took_s["skip"]) <= wanted_s, "ranks wait for one that skips"
+
+
+def test_what_some_rank_never_uses_is_in_the_log_too() -> None:
+    """Nothing of it ever began. The gathers are of use to the others; a sum is of use to none."""
+    never = {17: ODD, 40: (0, 1, 2, 4)}
+
+    def program(rank: Rank) -> None:
+        used, kept = never.get(rank.rank, ALL), Counter[str]()
+        for step in range(FIRST_AGREED + 3):
+            is_in_lockstep = rank.collectives.is_in_lockstep
+            assert is_in_lockstep == (step >= FIRST_AGREED)
+            rank.train(used)
+            rank.meet()
+            counted = Counter(rank.counters.snapshot()) - kept
+            if is_in_lockstep:
+                assert not rank.read_alone and not counted["ranks_control_messages"]
+                assert counted["ranks_stand_ins"] == 2 * (NUM_UNITS - len(used))
+                assert rank.sums == {unit: sum_of(unit) if unit in ODD else None for unit in used}
+            kept = Counter(rank.counters.snapshot())
+            rank.read_alone.clear()
+            rank.world.meeting.wait()  # A rank that closes asks all ranks for the next log.
+
+    run(program)
+
+
+def test_ranks_go_on_without_a_paused_rank_which_has_lost_nothing_after_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its threads play the log for the others, who ask for it after a while."""
+    monkeypatch.setattr(collectives, "PATIENCE_S", 0.2)
+    are_ahead = threading.Event()
+
+    def program(rank: Rank) -> None:
+        agree(rank)
+        if rank.rank == 5:
+            assert are_ahead.wait(10), "the others wait for a paused rank"
+        first = rank.propose_gather(0)
+        rank.receive(0, *first)
+        are_ahead.set()
+        rank.train(ALL[1:])
+        assert rank.read_alone[:1] == ([0] if rank.rank == 5 else [])
+        assert all(found in (None, sum_of(unit)) for unit, found in rank.sums.items())
+        rank.meet()
+        told_before = told(rank)
+        assert rank.collectives.is_in_lockstep
+        rank.read_alone.clear()
+        rank.train(ALL)
+        assert not rank.read_alone and rank.sums == {unit: sum_of(unit) for unit in ALL}
+        rank.meet()
+        assert told(rank) == told_before
+
+    run(program)
 
 
 def test_a_dead_rank_is_named_and_every_wait_for_it_ends() -> None:
@@ -328,6 +426,29 @@ def test_a_dead_rank_is_named_and_every_wait_for_it_ends() -> None:
     with pytest.raises(RankError, match="rank 41 failed: killed"):
         run(program)
     assert time.monotonic() - begun_s < 10
+
+
+def test_groups_of_one_device_end_only_if_both_are_aborted_at_once() -> None:
+    """As NCCL: an abort waits for the kernels of the other communicator."""
+
+    def stuck() -> DeviceGroups:
+        groups = DeviceGroups(*(FakeCommunicator(of, 2, duration_s).rank(0) for of in ("g", "s")))
+        FakeGroup.share_device(groups)
+        for group in groups:
+            group.all_gather_single(torch.zeros(2, 8), torch.zeros(8), None)
+        return groups
+
+    one_by_one = stuck()
+    first = threading.Thread(target=one_by_one.gathers.abort, daemon=True)
+    first.start()
+    first.join(0.1)
+    assert first.is_alive(), "an abort does not wait for the sums on the device"
+    one_by_one.sums.abort()
+    first.join(5)
+    assert not first.is_alive()
+    begun_s = time.monotonic()
+    abort(stuck())
+    assert time.monotonic() - begun_s < 5
 
 
 def test_an_operation_out_of_order_is_named() -> None:
