@@ -146,6 +146,10 @@ class DeviceExchange:
         attaches."""
         self._device.take(region)
 
+    def give_back(self, region: Region) -> None:
+        """Gives back the memory of `take`, which no all-gather fills."""
+        self._device.detach(region)
+
     # -- Weights -----------------------------------------------------------------------------------
 
     def gather(

@@ -34,8 +34,8 @@ class WeightMoves:
 
     `nbytes`: host bytes of the weights, by unit; also of full units whose weights rest in shards of
     other units. `attached_nbytes`: weights on the device that rest elsewhere. `absent_nbytes`:
-    those of `nbytes` that travel through host memory and have no block there. Called under the
-    engine's lock.
+    those of `nbytes` that travel through host memory in training and have no block there. Called
+    under the engine's lock.
     """
 
     def __init__(
@@ -62,8 +62,19 @@ class WeightMoves:
             unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
             for unit in store.units
         ]
-        stored_nbytes = [unit.stored.nbytes for unit in store.units if unit.stored is not None]
-        self._main_sizes = main_sizes(stored_nbytes)
+        feeders = source.feeders()
+        fed = set(feeders.values())
+        # A unit with a feeder has no host block, and the pages of a rank have one as a feeder only.
+        self._travels = [
+            unit.index not in fed
+            and (unit.index in feeders or unit.stored is None or bool(unit.tensors))
+            for unit in store.units
+        ]
+        self._main_sizes = main_sizes(
+            unit.stored.nbytes
+            for unit in store.units
+            if unit.stored is not None and self._travels[unit.index]
+        )
 
     def weights_of(self, unit: Unit) -> Weights:
         """Returns the unit's weights where they rest, with a region on the device."""
@@ -74,8 +85,14 @@ class WeightMoves:
         region = self._device.reserve(unit.weight_nbytes)
         if isinstance(location, HostLocation):
             return Weights(unit, region, True, False, WeightState.READY, block=location.block)
-        self.absent_nbytes += self.nbytes[unit.index]
-        return Weights(unit, region, False, False)
+        weights = Weights(unit, region, False, False)
+        self._count_absent(weights, 1)
+        return weights
+
+    def _count_absent(self, weights: Weights, sign: int) -> None:
+        unit = weights.unit.index
+        if not weights.rests_on_device and self._travels[unit]:
+            self.absent_nbytes += sign * self.nbytes[unit]
 
     def there(self) -> list[Weights]:
         """Returns the units with a host block or device memory besides where they rest, by index. A
@@ -105,8 +122,7 @@ class WeightMoves:
         """Makes `block` the unit's host block."""
         weights.block = block
         self._there[weights.unit.index] = weights
-        if not weights.rests_on_device:
-            self.absent_nbytes -= self.nbytes[weights.unit.index]
+        self._count_absent(weights, -1)
 
     def start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
         """Begins to fill `block`, which is the unit's from now on."""
@@ -179,8 +195,7 @@ class WeightMoves:
         # INV-2: transfers are done before the block is freed.
         self._pool.free(weights.block)
         weights.block = None
-        if not weights.rests_on_device:
-            self.absent_nbytes += self.nbytes[weights.unit.index]
+        self._count_absent(weights, 1)
 
     def drop(self, weights: Weights) -> None:
         """Drops every copy of weights that rest elsewhere, also bytes that are newer."""
