@@ -34,8 +34,8 @@ class WeightMoves:
 
     `nbytes`: host bytes of the weights, by unit; also of full units whose weights rest in shards of
     other units. `attached_nbytes`: weights on the device that rest elsewhere. `absent_nbytes`:
-    those of `nbytes` that travel through host memory in training and have no block there. Called
-    under the engine's lock.
+    those of `nbytes` that travel through host memory in training and have no block there.
+    `num_changes`: blocks outside the zone that were taken or freed. Called under the engine's lock.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class WeightMoves:
         self.decoding = WeightDecoding(store, pool, device, counters)
         self.attached_nbytes = 0
         self.absent_nbytes = 0
+        self.num_changes = 0
         self._there: dict[int, Weights] = {}
         # Where the next use waits for the write, the write does not wait behind updated state.
         is_awaited = device.shares_host_memory
@@ -122,6 +123,7 @@ class WeightMoves:
         """Makes `block` the unit's host block."""
         weights.block = block
         self._there[weights.unit.index] = weights
+        self.num_changes += 1
         self._count_absent(weights, -1)
 
     def start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
@@ -195,6 +197,7 @@ class WeightMoves:
         # INV-2: transfers are done before the block is freed.
         self._pool.free(weights.block)
         weights.block = None
+        self.num_changes += 1
         self._count_absent(weights, 1)
 
     def drop(self, weights: Weights) -> None:
@@ -229,9 +232,14 @@ class WeightMoves:
             weights.copying = self._device.attach(weights.region, weights.block)
         else:
             weights.copying = self.decoding.attach(weights)
+            self._note_decoded(weights)
         self._there[weights.unit.index] = weights
         self.attached_nbytes += weights.unit.weight_nbytes
         weights.state = WeightState.ATTACHED
+
+    def _note_decoded(self, weights: Weights) -> None:
+        if weights.decoded is not None and not self.decoding.is_in_zone(weights):
+            self.num_changes += 1
 
     def stage(self, weights: Weights, feeder: Weights | None) -> None:
         """Starts to bring stored bytes to the device, where their region has no space yet: from the
@@ -279,6 +287,7 @@ class WeightMoves:
         )
         check_kept(weights)
         self._device.detach(weights.region)  # A copy that is still under way reads the block.
+        self._note_decoded(weights)
         self.decoding.drop(weights)
         self.attached_nbytes -= weights.unit.weight_nbytes
         weights.state = WeightState.ABSENT if weights.block is None else WeightState.READY
