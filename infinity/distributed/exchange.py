@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from infinity.ops.mean import prepare, write_mean
 from infinity.sizes import MIB, align_up
 from infinity.tiers.device import Region, ResizedRegion, all_of
 from infinity.tiers.streams import Event, Stream, StreamCopy, StreamDevice, StreamRegion
@@ -126,6 +127,7 @@ class DeviceExchange:
         self._gathers, self._sums = gathers, sums
         self._count = buffers.count
         self._part_nbytes, self._sum_part_nbytes = buffers.part_nbytes, buffers.sum_part_nbytes
+        prepare(buffers.count, device.torch_device)
         self._link: Stream = device.streams.new_stream()
         self._sum_link: Stream = device.streams.new_stream()
         self._sending = [self._buffer(buffers.part_nbytes) for _ in range(2)]
@@ -363,8 +365,7 @@ class DeviceExchange:
                     _pack(row, tensors, start)
             self._sums.all_to_all(incoming, outgoing)
             local = incoming[0, :0] if mean is None else mean[start : start + numel]
-            if local.numel():
-                local.copy_(mean_of([row[: local.numel()] for row in incoming]))
+            write_mean(local, incoming)
 
         used = (self._outgoing.memory, self._incoming.memory)
         self._device.streams.run(self._sum_link, work, used)
@@ -404,12 +405,3 @@ def _pack(row: torch.Tensor, tensors: Sequence[torch.Tensor], start: int) -> Non
         if low < high:
             row[low - start : high - start].copy_(tensor[low - first : high - first])
         first += tensor.numel()
-
-
-def mean_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the mean over ranks, fp32, summed by the tree of distributed/ordered_sum.py."""
-    level = [row.float().mul_(1.0 / len(rows)) for row in rows]
-    while len(level) > 1:
-        pairs = [level[index : index + 2] for index in range(0, len(level), 2)]
-        level = [pair[0].add_(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
-    return level[0]

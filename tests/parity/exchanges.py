@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange, mean_of
+from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange
 from infinity.observe import Counters
+from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena
 from infinity.tiers.device import all_of
 from infinity.tiers.host import HostBlocks

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.distributed.exchange import DeviceExchange, PlacedRange, mean_of
+from infinity.distributed.exchange import DeviceExchange, PlacedRange
+from infinity.ops.mean import mean_of
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 from infinity.tiers.streams import StreamCopy, StreamDevice, _Staging
 from tests.support.loopback import Loopback, LoopbackRank
