@@ -143,7 +143,8 @@ def train(
         device = SimulatedDevice(rank, delay_s=0.0)
         config["distributed"]["exchange"] = exchange
         block_nbytes = sum(parameter.numel() for parameter in model.transformer.h[0].parameters())
-        buffers = Buffers(count, block_nbytes * item_nbytes(words.compute))
+        block_nbytes *= item_nbytes(words.compute)
+        buffers = Buffers(count, block_nbytes, block_nbytes, block_nbytes)
         kept_nbytes = buffers.nbytes if exchange == "collective" else 0
         window_nbytes = num_parameters * item_nbytes(words.compute) // 2
         config["tiers"]["device"]["capacity"] = window_nbytes + kept_nbytes

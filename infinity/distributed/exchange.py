@@ -5,12 +5,13 @@ link to the host carries 1/N of the bytes ("bandwidth-centric partitioning": Raj
 "ZeRO-Infinity", 2021, section 6.1).
 
 Note [Rounds]
-  A unit passes buffers of a constant size in several rounds: the reserved device memory depends on
-  neither the model nor the number of ranks. Rounds of weights use two streams: the next part is
+  A unit passes buffers of a constant size in several rounds. `choose_round` gives the size, which
+  is the same on all ranks. Rounds of weights use two streams: the next part is
   copied from the host (`in`) while the last one is sent to the other ranks (`link`). Sums have
   buffers and a stream of their own (`sums`): a gather ahead of the backward does not wait for the
   gradients that a sum waits for. The two share no memory, so no event is between them. A unit of
-  one round whose parts are equal is gathered where it is used.
+  one round whose parts are equal is gathered where it is used. The buffer of gathered parts stays:
+  a rank that does not need the unit has no other place for the parts of the other ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ from typing import Protocol
 
 import torch
 
+from infinity.ops.mean import prepare, write_mean
 from infinity.sizes import MIB, align_up
 from infinity.tiers.device import Region, ResizedRegion, all_of
 from infinity.tiers.streams import Event, Stream, StreamCopy, StreamDevice, StreamRegion
 
-_ROUND_NBYTES = 32 * MIB  # Of all ranks together.
+# Of all ranks together in a round. A round costs some launches from Python, and a unit of one round
+# with equal parts no copy on the device; buffers take memory from weights.
+_ROUNDS_NBYTES = (256 * MIB, 128 * MIB, 64 * MIB, 32 * MIB)
+_SHARE_OF_DEVICE = 64  # Buffers take at most this part of a device's capacity, or are the least.
 _ALIGNED_NBYTES = 512
 
 
@@ -55,21 +60,51 @@ class PlacedRange:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """The sizes of the device buffers of an exchange, for units of at most `largest_nbytes`."""
+    """The sizes of the device buffers of an exchange, in bytes.
+
+    round_nbytes: the most bytes of all ranks in a round
+    weights_nbytes, gradients_nbytes: the most that one rank gives or owns of a unit
+    """
 
     count: int
-    largest_nbytes: int
+    round_nbytes: int
+    weights_nbytes: int
+    gradients_nbytes: int
 
     @property
     def part_nbytes(self) -> int:
-        """The bytes of one rank in a round."""
-        of_all = min(_ROUND_NBYTES, self.largest_nbytes)
-        return align_up(-(-of_all // self.count), _ALIGNED_NBYTES)
+        """The bytes of one rank in a round of weights."""
+        return self._part(self.weights_nbytes)
+
+    @property
+    def sum_part_nbytes(self) -> int:
+        """The bytes of one rank in a round of gradients."""
+        return self._part(self.gradients_nbytes)
 
     @property
     def nbytes(self) -> int:
         """The bytes of all buffers."""
-        return (3 * self.count + 2) * self.part_nbytes
+        return (self.count + 2) * self.part_nbytes + 2 * self.count * self.sum_part_nbytes
+
+    def _part(self, most_nbytes: int) -> int:
+        of_one = min(-(-self.round_nbytes // self.count), most_nbytes)
+        return align_up(max(1, of_one), _ALIGNED_NBYTES)
+
+
+def choose_round(
+    count: int, weights_nbytes: int, gradients_nbytes: int, device_nbytes: int | None
+) -> Buffers:
+    """Returns the buffers of the largest rounds that take at most 1/64 of a device's capacity, or
+    of rounds of 32 MiB. Pure. `weights_nbytes` and `gradients_nbytes`: see `Buffers`.
+
+    device_nbytes: the least capacity of a rank's device, so that all ranks choose alike. None:
+        unlimited
+    """
+    for round_nbytes in _ROUNDS_NBYTES:
+        buffers = Buffers(count, round_nbytes, weights_nbytes, gradients_nbytes)
+        if device_nbytes is None or buffers.nbytes <= device_nbytes // _SHARE_OF_DEVICE:
+            break
+    return buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +126,16 @@ class DeviceExchange:
         self._device = device
         self._gathers, self._sums = gathers, sums
         self._count = buffers.count
-        self._part_nbytes = buffers.part_nbytes
+        self._part_nbytes, self._sum_part_nbytes = buffers.part_nbytes, buffers.sum_part_nbytes
+        prepare(buffers.count, device.torch_device)
         self._link: Stream = device.streams.new_stream()
         self._sum_link: Stream = device.streams.new_stream()
-        full_nbytes = buffers.count * buffers.part_nbytes
         self._sending = [self._buffer(buffers.part_nbytes) for _ in range(2)]
-        self._gathered = self._buffer(full_nbytes)
-        self._outgoing = self._buffer(full_nbytes)
-        self._incoming = self._buffer(full_nbytes)
+        self._gathered = self._buffer(buffers.count * buffers.part_nbytes)
+        self._outgoing = self._buffer(buffers.count * buffers.sum_part_nbytes)
+        self._incoming = self._buffer(buffers.count * buffers.sum_part_nbytes)
         self._sent: list[Event | None] = [None, None]  # By buffer: no rank sends from it any more.
+        self._turn = 0  # The next buffer, also of units of one round: their parts come meanwhile.
 
     def _buffer(self, nbytes: int) -> StreamRegion:
         region = self._device.reserve(nbytes)
@@ -111,6 +147,10 @@ class DeviceExchange:
         """Takes the memory of a region that an all-gather will fill. For the thread that
         attaches."""
         self._device.take(region)
+
+    def give_back(self, region: Region) -> None:
+        """Gives back the memory of `take`, which no all-gather fills."""
+        self._device.detach(region)
 
     # -- Weights -----------------------------------------------------------------------------------
 
@@ -185,9 +225,10 @@ class DeviceExchange:
         total_nbytes = max(part.start + part.nbytes for part in ranges)
         self._link.wait_event(self._device.inward_event())  # The region's memory is taken there.
         departure: StreamCopy | None = None
-        for number, start in enumerate(range(0, total_nbytes, self._part_nbytes)):
+        for start in range(0, total_nbytes, self._part_nbytes):
             nbytes = min(self._part_nbytes, total_nbytes - start)
-            own, turn = local[start : start + nbytes], number % 2
+            own, turn = local[start : start + nbytes], self._turn
+            self._turn = 1 - turn
             if is_on_host and own.numel():
                 departure = self._bring(own, turn)
             work = self._round(full, None if is_on_host else own, turn, start, nbytes, ranges)
@@ -300,7 +341,7 @@ class DeviceExchange:
         return self._device.watch_link(self._sum_link, present)
 
     def _sum_rounds(self, layout: SumLayout) -> Iterator[tuple[int, int]]:
-        at_once = self._part_nbytes // layout.dtype.itemsize
+        at_once = self._sum_part_nbytes // layout.dtype.itemsize
         for start in range(0, layout.numel, at_once):
             yield start, min(at_once, layout.numel - start)
 
@@ -324,8 +365,7 @@ class DeviceExchange:
                     _pack(row, tensors, start)
             self._sums.all_to_all(incoming, outgoing)
             local = incoming[0, :0] if mean is None else mean[start : start + numel]
-            if local.numel():
-                local.copy_(mean_of([row[: local.numel()] for row in incoming]))
+            write_mean(local, incoming)
 
         used = (self._outgoing.memory, self._incoming.memory)
         self._device.streams.run(self._sum_link, work, used)
@@ -365,12 +405,3 @@ def _pack(row: torch.Tensor, tensors: Sequence[torch.Tensor], start: int) -> Non
         if low < high:
             row[low - start : high - start].copy_(tensor[low - first : high - first])
         first += tensor.numel()
-
-
-def mean_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the mean over ranks, fp32, summed by the tree of distributed/ordered_sum.py."""
-    level = [row.float().mul_(1.0 / len(rows)) for row in rows]
-    while len(level) > 1:
-        pairs = [level[index : index + 2] for index in range(0, len(level), 2)]
-        level = [pair[0].add_(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
-    return level[0]

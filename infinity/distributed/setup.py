@@ -19,7 +19,7 @@ from infinity.config.values import Capacity
 from infinity.distributed.buckets import GradientBuckets
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.device_group import DeviceGroups, device_groups, leave
-from infinity.distributed.exchange import Buffers, DeviceExchange
+from infinity.distributed.exchange import Buffers, DeviceExchange, choose_round
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
 from infinity.distributed.store import DistributedStore, serving_nbytes
@@ -44,14 +44,28 @@ _COMPARED_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
+class AgreedDevices:
+    """The facts of the ranks' devices, the same on all ranks. `is_collective`: they exchange with
+    each other. `least_nbytes`: the least capacity that a rank gives; None: unlimited."""
+
+    is_collective: bool
+    least_nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class ShardingPlan:
     """Sharded state, and the host memory that it costs this rank."""
 
     partition: Partition
     group: RankTopology
     sharing: int  # Ranks that share this machine's memory by their configuration.
-    is_collective: bool  # Devices exchange with each other.
+    buffers: Buffers | None  # Of the exchange between devices; None: hosts exchange.
     sums: SumsPlan  # Sums over micro-batches, before they are sent.
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether devices exchange with each other."""
+        return self.buffers is not None
 
     @property
     def gathered_nbytes(self) -> int:
@@ -79,14 +93,6 @@ class ShardingPlan:
         backward passes.
         """
         return 2 * sum(unit.trainable_nbytes for unit in self.partition.full_units)
-
-    @property
-    def buffers(self) -> Buffers | None:
-        """The buffers that the device keeps for the exchange between devices."""
-        if not self.is_collective:
-            return None
-        largest_nbytes = max(unit.weight_nbytes for unit in self.partition.full_units)
-        return Buffers(self.partition.count, largest_nbytes)
 
     def budgets(self, config: SwapConfig, *, device_nbytes: int | None, **sizes: Any) -> Budgets:
         """Returns this rank's budgets; `sizes` are those of `compute_budgets` that ranks do not
@@ -180,19 +186,33 @@ def plan_sharding(
     group: RankTopology,
     config: SwapConfig,
     *,
-    is_collective: bool,
+    devices: AgreedDevices,
 ) -> ShardingPlan:
     """Returns this rank's part of the units, as `[distributed]` says. `by_block`: as of
     `ModelLayout`.
     """
     stage = config.distributed.zero_stage
+    divided = partition(units, rank=group.rank, count=group.count, stage=stage)
     return ShardingPlan(
-        partition(units, rank=group.rank, count=group.count, stage=stage),
+        divided,
         group,
         group.node_count if config.distributed.budgets == "node" else 1,
-        is_collective,
+        _buffers(divided, config, devices),
         plan_sums(units, *by_block) if stage > 1 else plan_sums(units, (), ()),
     )
+
+
+def _buffers(divided: Partition, config: SwapConfig, devices: AgreedDevices) -> Buffers | None:
+    """Returns the buffers of the exchange between devices. Stage 3 gathers all weights, stages 1
+    and 2 those that rest on the device."""
+    if not devices.is_collective:
+        return None
+    gathers = divided.shards_parameters or "device" in config.placement.parameters
+    shards = [shard for of_unit in divided.shards for shard in of_unit]
+    served = [part for shard in shards if gathers for part in divided.served(shard)]
+    weights_nbytes = max((part.shard_offset_nbytes + part.nbytes for part in served), default=0)
+    gradients_nbytes = max(shard.unit.trainable_nbytes for shard in shards)
+    return choose_round(divided.count, weights_nbytes, gradients_nbytes, devices.least_nbytes)
 
 
 def exchanges_on_devices(config: SwapConfig, *, has_own_memory: bool, has_nccl: bool) -> bool:
@@ -210,12 +230,19 @@ def exchanges_on_devices(config: SwapConfig, *, has_own_memory: bool, has_nccl: 
 
 
 def agree_on_exchange(
-    config: SwapConfig, group: RankTopology, *, has_own_memory: bool, is_cuda: bool, identity: str
-) -> bool:
-    """Returns `exchanges_on_devices`, which is the same for all ranks.
+    config: SwapConfig,
+    group: RankTopology,
+    *,
+    has_own_memory: bool,
+    is_cuda: bool,
+    identity: str,
+    device_nbytes: int | None,
+) -> AgreedDevices:
+    """Returns `exchanges_on_devices` and the least of all `device_nbytes`, the capacities of the
+    devices.
 
-    `identity`: see `device_identity`. A collective call. Raises ConfigError as that function, if
-    ranks differ, and if two of them have one device.
+    `identity`: see `device_identity`. A collective call. Raises ConfigError as
+    `exchanges_on_devices`, if ranks differ, and if two of them have one device.
     """
     local, refusal = None, None
     has_nccl = is_cuda and dist.is_nccl_available()
@@ -225,18 +252,20 @@ def agree_on_exchange(
         refusal = error
     of_all: list[Any] = [None] * group.count
     # A rank that refuses sends None to the others: they would wait for it.
-    dist.all_gather_object(of_all, (local, identity), group=group.process_group)
+    said = local, identity, device_nbytes
+    dist.all_gather_object(of_all, said, group=group.process_group)
     if refusal is not None:
         raise refusal
-    refuse_shared_devices([device for _, device in of_all])
-    for rank, (remote, _) in enumerate(of_all):
+    refuse_shared_devices([device for _, device, _ in of_all])
+    for rank, (remote, _, _) in enumerate(of_all):
         if remote != of_all[0][0]:
             raise ConfigError(
                 f"distributed.exchange: rank {rank} would exchange otherwise than rank 0; give "
                 "all ranks one configuration and devices of one kind"
             )
     assert local is not None
-    return local
+    limits = [nbytes for _, _, nbytes in of_all if nbytes is not None]
+    return AgreedDevices(local, min(limits, default=None))
 
 
 def refuse_shared_devices(identities: Sequence[str]) -> None:

@@ -110,7 +110,12 @@ class DeviceUnshard:
                 return self._exchange.gather_decoded(region, local, ranges, decode)
             return self._exchange.gather(region, local, ranges)
 
-        return AllGather(self._collectives, (_GATHERING, unit, 0), issue)
+        try:
+            return AllGather(self._collectives, (_GATHERING, unit, 0), issue)
+        except BaseException:
+            if region is not None:
+                self._exchange.give_back(region)  # The unit stays absent: the next use takes it.
+            raise
 
     def pull_updated(self, unit: int) -> AllGather | None:
         """Starts the exchange of updated weights that every rank keeps whole.

@@ -66,13 +66,16 @@ def lay_out(
     Raises CapacityError if no division fits, ConfigError for a model without parameters. With
     ranks, a collective call.
     """
-    on_devices = ranks is not None and agree_on_exchange(
-        config,
-        ranks,
-        has_own_memory=not shares_host_memory(config, device),
-        is_cuda=device is None and device_kind(config) == "cuda",
-        identity=device_identity(config, device),
-    )
+    agreed = None
+    if ranks is not None:
+        agreed = agree_on_exchange(
+            config,
+            ranks,
+            has_own_memory=not shares_host_memory(config, device),
+            is_cuda=device is None and device_kind(config) == "cuda",
+            identity=device_identity(config, device),
+            device_nbytes=_device_nbytes(config, device),
+        )
 
     def attempt(limit_nbytes: int | None) -> LaidOut:
         tiling.cut(limit_nbytes)
@@ -90,9 +93,9 @@ def lay_out(
                 tensors = {param.name: in_files[id(param.parameter)] for param in members}
                 laid_out[index] = replace(laid_out[index], stored=lay_out_stored(tensors))
         sharding = None
-        if ranks is not None:
+        if ranks is not None and agreed is not None:
             sharding = plan_sharding(
-                laid_out, layout.units_by_block(), ranks, config, is_collective=on_devices
+                laid_out, layout.units_by_block(), ranks, config, devices=agreed
             )
             laid_out = list(sharding.partition.full_units)
         budgets = _budgets(config, laid_out, layout, device, sharding)
@@ -135,10 +138,15 @@ def _budgets(
     sizes: dict[str, Any] = {
         **weights_in_use(units, attached, layout.held_nbytes, shares_host_memory=is_cpu),
         "shares_host_memory": is_cpu,
-        "device_nbytes": device_nbytes(config, is_cuda=not is_cpu and device is None),
+        "device_nbytes": _device_nbytes(config, device),
         "available_host_nbytes": available_host_nbytes(),
     }
     if sharding is None:
         return compute_budgets(config, units, **sizes)
     sizes["available_host_nbytes"] //= sharding.sharing
     return sharding.budgets(config, **sizes)
+
+
+def _device_nbytes(config: SwapConfig, device: OwnDevice | None) -> int | None:
+    is_cpu = shares_host_memory(config, device)
+    return device_nbytes(config, is_cuda=not is_cpu and device is None)

@@ -48,7 +48,7 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
             assert tiled.frozen is not None
             tiled = replace(tiled, units=tiled.frozen.in_place(tiled.units))
             sizes |= _in_use(tiled, shares_host_memory=shares_host_memory)
-        sharding = node.plan_sharding(tiled)
+        sharding = node.plan_sharding(tiled, window_nbytes)
         sizes["device_nbytes"] = window_nbytes
         if sharding is not None:
             return tiled, sharding, sharding.budgets(config, **sizes)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from infinity.config import SwapConfig
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import (
+    AgreedDevices,
     ShardingPlan,
     exchanges_on_devices,
     plan_sharding,
@@ -72,8 +73,9 @@ class NodeView:
         """The number of ranks of all nodes."""
         return self.count * self.num_nodes
 
-    def plan_sharding(self, model: PlannedModel) -> ShardingPlan | None:
-        """Returns the part of `rank`, or of the rank that owns most; None for one rank."""
+    def plan_sharding(self, model: PlannedModel, window_nbytes: int | None) -> ShardingPlan | None:
+        """Returns the part of `rank`, or of the rank that owns most; None for one rank.
+        `window_nbytes`: the capacity of each device."""
         count, rank = self.num_ranks, self.rank
         if count == 1:
             return None
@@ -83,7 +85,7 @@ class NodeView:
             _units_by_block(model),
             group,
             self.config_of_rank,
-            is_collective=self.is_collective,
+            devices=AgreedDevices(self.is_collective, window_nbytes),
         )
         # The partition of each rank contains the shards of all ranks.
         if rank is None:

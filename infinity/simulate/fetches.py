@@ -38,8 +38,10 @@ class Fetches:
         # Visit -> the operations that free its space.
         self._host_free: dict[int, tuple[int, ...]] = {}
         self._device_free: dict[int, tuple[int, ...]] = {}
-        # Visit -> the copy of stored weights to the device, after which their host memory is free.
+        # Visit -> the copy of stored weights to the device, after which their host memory is free;
+        # or, of a use that has not computed, their read.
         self._copied: dict[int, int] = {}
+        self._read: dict[int, int] = {}
         self._visit = 0
         self._is_staged = False  # Some weights of the visit that has begun.
         self._staging_free: int | None = None  # The decoding of those staged last.
@@ -100,7 +102,10 @@ class Fetches:
         host, device = self._host[self._visit], self._device[self._visit]
         self._visit += 1
         if is_updated or self._log.job.shares_host_memory or not device.is_hit:
-            return self._fetch(unit, host)
+            ready = self._fetch(unit, host)
+            if ready is not None:
+                self._read[self._visit - 1] = ready
+            return ready
         return None
 
     def to_device(self, unit: int, ready: int | None) -> int | None:
@@ -140,7 +145,7 @@ class Fetches:
             return None
         load = self._log.job.units[unit]
         after: list[int | None]
-        after = [operation for seen in visit.evicts for operation in self._host_free.get(seen, ())]
+        after = [operation for seen in visit.evicts for operation in self._host_freed(seen)]
         after += [self._log.written.weights.get(unit), self.updated.get(unit)]
         if not self._log.job.reads_ahead:
             after.append(self._log.last_on.get(COMPUTE))
@@ -151,6 +156,14 @@ class Fetches:
         after.append(self.agreed)
         ready = self.read_parts(load, load.weight_nbytes + sharded.served_nbytes, after)
         return self._log.receive(name, sharded, [*after, *ready], is_by_device=False)
+
+    def _host_freed(self, seen: int) -> Sequence[int]:
+        """Returns the operations that free a visit's host memory. Of the use that has begun, stored
+        bytes that are copied, or else read, may go for the next unit's."""
+        if seen in self._host_free:
+            return self._host_free[seen]
+        last = self._copied.get(seen, self._read.get(seen))
+        return () if last is None else (last,)
 
     def read_parts(
         self, load: UnitLoad, nbytes: int, after: Sequence[int | None]
@@ -171,6 +184,7 @@ class Fetches:
             written = self._log.written.weights.get(self._host[visit].unit)
             free = (computed,) if written is None else (computed, written)
             copied = self._copied.pop(visit, None)
+            self._read.pop(visit, None)
             self._host_free[visit] = free if copied is None else (copied,)
             self._device_free[visit] = free
 

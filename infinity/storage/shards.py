@@ -127,6 +127,7 @@ class _ReadChecks:
     def __init__(self, nbytes_of: Mapping[str, int]) -> None:
         self._nbytes_of = nbytes_of  # Of a file, by path.
         self._checksums: dict[tuple[str, int, int], int] = {}
+        self._earlier: set[tuple[str, int, int]] = set()  # Those of an earlier run alone.
         self._lock = threading.Lock()  # Guards the table of checksums.
         num_threads = max(1, min(_MOST_CHECKERS, usable_cores() // 2))
         self._threads = ThreadPoolExecutor(num_threads, "infinity-shards")
@@ -162,15 +163,22 @@ class _ReadChecks:
         if of_run is not None and of_run != zlib.crc32(digests):
             raise _other_bytes(*key, label)
 
-    def known(self) -> list[RunChecksum]:
+    def known(self, *, with_earlier: bool) -> list[RunChecksum]:
         with self._lock:
-            return [RunChecksum(*key, value) for key, value in self._checksums.items()]
+            return [
+                RunChecksum(*key, value)
+                for key, value in self._checksums.items()
+                if with_earlier or key not in self._earlier
+            ]
 
     def expect(self, checksums: Iterable[RunChecksum]) -> None:
         with self._lock:
             for checksum in checksums:
                 key = checksum.path, checksum.offset_nbytes, checksum.nbytes
-                if self._checksums.setdefault(key, checksum.crc32c) != checksum.crc32c:
+                if key not in self._checksums:
+                    self._checksums[key] = checksum.crc32c
+                    self._earlier.add(key)
+                elif self._checksums[key] != checksum.crc32c:
                     raise _other_bytes(*key, "before the checkpoint was loaded")
 
     def close(self) -> None:
@@ -239,9 +247,10 @@ class ShardFiles:
             return read
         return _CheckedShardRead(read, self._checks.start(read, runs, address, label))
 
-    def checksums(self) -> list[RunChecksum]:
-        """Returns the checksums that the first reads have taken."""
-        return [] if self._checks is None else self._checks.known()
+    def checksums(self, *, with_earlier: bool) -> list[RunChecksum]:
+        """Returns the checksums that the first reads have taken, and those of `expect`, or without
+        `with_earlier` the first reads' that `expect` did not have."""
+        return [] if self._checks is None else self._checks.known(with_earlier=with_earlier)
 
     def expect(self, checksums: Iterable[RunChecksum]) -> None:
         """Compares the first reads, too, with these checksums of an earlier run. Raises

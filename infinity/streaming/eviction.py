@@ -20,7 +20,8 @@ Note [Reads ahead]
   waits. It compares the uses after that use, and waits if the unit that should go is needed before.
   So reads ahead cost no bytes. If any unit that is used later could go, the one that should go
   would stay and another be read again. (Cao et al., "A study of integrated prefetching and caching
-  strategies", 1995, call the two rules conservative and aggressive.)
+  strategies", 1995, call the two rules conservative and aggressive.) While the unit that should go
+  is needed before, and no block comes or goes, the answer is the same and is not computed again.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from infinity.errors import CapacityError
@@ -18,6 +19,25 @@ from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import rounded_nbytes
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """The units that should go for a read ahead of `unit`, one of which is needed before it; none
+    if nothing makes the space.
+
+    `predicted`, `num_changes`, `free_nbytes`: the order, and the blocks and free memory that the
+    choice was made among. `in_use`: units whose block could not go, and may be the better choice
+    when their use ends. `is_of_size`: the chosen blocks leave no new hole.
+    """
+
+    unit: int
+    chosen: list[int]
+    in_use: list[int]
+    is_of_size: bool
+    predicted: tuple[int, ...]
+    num_changes: int
+    free_nbytes: int
 
 
 class WeightEvictor:
@@ -43,6 +63,7 @@ class WeightEvictor:
         self._device_window_nbytes = device_window_nbytes
         # Stored blocks, tiles of them and decoded blocks have very different sizes.
         self._has_stored = any(entry.unit.stored is not None for entry in weights)
+        self._refusal: _Refusal | None = None  # Of the last read ahead among stored weights.
 
     def make_device_space(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
         """Detaches the units whose next use is furthest away until the unit fits the device window.
@@ -147,15 +168,49 @@ class WeightEvictor:
     ) -> bool:
         """Frees neighbouring blocks, of units that are used later than `nearer_than`, which make
         the wanted space. Returns whether there were some; else nothing is freed."""
+        if nearer_than is not None and self._is_refused(order, nearer_than):
+            return False
         limit = -1 if nearer_than is None else order.distance(nearer_than)
         blocks = list(self._freeable(order, limit))
         chosen = choose_neighbours(blocks, self._pool.holes(), wanted_nbytes)
-        for block in chosen:
-            if block.distance <= NEVER and order.distance(block.unit) <= limit:
-                return False  # See eviction.py, Note [Reads ahead].
+        needed = [block.unit for block in chosen if block.distance <= NEVER]
+        is_needed = any(order.distance(unit) <= limit for unit in needed)
+        if nearer_than is not None and (is_needed or not chosen):
+            idle, of_size = {block.unit for block in blocks}, rounded_nbytes(wanted_nbytes)
+            self._refusal = _Refusal(
+                nearer_than,
+                needed,
+                [w.unit.index for w in self._moves.there() if w.unit.index not in idle],
+                sum(block.range.nbytes for block in chosen) <= of_size,
+                order.order,
+                self._moves.num_changes,
+                self._pool.free_nbytes,
+            )
+            return False  # See eviction.py, Note [Reads ahead].
         for block in chosen:
             self._free(block.unit, is_decoded=block.is_decoded)
         return bool(chosen)
+
+    def _is_refused(self, order: AccessOrder, unit: int) -> bool:
+        """Whether the last refusal still holds, at the cost of the few units it names: the model
+        may have thousands of blocks, and every use asks."""
+        last = self._refusal
+        if last is None or last.unit != unit or last.predicted is not order.order:
+            return False
+        is_changed = last.num_changes != self._moves.num_changes
+        if is_changed or self._pool.free_nbytes > last.free_nbytes:
+            return False
+        limit = order.distance(unit)
+        if last.chosen and all(order.distance(chosen) > limit for chosen in last.chosen):
+            return False
+        soonest = min((order.distance(u, beyond=limit) for u in last.chosen), default=-1)
+        for index in last.in_use[:]:
+            weights = self._weights[index]
+            if self._is_evictable(weights) or self._is_droppable(weights):
+                if not last.is_of_size or order.distance(index, beyond=limit) >= soonest:
+                    return False
+                last.in_use.remove(index)
+        return True
 
     def _free_one(
         self, order: AccessOrder, wanted_nbytes: int, nearer_than: int | None = None
@@ -192,9 +247,12 @@ class WeightEvictor:
 
     def _droppable(self) -> Iterator[int]:
         """Yields units whose decoded block may be freed alone: not in use, and outside the zone."""
-        for index in self._idle_decoded():
-            if not self._moves.decoding.is_in_zone(self._weights[index]):
-                yield index
+        for weights in self._moves.there():
+            if self._is_droppable(weights):
+                yield weights.unit.index
+
+    def _is_droppable(self, weights: Weights) -> bool:
+        return weights.is_decoded_idle and not self._moves.decoding.is_in_zone(weights)
 
     def _idle_decoded(self) -> list[int]:
         return [weights.unit.index for weights in self._moves.there() if weights.is_decoded_idle]
@@ -225,16 +283,18 @@ class WeightEvictor:
         """Returns units whose host block may be freed: not at rest there, not used by the
         device."""
         for weights in self._moves.there():
-            if weights.block is None or weights.rests_on_host or weights.is_checked_out:
-                continue
-            if weights.fills is not None:
-                continue
-            if weights.unit.stored is not None:
-                # The decoded block is attached: the stored bytes are not in use.
-                if not weights.is_decoding:
-                    yield weights.unit.index
-            elif weights.use_count == 0 or not self._device.shares_host_memory:
+            if self._is_evictable(weights):
                 yield weights.unit.index
+
+    def _is_evictable(self, weights: Weights) -> bool:
+        if weights.block is None or weights.rests_on_host or weights.is_checked_out:
+            return False
+        if weights.fills is not None:
+            return False
+        if weights.unit.stored is not None:
+            # The decoded block is attached: the stored bytes are not in use.
+            return not weights.is_decoding
+        return weights.use_count == 0 or not self._device.shares_host_memory
 
     def _feeding(self) -> Iterable[int]:
         """Feeders whose host block could be freed if the all-gather that they feed were

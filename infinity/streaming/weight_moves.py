@@ -34,8 +34,8 @@ class WeightMoves:
 
     `nbytes`: host bytes of the weights, by unit; also of full units whose weights rest in shards of
     other units. `attached_nbytes`: weights on the device that rest elsewhere. `absent_nbytes`:
-    those of `nbytes` that travel through host memory and have no block there. Called under the
-    engine's lock.
+    those of `nbytes` that travel through host memory in training and have no block there.
+    `num_changes`: blocks outside the zone that were taken or freed. Called under the engine's lock.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class WeightMoves:
         self.decoding = WeightDecoding(store, pool, device, counters)
         self.attached_nbytes = 0
         self.absent_nbytes = 0
+        self.num_changes = 0
         self._there: dict[int, Weights] = {}
         # Where the next use waits for the write, the write does not wait behind updated state.
         is_awaited = device.shares_host_memory
@@ -62,8 +63,19 @@ class WeightMoves:
             unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
             for unit in store.units
         ]
-        stored_nbytes = [unit.stored.nbytes for unit in store.units if unit.stored is not None]
-        self._main_sizes = main_sizes(stored_nbytes)
+        feeders = source.feeders()
+        fed = set(feeders.values())
+        # A unit with a feeder has no host block, and the pages of a rank have one as a feeder only.
+        self._travels = [
+            unit.index not in fed
+            and (unit.index in feeders or unit.stored is None or bool(unit.tensors))
+            for unit in store.units
+        ]
+        self._main_sizes = main_sizes(
+            unit.stored.nbytes
+            for unit in store.units
+            if unit.stored is not None and self._travels[unit.index]
+        )
 
     def weights_of(self, unit: Unit) -> Weights:
         """Returns the unit's weights where they rest, with a region on the device."""
@@ -74,8 +86,14 @@ class WeightMoves:
         region = self._device.reserve(unit.weight_nbytes)
         if isinstance(location, HostLocation):
             return Weights(unit, region, True, False, WeightState.READY, block=location.block)
-        self.absent_nbytes += self.nbytes[unit.index]
-        return Weights(unit, region, False, False)
+        weights = Weights(unit, region, False, False)
+        self._count_absent(weights, 1)
+        return weights
+
+    def _count_absent(self, weights: Weights, sign: int) -> None:
+        unit = weights.unit.index
+        if not weights.rests_on_device and self._travels[unit]:
+            self.absent_nbytes += sign * self.nbytes[unit]
 
     def there(self) -> list[Weights]:
         """Returns the units with a host block or device memory besides where they rest, by index. A
@@ -105,8 +123,8 @@ class WeightMoves:
         """Makes `block` the unit's host block."""
         weights.block = block
         self._there[weights.unit.index] = weights
-        if not weights.rests_on_device:
-            self.absent_nbytes -= self.nbytes[weights.unit.index]
+        self.num_changes += 1
+        self._count_absent(weights, -1)
 
     def start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
         """Begins to fill `block`, which is the unit's from now on."""
@@ -179,8 +197,8 @@ class WeightMoves:
         # INV-2: transfers are done before the block is freed.
         self._pool.free(weights.block)
         weights.block = None
-        if not weights.rests_on_device:
-            self.absent_nbytes += self.nbytes[weights.unit.index]
+        self.num_changes += 1
+        self._count_absent(weights, 1)
 
     def drop(self, weights: Weights) -> None:
         """Drops every copy of weights that rest elsewhere, also bytes that are newer."""
@@ -214,9 +232,14 @@ class WeightMoves:
             weights.copying = self._device.attach(weights.region, weights.block)
         else:
             weights.copying = self.decoding.attach(weights)
+            self._note_decoded(weights)
         self._there[weights.unit.index] = weights
         self.attached_nbytes += weights.unit.weight_nbytes
         weights.state = WeightState.ATTACHED
+
+    def _note_decoded(self, weights: Weights) -> None:
+        if weights.decoded is not None and not self.decoding.is_in_zone(weights):
+            self.num_changes += 1
 
     def stage(self, weights: Weights, feeder: Weights | None) -> None:
         """Starts to bring stored bytes to the device, where their region has no space yet: from the
@@ -264,6 +287,7 @@ class WeightMoves:
         )
         check_kept(weights)
         self._device.detach(weights.region)  # A copy that is still under way reads the block.
+        self._note_decoded(weights)
         self.decoding.drop(weights)
         self.attached_nbytes -= weights.unit.weight_nbytes
         weights.state = WeightState.ABSENT if weights.block is None else WeightState.READY

@@ -77,15 +77,27 @@ def rank_over(base: Path) -> Iterator[Rank]:
             engine.close()
 
 
-def saved_by(directory: Path, of_ranks: Sequence[tuple[Path, Sequence[int]]]) -> Path:
+def saved_by(
+    directory: Path,
+    of_ranks: Sequence[tuple[Path, Sequence[int]]],
+    *,
+    resumed: Path | None = None,
+) -> Path:
     """A checkpoint's references of ranks, each of which has read these pages of its file."""
     for number, (base, pages) in enumerate(of_ranks):
         own = directory / f"rank-{number:05d}"
         own.mkdir(parents=True)
         with rank_over(base) as rank:
+            if resumed is not None:
+                check_reference(resumed, rank.files)
             rank.read(base, pages)
-            (own / SHARDS_NAME).write_bytes(reference_to_bytes(rank.files))
+            save(own, rank, number)
     return directory
+
+
+def save(own: Path, rank: Rank, number: int) -> None:
+    content = reference_to_bytes(rank.files, is_first_rank=number == 0)
+    (own / SHARDS_NAME).write_bytes(content)
 
 
 def flip(base: Path, page: int) -> None:
@@ -118,15 +130,7 @@ def test_three_ranks_compare_whole_chunks_and_find_the_others_when_they_save(
     cuts = [[0, 11], [11, 19], [19, NUM_PAGES]]
 
     def save_again(name: str) -> Path:
-        directory = tmp_path / name
-        for number, pages in enumerate(cuts):
-            own = directory / f"rank-{number:05d}"
-            own.mkdir(parents=True)
-            with rank_over(base) as rank:
-                check_reference(saved, rank.files)
-                rank.read(base, pages)
-                (own / SHARDS_NAME).write_bytes(reference_to_bytes(rank.files))
-        return directory
+        return saved_by(tmp_path / name, [(base, pages) for pages in cuts], resumed=saved)
 
     assert read_reference(save_again("same")) is not None
     flip(base, 6)  # In the chunk [5, 13), of which no rank reads all.
@@ -138,6 +142,30 @@ def test_three_ranks_compare_whole_chunks_and_find_the_others_when_they_save(
     flip(base, 2)  # In the first chunk, which the first rank reads.
     with pytest.raises(CorruptionError, match="or the one that it continues"):
         save_again("changed")
+
+
+def test_after_a_resume_the_first_rank_alone_passes_on_the_checksums_of_the_run_before(
+    base: Path, tmp_path: Path
+) -> None:
+    saved = saved_by(tmp_path / "two", [(base, [0, 10]), (base, [10, NUM_PAGES])])
+    cuts = [[0, 11], [11, 19], [19, NUM_PAGES]]
+
+    def rows(directory: Path, number: int) -> set[tuple[int, ...]]:
+        content = (directory / f"rank-{number:05d}" / SHARDS_NAME).read_text()
+        return {tuple(row) for row in json.loads(content)["files"][0]["checksums"]}
+
+    known = {
+        (checksum.offset_nbytes, checksum.nbytes, checksum.crc32c)
+        for _, checksums in read_reference(saved) or []
+        for checksum in checksums
+    }
+    alone = saved_by(tmp_path / "three", [(base, pages) for pages in cuts])
+    again = saved_by(tmp_path / "again", [(base, pages) for pages in cuts], resumed=saved)
+    assert rows(again, 0) == rows(alone, 0) | known
+    for number in (1, 2):
+        assert rows(again, number) == rows(alone, number) - known
+    last = saved_by(tmp_path / "last", [(base, cuts[0])], resumed=again)
+    assert rows(last, 0) >= rows(alone, 1) | rows(alone, 2) | known, "also what it has not read"
 
 
 def test_ranks_that_have_read_different_files_of_one_name_are_refused(
@@ -159,7 +187,7 @@ def test_reads_are_compared_with_a_checkpoint_of_whole_runs(base: Path, tmp_path
     """As checkpoints were written before checksums were of chunks."""
     with rank_over(base) as rank:
         rank.read(base, [0, NUM_PAGES])
-        table = json.loads(reference_to_bytes(rank.files))
+        table = json.loads(reference_to_bytes(rank.files, is_first_rank=True))
         nbytes = NUM_PAGES * PAGE_NBYTES
         of_run = zlib.crc32(digest(rank._arena.address, nbytes))
     table["files"][0]["checksums"] = [[START, nbytes, of_run]]

@@ -11,7 +11,7 @@ import pytest
 
 import infinity.fused
 
-KERNELS = ("number_kernels", "decode_kernels", "update_kernels")
+KERNELS = ("number_kernels", "decode_kernels", "update_kernels", "mean_kernels")
 
 
 def _forget() -> None:

@@ -193,7 +193,7 @@ def test_devices_put_stored_bytes_together_before_they_have_space_to_decode_them
     bases: dict[str, Path],
 ) -> None:
     """The decoded weights of a block fit beside the stored bytes of the next, not beside its own."""
-    case = Case(exchange="collective", device_capacity="5600KiB", steps=5)
+    case = Case(exchange="collective", device_capacity="3088KiB", steps=5)
     ways = [case, replace(case, layer_major=True, steps=3)]
     for runs in assert_as_alone([(bases["int4"], way) for way in ways]):
         for run in runs:
@@ -363,7 +363,7 @@ def test_a_shard_that_one_rank_loses_ends_every_rank_with_its_name(
     """The rank that has lost it raises a StorageError, also for a read that an all-gather needs."""
     for rank in range(count):
         shutil.copytree(bases["int4"], tmp_path / str(rank))
-    case = Case(exchange=exchange, device_capacity="5600KiB" if count == 2 else "auto")
+    case = Case(exchange=exchange, device_capacity="3088KiB" if count == 2 else "auto")
     errors = run_ranks(count, error_after, str(tmp_path), "gone", case)
     lost = str(min(Path(tmp_path, "0").glob("*.safetensors"))).replace("/0/", f"/{count - 1}/")
     for kind, error in errors:

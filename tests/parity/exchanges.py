@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange, mean_of
+from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange
 from infinity.observe import Counters
+from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena
 from infinity.tiers.device import all_of
 from infinity.tiers.host import HostBlocks
@@ -18,7 +19,7 @@ from infinity.tiers.streams import Event, StreamDevice, StreamRegion
 from tests.support.loopback import Loopback
 
 WHOLE_NBYTES = 40_000
-LARGEST_NBYTES = 12_288  # So a unit takes several rounds.
+ROUND_NBYTES = 12_288  # So a unit takes several rounds.
 
 
 def stretches_of(count: int) -> list[PlacedRange]:
@@ -76,7 +77,7 @@ def run(
     on_device: bool,
     late_gradients: LateWork | None = None,
     stretches: Sequence[PlacedRange] = (),
-    largest_nbytes: int = LARGEST_NBYTES,
+    round_nbytes: int = ROUND_NBYTES,
 ) -> None:
     """Three units, one after the other through space for one, and gradients of two dtypes; raises
     AssertionError for a byte that is wrong. `on_device`: a rank's part rests there.
@@ -107,7 +108,7 @@ def run(
                 device,
                 loopback.rank(rank),
                 loopback_of_sums.rank(rank),
-                Buffers(count, largest_nbytes),
+                Buffers(count, round_nbytes, WHOLE_NBYTES, WHOLE_NBYTES),
             )
             with _late_sum(exchange, device, rank, gradients[torch.float32], late_gradients):
                 _put_together(exchange, device, host, rank)

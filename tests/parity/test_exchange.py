@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.distributed.exchange import DeviceExchange, PlacedRange, mean_of
+from infinity.distributed.exchange import DeviceExchange, PlacedRange
+from infinity.ops.mean import mean_of
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 from infinity.tiers.streams import StreamCopy, StreamDevice, _Staging
 from tests.support.loopback import Loopback, LoopbackRank
@@ -27,8 +28,11 @@ def simulated(host: Any, counters: Any) -> SimulatedDevice:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_weights_are_gathered_and_gradients_summed(count: int, on_device: bool) -> None:
-    exchanges.run(simulated, Loopback(count), on_device=on_device)
+@pytest.mark.parametrize("round_nbytes", [5_000, exchanges.ROUND_NBYTES, 1 << 20])
+def test_weights_and_sums_have_the_same_bits_in_rounds_of_every_size(
+    count: int, on_device: bool, round_nbytes: int
+) -> None:
+    exchanges.run(simulated, Loopback(count), on_device=on_device, round_nbytes=round_nbytes)
 
 
 def held(device: Any, compute: Callable[[], None]) -> tuple[SimulatedEvent, Callable[[], None]]:
@@ -56,21 +60,23 @@ def test_gathers_overtake_a_sum_whose_gradients_are_not_there_yet(count: int) ->
 def test_a_unit_of_equal_parts_and_one_round_is_gathered_where_it_is_used(
     count: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole_nbytes, targets = exchanges.WHOLE_NBYTES, []
+    whole_nbytes, targets, sources = exchanges.WHOLE_NBYTES, [], set()
     all_gather = LoopbackRank.all_gather
 
     def noted(rank: LoopbackRank, target: torch.Tensor, source: torch.Tensor) -> None:
         targets.append((target.storage_offset(), target.untyped_storage().nbytes()))
+        sources.add((rank.rank, source.data_ptr()))
         all_gather(rank, target, source)
 
     monkeypatch.setattr(LoopbackRank, "all_gather", noted)
     part_nbytes = whole_nbytes // count
     rows = [PlacedRange(rank, 0, rank * part_nbytes, part_nbytes) for rank in range(count)]
     run = partial(exchanges.run, simulated, Loopback(count), on_device=on_device, stretches=rows)
-    run(largest_nbytes=whole_nbytes)
+    run(round_nbytes=whole_nbytes)
     assert set(targets) == {(0, whole_nbytes)}, "gathered in a buffer, which is larger"
+    assert len(sources) == 2 * count, "the next unit's part waits until the last one was sent"
     targets.clear()
-    run(largest_nbytes=whole_nbytes // 2)
+    run(round_nbytes=whole_nbytes // 2)
     assert (0, whole_nbytes) not in targets, "a round of a part of each row is no row"
 
 

@@ -188,6 +188,18 @@ def test_updates_of_ranks_that_keep_all_weights_are_in_the_step() -> None:
     assert not _forecast_of_ranks(num_ranks=8, schedule={"update_on": "device"}).job.defers
 
 
+def test_a_device_holds_the_buffers_of_rounds_that_it_has_space_for() -> None:
+    """Here a round is the largest unit: less than the 256 MiB that an H200 has space for."""
+    taken = [
+        found.ranks.taken_nbytes["device"][0]
+        for exchange in ("one_sided", "collective")
+        if (found := _forecast_of_ranks(num_ranks=8, distributed={"exchange": exchange})).ranks
+    ]
+    model = model_of_shape(scaled_gpt(10**9), torch.bfloat16)
+    largest_nbytes = max(unit.weight_nbytes for unit in model.units)
+    assert taken[1] - taken[0] == pytest.approx((2 + 8 + 2 * 8) * largest_nbytes / 8, rel=0.01)
+
+
 @pytest.mark.parametrize("exchange", ["one_sided", "collective"])
 def test_a_rank_of_several_nodes_exchanges_over_the_network(exchange: str) -> None:
     """A border of nodes is passed by the parts of the others: once for all ranks of a node by an

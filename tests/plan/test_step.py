@@ -127,6 +127,20 @@ def test_stored_bytes_come_while_a_unit_computes_where_one_decoded_unit_fits() -
     assert len(begun_s) > 10 and all(start_s in decoded_s for start_s in begun_s)
 
 
+def test_stored_bytes_of_a_use_take_the_place_of_those_that_were_copied() -> None:
+    """Host memory has space for one of the two units of a use: reads and copies take turns."""
+    frozen = UnitLoad("u", "checkpoint", GB, 0, {}, {}, 0, "host", 0, 0, decoded_nbytes=GB)
+    plain = job(
+        units=tuple(replace(frozen, name=f"u{index}") for index in range(8)),
+        uses=tuple(Use((index, index + 1), 1.0, decoded_nbytes=2 * GB) for index in (0, 2, 4, 6)),
+        device_cache_nbytes=2 * GB,
+        weights_cache_nbytes=1.5 * GB,
+    )
+    found = predict(plain, replace(RATES, h2d=8e9))
+    assert found.busy_s["nvme"] == pytest.approx(found.busy_s["h2d"], rel=0.01)
+    assert found.step_s >= 0.99 * (found.busy_s["nvme"] + found.busy_s["h2d"])
+
+
 @pytest.mark.parametrize(
     ("tier", "cache", "links"),
     [

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from infinity.config import SwapConfig
+from infinity.distributed.exchange import choose_round
 from infinity.distributed.group import RankTopology
-from infinity.distributed.setup import config_of_rank, refuse_shared_devices
+from infinity.distributed.setup import (
+    AgreedDevices,
+    agree_on_exchange,
+    config_of_rank,
+    refuse_shared_devices,
+)
 from infinity.errors import ConfigError
+from infinity.sizes import GIB, MIB
 
 # Rank 1 of two, which are ranks 1 and 3 of a job of four on one machine.
 GROUP = RankTopology(
@@ -67,3 +77,47 @@ def test_two_ranks_on_one_device_are_refused_by_name() -> None:
     refuse_shared_devices(["", "", ""])  # The device is the host.
     with pytest.raises(ConfigError, match="ranks 1 and 3 have one device, GPU-b"):
         refuse_shared_devices(["GPU-a", "GPU-b", "", "GPU-b"])
+
+
+@pytest.mark.parametrize(
+    ("device_nbytes", "round_nbytes"),
+    [(None, 256 * MIB), (80 * GIB, 256 * MIB), (40 * GIB, 128 * MIB), (GIB, 32 * MIB)],
+)
+def test_a_round_is_the_largest_whose_buffers_take_a_64th_of_the_device(
+    device_nbytes: int | None, round_nbytes: int
+) -> None:
+    buffers = choose_round(8, GIB, GIB, device_nbytes)
+    assert buffers.round_nbytes == round_nbytes
+    assert buffers.nbytes == (2 + 8 + 2 * 8) * round_nbytes // 8
+
+
+def test_buffers_are_no_larger_than_the_largest_part_of_a_unit() -> None:
+    small = choose_round(8, 3 * MIB, MIB, 80 * GIB)
+    assert (small.part_nbytes, small.sum_part_nbytes) == (3 * MIB, MIB)
+    frozen = choose_round(8, GIB, 512, 40 * GIB)
+    assert frozen.round_nbytes == 256 * MIB, "buffers for sums take nothing, so rounds are larger"
+
+
+def test_ranks_whose_devices_differ_agree_on_the_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting, said = threading.Barrier(3, timeout=60), {}
+
+    def all_gather_object(found: list[Any], local: Any, group: int) -> None:
+        said[group] = local
+        meeting.wait()
+        found[:] = [said[rank] for rank in range(3)]
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+
+    def agree(rank: int, device_nbytes: int | None) -> AgreedDevices:
+        return agree_on_exchange(
+            SwapConfig(distributed={"exchange": "collective"}),
+            replace(GROUP, process_group=rank, rank=rank, count=3),
+            has_own_memory=True,
+            is_cuda=False,
+            identity="",
+            device_nbytes=device_nbytes,
+        )
+
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(agree, range(3), (80 * GIB, 24 * GIB, None)))
+    assert found == [AgreedDevices(True, 24 * GIB)] * 3

@@ -5,14 +5,23 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from infinity.distributed.unshard import UnshardedWeights
+import pytest
+import torch
+
+from infinity.distributed.exchange import Buffers, DeviceExchange
+from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
+from infinity.errors import RankError
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation
+from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority
 from infinity.streaming.parameters import WeightCache
+from infinity.streaming.weight_moves import WeightMoves
+from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.streaming.weight_state import WeightState
+from infinity.testing import SimulatedDevice
 from infinity.tiers.device import FINISHED
-from infinity.tiers.host import Block
+from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.ranges import Range
 
 
@@ -92,3 +101,64 @@ def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
     assert weight_cache.reclaim(4) and weight_cache.reclaim(4)
     assert stub.num_lent == 0 and not stub.patience[-1]
     assert not weight_cache.reclaim(4)
+
+
+@pytest.mark.parametrize(
+    ("between_devices", "absent_nbytes", "of_units"), [(True, 2, [1, 1]), (False, 8, [4, 4])]
+)
+def test_stored_weights_count_once_as_shards_or_as_full_units(
+    between_devices: bool, absent_nbytes: int, of_units: list[int]
+) -> None:
+    """Units 0 and 1 of 4 bytes, and one byte of each of them that this rank reads for all."""
+    stub: Any = Stub()
+    stub.units = [
+        SimpleNamespace(index=i, name=str(i), weight_nbytes=9, tensors=tensors, stored=stored)
+        for i, (tensors, stored) in enumerate(
+            [(("w",), SimpleNamespace(nbytes=4))] * 2 + [((), SimpleNamespace(nbytes=1))] * 2
+        )
+    ]
+    source: WeightProvider = TierWeights()
+    if between_devices:
+        source = UnshardedWeights(stub, 2, is_outdated_by_step=False)
+    moves = WeightMoves(stub, stub, stub, Counters(), source)
+    weights = [moves.weights_of(unit) for unit in stub.units]
+    assert moves.absent_nbytes == absent_nbytes
+    main = [unit.stored.nbytes for unit in stub.units if not moves.is_at_top(unit)]
+    assert main == of_units
+    for entry in weights:
+        moves.start_read(entry, moves.require(entry), Priority.FORWARD)
+    assert moves.absent_nbytes == 0
+    for entry in weights:
+        moves.finish_read(entry)
+        moves.evict(entry)
+    assert moves.absent_nbytes == absent_nbytes
+
+
+class Refusing:
+    """Collectives of a job that has lost a rank."""
+
+    is_on = True
+
+    def stand_in(self, *unused: Any) -> None: ...
+
+    def propose(self, *unused: Any) -> None:
+        raise RankError(1, "rank 1 is gone")
+
+
+def test_a_refused_proposal_gives_back_the_memory_of_the_region() -> None:
+    device = SimulatedDevice(0, delay_s=0.0)
+    with Arena(64 << 10) as arena:
+        device.open(HostBlocks(arena, Counters()), Counters())
+        operations: Any = None
+        exchange = DeviceExchange(device, operations, operations, Buffers(2, 512, 512, 512))
+        store: Any = SimpleNamespace(
+            partition=SimpleNamespace(full_units=[SimpleNamespace(stored=None)], shards=[()])
+        )
+        refusing: Any = Refusing()
+        unshard = DeviceUnshard(store, collectives=refusing, exchange=exchange, counters=Counters())
+        region, local = device.reserve(4096), torch.empty(2048, dtype=torch.uint8)
+        for _ in range(2):  # A retry takes the memory again.
+            with pytest.raises(RankError, match="rank 1 is gone"):
+                unshard.begin(0, region, local, None)
+            assert not region.is_attached
+        device.close()

@@ -166,7 +166,8 @@ def write_contents(
     ]
     files.append(_write_buffers(directory / BUFFERS_NAME, model))
     if state.store.shards is not None:
-        reference = reference_to_bytes(state.store.shards)
+        is_first = state.partition is None or state.partition.rank == 0
+        reference = reference_to_bytes(state.store.shards, is_first_rank=is_first)
         files.append(write_small(directory / SHARDS_NAME, "reference", reference))
     files.append(write_small(directory / PROGRAM_NAME, "program", program))
     stored = linked + copy_pages(directory, state, contents.pages)

@@ -38,10 +38,11 @@ _MOST_PARTS = 64  # Of a chunk that are joined: more than ranks cut one into.
 _log = logging.getLogger("infinity")
 
 
-def reference_to_bytes(shards: ShardFiles) -> bytes:
-    """Returns the content of `shards.json`."""
+def reference_to_bytes(shards: ShardFiles, *, is_first_rank: bool) -> bytes:
+    """Returns the content of `shards.json`. Every rank that resumes knows the checksums of all
+    ranks of the run before: the first rank passes them on, each rank adds its own."""
     checksums: dict[str, list[list[int]]] = {}
-    for checksum in shards.checksums():
+    for checksum in shards.checksums(with_earlier=is_first_rank):
         checksums.setdefault(checksum.path, []).append(
             [checksum.offset_nbytes, checksum.nbytes, checksum.crc32c]
         )

@@ -1,0 +1,41 @@
+"""The Triton kernel that takes the mean of ranks' gradients: one pass, in the order of
+distributed/ordered_sum.py.
+
+Every product and sum is rounded: the launch forbids to contract them.
+"""
+
+import triton
+import triton.language as tl
+
+from infinity.fused.number_kernels import widened
+
+
+@triton.jit
+def _tree(
+    rows, offset, mask, stride, scale, first: tl.constexpr, count: tl.constexpr, form: tl.constexpr
+):
+    """The sum of `count` scaled rows from `first` on: neighbours first, then pairs of pairs."""
+    if count == 1:
+        at = rows + tl.cast(first, tl.int64) * stride + offset
+        total = widened(tl.load(at, mask=mask, other=0).to(tl.int32), form) * scale
+    else:
+        # The largest power of two below `count`.
+        half: tl.constexpr = (
+            64 if count > 64 else 32 if count > 32 else 16 if count > 16
+            else 8 if count > 8 else 4 if count > 4 else 2 if count > 2 else 1
+        )  # fmt: skip
+        total = _tree(rows, offset, mask, stride, scale, first, half, form)
+        total += _tree(rows, offset, mask, stride, scale, first + half, count - half, form)
+    return total
+
+
+@triton.jit
+def mean(
+    out, rows, numel, stride, scale,
+    count: tl.constexpr, form: tl.constexpr, program_numel: tl.constexpr,
+):  # fmt: skip
+    """out: fp32, `numel` elements. rows: bits (int32 or int16), `count` rows of `stride` elements.
+    `form`: F32 or BF16. scale: 1 / count."""
+    offset = tl.program_id(0).to(tl.int64) * program_numel + tl.arange(0, program_numel)
+    mask = offset < numel
+    tl.store(out + offset, _tree(rows, offset, mask, stride, scale, 0, count, form), mask=mask)

@@ -1,0 +1,81 @@
+"""A read ahead that has to wait costs no look at all blocks at each use."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.streaming import weight_evictor
+from infinity.streaming.weight_evictor import WeightEvictor
+from infinity.testing.quantized import tiny_causal_lm, write_quantized
+
+from .in_place import Base, at_least, config_of, loss_of, over
+
+IDS = torch.arange(24).view(2, 12)
+
+
+class Counted:
+    """Calls of a function, which goes on as before."""
+
+    def __init__(self, target: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.results: list[Any] = []
+        function = getattr(target, name)
+
+        def called(*values: Any, **named: Any) -> Any:
+            self.results.append(function(*values, **named))
+            return self.results[-1]
+
+        monkeypatch.setattr(target, name, called)
+
+
+def steps_over(
+    base: Base, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, int]:
+    """Counts of a step in the steady state."""
+    with monkeypatch.context() as patch, over(base, config) as (model, engine):
+        scans = Counted(weight_evictor, "choose_neighbours", patch)
+        asked = Counted(WeightEvictor, "find_block", patch)
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        for number in range(3):
+            if number == 2:
+                scans.results.clear()
+                asked.results.clear()
+                before = engine.counters.snapshot()["shard_read_nbytes"]
+            infinity.forward_backward(model, partial(loss_of, model), [IDS])
+            optimizer.step()
+            optimizer.zero_grad()
+        return {
+            "scans": len(scans.results),
+            "reads": len([block for block in asked.results if block is not None]),
+            "refused": len([block for block in asked.results if block is None]),
+            "nbytes": int(engine.counters.snapshot()["shard_read_nbytes"] - before),
+        }
+
+
+def test_a_refused_read_ahead_looks_at_all_blocks_once_for_each_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_hidden_layers": 32, "hidden_size": 64, "intermediate_size": 192}
+    write_quantized(tiny_causal_lm("llama", **sizes), tmp_path / "base", "nf4")
+    base = Base.at(tmp_path / "base")
+    config = at_least(
+        base,
+        config_of(
+            tmp_path,
+            tiers={"host": {"capacity": "least"}},
+            placement=dict.fromkeys(("master", "moments", "gradients", "activations"), "host"),
+        ),
+        simulated=False,
+    )
+    config["tiers"]["host"]["capacity"] += base.nbytes * 9 // 10
+    now = steps_over(base, config, monkeypatch)
+    monkeypatch.setattr(WeightEvictor, "_is_refused", lambda *unused: False)
+    each_time = steps_over(base, config, monkeypatch)
+    assert all(now[name] == each_time[name] for name in ("nbytes", "reads", "refused"))
+    assert each_time["scans"] == each_time["reads"] + each_time["refused"]
+    assert now["scans"] <= 2 * now["reads"] + 8 < each_time["scans"]
