@@ -70,9 +70,7 @@ class PeerTransport:
         self._left: set[int] = set()  # Ranks that have closed.
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
         self._outgoing: dict[tuple[int, Purpose], Outgoing] = {}
-        self._incoming: list[Channel] = []
-        # Sockets that other ranks have not opened yet.
-        self._missing = {(peer.rank, purpose) for peer in self.others for purpose in Purpose}
+        self._incoming: dict[tuple[int, Purpose], Channel] = {}
         self._serving: list[threading.Thread] = []
         self._queued_nbytes = 0  # Bytes of queued gradients.
         self._num_asked = 0  # Requests without an answer yet.
@@ -109,26 +107,27 @@ class PeerTransport:
             target=self._accept, args=(deadline_s,), name="infinity-accept", daemon=True
         )
         accepting.start()
-        for peer, purpose in ((peer, purpose) for peer in self.others for purpose in Purpose):
+        links = [(peer, purpose) for peer in self.others for purpose in Purpose]
+        for peer, purpose in links:
             connection = connect_to(peer, purpose, rank=self.rank, deadline_s=deadline_s)
             channel = open_channel(
                 connection, self._counters, self.memory, peer.rank, purpose, is_answering=False
             )
             self._outgoing[peer.rank, purpose] = Outgoing(peer, channel)
         accepting.join()
-        for rank, _ in sorted(self._missing):
-            raise RankError(rank, f"{self.peers[rank]} has not connected within {SILENCE_S:.0f} s")
+        for peer, purpose in links:
+            if (peer.rank, purpose) not in self._incoming:
+                raise RankError(peer.rank, f"{peer} has not connected within {SILENCE_S:.0f} s")
 
     def _accept(self, deadline_s: float) -> None:
         """Starts a thread that serves each socket that another rank opens."""
         arrivals = accepted(self._listener, self.peers, rank=self.rank, deadline_s=deadline_s)
         for rank, purpose, connection in arrivals:
             connection.settimeout(SILENCE_S)
-            self._missing.discard((rank, purpose))
             channel = open_channel(
                 connection, self._counters, self.memory, rank, purpose, is_answering=True
             )
-            self._incoming.append(channel)
+            self._incoming[rank, purpose] = channel
             serving = threading.Thread(
                 target=self._serve_all,
                 args=(self.peers[rank], channel),
@@ -164,7 +163,8 @@ class PeerTransport:
                         break
         for link in self._outgoing.values():
             link.end()
-        for channel in (*(link.channel for link in self._outgoing.values()), *self._incoming):
+            link.channel.close()
+        for channel in self._incoming.values():
             channel.close()
         self.memory.close()
         self._listener.close()
