@@ -72,6 +72,7 @@ class PeerTransport:
         self._outgoing: dict[tuple[int, Purpose], Outgoing] = {}
         self._incoming: dict[tuple[int, Purpose], Channel] = {}
         self._serving: list[threading.Thread] = []
+        self._telling: list[threading.Thread] = []
         self._queued_nbytes = 0  # Bytes of queued gradients.
         self._num_asked = 0  # Requests without an answer yet.
         self._is_closing = False
@@ -198,23 +199,22 @@ class PeerTransport:
 
     def _fail(self, error: RankError, *, is_alive: bool = False) -> None:
         """Keeps the first failure, ends every wait on this rank, and sends the failure to the other
-        ranks.
+        ranks. Returns when it is sent, also on a thread with a later failure: the process may end.
 
         The failed rank receives it too if it `is_alive`.
         """
         with self._changed:
-            if self._failure is not None or self._is_done():
-                return
-            self._failure = error
-            self._changed.notify_all()
-        telling = [
-            threading.Thread(target=self._tell, args=(link, error), daemon=True)
-            for (rank, purpose), link in self._outgoing.items()
-            if purpose is Purpose.GIVING and (is_alive or rank != error.rank)
-        ]
-        for thread in telling:
-            thread.start()
-        for thread in telling:
+            if self._failure is None and not self._is_done():
+                self._failure = error
+                self._changed.notify_all()
+                for (rank, purpose), link in list(self._outgoing.items()):
+                    if purpose is Purpose.GIVING and (is_alive or rank != error.rank):
+                        thread = threading.Thread(
+                            target=self._tell, args=(link, error), daemon=True
+                        )
+                        thread.start()
+                        self._telling.append(thread)
+        for thread in self._telling:
             thread.join(_CAUSE_S)  # A rank that does not listen must not keep this one.
 
     def _tell(self, link: Outgoing, error: RankError) -> None:
