@@ -1,16 +1,26 @@
-"""Opens the sockets between the ranks of a job: two from every rank to every other one."""
+"""Opens the sockets between the ranks of a job: two from every rank to every other one.
+
+A rank admits the other ranks among all processes that connect. A connection is believed only when
+its whole hello has come and the secret is right. All connections are read at once, under one
+deadline, and none keeps more bytes than a hello has. A connection that is silent, slow or one of
+many therefore costs the ranks nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hmac
+import selectors
 import socket
 import time
 from collections.abc import Iterator, Sequence
 
 from infinity.distributed.messages import HEADER, MessageType, Purpose
 from infinity.distributed.peer import Peer
-from infinity.distributed.reception import Reception
 from infinity.errors import RankError
+
+_MOST_WAITING = 256  # Further connections close the one that has waited longest.
 
 
 def connect_to(peer: Peer, purpose: Purpose, *, rank: int, deadline_s: float) -> socket.socket:
@@ -22,8 +32,7 @@ def connect_to(peer: Peer, purpose: Purpose, *, rank: int, deadline_s: float) ->
         left_s = max(0.1, deadline_s - time.monotonic())
         connection = socket.create_connection((peer.address, peer.port), timeout=left_s)
         _prepare(connection)
-        hello = HEADER.pack(MessageType.HELLO, rank, purpose, 0, len(peer.secret))
-        connection.sendall(hello + peer.secret)
+        connection.sendall(_hello(peer, rank, purpose))
     except OSError as error:
         raise RankError(peer.rank, f"{peer} cannot be reached: {error}") from error
     return connection
@@ -34,31 +43,101 @@ def accepted(
 ) -> Iterator[tuple[int, Purpose, socket.socket]]:
     """Yields the sockets that other ranks open to `rank`: the other rank, the use, the socket.
 
-    Ends when every socket is open, at the deadline, or if the listener fails; closes the listener.
-    A connection that does not know the secret of `rank` is closed.
+    Ends when every socket is open, at the deadline, or if the listener fails; closes the listener,
+    and the connections that were not admitted.
     """
-    secret = peers[rank].secret
-    missing = {(peer.rank, purpose) for peer in peers for purpose in Purpose if peer.rank != rank}
-
-    def missing_name(header: bytes) -> tuple[int, Purpose] | None:
-        kind, other, purpose, _, nbytes = HEADER.unpack(header)
-        is_hello = kind == MessageType.HELLO and nbytes == len(secret)
-        return (other, Purpose(purpose)) if is_hello and (other, purpose) in missing else None
-
-    reception = Reception(
-        listener, hello_nbytes=HEADER.size + len(secret), secret=secret, name_of=missing_name
-    )
+    expected = {
+        _hello(peers[rank], peer.rank, purpose): (peer.rank, purpose)
+        for peer in peers
+        for purpose in Purpose
+        if peer.rank != rank
+    }
     with (
         contextlib.suppress(OSError),
-        listener,
-        contextlib.closing(reception.arrivals(deadline_s)) as arrivals,
+        contextlib.closing(_Arrivals(listener, len(peers[rank].secret))) as arrivals,
     ):
-        for (other, purpose), connection in arrivals:
-            _prepare(connection)
-            missing.discard((other, purpose))
-            yield other, purpose, connection
-            if not missing:
-                break
+        while expected and (left_s := deadline_s - time.monotonic()) > 0:
+            for hello, connection in arrivals.complete(left_s):
+                # Each comparison takes as long as any other: time tells nothing of a secret.
+                found = [known for known in expected if hmac.compare_digest(known, hello)]
+                if not found:
+                    connection.close()
+                    continue
+                _prepare(connection)
+                yield *expected.pop(found[0]), connection
+
+
+class _Arrivals:
+    """The connections that have come to a listener and have not said all of their hello."""
+
+    def __init__(self, listener: socket.socket, secret_nbytes: int) -> None:
+        self._listener = listener
+        self._hello_nbytes = HEADER.size + secret_nbytes
+        self._selector = selectors.DefaultSelector()
+        self._waiting: dict[socket.socket, bytes] = {}  # Oldest first.
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Closes the listener and the connections that are left."""
+        self._selector.close()
+        for connection in (self._listener, *self._waiting):
+            connection.close()
+
+    def complete(self, timeout_s: float) -> Iterator[tuple[bytes, socket.socket]]:
+        """Yields hellos that are complete, with their connections, which are the caller's then.
+
+        Waits for bytes or connections, at most `timeout_s`.
+        """
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._waiting:
+                hello = self._read(key.fileobj)
+                if hello is not None:
+                    yield hello, key.fileobj
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # It has closed meanwhile.
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._waiting:
+                raise
+            self._drop_oldest()  # Strangers have taken all descriptors.
+            return
+        connection.setblocking(False)
+        if len(self._waiting) >= _MOST_WAITING:
+            self._drop_oldest()
+        self._waiting[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> bytes | None:
+        """Returns the hello once it is complete, or what there is of it at the connection's end."""
+        try:
+            more = connection.recv(self._hello_nbytes - len(self._waiting[connection]))
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError:
+            more = b""
+        self._waiting[connection] += more
+        if more and len(self._waiting[connection]) < self._hello_nbytes:
+            return None
+        self._selector.unregister(connection)
+        return self._waiting.pop(connection)
+
+    def _drop_oldest(self) -> None:
+        connection = next(iter(self._waiting))
+        self._selector.unregister(connection)
+        del self._waiting[connection]
+        connection.close()
+
+
+def _hello(server: Peer, rank: int, purpose: Purpose) -> bytes:
+    """Returns the first bytes of a socket that `rank` opens to `server`."""
+    header = HEADER.pack(MessageType.HELLO, rank, purpose, 0, len(server.secret))
+    return header + server.secret
 
 
 def _prepare(connection: socket.socket) -> None:

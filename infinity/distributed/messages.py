@@ -17,6 +17,7 @@ from enum import IntEnum
 HEADER = struct.Struct("<BxxxIIIQ")  # type, three numbers, bytes that follow
 TAKEN = b"\x06"  # The sender may change the memory of a range again.
 INLINE_NBYTES = 1 << 10
+NOTHING = memoryview(b"")
 
 
 class Purpose(IntEnum):
@@ -48,3 +49,10 @@ MOST_NBYTES = {
     MessageType.CONTROL: 1 << 12,
     MessageType.CLOSE: 1 << 16,
 }
+
+
+def purpose_of(kind: MessageType) -> Purpose:
+    """Returns the use of the socket that sends a message. A control message must not queue behind
+    gradients that the owner has no space for."""
+    is_word = kind in (MessageType.GET, MessageType.CONTROL)
+    return Purpose.ASKING if is_word else Purpose.GIVING

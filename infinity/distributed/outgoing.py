@@ -7,11 +7,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from infinity.distributed.channel import Channel, Check
-from infinity.distributed.messages import MessageType
+from infinity.distributed.channel import Channel
+from infinity.distributed.messages import NOTHING, MessageType
 from infinity.distributed.peer import Peer, RemoteRequest
-
-_NOTHING = memoryview(b"")
 
 
 @dataclass(slots=True)
@@ -25,7 +23,7 @@ class Message:
     job: RemoteRequest
     kind: MessageType
     numbers: tuple[int, int, int] = (0, 0, 0)
-    content: memoryview = _NOTHING
+    content: memoryview = NOTHING
     sinks: Sequence[memoryview] = ()
     num_lent: int = 0
 
@@ -46,12 +44,10 @@ class Outgoing:
         """Appends a message to the queue."""
         self._waiting.put(message)
 
-    def post(self, message: Message, check: Check) -> None:
-        """Sends a message. `check` raises to end a wait for the other rank."""
+    def post(self, message: Message) -> None:
+        """Sends a message. Content that is lent may be taken later."""
         with self.sending:
-            message.num_lent = self.channel.post(
-                message.kind, message.numbers, message.content, check
-            )
+            message.num_lent = self.channel.post(message.kind, message.numbers, message.content)
 
     @property
     def is_empty(self) -> bool:
@@ -63,23 +59,17 @@ class Outgoing:
         self._waiting.put(None)
 
     def messages(self, heartbeat_s: float) -> Iterator[Message]:
-        """Yields the messages up to the end of the queue, and a HEARTBEAT in every `heartbeat_s`
-        without one."""
+        """Yields the messages, and a HEARTBEAT in every `heartbeat_s` without one. Behind the end
+        of the queue, yields the messages that were added too late."""
+        is_over = False
         while True:
             try:
-                message = self._waiting.get(timeout=heartbeat_s)
+                message = self._waiting.get(not is_over, heartbeat_s)
             except queue.Empty:
+                if is_over:
+                    return
                 message = Message(RemoteRequest(), MessageType.HEARTBEAT)
             if message is None:
-                return
-            yield message
-
-    def late_messages(self) -> Iterator[Message]:
-        """Yields the messages that were added after the end, as far as they are there."""
-        while True:
-            try:
-                message = self._waiting.get_nowait()
-            except queue.Empty:
-                return
-            if message is not None:
+                is_over = True
+            else:
                 yield message

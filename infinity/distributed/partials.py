@@ -10,7 +10,8 @@ owner has freed memory by summing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from infinity.tiers.host import Block, HostBlocks
 
 # A live rank sums, or sends, within this time.
 PATIENCE_S = 60.0
+_LOOK_S = 0.02  # Between two looks for space.
 
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -104,7 +106,7 @@ class PartialGradients:
         if none becomes free, and the errors of `fill`.
         """
         partial = PartialGradient(dtype, nbytes // dtype.itemsize, is_mean=False)
-        if self._reserve(nbytes, patience_s=PATIENCE_S):
+        if self._await_space(nbytes, lambda: None):
             content = bytearray(nbytes)
             try:
                 fill(memoryview(content))
@@ -116,16 +118,19 @@ class PartialGradients:
             partial.scratch = self._spill(nbytes, fill, window)
         return partial
 
-    def put(self, values: torch.Tensor, *, is_mean: bool = False) -> PartialGradient | None:
-        """Returns a partial gradient that takes over a flat host tensor; None without space for
-        it."""
+    def put(
+        self, values: torch.Tensor, *, is_mean: bool = False, meanwhile: Callable[[], None]
+    ) -> PartialGradient:
+        """Returns a partial gradient that takes over a flat host tensor.
+
+        Waits for space if there is no drive, and calls `meanwhile` again and again, which frees
+        some. Raises CapacityError if none becomes free, and the errors of `meanwhile`.
+        """
         partial = PartialGradient(values.dtype, values.numel(), is_mean=is_mean)
-        if self._reserve(partial.nbytes, patience_s=0.0):
+        if self._await_space(partial.nbytes, meanwhile):
             partial.values = values
-        elif self._volume is not None:
-            self._spill_values(partial, values)
         else:
-            return None
+            self._spill_values(partial, values)
         return partial
 
     def merge(self, parts: Sequence[PartialGradient], total: torch.Tensor) -> PartialGradient:
@@ -174,31 +179,30 @@ class PartialGradients:
         self._end(partial)
         self._release(kept_nbytes)
 
-    def await_space(self, timeout_s: float) -> None:
-        """Waits until a partial gradient may have ended."""
-        with self._changed:
-            self._changed.wait(timeout_s)
-
     # -- Budget ------------------------------------------------------------------------------------
 
-    def _reserve(
-        self, nbytes: int, *, patience_s: float = 0.0, released_nbytes: int = 0, must: bool = False
-    ) -> bool:
+    def _await_space(self, nbytes: int, meanwhile: Callable[[], None]) -> bool:
+        """Takes `nbytes` of the budget. Returns False if they have to go to the drives; without a
+        drive waits for space."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not self._reserve(nbytes):
+            if self._volume is not None:
+                return False
+            meanwhile()
+            with self._changed:
+                self._changed.wait(_LOOK_S)
+            if time.monotonic() > deadline_s:
+                raise self._no_space(nbytes)
+        return True
+
+    def _reserve(self, nbytes: int, *, released_nbytes: int = 0, must: bool = False) -> bool:
         """Takes `nbytes` of the budget after `released_nbytes` are back. Returns whether it had
         them.
         """
         with self._changed:
             self._kept_nbytes -= released_nbytes
-
-            def has_space() -> bool:
-                # INV-4: partial gradients keep to their budget.
-                return self._kept_nbytes + nbytes <= self.budget_nbytes
-
-            is_there = must or has_space()
-            if not is_there and patience_s and self._volume is None:
-                is_there = self._changed.wait_for(has_space, patience_s)
-                if not is_there:
-                    raise self.no_space(nbytes)
+            # INV-4: partial gradients keep to their budget.
+            is_there = must or self._kept_nbytes + nbytes <= self.budget_nbytes
             if is_there:
                 self._kept_nbytes += nbytes
                 self._high_water_nbytes = max(self._high_water_nbytes, self._kept_nbytes)
@@ -207,7 +211,7 @@ class PartialGradients:
                 self._changed.notify_all()
             return is_there
 
-    def no_space(self, nbytes: int) -> CapacityError:
+    def _no_space(self, nbytes: int) -> CapacityError:
         """Returns the error of a partial gradient that waited for space in vain."""
         return CapacityError(
             "host",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,21 +56,21 @@ class Service(Protocol):
 class RemoteRequest(Transfer):
     """A message on its way. Thread-safe. `wait` raises the error of the message, every time."""
 
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._error: BaseException | None = None
+    def __init__(self, future: Future[None] | None = None) -> None:
+        """`future`: of work that ends the request; None where `finish` does."""
+        self._future: Future[None] = Future() if future is None else future
 
     @override
     def done(self) -> bool:
-        return self._over.is_set()
+        return self._future.done()
 
     @override
     def wait(self) -> None:
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
+        self._future.result()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Ends the request, with an error that every `wait` raises."""
-        self._error = error
-        self._over.set()
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)

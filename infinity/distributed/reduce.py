@@ -4,7 +4,6 @@ order and take the mean. Presence and norms are those of all ranks.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -16,7 +15,7 @@ from infinity.distributed.buckets import Contribution, GradientBuckets
 from infinity.distributed.grad_memory import SumsMemory
 from infinity.distributed.norms import block_sums, first_block, norms_of
 from infinity.distributed.ordered_sum import OrderedReduction
-from infinity.distributed.partials import PATIENCE_S, PartialGradient, wire_code
+from infinity.distributed.partials import PartialGradient, wire_code
 from infinity.distributed.peer import RemoteRequest
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sum_progress import SumProgress, refuse_other_generation
@@ -35,7 +34,6 @@ from infinity.tiers.pool import HostPool
 
 _LEAD_S = 10.0  # A rank that is ahead waits so long for the others, once in a step.
 _ALL = 2**32 - 1  # More backward passes than a step has.
-_LOOK_S = 0.02  # Between two looks at the partial gradients, during a wait for space.
 
 
 class DistributedGradients(GradientSink):
@@ -204,14 +202,12 @@ class DistributedGradients(GradientSink):
 
     def _keep(self, values: torch.Tensor, *, is_mean: bool = False) -> PartialGradient:
         """Returns a partial gradient of this rank. Sums others if it needs their space."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while (partial := self._partials.put(values, is_mean=is_mean)) is None:
+
+        def make_space() -> None:
             self.take_in()
             self._transport.check()
-            self._partials.await_space(_LOOK_S)
-            if time.monotonic() > deadline_s:
-                raise self._partials.no_space(values.nbytes)
-        return partial
+
+        return self._partials.put(values, is_mean=is_mean, meanwhile=make_space)
 
     def deliver(
         self, rank: int, tensor: int, generation: int, number: int, partial: PartialGradient

@@ -385,18 +385,7 @@ class DistributedStore:
         return is_outdated
 
     def _in_own_thread(self, function: Callable[..., None], *arguments: Any) -> RemoteRequest:
-        job = RemoteRequest()
-
-        def run() -> None:
-            try:
-                function(*arguments)
-            except BaseException as error:
-                job.finish(error)
-            else:
-                job.finish()
-
-        self._own.submit(run)
-        return job
+        return RemoteRequest(self._own.submit(function, *arguments))
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:

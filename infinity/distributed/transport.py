@@ -27,9 +27,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from infinity.distributed.channel import Channel, cause_of, open_channel
+from infinity.distributed.channel import Channel, cause_of
 from infinity.distributed.connecting import accepted, connect_to
-from infinity.distributed.messages import MOST_NBYTES, MessageType, Purpose
+from infinity.distributed.messages import MOST_NBYTES, NOTHING, MessageType, Purpose, purpose_of
 from infinity.distributed.node_memory import NodeMemory
 from infinity.distributed.outgoing import Message, Outgoing
 from infinity.distributed.peer import Peer, RemoteRequest, Service
@@ -70,10 +70,9 @@ class PeerTransport:
         self._left: set[int] = set()  # Ranks that have closed.
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
         self._outgoing: dict[tuple[int, Purpose], Outgoing] = {}
-        self._incoming: list[Channel] = []
-        # Sockets that other ranks have not opened yet.
-        self._missing = {(peer.rank, purpose) for peer in self.others for purpose in Purpose}
+        self._incoming: dict[tuple[int, Purpose], Channel] = {}
         self._serving: list[threading.Thread] = []
+        self._telling: list[threading.Thread] = []
         self._queued_nbytes = 0  # Bytes of queued gradients.
         self._num_asked = 0  # Requests without an answer yet.
         self._is_closing = False
@@ -109,26 +108,23 @@ class PeerTransport:
             target=self._accept, args=(deadline_s,), name="infinity-accept", daemon=True
         )
         accepting.start()
-        for peer, purpose in ((peer, purpose) for peer in self.others for purpose in Purpose):
+        links = [(peer, purpose) for peer in self.others for purpose in Purpose]
+        for peer, purpose in links:
             connection = connect_to(peer, purpose, rank=self.rank, deadline_s=deadline_s)
-            channel = open_channel(
-                connection, self._counters, self.memory, peer.rank, purpose, is_answering=False
-            )
+            channel = self._channel(connection, peer.rank, purpose, is_answering=False)
             self._outgoing[peer.rank, purpose] = Outgoing(peer, channel)
         accepting.join()
-        for rank, _ in sorted(self._missing):
-            raise RankError(rank, f"{self.peers[rank]} has not connected within {SILENCE_S:.0f} s")
+        for peer, purpose in links:
+            if (peer.rank, purpose) not in self._incoming:
+                raise RankError(peer.rank, f"{peer} has not connected within {SILENCE_S:.0f} s")
 
     def _accept(self, deadline_s: float) -> None:
         """Starts a thread that serves each socket that another rank opens."""
         arrivals = accepted(self._listener, self.peers, rank=self.rank, deadline_s=deadline_s)
         for rank, purpose, connection in arrivals:
             connection.settimeout(SILENCE_S)
-            self._missing.discard((rank, purpose))
-            channel = open_channel(
-                connection, self._counters, self.memory, rank, purpose, is_answering=True
-            )
-            self._incoming.append(channel)
+            channel = self._channel(connection, rank, purpose, is_answering=True)
+            self._incoming[rank, purpose] = channel
             serving = threading.Thread(
                 target=self._serve_all,
                 args=(self.peers[rank], channel),
@@ -137,6 +133,21 @@ class PeerTransport:
             )
             self._serving.append(serving)
             serving.start()
+
+    def _channel(
+        self, connection: socket.socket, rank: int, purpose: Purpose, *, is_answering: bool
+    ) -> Channel:
+        """Returns the channel of a socket to `rank`, which that rank has opened if `is_answering`.
+
+        Contents go one way: what is given goes to the rank that answers, what is asked for comes
+        from it. A rank that serves expects heartbeats, and the other one looks whether it is alive.
+        """
+        check = None if is_answering else self.check
+        if (purpose is Purpose.GIVING) is is_answering:
+            mapped = self.memory.mapped(rank)
+            return Channel(connection, self._counters, mapped=mapped, check=check)
+        bounce = self.memory.bounce_buffer(rank, is_answering=is_answering)
+        return Channel(connection, self._counters, bounce=bounce, check=check)
 
     def close(self) -> None:
         """Sends CLOSE, and waits until every other rank has closed or is gone: it may need shards.
@@ -157,14 +168,11 @@ class PeerTransport:
         if failure is None:
             for peer in self.others if self._outgoing else ():
                 self._submit(peer.rank, MessageType.CLOSE, (0, 0, 0))
-            deadline_s = time.monotonic() + LINGER_S
-            with self._changed:
-                while self._failure is None and len(self._left) < self.count - 1:
-                    if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
-                        break
+            self._wait_until(lambda: self.is_broken or self._is_done(), LINGER_S)
         for link in self._outgoing.values():
             link.end()
-        for channel in (*(link.channel for link in self._outgoing.values()), *self._incoming):
+            link.channel.close()
+        for channel in self._incoming.values():
             channel.close()
         self.memory.close()
         self._listener.close()
@@ -191,30 +199,29 @@ class PeerTransport:
 
     def _fail(self, error: RankError, *, is_alive: bool = False) -> None:
         """Keeps the first failure, ends every wait on this rank, and sends the failure to the other
-        ranks.
+        ranks. Returns when it is sent, also on a thread with a later failure: the process may end.
 
         The failed rank receives it too if it `is_alive`.
         """
         with self._changed:
-            if self._failure is not None or self._is_done():
-                return
-            self._failure = error
-            self._changed.notify_all()
-        telling = [
-            threading.Thread(target=self._tell, args=(link, error), daemon=True)
-            for (rank, purpose), link in self._outgoing.items()
-            if purpose is Purpose.GIVING and (is_alive or rank != error.rank)
-        ]
-        for thread in telling:
-            thread.start()
-        for thread in telling:
+            if self._failure is None and not self._is_done():
+                self._failure = error
+                self._changed.notify_all()
+                for (rank, purpose), link in list(self._outgoing.items()):
+                    if purpose is Purpose.GIVING and (is_alive or rank != error.rank):
+                        thread = threading.Thread(
+                            target=self._tell, args=(link, error), daemon=True
+                        )
+                        thread.start()
+                        self._telling.append(thread)
+        for thread in self._telling:
             thread.join(_CAUSE_S)  # A rank that does not listen must not keep this one.
 
     def _tell(self, link: Outgoing, error: RankError) -> None:
         # Not through the queue, which may be long.
-        with contextlib.suppress(OSError), link.sending:
+        with contextlib.suppress(OSError, RankError), link.sending:
             content = memoryview(str(error).encode()[: MOST_NBYTES[MessageType.CLOSE]])
-            link.channel.send(MessageType.CLOSE, (error.rank + 1, 0, 0), content)
+            link.channel.post(MessageType.CLOSE, (error.rank + 1, 0, 0), content)
 
     def _is_done(self) -> bool:
         """Whether all other ranks have closed. A socket that closes then is no failure."""
@@ -297,18 +304,19 @@ class PeerTransport:
     def _wait_for(
         self,
         is_reached: Callable[[], bool],
-        meanwhile: Callable[[], None],
+        meanwhile: Callable[[], None] | None,
         timeout_s: float = float("inf"),
     ) -> bool:
+        """Whether `is_reached` within this time. Calls `meanwhile` again and again. Raises
+        RankError."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            is_over = self._wait_until(
-                lambda: self._failure is not None or is_reached(), _MEANWHILE_S
-            )
+            is_over = self._wait_until(lambda: self.is_broken or is_reached(), _MEANWHILE_S)
             self.check()
             if is_over:
                 return True
-            meanwhile()
+            if meanwhile is not None:
+                meanwhile()
         return False
 
     def _wait_until(self, is_reached: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -333,10 +341,9 @@ class PeerTransport:
                 f"{MOST_NBYTES[MessageType.ALL_GATHER]}: "
                 "divide the model into fewer tensors, or over fewer ranks"
             )
+        message = memoryview(label + content)
         for peer in self.others:
-            self._submit(
-                peer.rank, MessageType.ALL_GATHER, (len(label), 0, 0), memoryview(label + content)
-            )
+            self._submit(peer.rank, MessageType.ALL_GATHER, (len(label), 0, 0), message)
         gathered = []
         for peer in self.peers:
             if peer.rank == self.rank:
@@ -361,22 +368,15 @@ class PeerTransport:
 
         After a barrier of all ranks a shard may change, or its owner may be gone.
         """
-        self._wait_until(lambda: not self._num_asked or self._failure is not None, timeout_s)
+        self._wait_until(lambda: self.is_broken or not self._num_asked, timeout_s)
 
     def _next_content(
         self, peer: Peer, tag: str, meanwhile: Callable[[], None] | None
     ) -> tuple[str, bytes]:
         contents = self._contents[peer.rank]
-
-        def is_over() -> bool:
-            return bool(contents) or self._failure is not None or peer.rank in self._left
-
-        while not self._wait_until(is_over, None if meanwhile is None else _MEANWHILE_S):
-            assert meanwhile is not None
-            meanwhile()
+        self._wait_for(lambda: bool(contents) or peer.rank in self._left, meanwhile)
         if contents:
             return contents.popleft()
-        self.check()
         raise InfinityError(
             f"{peer} has closed its engine while {self.peers[self.rank]} waits for it in {tag!r}; "
             "all ranks must make the same number of steps. A rank without data still calls "
@@ -388,18 +388,13 @@ class PeerTransport:
         rank: int,
         kind: MessageType,
         numbers: tuple[int, int, int],
-        content: memoryview | None = None,
+        content: memoryview = NOTHING,
         sinks: Sequence[memoryview] = (),
     ) -> RemoteRequest:
         self.check()
-        job = RemoteRequest()
-        # A control message must not queue behind gradients that the owner has no space for.
-        purpose = (
-            Purpose.ASKING if kind in (MessageType.GET, MessageType.CONTROL) else Purpose.GIVING
-        )
-        message = Message(job, kind, numbers, content or memoryview(b""), sinks)
-        self._outgoing[rank, purpose].add(message)
-        return job
+        message = Message(RemoteRequest(), kind, numbers, content, sinks)
+        self._outgoing[rank, purpose_of(kind)].add(message)
+        return message.job
 
     # -- Threads -----------------------------------------------------------------------------------
 
@@ -414,15 +409,19 @@ class PeerTransport:
                     self._carry_out(link, message)
                 except (OSError, RankError) as broken:
                     self._lost(link.peer, cause_of(broken))
-                    error = self._failure or RankError(
-                        link.peer.rank, f"{link.peer} has closed its engine"
-                    )
+                    error = self._end_of(link.peer)
             elif error is None:
                 error = self._failure
             while posted and (error or posted[0].num_lent <= link.channel.num_taken):
                 self._finish(posted.popleft(), error)
-        for message in (*posted, *link.late_messages()):
-            self._finish(message, self._failure or InfinityError("the links are closed"))
+        for message in posted:
+            self._finish(message, self._end_of(link.peer))
+
+    def _end_of(self, peer: Peer) -> InfinityError:
+        """Returns why no message goes to a rank any more."""
+        if self._is_closing:
+            return self._failure or InfinityError("the links are closed")
+        return self._failure or RankError(peer.rank, f"{peer} has closed its engine")
 
     def _finish(self, message: Message, error: BaseException | None) -> None:
         message.job.finish(error)
@@ -436,16 +435,16 @@ class PeerTransport:
         # be slow: it has no space for gradients, or its drive is slow.
         channel = link.channel
         channel.connection.settimeout(HEARTBEAT_S)
-        link.post(message, self.check)
+        link.post(message)
         if message.kind is not MessageType.GET:
             if link.is_empty:  # Else the answers come while the next content goes.
-                channel.await_taken(message.num_lent, self.check)
+                channel.await_taken(message.num_lent)
             return
-        kind, _, nbytes = channel.receive_header(self.check)
+        kind, _, nbytes = channel.receive_header()
         wanted = sum(sink.nbytes for sink in message.sinks)
         if kind is not MessageType.DATA or nbytes != wanted:
             raise ConnectionError(f"expected {wanted} bytes of data, got {nbytes} of {kind.name}")
-        fill = channel.filler(kind, nbytes, self.check)
+        fill = channel.filler(kind, nbytes)
         for sink in message.sinks:
             fill(sink)
         self._counters.add("ranks_gathered_nbytes", nbytes)
@@ -476,13 +475,14 @@ class PeerTransport:
         content = channel.receive_content(kind, nbytes)
         if kind is MessageType.GET:
             total_nbytes, parts = service.serve(first, second, to=peer.rank)
-            channel.send_parts(MessageType.DATA, (0, 0, 0), total_nbytes, parts)
+            channel.send(MessageType.DATA, (0, 0, 0), total_nbytes, parts)
         elif kind is MessageType.OVER:
             with self._changed:
                 self._over[peer.rank] = (first, second)
                 self._changed.notify_all()
         elif kind is MessageType.ALL_GATHER:
-            note = content[:first].decode(errors="replace"), bytes(content[first:])
+            tag = content[:first].decode(errors="replace")
+            note = tag, bytes(memoryview(content)[first:])
             with self._changed:
                 self._contents[peer.rank].append(note)
                 self._changed.notify_all()

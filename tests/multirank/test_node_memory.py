@@ -69,7 +69,7 @@ def channels(own: OwnMemory) -> tuple[Channel, Channel, Counters, Counters]:
 
 
 def sent(lender: Channel, content: memoryview, kind: MessageType = MessageType.PUT) -> Any:
-    thread = threading.Thread(target=lender.send, args=(kind, (1, 2, 3), content))
+    thread = threading.Thread(target=lender.send, args=(kind, (1, 2, 3), content.nbytes, [content]))
     thread.start()
     return thread
 
@@ -105,7 +105,7 @@ def test_a_content_is_read_where_it_lies_and_only_its_name_goes_through_the_sock
 
 def test_a_short_content_goes_with_its_header() -> None:
     lender, reader, lent, _ = channels(OwnMemory(2, BOOT, None))
-    lender.send(MessageType.PUT, (0, 0, 0), memoryview(CONTENT)[:INLINE_NBYTES])
+    lender.post(MessageType.PUT, (0, 0, 0), memoryview(CONTENT)[:INLINE_NBYTES])
     kind, _, nbytes = reader.receive_header()
     found = bytearray(nbytes)
     reader.filler(kind, nbytes)(memoryview(found))
@@ -169,7 +169,7 @@ def test_a_range_that_is_not_there_is_refused(
 
 def test_word_of_a_failure_ends_a_content_and_names_the_rank() -> None:
     lender, reader, *_ = channels(OwnMemory(2, BOOT, None))
-    lender.send(MessageType.CLOSE, (6, 0, 0), memoryview(b"rank 5 failed: of the test"))
+    lender.post(MessageType.CLOSE, (6, 0, 0), memoryview(b"rank 5 failed: of the test"))
     with pytest.raises(RankError, match="of the test") as caught:
         reader.filler(MessageType.PUT, NBYTES)(memoryview(bytearray(NBYTES)))
     assert caught.value.rank == 5

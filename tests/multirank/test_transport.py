@@ -215,6 +215,27 @@ def test_a_rank_that_announces_what_cannot_be_is_named(
     assert caught.value.rank == 1
 
 
+def test_a_thread_that_fails_later_does_not_end_before_the_cause_is_sent(
+    pair: tuple[list[PeerTransport], list[Shelf]],
+) -> None:
+    """The training thread ends the process soon after an updating thread has failed."""
+    transport, _ = pair
+    failing = [
+        threading.Thread(target=transport[0].abort, args=(cause,)) for cause in ("cause", "later")
+    ]
+    with transport[0]._outgoing[1, Purpose.GIVING].sending:
+        failing[0].start()
+        assert transport[0]._wait_until(lambda: transport[0].is_broken, TIME_LIMIT_S)
+        failing[1].start()
+        failing[1].join(0.1)
+        assert failing[1].is_alive()
+    for thread in failing:
+        thread.join(TIME_LIMIT_S)
+    assert transport[1]._wait_until(lambda: transport[1].is_broken, TIME_LIMIT_S)
+    with pytest.raises(RankError, match="rank 0 .* failed: cause"):
+        transport[1].check()
+
+
 def test_a_rank_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_module, "SILENCE_S", 1.0)
     first, second = make(2)
