@@ -86,7 +86,12 @@ class ShardingPlan:
         if not self.is_collective:
             return None
         largest_nbytes = max(unit.weight_nbytes for unit in self.partition.full_units)
-        return Buffers(self.partition.count, largest_nbytes)
+        return Buffers(self.partition.count, largest_nbytes, len(self._node) or None)
+
+    @property
+    def _node(self) -> tuple[int, ...]:
+        """The ranks of this node, if their devices gather frozen weights by themselves."""
+        return self.partition.node if self.partition.over_node else ()
 
     def budgets(self, config: SwapConfig, *, device_nbytes: int | None, **sizes: Any) -> Budgets:
         """Returns this rank's budgets; `sizes` are those of `compute_budgets` that ranks do not
@@ -113,7 +118,7 @@ class ShardingPlan:
         """
         if not self.is_collective:
             return None
-        groups = device_groups(self.group, device.torch_device)
+        groups = device_groups(self.group, device.torch_device, self._node)
         resources.callback(leave, groups)
         return groups
 
@@ -134,7 +139,9 @@ class ShardingPlan:
         assert isinstance(device, StreamDevice) and groups is not None
         collectives = Collectives(store.transport, groups, device.torch_device, counters)
         resources.callback(collectives.close)
-        exchange = DeviceExchange(device, collectives.gathers, collectives.sums, self.buffers)
+        exchange = DeviceExchange(
+            device, collectives.gathers, collectives.sums, self.buffers, collectives.node_gathers
+        )
         buckets = GradientBuckets(collectives, exchange, self.partition, counters)
         gathering = DeviceUnshard(
             store, collectives=collectives, exchange=exchange, counters=counters
@@ -187,12 +194,39 @@ def plan_sharding(
     """
     stage = config.distributed.zero_stage
     return ShardingPlan(
-        partition(units, rank=group.rank, count=group.count, stage=stage),
+        partition(
+            units, rank=group.rank, count=group.count, stage=stage,
+            nodes=group.nodes, over_node=divides_over_node(config, group.nodes),
+        ),
         group,
         group.node_count if config.distributed.budgets == "node" else 1,
         is_collective,
         plan_sums(units, *by_block) if stage > 1 else plan_sums(units, (), ()),
-    )
+    )  # fmt: skip
+
+
+def divides_over_node(config: SwapConfig, nodes: Sequence[Sequence[int]]) -> bool:
+    """Whether frozen weights are divided over the ranks of a node, as `distributed.shard_over`
+    says. Pure.
+
+    `nodes`: the ranks of each node. Raises ConfigError if nodes have unequal numbers of ranks, and
+    for a stage in which every rank keeps all weights.
+    """
+    if config.distributed.shard_over == "all" or len(nodes) < 2:
+        return False
+    if config.distributed.zero_stage < 3:
+        raise ConfigError(
+            'distributed.shard_over: "node" divides frozen weights over the ranks of a node, and '
+            f"in stage {config.distributed.zero_stage} every rank keeps all weights; set "
+            'distributed.zero_stage to 3, or shard_over to "all"'
+        )
+    numbers = [len(ranks) for ranks in nodes]
+    if len(set(numbers)) > 1:
+        raise ConfigError(
+            'distributed.shard_over: "node" needs equally many ranks on each node, and there are '
+            f'{", ".join(map(str, numbers))}; start as many on each, or set it to "all"'
+        )
+    return True
 
 
 def exchanges_on_devices(config: SwapConfig, *, has_own_memory: bool, has_nccl: bool) -> bool:
@@ -225,15 +259,16 @@ def agree_on_exchange(
         refusal = error
     of_all: list[Any] = [None] * group.count
     # A rank that refuses sends None to the others: they would wait for it.
-    dist.all_gather_object(of_all, (local, identity), group=group.process_group)
+    own = local, config.distributed.shard_over, identity
+    dist.all_gather_object(of_all, own, group=group.process_group)
     if refusal is not None:
         raise refusal
-    refuse_shared_devices([device for _, device in of_all])
-    for rank, (remote, _) in enumerate(of_all):
-        if remote != of_all[0][0]:
+    refuse_shared_devices([device for *_, device in of_all])
+    for rank, (*remote, _) in enumerate(of_all):
+        if remote != list(of_all[0][:2]):
             raise ConfigError(
-                f"distributed.exchange: rank {rank} would exchange otherwise than rank 0; give "
-                "all ranks one configuration and devices of one kind"
+                f"distributed.exchange, distributed.shard_over: rank {rank} would exchange "
+                "otherwise than rank 0; give all ranks one configuration and devices of one kind"
             )
     assert local is not None
     return local

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
+from infinity.distributed.addresses import Machine
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import (
     ShardingPlan,
@@ -77,7 +78,8 @@ class NodeView:
         count, rank = self.num_ranks, self.rank
         if count == 1:
             return None
-        group = RankTopology(None, 0, count, 0, count, 0, self.count, ())
+        nodes = [Machine(f"node {owner // self.count}", "", 0) for owner in range(count)]
+        group = RankTopology(None, 0, count, 0, count, 0, self.count, tuple(nodes))
         sharding = plan_sharding(
             model.units,
             _units_by_block(model),
