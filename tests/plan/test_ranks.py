@@ -77,6 +77,35 @@ def test_all_ranks_read_and_write_the_bytes_of_one_and_receive_what_others_send(
             assert replace(load, sharded=NOT_SHARDED, leaving_nbytes=alone.leaving_nbytes) == alone
 
 
+@given(laid_out=units(), is_collective=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_frozen_weights_of_a_node_pass_no_network_and_each_node_reads_all_of_them(
+    laid_out: list[Unit], is_collective: bool
+) -> None:
+    """Trained units are loads as of a division over all ranks."""
+    nodes, loads = [(0, 1), (2, 3)], []
+    for rank in range(4):
+        of_rank = []
+        for over_node in (True, False):
+            divided = partition(
+                laid_out, rank=rank, count=4, stage=3, nodes=nodes, over_node=over_node
+            )
+            where, among = placed(list(divided.units), "nvme"), {"num_nodes": len(nodes)}
+            of_rank.append(list(rank_loads(
+                SwapConfig(), divided, where, BATCH, is_collective=is_collective, **among
+            )))  # fmt: skip
+        loads.append(of_rank)
+    for unit in laid_out:
+        of_node, of_all = ([of_rank[way][unit.index] for of_rank in loads] for way in (0, 1))
+        if unit.trainable_nbytes:
+            assert of_node == of_all
+            continue
+        assert not any(load.sharded.network_received_nbytes for load in of_node)
+        assert sum(load.sharded.received_nbytes for load in of_node) == 2 * unit.weight_nbytes
+        for ranks in nodes:
+            assert sum(of_node[rank].weight_nbytes for rank in ranks) >= unit.weight_nbytes
+
+
 def plan(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["plan", *arguments])
     assert result.exit_code == 0, result.output
