@@ -29,7 +29,7 @@ class RankLayout:
     tier: (bytes, of bytes).
 
     The device's bytes are those of the engine: state at rest, units in use, and exchange buffers.
-    `of` is None without a limit.
+    `of` is None without a limit. `is_over_node`: frozen weights are divided over a node's ranks.
     """
 
     count: int
@@ -38,6 +38,7 @@ class RankLayout:
     is_collective: bool
     taken_nbytes: Mapping[str, tuple[int, int | None]]
     num_nodes: int = 1
+    is_over_node: bool = False
 
     @property
     def per_node(self) -> int:
@@ -133,8 +134,9 @@ def layout_of_rank(
     if hardware.nvme is not None:
         taken["nvme"] = placed["nvme"] + spare_nbytes, hardware.nvme.capacity
     return RankLayout(
-        partition.count, partition.rank, partition.stage, sharding.is_collective, taken, num_nodes
-    )
+        partition.count, partition.rank, partition.stage, sharding.is_collective, taken, num_nodes,
+        partition.over_node,
+    )  # fmt: skip
 
 
 def blocks_of(model: PlannedModel) -> list[int | None]:

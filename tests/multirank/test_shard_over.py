@@ -30,6 +30,7 @@ from .test_in_place import Case, model_over, step, trained
 from .work import LR, NVME, offload_case, one_step, read_weights
 from .work import Case as TrainingCase
 
+BETWEEN_NODES = "ranks_gathered_between_nodes_nbytes"
 PER_NODE = 2
 COUNT = 2 * PER_NODE
 LAYOUTS = {"bf16": "llama", "int4": "deepseek-v3"}
@@ -61,6 +62,7 @@ class Passed:
     largest_of_node: int = 0
     largest_trained: int = 0
     num_staged: float = 0
+    between_nodes: float = 0  # As the engine counts: bytes of weights.
 
 
 def _note(engine: Any) -> Passed:
@@ -74,6 +76,7 @@ def _note(engine: Any) -> Passed:
         return get(rank, unit, kind, views)
 
     transport.get = noted_get
+    passed.between_nodes = -engine.counters.snapshot().get(BETWEEN_NODES, 0)
     for unit, shards in zip(divided.full_units, divided.shards, strict=True):
         if unit.trainable_nbytes:
             row = max(shard.unit.weight_nbytes for shard in shards)
@@ -109,7 +112,9 @@ def _train(rank: int, wanted: list[tuple[Path, Case]]) -> list[tuple[dict[str, T
             optimizer, seen = infinity.AdamW(model, lr=1e-2), {}
             for number in range(case.steps):
                 seen |= step(model, optimizer, number, case)
-            passed.num_staged = engine.counters.snapshot().get("fetches_staged", 0)
+            counted = engine.counters.snapshot()
+            passed.num_staged = counted.get("fetches_staged", 0)
+            passed.between_nodes += counted.get(BETWEEN_NODES, 0)
             found.append((seen | trained(model), passed))
     return found
 
@@ -141,6 +146,7 @@ def test_ranks_of_two_nodes_have_the_bits_of_one_rank_and_pass_no_frozen_weight_
                 assert passed.largest_of_node > passed.largest_trained, (case, passed)
             else:
                 assert passed.frozen[True] > 0 < passed.trained[False], passed
+                assert passed.between_nodes == passed.trained[False], passed
 
 
 SAVED = TrainingCase(placement=NVME, compute="bfloat16", is_shared=True, steps=4, shard_over="node")
