@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from infinity import SwapConfig
 from infinity.cli import app
 from infinity.plan import Forecast, forecast, load_hardware, scaled_gpt
+from infinity.plan.advice import _changes
 from infinity.plan.model import model_of_shape
 from infinity.plan.report import idle_of_compute
 from infinity.simulate.job import Batch, load_of
@@ -245,6 +246,17 @@ def test_a_slow_network_binds_the_step_of_several_nodes_and_is_the_cause_of_idle
     assert found.step.binding == "network"
     (cause, _), *_ = idle_of_compute(found)
     assert cause.startswith("between nodes")
+
+
+def test_weights_of_a_node_are_advice_for_several_nodes_that_do_not_have_them() -> None:
+    def changes(num_nodes: int, **distributed: Any) -> list[SwapConfig]:
+        base = _forecast_of_ranks(num_ranks=2, num_nodes=num_nodes, distributed=distributed)
+        found = _changes(SwapConfig(distributed=distributed), base)
+        return [config for change, (config, *_) in found if "shard_over" in change]
+
+    [config] = changes(2)
+    assert config.distributed.shard_over == "node"
+    assert not changes(1) and not changes(2, shard_over="node") and not changes(2, zero_stage=2)
 
 
 def test_the_plan_of_nodes_names_them_and_their_network() -> None:
