@@ -180,9 +180,10 @@ RULES: tuple[Rule, ...] = (
         "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm",
         "use_multi_rank_bucket_allreduce", "allgather_partitions", "allgather_bucket_size",
         "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential",
-        "round_robin_gradients", "zero_hpz_partition_size", "mics_shard_size",
-        "mics_hierarchical_params_gather",
+        "round_robin_gradients", "mics_shard_size", "mics_hierarchical_params_gather",
     )),
+    _ignored(f"{_ZERO}.zero_hpz_partition_size",
+             'distributed.shard_over = "node" does it for frozen weights'),
     *(_ignored(f"{_ZERO}.{key}", _EXACT, nested=key.endswith("param")) for key in (
         "zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param",
     )),

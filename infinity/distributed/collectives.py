@@ -22,15 +22,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
-from infinity.distributed.device_group import DeviceGroups, abort
+from infinity.distributed.device_group import DeviceGroups, GroupOperations, abort
 from infinity.distributed.lockstep import AgreedLog, LogEntry, Report, next_log, report_of
 from infinity.distributed.transport import SILENCE_S, PeerTransport
 from infinity.errors import InfinityError, RankError
@@ -72,8 +69,8 @@ class Proposal:
 class Collectives:
     """Proposes collective operations and begins them. The training thread proposes.
 
-    `groups` have the backend of `device`. `open` follows the constructor. `gathers` and `sums` are
-    the operations of each group.
+    `groups` have the backend of `device`. `open` follows the constructor. `gathers`, `sums` and
+    `node_gathers` (None without that group) are the operations of each group.
     """
 
     def __init__(
@@ -85,8 +82,12 @@ class Collectives:
     ) -> None:
         self._transport = transport
         self._groups = groups
-        self.gathers = GroupOperations(groups.gathers, self._told)
-        self.sums = GroupOperations(groups.sums, self._told)
+        self.gathers = GroupOperations(groups.gathers, transport.count, self._told)
+        self.sums = GroupOperations(groups.sums, transport.count, self._told)
+        self.node_gathers: GroupOperations | None = None
+        if groups.node_gathers is not None:
+            of_node = groups.node_gathers
+            self.node_gathers = GroupOperations(of_node, of_node.size(), self._told)
         self._is_aborted = False
         self._device = device
         self._counters = counters
@@ -128,8 +129,8 @@ class Collectives:
             self._wait(lambda: trial.is_issued)
 
     def _try(self) -> None:
-        rows = torch.zeros((self._transport.count, 1), dtype=torch.uint8, device=self._device)
-        for operations in (self.gathers, self.sums):
+        for operations in filter(None, (self.gathers, self.sums, self.node_gathers)):
+            rows = torch.zeros((operations.count, 1), dtype=torch.uint8, device=self._device)
             operations.all_gather(torch.empty_like(rows).flatten(), rows[0])
             operations.all_to_all(torch.empty_like(rows), rows)
 
@@ -469,30 +470,3 @@ class Collectives:
         """Ends every wait in an operation, and refuses further ones."""
         self._is_aborted = True
         abort(self._groups)
-
-
-class GroupOperations:
-    """The operations of one process group: an `exchange.Operations`. Made by `Collectives`.
-
-    `told` surrounds each one.
-    """
-
-    def __init__(self, group: Any, told: Callable[[], AbstractContextManager[None]]) -> None:
-        self._group = group
-        self._told = told
-
-    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Every rank's `source`, uint8 (n,), into `target`, uint8 (count * n,), in rank order. On
-        the devices, in the stream that is current."""
-        with self._told():
-            _all_gather(target, source, group=self._group)
-
-    def all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Row r of `source` to row `rank` of rank r's `target`: both (count, n), of one dtype."""
-        with self._told():
-            dist.all_to_all_single(
-                target.view(torch.uint8), source.view(torch.uint8), group=self._group
-            )
-
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

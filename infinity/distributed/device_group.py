@@ -1,11 +1,12 @@
-"""The process groups of the ranks' devices."""
+"""The process groups of the ranks' devices, and their operations."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,21 +25,29 @@ _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 class DeviceGroups(NamedTuple):
     """Process groups of the same ranks: operations of one group do not wait for those of the
-    other."""
+    other. `node_gathers`: of the ranks of this node, where they gather by themselves."""
 
     gathers: Any
     sums: Any
+    node_gathers: Any = None
 
 
-def device_groups(group: RankTopology, device: torch.device) -> DeviceGroups:
-    """Returns the groups of the ranks' devices. As of `device_group`."""
-    return DeviceGroups(device_group(group, device), device_group(group, device))
+def device_groups(
+    group: RankTopology, device: torch.device, node: Sequence[int] = ()
+) -> DeviceGroups:
+    """Returns the groups of the ranks' devices. As of `device_group`.
+
+    node: the ranks of this node, if they have a group of their own
+    """
+    gathers, sums = device_group(group, device), device_group(group, device)
+    return DeviceGroups(gathers, sums, device_group(group, device, node) if node else None)
 
 
-def device_group(group: RankTopology, device: torch.device) -> Any:
+def device_group(group: RankTopology, device: torch.device, node: Sequence[int] = ()) -> Any:
     """Returns a process group of its own for the ranks' devices, which ends with `leave`.
 
-    Operations of other groups are issued in another order. A collective call. Raises ConfigError.
+    Operations of other groups are issued in another order. A collective call of all ranks, those of
+    other nodes too: each names its own `node`. Raises ConfigError.
     """
     backend = dist.get_default_backend_for_device(device)
     if not dist.is_backend_available(backend):
@@ -49,9 +58,11 @@ def device_group(group: RankTopology, device: torch.device) -> Any:
         )
     if backend == "nccl":
         _refuse_split(group)
+    ranks = node or range(group.count)
+    of_job = dist.get_process_group_ranks(group.process_group)
     with _watchdog_that_ends_no_process():
         made = dist.new_group(
-            dist.get_process_group_ranks(group.process_group),
+            [of_job[rank] for rank in ranks],
             # An abort ends what NCCL waits for; gloo goes on to its timeout. Ranks enter operations
             # within PATIENCE_S of each other, so one that lasts longer has lost a rank.
             timeout=timedelta(seconds=TIMEOUT_S if backend == "nccl" else transport.SILENCE_S),
@@ -60,7 +71,7 @@ def device_group(group: RankTopology, device: torch.device) -> Any:
             sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
         )
     # INV-19: row r of an operation is the part of rank r.
-    assert dist.get_rank(made) == group.rank, "ranks of the group were sorted"
+    assert dist.get_rank(made) == ranks.index(group.rank), "ranks of the group were sorted"
     return made
 
 
@@ -74,7 +85,7 @@ def leave(groups: DeviceGroups) -> None:
     free its name, and the next group of these ranks would meet under the same keys of the store,
     where the addresses of this one are.
     """
-    for group in groups:
+    for group in filter(None, groups):
         with contextlib.suppress(Exception):
             if dist.get_backend(group) != "gloo":
                 group.shutdown()
@@ -133,3 +144,33 @@ def _watchdog_that_ends_no_process() -> Iterator[None]:
         yield
     finally:
         del os.environ[_WATCHDOG]
+
+
+class GroupOperations:
+    """The operations of one process group: an `exchange.Operations`. Made by `Collectives`.
+
+    `count` is the number of its ranks; `told` surrounds each operation.
+    """
+
+    def __init__(
+        self, group: Any, count: int, told: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._group = group
+        self.count = count
+        self._told = told
+
+    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Every rank's `source`, uint8 (n,), into `target`, uint8 (count * n,), in rank order. On
+        the devices, in the stream that is current."""
+        with self._told():
+            _all_gather(target, source, group=self._group)
+
+    def all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Row r of `source` to row `rank` of rank r's `target`: both (count, n), of one dtype."""
+        with self._told():
+            dist.all_to_all_single(
+                target.view(torch.uint8), source.view(torch.uint8), group=self._group
+            )
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -12,13 +12,18 @@ Note [Rounds]
   gradients that a sum waits for. The two share no memory, so no event is between them. A unit of
   one round whose parts are equal is gathered where it is used. The buffer of gathered parts stays:
   a rank that does not need the unit has no other place for the parts of the other ranks.
+
+Note [Gathers of a node]
+  Weights that every node has (`Partition.is_of_node`) are gathered by the ranks of each node, in a
+  process group of their own. They use the stream and the buffers of the other gathers. A round has
+  the same bytes of all ranks together, so a rank's part of it is larger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -64,44 +69,72 @@ class Buffers:
 
     round_nbytes: the most bytes of all ranks in a round
     weights_nbytes, gradients_nbytes: the most that one rank gives or owns of a unit
+    node_count, node_weights_nbytes: the ranks of a node, and the most that one gives to it; 0
+        without gathers of a node
     """
 
     count: int
     round_nbytes: int
     weights_nbytes: int
     gradients_nbytes: int
+    node_count: int = 0
+    node_weights_nbytes: int = 0
 
     @property
     def part_nbytes(self) -> int:
         """The bytes of one rank in a round of weights."""
-        return self._part(self.weights_nbytes)
+        return self._part(self.count, self.weights_nbytes)
+
+    @property
+    def node_part_nbytes(self) -> int:
+        """The bytes of one rank in a round of a node's weights; 0 without."""
+        return self._part(self.node_count, self.node_weights_nbytes) if self.node_count else 0
 
     @property
     def sum_part_nbytes(self) -> int:
         """The bytes of one rank in a round of gradients."""
-        return self._part(self.gradients_nbytes)
+        return self._part(self.count, self.gradients_nbytes)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """The most bytes of one rank in a round of any weights."""
+        return max(self.part_nbytes, self.node_part_nbytes)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """The most bytes of all ranks in a round of any weights."""
+        return max(self.count * self.part_nbytes, self.node_count * self.node_part_nbytes)
 
     @property
     def nbytes(self) -> int:
         """The bytes of all buffers."""
-        return (self.count + 2) * self.part_nbytes + 2 * self.count * self.sum_part_nbytes
+        of_weights = self.gathered_nbytes + 2 * self.sent_nbytes
+        return of_weights + 2 * self.count * self.sum_part_nbytes
 
-    def _part(self, most_nbytes: int) -> int:
-        of_one = min(-(-self.round_nbytes // self.count), most_nbytes)
+    def _part(self, count: int, most_nbytes: int) -> int:
+        of_one = min(-(-self.round_nbytes // count), most_nbytes)
         return align_up(max(1, of_one), _ALIGNED_NBYTES)
 
 
 def choose_round(
-    count: int, weights_nbytes: int, gradients_nbytes: int, device_nbytes: int | None
+    count: int,
+    weights_nbytes: int,
+    gradients_nbytes: int,
+    device_nbytes: int | None,
+    *,
+    node_count: int = 0,
+    node_weights_nbytes: int = 0,
 ) -> Buffers:
     """Returns the buffers of the largest rounds that take at most 1/64 of a device's capacity, or
-    of rounds of 32 MiB. Pure. `weights_nbytes` and `gradients_nbytes`: see `Buffers`.
+    of rounds of 32 MiB. Pure. The other numbers: see `Buffers`.
 
     device_nbytes: the least capacity of a rank's device, so that all ranks choose alike. None:
         unlimited
     """
     for round_nbytes in _ROUNDS_NBYTES:
-        buffers = Buffers(count, round_nbytes, weights_nbytes, gradients_nbytes)
+        buffers = Buffers(
+            count, round_nbytes, weights_nbytes, gradients_nbytes, node_count, node_weights_nbytes
+        )
         if device_nbytes is None or buffers.nbytes <= device_nbytes // _SHARE_OF_DEVICE:
             break
     return buffers
@@ -115,23 +148,43 @@ class SumLayout:
     numel: int
 
 
+class _Gathers(NamedTuple):
+    """The gathers of one process group: its ranks, and the bytes of each in a round."""
+
+    operations: Operations
+    num_ranks: int
+    part_nbytes: int
+
+
 class DeviceExchange:
     """One device's side. One thread issues the operations, in an order that is the same on all
     ranks. Those of `gathers` do not wait for those of `sums`.
+
+    `node_gathers`: of the ranks of this node; None if `buffers` has no such gathers. A rank in a
+    `PlacedRange` of such a gather is its number on the node.
     """
 
     def __init__(
-        self, device: StreamDevice, gathers: Operations, sums: Operations, buffers: Buffers
+        self,
+        device: StreamDevice,
+        gathers: Operations,
+        sums: Operations,
+        buffers: Buffers,
+        node_gathers: Operations | None = None,
     ) -> None:
         self._device = device
-        self._gathers, self._sums = gathers, sums
+        self._sums = sums
         self._count = buffers.count
-        self._part_nbytes, self._sum_part_nbytes = buffers.part_nbytes, buffers.sum_part_nbytes
+        self._sum_part_nbytes = buffers.sum_part_nbytes
         prepare(buffers.count, device.torch_device)
+        self._of_all = _Gathers(gathers, buffers.count, buffers.part_nbytes)
+        self._of_node = self._of_all
+        if node_gathers is not None and buffers.node_count:
+            self._of_node = _Gathers(node_gathers, buffers.node_count, buffers.node_part_nbytes)
         self._link: Stream = device.streams.new_stream()
         self._sum_link: Stream = device.streams.new_stream()
-        self._sending = [self._buffer(buffers.part_nbytes) for _ in range(2)]
-        self._gathered = self._buffer(buffers.count * buffers.part_nbytes)
+        self._sending = [self._buffer(buffers.sent_nbytes) for _ in range(2)]
+        self._gathered = self._buffer(buffers.gathered_nbytes)
         self._outgoing = self._buffer(buffers.count * buffers.sum_part_nbytes)
         self._incoming = self._buffer(buffers.count * buffers.sum_part_nbytes)
         self._sent: list[Event | None] = [None, None]  # By buffer: no rank sends from it any more.
@@ -155,17 +208,23 @@ class DeviceExchange:
     # -- Weights -----------------------------------------------------------------------------------
 
     def gather(
-        self, region: Region, local: torch.Tensor, ranges: Sequence[PlacedRange]
+        self,
+        region: Region,
+        local: torch.Tensor,
+        ranges: Sequence[PlacedRange],
+        *,
+        is_of_node: bool = False,
     ) -> tuple[StreamCopy, StreamCopy]:
         """Issues the all-gather of a unit's weights into `region`, which has its memory.
 
         local: this rank's part, uint8, on the host or on the device
+        is_of_node: the ranks of each node gather by themselves
         Returns two copies: the arrival of all parts, as of `attach`, and the end of reads of
         `local`.
         """
         assert isinstance(region, StreamRegion)
         full = all_of(region.memory)
-        copies = self._gather(full, local, ranges, made=region.memory)
+        copies = self._gather(full, local, ranges, is_of_node, made=region.memory)
         self._device.note_use(region, self._link)
         return copies
 
@@ -175,23 +234,25 @@ class DeviceExchange:
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
         decode: Callable[[torch.Tensor], None],
+        *,
+        is_of_node: bool = False,
     ) -> tuple[StreamCopy, StreamCopy]:
         """As `gather`, of a unit's stored bytes, of which `decode` fills `region`."""
         assert isinstance(region, StreamRegion)
         with self._device.using_staging(self._link) as staging:
             stored, streams = all_of(staging), self._device.streams
-            _, departure = self._gather(stored, local, ranges, made=staging)
+            _, departure = self._gather(stored, local, ranges, is_of_node, made=staging)
             streams.run(self._link, lambda: decode(stored), used=[staging], made=region.memory)
         self._device.note_use(region, self._link)
         return self._device.watch_link(self._link, None), departure
 
     def gather_ahead(
-        self, local: torch.Tensor, ranges: Sequence[PlacedRange]
+        self, local: torch.Tensor, ranges: Sequence[PlacedRange], *, is_of_node: bool = False
     ) -> tuple[StreamCopy, StreamCopy]:
         """As `gather`, of a unit's stored bytes, into the device's memory for bytes that are
         decoded later."""
         with self._device.using_staging(self._link, is_ahead=True) as staging:
-            return self._gather(all_of(staging), local, ranges, made=staging)
+            return self._gather(all_of(staging), local, ranges, is_of_node, made=staging)
 
     def gather_in_place(
         self,
@@ -206,12 +267,14 @@ class DeviceExchange:
         """
         for event in ready:
             self._link.wait_event(event)
-        arrival, _ = self._gather(full, local, ranges)
+        arrival, _ = self._gather(full, local, ranges, is_of_node=False)
         return arrival
 
-    def give(self, local: torch.Tensor, ranges: Sequence[PlacedRange]) -> StreamCopy:
-        """Issues an all-gather whose result this rank drops. `local`: as of `gather`."""
-        arrival, _ = self._gather(None, local, ranges)
+    def give(
+        self, local: torch.Tensor, ranges: Sequence[PlacedRange], *, is_of_node: bool = False
+    ) -> StreamCopy:
+        """Issues an all-gather whose result this rank drops. Arguments: as of `gather`."""
+        arrival, _ = self._gather(None, local, ranges, is_of_node)
         return arrival
 
     def _gather(
@@ -219,19 +282,22 @@ class DeviceExchange:
         full: torch.Tensor | None,
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
+        is_of_node: bool,
         made: ResizedRegion | None = None,
     ) -> tuple[StreamCopy, StreamCopy]:
+        gathers = self._of_node if is_of_node else self._of_all
         is_on_host = self._device.is_on_host(local)
         total_nbytes = max(part.start + part.nbytes for part in ranges)
         self._link.wait_event(self._device.inward_event())  # The region's memory is taken there.
         departure: StreamCopy | None = None
-        for start in range(0, total_nbytes, self._part_nbytes):
-            nbytes = min(self._part_nbytes, total_nbytes - start)
+        for start in range(0, total_nbytes, gathers.part_nbytes):
+            nbytes = min(gathers.part_nbytes, total_nbytes - start)
             own, turn = local[start : start + nbytes], self._turn
             self._turn = 1 - turn
             if is_on_host and own.numel():
                 departure = self._bring(own, turn)
-            work = self._round(full, None if is_on_host else own, turn, start, nbytes, ranges)
+            on_device = None if is_on_host else own
+            work = self._round(gathers, full, on_device, turn, start, nbytes, ranges)
             used = (self._sending[turn].memory, self._gathered.memory)
             self._device.streams.run(self._link, work, used, made)
             event = self._device.streams.new_event()
@@ -252,6 +318,7 @@ class DeviceExchange:
 
     def _round(
         self,
+        gathers: _Gathers,
         full: torch.Tensor | None,
         own: torch.Tensor | None,
         turn: int,
@@ -262,15 +329,15 @@ class DeviceExchange:
         """Sends the bytes [start, start + nbytes) of every rank's part to their places in
         `full`."""
         sending = all_of(self._sending[turn].memory)[:nbytes]
-        incoming = all_of(self._gathered.memory)[: self._count * nbytes]
-        is_in_place = full is not None and _are_rows(ranges, self._count, nbytes)
+        incoming = all_of(self._gathered.memory)[: gathers.num_ranks * nbytes]
+        is_in_place = full is not None and _are_rows(ranges, gathers.num_ranks, nbytes)
         if full is not None and is_in_place:
             incoming = full[: incoming.numel()]
 
         def work() -> None:
             if own is not None:
                 sending[: own.numel()].copy_(own)
-            self._gathers.all_gather(incoming, sending)
+            gathers.operations.all_gather(incoming, sending)
             for part in () if full is None or is_in_place else ranges:
                 low = max(start, part.start)
                 high = min(start + nbytes, part.start + part.nbytes)

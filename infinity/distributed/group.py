@@ -48,6 +48,19 @@ class RankTopology:
     machines: tuple[Machine, ...]  # By rank of the group.
 
     @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the group on each node, nodes in the order of their first rank."""
+        found: list[list[int]] = []
+        for rank, machine in enumerate(self.machines):
+            for node in found:
+                if machine.is_node_of(self.machines[node[0]]):
+                    node.append(rank)
+                    break
+            else:
+                found.append([rank])
+        return tuple(map(tuple, found))
+
+    @property
     def has_neighbours(self) -> bool:
         """Whether another rank of the group runs on this boot of this machine."""
         boot = self.machines[self.rank].boot

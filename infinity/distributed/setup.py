@@ -94,6 +94,11 @@ class ShardingPlan:
         """
         return 2 * sum(unit.trainable_nbytes for unit in self.partition.full_units)
 
+    @property
+    def _node(self) -> tuple[int, ...]:
+        """The ranks of this node, if their devices gather frozen weights by themselves."""
+        return self.partition.node if self.partition.over_node else ()
+
     def budgets(self, config: SwapConfig, *, device_nbytes: int | None, **sizes: Any) -> Budgets:
         """Returns this rank's budgets; `sizes` are those of `compute_budgets` that ranks do not
         change.
@@ -119,7 +124,7 @@ class ShardingPlan:
         """
         if not self.is_collective:
             return None
-        groups = device_groups(self.group, device.torch_device)
+        groups = device_groups(self.group, device.torch_device, self._node)
         resources.callback(leave, groups)
         return groups
 
@@ -140,7 +145,9 @@ class ShardingPlan:
         assert isinstance(device, StreamDevice) and groups is not None
         collectives = Collectives(store.transport, groups, device.torch_device, counters)
         resources.callback(collectives.close)
-        exchange = DeviceExchange(device, collectives.gathers, collectives.sums, self.buffers)
+        exchange = DeviceExchange(
+            device, collectives.gathers, collectives.sums, self.buffers, collectives.node_gathers
+        )
         buckets = GradientBuckets(collectives, exchange, self.partition, counters)
         gathering = DeviceUnshard(
             store, collectives=collectives, exchange=exchange, counters=counters
@@ -192,7 +199,10 @@ def plan_sharding(
     `ModelLayout`.
     """
     stage = config.distributed.zero_stage
-    divided = partition(units, rank=group.rank, count=group.count, stage=stage)
+    divided = partition(
+        units, rank=group.rank, count=group.count, stage=stage,
+        nodes=group.nodes, over_node=divides_over_node(config, group.nodes),
+    )  # fmt: skip
     return ShardingPlan(
         divided,
         group,
@@ -202,17 +212,49 @@ def plan_sharding(
     )
 
 
+def divides_over_node(config: SwapConfig, nodes: Sequence[Sequence[int]]) -> bool:
+    """Whether frozen weights are divided over the ranks of a node, as `distributed.shard_over`
+    says. Pure.
+
+    `nodes`: the ranks of each node. Raises ConfigError if nodes have unequal numbers of ranks, and
+    for a stage in which every rank keeps all weights.
+    """
+    if config.distributed.shard_over == "all" or len(nodes) < 2:
+        return False
+    if config.distributed.zero_stage < 3:
+        raise ConfigError(
+            'distributed.shard_over: "node" divides frozen weights over the ranks of a node, and '
+            f"in stage {config.distributed.zero_stage} every rank keeps all weights; set "
+            'distributed.zero_stage to 3, or shard_over to "all"'
+        )
+    numbers = [len(ranks) for ranks in nodes]
+    if len(set(numbers)) > 1:
+        raise ConfigError(
+            'distributed.shard_over: "node" needs equally many ranks on each node, and there are '
+            f'{", ".join(map(str, numbers))}; start as many on each, or set it to "all"'
+        )
+    return True
+
+
 def _buffers(divided: Partition, config: SwapConfig, devices: AgreedDevices) -> Buffers | None:
     """Returns the buffers of the exchange between devices. Stage 3 gathers all weights, stages 1
     and 2 those that rest on the device."""
     if not devices.is_collective:
         return None
     gathers = divided.shards_parameters or "device" in config.placement.parameters
-    shards = [shard for of_unit in divided.shards for shard in of_unit]
-    served = [part for shard in shards if gathers for part in divided.served(shard)]
-    weights_nbytes = max((part.shard_offset_nbytes + part.nbytes for part in served), default=0)
-    gradients_nbytes = max(shard.unit.trainable_nbytes for shard in shards)
-    return choose_round(divided.count, weights_nbytes, gradients_nbytes, devices.least_nbytes)
+    given = {
+        False: 0,
+        True: 0,
+    }  # The most bytes that a rank gives: of weights of a node, of others.
+    for unit, shards in enumerate(divided.shards if gathers else ()):
+        for part in (part for shard in shards for part in divided.served(shard)):
+            is_of_node = divided.is_of_node(unit)
+            given[is_of_node] = max(given[is_of_node], part.shard_offset_nbytes + part.nbytes)
+    owned = (shard.unit.trainable_nbytes for shards in divided.shards for shard in shards)
+    return choose_round(
+        divided.count, given[False], max(owned), devices.least_nbytes,
+        node_count=len(divided.node) if divided.over_node else 0, node_weights_nbytes=given[True],
+    )  # fmt: skip
 
 
 def exchanges_on_devices(config: SwapConfig, *, has_own_memory: bool, has_nccl: bool) -> bool:
@@ -252,19 +294,19 @@ def agree_on_exchange(
         refusal = error
     of_all: list[Any] = [None] * group.count
     # A rank that refuses sends None to the others: they would wait for it.
-    said = local, identity, device_nbytes
-    dist.all_gather_object(of_all, said, group=group.process_group)
+    own = local, config.distributed.shard_over, identity, device_nbytes
+    dist.all_gather_object(of_all, own, group=group.process_group)
     if refusal is not None:
         raise refusal
-    refuse_shared_devices([device for _, device, _ in of_all])
-    for rank, (remote, _, _) in enumerate(of_all):
-        if remote != of_all[0][0]:
+    refuse_shared_devices([device for _, _, device, _ in of_all])
+    for rank, remote in enumerate(of_all):
+        if remote[:2] != of_all[0][:2]:
             raise ConfigError(
-                f"distributed.exchange: rank {rank} would exchange otherwise than rank 0; give "
-                "all ranks one configuration and devices of one kind"
+                f"distributed.exchange, distributed.shard_over: rank {rank} would exchange "
+                "otherwise than rank 0; give all ranks one configuration and devices of one kind"
             )
     assert local is not None
-    limits = [nbytes for _, _, nbytes in of_all if nbytes is not None]
+    limits = [nbytes for *_, nbytes in of_all if nbytes is not None]
     return AgreedDevices(local, min(limits, default=None))
 
 

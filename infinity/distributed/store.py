@@ -87,6 +87,7 @@ class DistributedStore:
         self.partition = partition
         self.transport = transport
         self._host = host
+        self._counters = counters
         # By rank: each belongs to one thread.
         ranks = range(partition.count)
         self._reading = [self._allocate(SERVING_NBYTES, f"serving rank {r}") for r in ranks]
@@ -205,7 +206,7 @@ class DistributedStore:
         is_local_present: this rank's shard is in `full` already
         """
         jobs: list[RemoteRequest] = []
-        for shard in self.partition.shards[index]:
+        for shard in self.partition.sources(index):
             segments = self._served(shard, StateKind.PARAMETERS)
             sinks = [
                 full[segment.full_offset_nbytes : segment.full_offset_nbytes + segment.nbytes]
@@ -215,12 +216,18 @@ class DistributedStore:
                 continue
             if shard.rank != self.partition.rank:
                 views = [_memory_of(sink) for sink in sinks]
+                self.count_elsewhere(shard.rank, sum(view.nbytes for view in views))
                 jobs.append(
                     self.transport.get(shard.rank, index, _CODES.index(StateKind.PARAMETERS), views)
                 )
             elif not is_local_present:
                 jobs.append(self._in_own_thread(self._bring_local, index, segments, sinks))
         return MultiTransfer(jobs)
+
+    def count_elsewhere(self, rank: int, nbytes: int) -> None:
+        """Counts weights that this rank receives of `rank`, if that is on another node."""
+        if rank not in self.partition.node:
+            self._counters.add("ranks_gathered_between_nodes_nbytes", nbytes)
 
     def read_served(self, index: int) -> torch.Tensor:
         """Returns a copy of what this rank serves of a unit's weights: uint8, host, each segment at

@@ -71,7 +71,8 @@ class DeviceUnshard:
         """Gives this rank's shard to an all-gather whose result this rank does not need."""
         unit = key[1]
         local = self._store.read_served(unit)
-        return self._exchange.give(local, self._ranges(unit))
+        is_of_node = self._partition.is_of_node(unit)
+        return self._exchange.give(local, self._ranges(unit), is_of_node=is_of_node)
 
     @property
     def is_on(self) -> bool:
@@ -95,6 +96,7 @@ class DeviceUnshard:
     ) -> AllGather:
         """See `WeightProvider.begin`."""
         ranges, full = self._ranges(unit), self._partition.full_units[unit]
+        is_of_node = self._partition.is_of_node(unit)
         if region is not None:
             self._exchange.take(region)
 
@@ -102,13 +104,15 @@ class DeviceUnshard:
             self._store.pending.await_update(self.shard_of(unit))
             if reading is not None:
                 reading.wait()
-            self._count(ranges)
+            self._count(unit)
             if region is None:
-                return self._exchange.gather_ahead(local, ranges)
-            if full.stored is not None:
-                decode = decoder_into(region, full)
-                return self._exchange.gather_decoded(region, local, ranges, decode)
-            return self._exchange.gather(region, local, ranges)
+                return self._exchange.gather_ahead(local, ranges, is_of_node=is_of_node)
+            if full.stored is None:
+                return self._exchange.gather(region, local, ranges, is_of_node=is_of_node)
+            decode = decoder_into(region, full)
+            return self._exchange.gather_decoded(
+                region, local, ranges, decode, is_of_node=is_of_node
+            )
 
         try:
             return AllGather(self._collectives, (_GATHERING, unit, 0), issue)
@@ -133,23 +137,27 @@ class DeviceUnshard:
                 local = full[part.place : part.place + part.nbytes]
 
         def issue() -> tuple[Copy, Copy]:
-            self._count(ranges)
+            self._count(unit)
             arrival = self._exchange.gather_in_place(full, local, ranges, ready)
             return arrival, arrival
 
         return AllGather(self._collectives, (_REFRESHING, unit, 0), issue)
 
     def _ranges(self, unit: int) -> list[PlacedRange]:
-        """Returns the places in the full unit of the parts that ranks serve."""
+        """Returns the places in the full unit of the parts that ranks serve. A rank is its number
+        among those that gather."""
         return [
-            PlacedRange(shard.rank, part.shard_offset_nbytes, part.full_offset_nbytes, part.nbytes)
-            for shard in self._partition.shards[unit]
+            PlacedRange(number, part.shard_offset_nbytes, part.full_offset_nbytes, part.nbytes)
+            for number, shard in enumerate(self._partition.sources(unit))
             for part in self._partition.served(shard)
         ]
 
-    def _count(self, ranges: list[PlacedRange]) -> None:
-        of_others = (part.nbytes for part in ranges if part.rank != self._partition.rank)
-        self._counters.add("ranks_gathered_nbytes", sum(of_others))
+    def _count(self, unit: int) -> None:
+        for shard in self._partition.sources(unit):
+            if shard.rank != self._partition.rank:
+                nbytes = sum(part.nbytes for part in self._partition.served(shard))
+                self._counters.add("ranks_gathered_nbytes", nbytes)
+                self._store.count_elsewhere(shard.rank, nbytes)
 
 
 class UnshardedWeights(WeightProvider):

@@ -20,6 +20,7 @@ Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only g
   faults                                     operations on handles outside their module
   host_in_use_nbytes                         arena bytes lent at this moment
   ranks_gathered_nbytes                      bytes of weights exchanged with other ranks
+  ranks_gathered_between_nodes_nbytes        of these, those of ranks of other nodes
   ranks_reduced_nbytes                       bytes of gradients exchanged with other ranks
   ranks_socket_nbytes                        bytes that this rank sent through sockets to others
   ranks_collectives, ranks_cancelled         operations of all ranks at once; those cancelled

@@ -109,6 +109,9 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         yield "twice as fast between ranks", (config, _with_faster_exchange(hardware), batch)
         if base.ranks.num_nodes > 1:
             yield "a network twice as fast", (config, _with_faster_network(hardware), batch)
+            if base.ranks.stage == 3 and not base.ranks.is_over_node:
+                change = "frozen weights divided over each node (distributed.shard_over)"
+                yield change, (_with_weights_of_nodes(config), hardware, batch)
     if device.update_gb_per_s is not None and not hardware.shares_host_memory:
         other: Place = "host" if base.update_place.is_on_device else "device"
         yield (
@@ -159,6 +162,11 @@ def _with_faster_network(hardware: Hardware) -> Hardware:
     assert host.network_gb_per_s is not None
     host = host.model_copy(update={"network_gb_per_s": 2 * host.network_gb_per_s})
     return hardware.model_copy(update={"host": host})
+
+
+def _with_weights_of_nodes(config: SwapConfig) -> SwapConfig:
+    distributed = config.distributed.model_copy(update={"shard_over": "node"})
+    return config.model_copy(update={"distributed": distributed})
 
 
 def _with_updates_on(config: SwapConfig, place: Place) -> SwapConfig:

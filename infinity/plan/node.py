@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
+from infinity.distributed.addresses import Machine
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import (
     AgreedDevices,
@@ -29,7 +30,7 @@ class RankLayout:
     tier: (bytes, of bytes).
 
     The device's bytes are those of the engine: state at rest, units in use, and exchange buffers.
-    `of` is None without a limit.
+    `of` is None without a limit. `is_over_node`: frozen weights are divided over a node's ranks.
     """
 
     count: int
@@ -38,6 +39,7 @@ class RankLayout:
     is_collective: bool
     taken_nbytes: Mapping[str, tuple[int, int | None]]
     num_nodes: int = 1
+    is_over_node: bool = False
 
     @property
     def per_node(self) -> int:
@@ -79,7 +81,8 @@ class NodeView:
         count, rank = self.num_ranks, self.rank
         if count == 1:
             return None
-        group = RankTopology(None, 0, count, 0, count, 0, self.count, ())
+        nodes = [Machine(f"node {owner // self.count}", "", 0) for owner in range(count)]
+        group = RankTopology(None, 0, count, 0, count, 0, self.count, tuple(nodes))
         sharding = plan_sharding(
             model.units,
             _units_by_block(model),
@@ -133,8 +136,9 @@ def layout_of_rank(
     if hardware.nvme is not None:
         taken["nvme"] = placed["nvme"] + spare_nbytes, hardware.nvme.capacity
     return RankLayout(
-        partition.count, partition.rank, partition.stage, sharding.is_collective, taken, num_nodes
-    )
+        partition.count, partition.rank, partition.stage, sharding.is_collective, taken, num_nodes,
+        partition.over_node,
+    )  # fmt: skip
 
 
 def blocks_of(model: PlannedModel) -> list[int | None]:

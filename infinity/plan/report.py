@@ -139,6 +139,7 @@ def _ranks(forecast: Forecast) -> list[str]:
     )
     nodes = f" on {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else ""
     estimated = "" if hardware.host.sockets_gb_per_s else ", an estimate by host.sum_gb_per_s"
+    nodes += ", each with all frozen weights" if ranks.is_over_node else ""
     return [
         f"{ranks.count} ranks{nodes}, stage {ranks.stage}, each with a batch of its own; exchange "
         f"{between}; sockets {rates.sockets / 1e9:,.3g} GB/s a rank{estimated}"

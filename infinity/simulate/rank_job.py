@@ -52,11 +52,12 @@ def rank_loads(
             sums = placement.tier(full, StateKind.GRADIENTS)
         are_wide = is_summed or (stage == 1 and batch.num_micro_batches > 1)
         is_shared = is_gathered or full.stored is None
-        part_nbytes = [_served_nbytes(partition, shard) if is_shared else 0 for shard in of_ranks]
-        own_nbytes = part_nbytes[partition.rank]
+        sources = partition.sources(full.index) if is_shared else ()
+        part_nbytes = {shard.rank: _served_nbytes(partition, shard) for shard in sources}
+        own_nbytes = part_nbytes.get(partition.rank, 0)
         are_weights_between_devices = is_collective and (is_gathered or load.weights == "device")
         remote = [shard.rank for shard in of_ranks if shard.rank // per_node != own_node]
-        remote_nbytes = sum(part_nbytes[rank] for rank in remote)
+        remote_nbytes = sum(part_nbytes.get(rank, 0) for rank in remote)
         sent_nbytes = [_gradient_nbytes(shard, reduced, are_wide) for shard in of_ranks]
         # In stages 2 and 3 the bytes that leave a device are those sent; in other stages, those
         # received.
@@ -73,8 +74,8 @@ def rank_loads(
                 is_gathered=is_gathered,
                 are_weights_between_devices=are_weights_between_devices,
                 are_gradients_between_devices=is_collective and sums in (None, "device"),
-                received_nbytes=sum(part_nbytes) - own_nbytes,
-                served_nbytes=(partition.count - 1) * own_nbytes,
+                received_nbytes=sum(part_nbytes.values()) - own_nbytes,
+                served_nbytes=(len(sources) - 1) * own_nbytes,
                 sent_nbytes=sum(sent_nbytes) - sent_nbytes[partition.rank],
                 sums=sums,
                 sums_nbytes=full.state_numel * STATE_ITEM_NBYTES if sums else 0,

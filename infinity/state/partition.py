@@ -7,6 +7,9 @@ weights that follow from it. Frozen weights have no state and are divided at pag
 in a checkpoint's own files (`Unit.stored`) have no owner: every rank can read all of them there. In
 stage 3 a shard has the pages that its rank reads for an exchange between devices.
 
+Frozen weights may be divided over the ranks of a node (`over_node`): every node has all of them,
+and no rank asks for those of another node. Rank number i of each node then has part i.
+
 The result has two lists of units. *Full units* are the units of the modules, with the state kinds
 that every rank keeps. *Shards* are this rank's parts of the other kinds. A shard is a unit of its
 own, whose tensors are flat runs of elements. Stage by stage (Rajbhandari et al., "ZeRO", 2020,
@@ -93,6 +96,28 @@ class Partition:
     stage: int
     full_units: tuple[Unit, ...]
     shards: tuple[tuple[Shard, ...], ...]  # By unit and rank.
+    nodes: tuple[tuple[int, ...], ...]  # The ranks of each node.
+    over_node: bool = False  # Whether frozen weights are divided over the ranks of a node.
+
+    @property
+    def node(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, with this rank."""
+        return next(ranks for ranks in self.nodes if self.rank in ranks)
+
+    def is_of_node(self, unit: int) -> bool:
+        """Whether every node has all of a full unit's weights, divided over its ranks."""
+        return self.over_node and _is_frozen(self.full_units[unit])
+
+    def sources(self, unit: int) -> tuple[Shard, ...]:
+        """Returns the shards of which this rank puts a full unit's weights together."""
+        of_ranks = self.shards[unit]
+        return tuple(of_ranks[rank] for rank in self.node) if self.is_of_node(unit) else of_ranks
+
+    def is_saver(self, unit: Unit) -> bool:
+        """Whether this rank writes one of `units` to a checkpoint. Nodes that have the same weights
+        take turns, unit by unit."""
+        index = unit.index % len(self.full_units)
+        return not self.is_of_node(index) or self.rank in self.nodes[index % len(self.nodes)]
 
     @property
     def shards_parameters(self) -> bool:
@@ -149,49 +174,71 @@ class Partition:
         return found
 
 
-def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Partition:
-    """Cuts every unit into `count` shards. `units[i].index` is i."""
+def partition(
+    units: Sequence[Unit],
+    *,
+    rank: int,
+    count: int,
+    stage: int,
+    nodes: Sequence[Sequence[int]] = (),
+    over_node: bool = False,
+) -> Partition:
+    """Cuts every unit into one shard for each of `count` ranks. `units[i].index` is i.
+
+    nodes: the ranks of each node; by default one node has all of them
+    over_node: frozen weights are cut in as many parts as a node has ranks, the same for each node
+    """
     assert 0 <= rank < count and stage in STAGES
     kept, owned = _KEPT[stage], _STATE | (frozenset({StateKind.PARAMETERS}) - _KEPT[stage])
-    return Partition(
-        rank=rank,
-        count=count,
-        stage=stage,
-        full_units=tuple(_full(unit, kept, count) for unit in units),
-        shards=tuple(
+    of_nodes = tuple(tuple(node) for node in nodes) or (tuple(range(count)),)
+    numbers = {owner: number for node in of_nodes for number, owner in enumerate(node)}
+    full_units, shards = [], []
+    for unit in units:
+        is_of_node = over_node and _is_frozen(unit)
+        parts = [numbers[owner] if is_of_node else owner for owner in range(count)]
+        num_parts = max(parts) + 1
+        index = len(units) + unit.index
+        full_units.append(_full(unit, kept, num_parts))
+        bounds = list(_bounds(unit, num_parts))
+        shards.append(
             tuple(
-                _shard(unit, owner, *bounds, index=len(units) + unit.index, kinds=owned)
+                _shard(unit, owner, *bounds[part], index=index, kinds=owned)
                 if unit.stored is None
-                else _stored_shard(unit, owner, count, index=len(units) + unit.index, kinds=owned)
-                for owner, bounds in enumerate(_bounds(unit, count))
+                else _stored_shard(unit, owner, part, num_parts, index=index, kinds=owned)
+                for owner, part in enumerate(parts)
             )
-            for unit in units
-        ),
-    )
+        )
+    return Partition(rank, count, stage, tuple(full_units), tuple(shards), of_nodes, over_node)
 
 
-# INV-19: the parts of all ranks cover the whole once.
+def _is_frozen(unit: Unit) -> bool:
+    return not unit.trainable_nbytes
+
+
+# INV-19: the parts cover the whole once.
 def cut(total: int, part: int, count: int) -> tuple[int, int]:
     """Returns [start, stop) of one of `count` nearly equal parts: 10, 1, 3 -> (3, 6)."""
     return part * total // count, (part + 1) * total // count
 
 
-def _part_of(unit: Unit, rank: int, count: int, totals: Sequence[int]) -> int:
-    """Returns the part of a unit that a rank owns. `totals`: what is cut in `count` parts.
+def _part_of(unit: Unit, number: int, count: int, totals: Sequence[int]) -> int:
+    """Returns the part of a unit that a rank owns. `number`: of the rank, among `count` ranks that
+    have all parts together. `totals`: what is cut in `count` parts.
 
     Unequal parts rotate with the unit, so that each rank gets some of the units that are too small
     for all ranks. Equal parts are in rank order: devices gather them where they are used.
     """
     is_equal = all(total % count == 0 for total in totals)
-    return rank if is_equal else (rank + unit.index) % count
+    return number if is_equal else (number + unit.index) % count
 
 
 def _bounds(unit: Unit, count: int) -> Iterator[tuple[int, int, int, int]]:
-    """For every rank: elements of state, and bytes of frozen weights behind the trainable head."""
+    """For each of `count` ranks: elements of state, and bytes of frozen weights behind the
+    trainable head."""
     granules = unit.state_numel // STATE_GRANULE
     pages = (unit.weight_nbytes - unit.trainable_nbytes) // PAGE_NBYTES
-    for rank in range(count):
-        part = _part_of(unit, rank, count, [granules, pages])
+    for number in range(count):
+        part = _part_of(unit, number, count, [granules, pages])
         start, stop = cut(granules, part, count)
         first, last = cut(pages, part, count)
         yield start * STATE_GRANULE, stop * STATE_GRANULE, first * PAGE_NBYTES, last * PAGE_NBYTES
@@ -257,14 +304,15 @@ def _divided(stored: StoredWeights, count: int) -> StoredWeights:
 
 
 def _stored_shard(
-    unit: Unit, rank: int, count: int, *, index: int, kinds: frozenset[StateKind]
+    unit: Unit, rank: int, number: int, count: int, *, index: int, kinds: frozenset[StateKind]
 ) -> Shard:
     """Returns a rank's pages of the stored bytes of a unit, which no codec has to know of: devices
-    put the bytes together before they decode them. Offsets are those in the stored block."""
+    put the bytes together before they decode them. Offsets are those in the stored block.
+    `number`, `count`: as of `_part_of`."""
     assert unit.stored is not None
     is_cut = StateKind.PARAMETERS in kinds
     num_pages = unit.stored.nbytes // PAGE_NBYTES
-    first, last = cut(num_pages, _part_of(unit, rank, count, [num_pages]), count)
+    first, last = cut(num_pages, _part_of(unit, number, count, [num_pages]), count)
     start_nbytes, nbytes = first * PAGE_NBYTES, (last - first) * PAGE_NBYTES if is_cut else 0
     stored = unit.stored.cut(start_nbytes, start_nbytes + nbytes)
     pages = Unit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import queue
@@ -50,6 +51,18 @@ def _run(
     results.close()
     results.join_thread()
     os._exit(0)  # Groups of ranks that ended otherwise are not waited for.
+
+
+def seem_on_node(node: int, **facts: Any) -> None:
+    """Gives this process a boot of its node, so that ranks of another node share no memory with it.
+
+    facts: other fields of `Machine`. An address at which all ranks are makes nodes of one machine's
+    processes.
+    """
+    from infinity.distributed import addresses, group
+
+    own = dataclasses.replace(addresses.this_machine(), boot=f"boot {node}", **facts)
+    group.this_machine = lambda: own  # type: ignore[assignment]
 
 
 class Ranks:

@@ -54,6 +54,8 @@ class Case:
     capacity: str = "64MiB"
     device_capacity: str = "auto"
     is_simulated: bool = False
+    shard_over: str = "all"
+    per_node: int = 0  # Ranks of a node; 0: one node has all of them.
 
     @property
     def device(self) -> SimulatedDevice | None:
@@ -86,7 +88,10 @@ def model_over(base: Path, case: Case, swap: Path, **options: Any) -> Any:
     torch.manual_seed(7)
     model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
     config: dict[str, Any] = {
-        "distributed": {"zero_stage": case.stage, "budgets": "rank", "exchange": case.exchange},
+        "distributed": {
+            "zero_stage": case.stage, "budgets": "rank", "exchange": case.exchange,
+            "shard_over": case.shard_over,
+        },
         "tiers": {
             "host": {"capacity": case.capacity},
             "device": {"capacity": case.device_capacity},
@@ -94,7 +99,7 @@ def model_over(base: Path, case: Case, swap: Path, **options: Any) -> Any:
         },
         "placement": {"gradients": "host", "frozen": case.frozen},
         "schedule": {} if case.tile is None else {"tile": case.tile},
-    }
+    }  # fmt: skip
     options = {"weights": base, "device": case.device, **options}
     infinity.offload(model, config, **options)
     return model

@@ -58,6 +58,7 @@ class Case:
     budgets: str = "node"
     capacity: str | int = "48MiB"
     exchange: str = "auto"
+    shard_over: str = "all"
     update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
     updates: str = "auto"
 
@@ -100,6 +101,7 @@ def offload_case(
             "reduce_buffer": case.reduce_buffer,
             "reduce_dtype": case.reduce_dtype,
             "exchange": case.exchange,
+            "shard_over": case.shard_over,
         },
         "tiers": {"host": {"capacity": case.capacity}, "device": {"kind": "cpu"}},
         "placement": {"master": "host", "moments": "host", "parameters": "host"} | case.placement,

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from infinity import SwapConfig
 from infinity.cli import app
 from infinity.plan import Forecast, forecast, load_hardware, scaled_gpt
+from infinity.plan.advice import _changes
 from infinity.plan.model import model_of_shape
 from infinity.plan.report import idle_of_compute
 from infinity.simulate.job import Batch, load_of
@@ -75,6 +76,35 @@ def test_all_ranks_read_and_write_the_bytes_of_one_and_receive_what_others_send(
         if count == 1:
             [load] = loads
             assert replace(load, sharded=NOT_SHARDED, leaving_nbytes=alone.leaving_nbytes) == alone
+
+
+@given(laid_out=units(), is_collective=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_frozen_weights_of_a_node_pass_no_network_and_each_node_reads_all_of_them(
+    laid_out: list[Unit], is_collective: bool
+) -> None:
+    """Trained units are loads as of a division over all ranks."""
+    nodes, loads = [(0, 1), (2, 3)], []
+    for rank in range(4):
+        of_rank = []
+        for over_node in (True, False):
+            divided = partition(
+                laid_out, rank=rank, count=4, stage=3, nodes=nodes, over_node=over_node
+            )
+            where, among = placed(list(divided.units), "nvme"), {"num_nodes": len(nodes)}
+            of_rank.append(list(rank_loads(
+                SwapConfig(), divided, where, BATCH, is_collective=is_collective, **among
+            )))  # fmt: skip
+        loads.append(of_rank)
+    for unit in laid_out:
+        of_node, of_all = ([of_rank[way][unit.index] for of_rank in loads] for way in (0, 1))
+        if unit.trainable_nbytes:
+            assert of_node == of_all
+            continue
+        assert not any(load.sharded.network_received_nbytes for load in of_node)
+        assert sum(load.sharded.received_nbytes for load in of_node) == 2 * unit.weight_nbytes
+        for ranks in nodes:
+            assert sum(of_node[rank].weight_nbytes for rank in ranks) >= unit.weight_nbytes
 
 
 def plan(*arguments: str) -> str:
@@ -228,6 +258,17 @@ def test_a_slow_network_binds_the_step_of_several_nodes_and_is_the_cause_of_idle
     assert found.step.binding == "network"
     (cause, _), *_ = idle_of_compute(found)
     assert cause.startswith("between nodes")
+
+
+def test_weights_of_a_node_are_advice_for_several_nodes_that_do_not_have_them() -> None:
+    def changes(num_nodes: int, **distributed: Any) -> list[SwapConfig]:
+        base = _forecast_of_ranks(num_ranks=2, num_nodes=num_nodes, distributed=distributed)
+        found = _changes(SwapConfig(distributed=distributed), base)
+        return [config for change, (config, *_) in found if "shard_over" in change]
+
+    [config] = changes(2)
+    assert config.distributed.shard_over == "node"
+    assert not changes(1) and not changes(2, shard_over="node") and not changes(2, zero_stage=2)
 
 
 def test_the_plan_of_nodes_names_them_and_their_network() -> None:

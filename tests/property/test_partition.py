@@ -74,6 +74,35 @@ def test_every_byte_of_weights_has_one_owner_and_a_place(laid_out: list[Unit], c
         assert not used or (taken == 1).all()
 
 
+@given(laid_out=units(), per_node=st.integers(1, 3), num_nodes=st.integers(2, 3))
+@settings(max_examples=100)
+def test_each_node_has_all_frozen_weights_once_and_one_node_saves_them(
+    laid_out: list[Unit], per_node: int, num_nodes: int
+) -> None:
+    """Units with trained weights are as those of ranks without nodes."""
+    count = per_node * num_nodes
+    nodes = [range(count)[node::num_nodes] for node in range(num_nodes)]  # Not in rank order.
+    divided = [
+        partition(laid_out, rank=rank, count=count, stage=3, nodes=nodes, over_node=True)
+        for rank in range(count)
+    ]
+    over_all = partition(laid_out, rank=0, count=count, stage=3)
+    alone = partition(laid_out, rank=0, count=per_node, stage=3)
+    for unit in laid_out:
+        shards = divided[0].shards[unit.index]
+        savers = [r for r in range(count) if divided[r].is_saver(shards[r].unit)]
+        if unit.trainable_nbytes:
+            assert [s.segments for s in shards] == [s.segments for s in over_all.shards[unit.index]]
+            assert savers == list(range(count)) and divided[0].sources(unit.index) == shards
+            continue
+        parts = [shard.segments for shard in alone.shards[unit.index]]
+        for ranks in nodes:
+            of_node = divided[ranks[0]].sources(unit.index)
+            assert [shard.rank for shard in of_node] == list(ranks)
+            assert [shard.segments for shard in of_node] == parts, "as one node alone"
+        assert savers == list(nodes[unit.index % num_nodes])
+
+
 @given(laid_out=units(), count=COUNTS)
 @settings(max_examples=100)
 def test_a_shard_finds_its_elements_in_state_and_in_weights(

@@ -128,9 +128,15 @@ def tensors_of(state: StateAccess, unit: Unit) -> list[StateTensor]:
 
 
 def _ranges_of_rank(state: StateAccess, divided: Partition) -> list[KindRange]:
-    """Returns the state of this rank's shards, and its part of weights that all ranks keep."""
+    """Returns the state of this rank's shards, and its part of weights that all ranks keep. Of
+    shards that other nodes have, too, one node writes each."""
     kept = kept_tensors(state)
-    rows = [(unit, t) for unit, tensors in kept for t in tensors if t.share is not None]
+    rows = [
+        (unit, tensor)
+        for unit, tensors in kept
+        for tensor in tensors
+        if tensor.share is not None and divided.is_saver(unit)
+    ]
     ranges = state_kind_ranges(rows)
     return ranges if divided.stage == 3 else [*own_weights(divided), *ranges]
 

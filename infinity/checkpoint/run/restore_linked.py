@@ -40,7 +40,8 @@ def restore_linked(
     """Restores the linked state of this rank in its swap files; returns what is restored.
 
     Either all linked state of the rank is restored, or nothing. Weights that every rank keeps in
-    full are not restored, because each rank has linked only a part of them. Every page is compared
+    full are not restored, because each rank has linked only a part of them; nor are those that
+    another node has linked. Every page is compared
     with its CRC32C before anything changes. Raises CorruptionError, StorageError.
     """
     volume, place = state.store.volume, checkpoint.place_of(rank)
@@ -79,14 +80,16 @@ def _find_matches(
         for entry in linked.kinds
         if any(run.file != COPIES_NAME for run in entry.runs)
     }
-    matches = []
+    matches, divided = [], state.partition
     for unit, kept_tensors in kept:
+        if divided is not None and not divided.is_saver(unit):
+            continue
         for state_kind in STREAMED:
             tensors = [tensor for tensor in kept_tensors if tensor.state_kind is state_kind]
             if not tensors or not is_linkable(state, unit, state_kind):
                 continue
             entry = entries.pop((unit.name, state_kind.value), None)
-            if state.partition is not None and tensors[0].share is None:
+            if divided is not None and tensors[0].share is None:
                 continue
             rows = tuple(row for tensor in tensors for row in linked_tensors(unit, tensor))
             if entry is None or entry.tensors != rows:

@@ -22,6 +22,7 @@ from infinity.config.schema.engine import (
     ReduceDtype,
     RingFlagsName,
     Schedule,
+    ShardOver,
     UpdateOn,
     UpdatesMode,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "Sample",
     "Schedule",
     "Section",
+    "ShardOver",
     "TierList",
     "TierName",
     "Tiers",

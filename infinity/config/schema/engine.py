@@ -17,6 +17,7 @@ UpdateOn = Literal["auto", "host", "device"]
 RankBudgets = Literal["node", "rank"]
 ReduceDtype = Literal["auto", "bfloat16"]
 RankExchange = Literal["auto", "collective", "one_sided"]
+ShardOver = Literal["all", "node"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
 RingFlagsName = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
 
@@ -155,6 +156,13 @@ class Distributed(Section):
         '"collective": between the devices, by a collective operation, if all ranks need the '
         'same unit, otherwise one by one. "one_sided": one by one, between the hosts. "auto": '
         '"collective" between CUDA devices. The bits are the same.',
+    )
+    shard_over: Annotated[ShardOver, Choice(ShardOver)] = Field(
+        "all",
+        description='Which ranks divide frozen weights in stage 3: "all" ranks, or those of each '
+        '"node", so that every node reads all of them and none passes the network. What is '
+        "trained, weights too, is divided over all ranks either way. Nodes have equally many "
+        "ranks. The bits are the same.",
     )
     reduce_buffer: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
         "auto",
