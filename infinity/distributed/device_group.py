@@ -94,8 +94,8 @@ def leave(groups: DeviceGroups) -> None:
 def abort(groups: DeviceGroups) -> None:
     """Ends every wait of this rank in an operation of the groups. Waits until the aborts are over.
 
-    Both at once, each in a thread of its own: an abort of NCCL waits for what is on the device, and
-    may wait there for an operation of the other group, which only that group's abort ends.
+    All at once, each in a thread of its own: an abort of NCCL waits for what is on the device, and
+    may wait there for an operation of another group, which only that group's abort ends.
     `ncclGroupStart` in this thread would not join them: PyTorch calls NCCL in further threads.
     """
 
@@ -105,7 +105,7 @@ def abort(groups: DeviceGroups) -> None:
 
     threads = [
         threading.Thread(target=end, args=(group,), name="infinity-abort", daemon=True)
-        for group in groups
+        for group in filter(None, groups)
     ]
     for thread in threads:
         thread.start()
