@@ -55,7 +55,6 @@ class Case:
     device_capacity: str = "auto"
     is_simulated: bool = False
     shard_over: str = "all"
-    per_node: int = 0  # Ranks of a node; 0: one node has all of them.
 
     @property
     def device(self) -> SimulatedDevice | None:
