@@ -66,7 +66,7 @@ class Channel:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
-        self._bounce = self._mapped = None
+        self._bounce = self._mapped = self._check = None
 
     # -- Sending -----------------------------------------------------------------------------------
 
@@ -156,9 +156,10 @@ class Channel:
             try:
                 return call(memory)
             except TimeoutError:
-                if self._check is None:
+                check = self._check  # `close` may come from another thread.
+                if check is None:
                     raise
-                self._check()
+                check()
 
     # -- Receiving ---------------------------------------------------------------------------------
 
