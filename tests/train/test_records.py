@@ -278,6 +278,19 @@ def test_records_of_sharegpt_and_alpaca_are_read_as_conversations(tmp_path, reco
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "broken", "said"),
+    [("b.jsonl", '{"text": "a"}\n{oops\n', "b.jsonl:2 is no JSON"), ("b.json", '[{"a":', "b.json ca")],
+)  # fmt: skip
+def test_an_empty_file_does_not_hide_a_broken_one(tmp_path, name, broken, said) -> None:
+    empty, other = tmp_path / name.replace("b.", "a."), tmp_path / name
+    empty.touch()
+    other.write_text(broken)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_records([empty, other])
+    assert "is empty" not in str(caught.value) and empty.name not in str(caught.value)
+
+
 def test_a_run_over_sharegpt_is_the_run_over_the_same_messages(tmp_path, table) -> None:
     names = {"user": "human", "assistant": "gpt"}
     turns = [
