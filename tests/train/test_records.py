@@ -90,7 +90,7 @@ def run(table: dict[str, Any], **options: Any) -> dict[str, Any]:
     console = Console(file=io.StringIO(), width=300)
     summary, code = program.train(SwapConfig.load(table), console=console, **options)
     assert code == 0
-    return summary.to_dict()
+    return summary.to_dict() | {"printed": " ".join(console.file.getvalue().split())}
 
 
 def metrics(table: dict[str, Any]) -> list[tuple[float, float]]:
@@ -481,6 +481,13 @@ def test_a_resumed_run_keeps_the_patience_and_the_place_in_its_epoch(tmp_path, t
     assert run(table, resume=True)["steps_done"] == 0
     table["train"] |= {"early_stopping_patience": 4}
     assert run(table, resume=True)["steps_done"] >= 1
+    # Two evaluations in a row had no lower loss when the step was saved: nothing had been stopped.
+    table["train"] |= {"early_stopping_patience": 2}
+    table["output"] = {"directory": str(tmp_path / "less")}
+    less = run(table, resume_from=last_but_one)
+    assert less["stopped_early"] and less["steps_done"] == 0
+    assert "patience=2 evaluations in a row without a new lowest loss" in less["printed"]
+    assert "had been stopped" not in less["printed"]
     table["train"] |= {"early_stopping_patience": 3}
     third = tmp_path / "output" / "checkpoints" / "step-00000003"
     table["output"] = {"directory": str(tmp_path / "third")}
