@@ -53,15 +53,19 @@ def export(
     The checkpoint is read tensor by tensor, without a GPU and without the model in memory. In a
     directory of checkpoints the newest one is used.
     """
-    from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
     from infinity.checkpoint.run.directory import find_checkpoint
     from infinity.config import SwapConfig
+    from infinity.config.paths import refuse_absent_model_of
     from infinity.training.settle import settle
 
     max_shard_nbytes = _nbytes(max_shard_size)
     found = find_checkpoint(checkpoint)
     loaded = _config_of_run(found) if config is None else SwapConfig.load(config)
-    loaded = None if loaded is None else settle(loaded)
+    if loaded is not None:
+        refuse_absent_model_of(loaded)
+        loaded = settle(loaded)
+    from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
+
     if to == "dcp":
         model = None if loaded is None or loaded.model is None else _model_on_meta(loaded)
         files = list(export_checkpoint_dcp(found, out, model).iterdir())

@@ -81,8 +81,10 @@ def train(
     """
     from rich.console import Console
 
+    from infinity.checkpoint.run.directory import find_checkpoint
     from infinity.config import SwapConfig
     from infinity.config.extras import require_training
+    from infinity.config.paths import refuse_absent_inputs
     from infinity.config.source import read_file
     from infinity.training.streams import outliving_streams
     from infinity.training.tracing import TracePlan
@@ -101,6 +103,9 @@ def train(
             plan.check(num_steps=loaded.train.steps)
 
     require_training()
+    refuse_absent_inputs(loaded)
+    if resume_from is not None:
+        find_checkpoint(resume_from)
     with outliving_streams():
         exit_code = _run(
             loaded,

@@ -29,12 +29,13 @@ from infinity.checkpoint.huggingface.base_identity import (
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
 from infinity.checkpoint.run.directory import sync_directory
+from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, reporting
 from infinity.modules.tiling.split import modules_of, parameters_of
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 _PARTIAL_NAME = ".adapter.partial"
 # Linear modules that route tokens, by the last part of their names.
 _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
@@ -241,12 +242,7 @@ def _saved_config(options: AdapterConfig) -> Any:
 
     path = options.resume
     assert path is not None
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if not (path / name).is_file():
-            raise ConfigError(
-                f"the saved adapter {path} has no {name}; expected the directory of an adapter "
-                "that PEFT saved with safetensors"
-            )
+    refuse_absent_adapter(path)
     try:
         config: Any = peft.PeftConfig.from_pretrained(str(path))
     except Exception as error:  # A broken file makes PEFT raise any exception.
