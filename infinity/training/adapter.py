@@ -11,6 +11,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
 _BASES: WeakKeyDictionary[nn.Module, BaseIdentity] = WeakKeyDictionary()
 
 
+@contextmanager
+def without_renaming_notice() -> Iterator[None]:
+    """Drops the warning that PEFT or TRL reads what transformers has renamed: the reader of the log
+    can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        yield
+
+
 def attach_adapter(
     model: Any, options: AdapterConfig, *, base: WeightTensors | None, seed: int
 ) -> Any:
@@ -73,9 +83,7 @@ def attach_adapter(
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
     torch.manual_seed(seed)
     try:
-        with warnings.catch_warnings():
-            # PEFT reads what transformers has renamed; who merges can do nothing about it.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        with without_renaming_notice():
             adapted = peft.get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         # PEFT raises these for targets that are absent and for layers that it cannot adapt.
