@@ -55,15 +55,11 @@ def export(
     """
     from infinity.checkpoint.run.directory import find_checkpoint
     from infinity.config import SwapConfig
-    from infinity.config.paths import refuse_absent_model_of
-    from infinity.training.settle import settle
 
     max_shard_nbytes = _nbytes(max_shard_size)
     found = find_checkpoint(checkpoint)
     loaded = _config_of_run(found) if config is None else SwapConfig.load(config)
-    if loaded is not None:
-        refuse_absent_model_of(loaded)
-        loaded = settle(loaded)
+    loaded = None if loaded is None else _settled(loaded)
     from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
 
     if to == "dcp":
@@ -90,6 +86,14 @@ def export(
         typer.echo(json.dumps(said, indent=2))
     elif not quiet:
         typer.echo(f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
+
+
+def _settled(config: SwapConfig) -> SwapConfig:
+    from infinity.config.paths import refuse_absent_model_of
+    from infinity.training.settle import settle
+
+    refuse_absent_model_of(config)
+    return settle(config)
 
 
 def _nbytes(text: str) -> int:
