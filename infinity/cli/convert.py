@@ -52,8 +52,11 @@ def merge(
     One tensor is in memory at a time. Dense layers get the bits of PEFT's merge_and_unload.
     """
     from infinity.config.extras import require_transformers
+    from infinity.config.paths import refuse_absent_adapter, refuse_no_directory
 
     require_transformers("infinity merge")
+    refuse_no_directory(base)
+    refuse_absent_adapter(adapter)
     from infinity.training.merge import plan_merge
 
     _write(
@@ -81,6 +84,9 @@ def quantize(
 
     One tensor is in memory at a time. Embeddings, head, norms and routers stay as they are.
     """
+    from infinity.config.paths import refuse_no_directory
+
+    refuse_no_directory(directory)
     from infinity.checkpoint.convert.quantize import plan_quantize
 
     _write(plan_quantize(directory, to), out, as_json=as_json, is_quiet=quiet)

@@ -40,7 +40,6 @@ def doctor(
     The exit code is 1 if a need of CONFIG is missing. The command needs no privileges.
     """
     from infinity.config import SwapConfig
-    from infinity.doctor import examine, worst
 
     if config is not None and paths:
         raise typer.BadParameter("give CONFIG or --path, not both", param_hint="--path")
@@ -49,6 +48,8 @@ def doctor(
         if config is not None
         else {"tiers": {"nvme": [{"path": str(path)} for path in paths or [Path()]]}}
     )
+    from infinity.doctor import examine, worst  # Slow to import.
+
     findings: list[Finding] = []
     for finding in examine(loaded):
         findings.append(finding)

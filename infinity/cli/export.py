@@ -53,15 +53,15 @@ def export(
     The checkpoint is read tensor by tensor, without a GPU and without the model in memory. In a
     directory of checkpoints the newest one is used.
     """
-    from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
     from infinity.checkpoint.run.directory import find_checkpoint
     from infinity.config import SwapConfig
-    from infinity.training.settle import settle
 
     max_shard_nbytes = _nbytes(max_shard_size)
     found = find_checkpoint(checkpoint)
     loaded = _config_of_run(found) if config is None else SwapConfig.load(config)
-    loaded = None if loaded is None else settle(loaded)
+    loaded = None if loaded is None else _settled(loaded)
+    from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
+
     if to == "dcp":
         model = None if loaded is None or loaded.model is None else _model_on_meta(loaded)
         files = list(export_checkpoint_dcp(found, out, model).iterdir())
@@ -86,6 +86,14 @@ def export(
         typer.echo(json.dumps(said, indent=2))
     elif not quiet:
         typer.echo(f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
+
+
+def _settled(config: SwapConfig) -> SwapConfig:
+    from infinity.config.paths import refuse_absent_model_of
+    from infinity.training.settle import settle
+
+    refuse_absent_model_of(config)
+    return settle(config)
 
 
 def _nbytes(text: str) -> int:

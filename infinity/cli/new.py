@@ -136,9 +136,9 @@ class Asked:
 def write_new(asked: Asked, *, as_json: bool, is_quiet: bool) -> None:
     """Measures, decides, writes the file and prints the answer. Raises ConfigError before anything
     is measured, CapacityError with the key to change if nothing fits."""
+    _refuse(asked)
     from infinity.plan.directory import read_directory
 
-    _refuse(asked)
     directory = read_directory(asked.directory)
     _refuse_model(asked, directory)
     wish = _wish(asked, directory)
@@ -163,6 +163,7 @@ def write_new(asked: Asked, *, as_json: bool, is_quiet: bool) -> None:
 def _refuse(asked: Asked) -> None:
     if asked.full and (asked.rank is not None or asked.experts):
         raise ConfigError("expected --full, or --lora and --experts; got both. Leave one out")
+    _refuse_absent(asked)
     file = asked.file
     if file is None:
         return
@@ -172,6 +173,18 @@ def _refuse(asked: Asked) -> None:
         raise ConfigError(f"{file} is there already; give another name with -o, or remove it")
     if not file.resolve().parent.is_dir():
         raise ConfigError(f"--write {file}: {file.parent} is no directory; make it first")
+
+
+def _refuse_absent(asked: Asked) -> None:
+    """Raises ConfigError for paths that lead nowhere, before torch is imported."""
+    from infinity.plan.shipped import refuse_no_model, refuse_unknown
+
+    refuse_no_model(asked.directory)
+    if asked.hardware is not None:
+        refuse_unknown("hardware", asked.hardware)
+    missing = next((path for path in asked.data if not path.exists()), None)
+    if missing is not None:
+        raise ConfigError(f"--data {missing}: there is no such file or directory")
 
 
 def _refuse_model(asked: Asked, directory: ModelDirectory) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from infinity.cli.plan_inputs import parse_count, refuse_inputs
 from infinity.errors import CapacityError, ConfigError
+from infinity.plan.shipped import refuse_no_model, refuse_unknown
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -176,6 +177,8 @@ def plan(
         return
     by_name = model is not None or params is not None
     frozen_by = _adapter_settings(lora, experts)
+    if hardware is not None:
+        refuse_unknown("hardware", hardware)
     subject = Subject.of(config, model, params)
     loaded = _load(subject, [*(overrides or []), *frozen_by], hardware)
     shape, shard_drives = subject.model(loaded, drives)
@@ -321,10 +324,14 @@ class Subject:
     @classmethod
     def of(cls, file: Path | None, name: str | None, params: str | None) -> Subject:
         """Reads the directory, if the name is one. Raises ConfigError as `read_directory`."""
+        if name is None or name.endswith(".toml") or not Path(name).is_dir():
+            if name is not None:
+                refuse_unknown("models", name)
+            return cls(file, name, params, None)
+        refuse_no_model(Path(name))
         from infinity.plan.directory import read_directory
 
-        is_directory = name is not None and not name.endswith(".toml") and Path(name).is_dir()
-        return cls(file, name, params, read_directory(Path(str(name))) if is_directory else None)
+        return cls(file, name, params, read_directory(Path(name)))
 
     def model(self, config: SwapConfig, drives: int | None) -> tuple[Any, int | None]:
         """Returns the planned model, and the drives that hold its checkpoint (None: all)."""
@@ -430,6 +437,7 @@ def _has_nvme(hardware: str | None) -> bool:
 def _load(subject: Subject, overrides: list[str], hardware: str | None) -> SwapConfig:
     from infinity.cli.train import override
     from infinity.config import SwapConfig
+    from infinity.config.paths import refuse_absent_model_of
     from infinity.config.source import ConfigSource, read_file
     from infinity.training.settle import settle
 
@@ -448,7 +456,10 @@ def _load(subject: Subject, overrides: list[str], hardware: str | None) -> SwapC
         table.setdefault("adapter", {})  # Codes cannot be trained.
     if subject.file is None and "adapter" in table:
         _train_by_layers(table)
-    return settle(SwapConfig.from_table(table, source))
+    config = SwapConfig.from_table(table, source)
+    if subject.name is None and subject.params is None:
+        refuse_absent_model_of(config)
+    return settle(config)
 
 
 def _train_by_layers(table: dict[str, Any]) -> None:

@@ -49,6 +49,14 @@ def spread(
     DIR keeps links, and programs open it as before. What is interrupted, by a power cut too, loads
     as it is, and goes on when it is repeated.
     """
+    from infinity.config.paths import refuse_no_directory
+
+    places = [*(over or []), *(folders or [])]
+    if gather and (places or copy):
+        raise ConfigError("--gather takes DIR alone: the record in it names the drives")
+    if not gather and not over:
+        raise ConfigError("expected --over and the directories of the drives, or --gather")
+    refuse_no_directory(directory)
     from infinity.checkpoint.convert.spread import (
         plan_gather,
         plan_spread,
@@ -56,14 +64,9 @@ def spread(
         run_spread,
     )
 
-    places = [*(over or []), *(folders or [])]
     if gather:
-        if places or copy:
-            raise ConfigError("--gather takes DIR alone: the record in it names the drives")
         plan = plan_gather(directory)
     else:
-        if not over:
-            raise ConfigError("expected --over and the directories of the drives, or --gather")
         plan = plan_spread(directory, places, "copy" if copy else "move")
     if not as_json and not quiet:
         _tell(plan, is_dry=dry_run)

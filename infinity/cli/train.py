@@ -82,7 +82,6 @@ def train(
     from rich.console import Console
 
     from infinity.config import SwapConfig
-    from infinity.config.extras import require_training
     from infinity.config.source import read_file
     from infinity.training.streams import outliving_streams
     from infinity.training.tracing import TracePlan
@@ -100,7 +99,7 @@ def train(
         if loaded.train.steps is not None:
             plan.check(num_steps=loaded.train.steps)
 
-    require_training()
+    _refuse(loaded, resume_from)
     with outliving_streams():
         exit_code = _run(
             loaded,
@@ -112,6 +111,18 @@ def train(
             accept_changes=accept_changes,
         )
     raise typer.Exit(exit_code)
+
+
+def _refuse(config: SwapConfig, resume_from: Path | None) -> None:
+    """Raises ConfigError for packages and inputs that are not there, without importing torch."""
+    from infinity.checkpoint.run.directory import find_checkpoint
+    from infinity.config.extras import require_training
+    from infinity.config.paths import refuse_absent_inputs
+
+    require_training(has_adapter=config.adapter is not None)
+    refuse_absent_inputs(config)
+    if resume_from is not None:
+        find_checkpoint(resume_from)
 
 
 def _run(config: SwapConfig, console: Console, *, as_json: bool, **options: Any) -> int:

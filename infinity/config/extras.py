@@ -32,13 +32,12 @@ def require_transformers(what: str) -> None:
         raise ConfigError(f"{what} needs {wanted}, got {found}: pip install 'infinity-offload[hf]'")
 
 
-def require_training() -> None:
-    """Raises ConfigError, which names the extra, for a package that `infinity train` needs and that
-    is not installed."""
+def require_training(*, has_adapter: bool) -> None:
+    """Raises ConfigError, which names the extra, for a package that `infinity train` needs, PEFT
+    for `[adapter]` alone, and that is not installed."""
     require_transformers("infinity train")
-    missing = [
-        name for name in ("accelerate", "datasets", "peft", "trl") if find_spec(name) is None
-    ]
+    needed = ("accelerate", "datasets", *(("peft",) if has_adapter else ()), "trl")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"infinity train needs {', '.join(missing)}, which is not installed: "

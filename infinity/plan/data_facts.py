@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.training.data import Tokenizer, collect_files
 from infinity.training.records import kind_of_columns, load_records
@@ -39,9 +38,6 @@ class DataFacts:
 def read_data(paths: Sequence[Path], tokenizer: Tokenizer) -> DataFacts:
     """Returns the facts of files and directories, as `data.paths` means them. Raises ConfigError
     for what `infinity train` would refuse."""
-    missing = next((path for path in paths if not path.exists()), None)
-    if missing is not None:
-        raise ConfigError(f"--data {missing}: there is no such file or directory")
     table = {"data": {"paths": [str(path.resolve()) for path in paths]}}
     data = SwapConfig.load(table).data
     assert data is not None

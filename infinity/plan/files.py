@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, parse_toml, read_bytes
 from infinity.errors import ConfigError
-from infinity.plan.shipped import shapes_remedy, shipped_in
+from infinity.plan.shipped import unknown
 
 
 class Table(BaseModel):
@@ -33,10 +33,7 @@ def read_table(kind: type[_T], folder: str, name: str) -> _T:
     try:
         text = read_bytes(file, max_nbytes=MAX_TEXT_NBYTES).decode()
     except OSError:
-        raise ConfigError(
-            f"{folder}: {name!r} is neither a .toml file nor one of {', '.join(shipped_in(folder))}"
-            + (shapes_remedy(name) if folder == "models" else "")
-        ) from None
+        raise unknown(folder, name) from None
     except ValueError as error:  # Not a regular file, too long, or not UTF-8.
         raise ConfigError(f"{folder}: {name} is no text of TOML: {error}") from None
     try:

@@ -16,6 +16,32 @@ def shipped_in(folder: str) -> list[str]:
     return sorted(e.name.removesuffix(".toml") for e in entries if e.name.endswith(".toml"))
 
 
+def refuse_unknown(folder: str, name: str) -> None:
+    """Raises ConfigError for the name of a machine or model (folder: "hardware", "models") that is
+    no .toml file and none of those that are shipped."""
+    if Path(name).is_file() if name.endswith(".toml") else name in shipped_in(folder):
+        return
+    raise unknown(folder, name)
+
+
+def unknown(folder: str, name: str) -> ConfigError:
+    """Returns the error of a machine or model that is not there."""
+    return ConfigError(
+        f"{folder}: {name!r} is neither a .toml file nor one of {', '.join(shipped_in(folder))}"
+        + (shapes_remedy(name) if folder == "models" else "")
+    )
+
+
+def refuse_no_model(directory: Path) -> None:
+    """Raises ConfigError for a directory without config.json."""
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"{file}: No such file or directory; expected the directory of a downloaded model"
+            + shapes_remedy(str(directory))
+        )
+
+
 def shapes_remedy(hub_name: str) -> str:
     """Returns the option that plans a hub model from shipped shapes, and its download command, to
     append to an error; "" for a name that cannot be one of the hub.

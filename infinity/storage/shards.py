@@ -145,23 +145,23 @@ class _ReadChecks:
         return self._threads.submit(check)
 
     def _check(self, run: ShardRun, address: int, label: str) -> None:
-        """Compares a run with its first read. Raises CorruptionError."""
+        """Compares a run with its first read, and notes it if there was none. Raises
+        CorruptionError; then nothing is noted."""
         valid_nbytes = min(run.nbytes, self._nbytes_of[run.path] - run.offset_nbytes)
         ctypes.memset(address + valid_nbytes, 0, run.nbytes - valid_nbytes)  # Behind the end.
         digests = digest(address, run.nbytes)
+        of_chunks = {}
         for offset_nbytes, nbytes in split_at_chunks(run.offset_nbytes, run.nbytes):
             start = (offset_nbytes - run.offset_nbytes) // PAGE_NBYTES * CHECKSUM_NBYTES
-            found = zlib.crc32(digests[start : start + nbytes // PAGE_NBYTES * CHECKSUM_NBYTES])
-            key = run.path, offset_nbytes, nbytes
-            with self._lock:
-                first = self._checksums.setdefault(key, found)
-            if first != found:
-                raise _other_bytes(*key, label)
-        key = run.path, run.offset_nbytes, run.nbytes  # Of a checkpoint with checksums of runs.
+            of_chunk = zlib.crc32(digests[start : start + nbytes // PAGE_NBYTES * CHECKSUM_NBYTES])
+            of_chunks[run.path, offset_nbytes, nbytes] = of_chunk
+        # Old checkpoints have checksums of whole runs.
+        of_run = {(run.path, run.offset_nbytes, run.nbytes): zlib.crc32(digests)}
         with self._lock:
-            of_run = self._checksums.get(key)
-        if of_run is not None and of_run != zlib.crc32(digests):
-            raise _other_bytes(*key, label)
+            for key, found in (of_chunks | of_run).items():
+                if self._checksums.get(key, found) != found:
+                    raise _other_bytes(*key, label)
+            self._checksums |= of_chunks
 
     def known(self, *, with_earlier: bool) -> list[RunChecksum]:
         with self._lock:

@@ -11,6 +11,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,13 @@ from infinity.checkpoint.huggingface.base_identity import (
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
 from infinity.checkpoint.run.directory import sync_directory
+from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, reporting
 from infinity.modules.tiling.split import modules_of, parameters_of
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 _PARTIAL_NAME = ".adapter.partial"
 # Linear modules that route tokens, by the last part of their names.
 _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
@@ -42,6 +44,15 @@ _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
 
 # The base of each adapter that this module has attached, for `save_adapter`.
 _BASES: WeakKeyDictionary[nn.Module, BaseIdentity] = WeakKeyDictionary()
+
+
+@contextmanager
+def without_renaming_notice() -> Iterator[None]:
+    """Drops the warning that PEFT or TRL reads what transformers has renamed: the reader of the log
+    can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        yield
 
 
 def attach_adapter(
@@ -72,9 +83,7 @@ def attach_adapter(
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
     torch.manual_seed(seed)
     try:
-        with warnings.catch_warnings():
-            # PEFT reads what transformers has renamed; who merges can do nothing about it.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        with without_renaming_notice():
             adapted = peft.get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         # PEFT raises these for targets that are absent and for layers that it cannot adapt.
@@ -241,12 +250,7 @@ def _saved_config(options: AdapterConfig) -> Any:
 
     path = options.resume
     assert path is not None
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if not (path / name).is_file():
-            raise ConfigError(
-                f"the saved adapter {path} has no {name}; expected the directory of an adapter "
-                "that PEFT saved with safetensors"
-            )
+    refuse_absent_adapter(path)
     try:
         config: Any = peft.PeftConfig.from_pretrained(str(path))
     except Exception as error:  # A broken file makes PEFT raise any exception.

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.config import PYTHON_STDLIB, DataSource
+from infinity.config.paths import refuse_absent_data
 from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.training.text import (
@@ -304,8 +305,7 @@ def _files_of(source: DataSource) -> list[Path]:
     location = source.location
     if location.is_file():
         return [location]
-    if not location.is_dir():
-        raise ConfigError(f"data.paths: {location} does not exist")
+    refuse_absent_data([source])
     if is_saved_dataset(location):
         return [location]
     found = _matching(location, source.pattern)

@@ -18,7 +18,7 @@ from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_o
 from infinity.checkpoint import WeightSource, weight_source
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
-from infinity.config.hub import download_remedy
+from infinity.config.paths import refuse_absent_model
 from infinity.errors import ConfigError
 from infinity.training.adapter import attach_adapter
 from infinity.training.model_numbers import check_numbers
@@ -148,14 +148,8 @@ def _config_of_table(table: dict[str, Any]) -> Any:
 
 
 def _config_of_directory(path: Path) -> Any:
+    refuse_absent_model(path)
     file = path / "config.json"
-    if not path.is_dir():
-        raise ConfigError(
-            f"model.path: {path} is no directory; expected one with config.json and safetensors"
-            f"{download_remedy(path)}"
-        )
-    if not file.is_file():
-        raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model")
     table = _table_of_file(file)
     check_numbers(table, f"model.path: {file}: ")
     try:

@@ -21,13 +21,13 @@ the summary.
 
 from __future__ import annotations
 
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
 from infinity.config import SwapConfig
+from infinity.training.adapter import without_renaming_notice
 from infinity.training.allocator import expand_segments, keep_freed_memory
 from infinity.training.arguments import require_trackers
 from infinity.training.interrupt import Interrupt
@@ -67,9 +67,7 @@ def train(
     expand_segments()
     console = console or Console()
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        # TRL reads what transformers has renamed; the reader of the log can do nothing about it.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        stack.enter_context(without_renaming_notice())
         rank = stack.enter_context(job_rank(config))
         if not rank.is_first:
             console, trace = Console(quiet=True), None

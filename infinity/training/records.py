@@ -230,25 +230,34 @@ def _load_from_disk(path: Path) -> Any:
 def _unreadable(files: list[Path], error: Exception) -> ConfigError:
     if isinstance(error, ConfigError):
         return error
-    for path in files:
-        if path.is_file() and path.stat().st_size == 0:
-            return ConfigError(f"data.paths: {path} is empty; expected records: {_ALL_COLUMNS}")
-        if _reader_of(path) != "json" or path.suffix.lower() == ".json":
-            continue
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(_LONGEST_LINE_NBYTES):
-                number += 1
-                try:
-                    is_object = not line.strip() or isinstance(json.loads(line), dict)
-                    reason = "no object"
-                except (ValueError, RecursionError) as fault:
-                    is_object, reason = False, f"no JSON: {fault}"
-                if not is_object:
-                    return ConfigError(
-                        f"data.paths: {path}:{number} is {reason}; expected one record per line, "
-                        "in braces. Repair or remove that line"
-                    )
+    if (bad := next(filter(None, map(_bad_line, files)), None)) is not None:
+        return bad
+    filled = [path for path in files if not path.is_file() or path.stat().st_size]
+    # Beside records an empty file of JSON is no fault; an empty one of Parquet always is.
+    if len(filled) < len(files) and not (filled and _reader_of(files[0]) == "json"):
+        empty = next(path for path in files if path not in filled)
+        return ConfigError(f"data.paths: {empty} is empty; expected records: {_ALL_COLUMNS}")
     cause = error.__cause__ or error
-    names = ", ".join(map(str, files[:3]))
+    names = ", ".join(map(str, filled[:3]))
     return ConfigError(f"data.paths: {names} cannot be read: {' '.join(str(cause).split())}")
+
+
+def _bad_line(path: Path) -> ConfigError | None:
+    """Returns the error of the first line of JSON lines that is no record; None for none."""
+    if _reader_of(path) != "json" or path.suffix.lower() == ".json":
+        return None
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_LONGEST_LINE_NBYTES):
+            number += 1
+            try:
+                is_object = not line.strip() or isinstance(json.loads(line), dict)
+                reason = "no object"
+            except (ValueError, RecursionError) as fault:
+                is_object, reason = False, f"no JSON: {fault}"
+            if not is_object:
+                return ConfigError(
+                    f"data.paths: {path}:{number} is {reason}; expected one record per line, "
+                    "in braces. Repair or remove that line"
+                )
+    return None

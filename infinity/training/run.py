@@ -186,9 +186,12 @@ class Run:
         elif self.num_steps < self._job.num_steps:
             self.summary.stopped_early = True
             if not self.summary.records:
+                assert self._config.train is not None
+                patience = self._config.train.early_stopping_patience
                 self._reporter.note(
-                    "the run that is resumed had been stopped early; a larger "
-                    "train.early_stopping_patience makes it go on, and so does 0, which is none"
+                    "no step was made: the run that is resumed ended with at least "
+                    f"train.early_stopping_patience={patience} evaluations in a row without a "
+                    "new lowest loss; a larger one makes it go on, and so does 0, which is none"
                 )
         self._save_checkpoint(interrupt)
         self._end_copy(interrupt)

@@ -161,7 +161,8 @@ def make_trainer(
 
 def with_patience(state: dict[str, Any], patience: int) -> tuple[dict[str, Any], bool]:
     """Returns a saved state of the loop with the run's own patience, which may have changed since
-    (0 is none), and whether early stopping had ended the run by that patience."""
+    (0 is none), and whether that patience ends the run before a step. It may be less than the one
+    that the run had, which then had not stopped."""
     name = "EarlyStoppingCallback"
     callbacks = dict(state["stateful_callbacks"])
     saved = callbacks.pop(name, None)
@@ -226,11 +227,11 @@ class RunTrainer(OffloadedTrainer):
         from transformers import TrainerState
 
         self._ended_step = int(state["global_step"])
-        state, had_stopped = with_patience(state, self._patience)
+        state, is_over = with_patience(state, self._patience)
         found, steps = TrainerState(**state), self.count_steps()
         found.compute_steps(self.args, steps)
         found.train_batch_size = self.args.train_batch_size
-        if had_stopped or self._ended_step >= steps:  # Trainer would make more.
+        if is_over or self._ended_step >= steps:  # Trainer would make more.
             self.create_optimizer_and_scheduler(steps)  # type: ignore[attr-defined]
             self._load_optimizer_and_scheduler(None)
             self.state = found

@@ -25,7 +25,7 @@ from infinity.storage.arena import Arena
 from infinity.storage.checksums import digest, joined_crc32
 from infinity.storage.open import open_engine
 from infinity.storage.protocol import Priority
-from infinity.storage.shards import ShardFiles, ShardIdentity, ShardRun
+from infinity.storage.shards import RunChecksum, ShardFiles, ShardIdentity, ShardRun
 
 CHUNK_NBYTES = 32 * KIB
 NUM_PAGES = 29  # Of the run: it begins and ends within a chunk.
@@ -121,6 +121,15 @@ def test_a_rank_alone_compares_its_reads_with_those_of_two(
             rank.read(base, [0, NUM_PAGES])
         assert caught.value.path == str(base)
         assert 0 <= START + page * PAGE_NBYTES - caught.value.offset_nbytes < CHUNK_NBYTES
+
+
+def test_a_read_that_the_checksum_of_its_whole_run_refuses_leaves_no_checksums(base: Path) -> None:
+    run = RunChecksum(str(base), START, NUM_PAGES * PAGE_NBYTES, 0)  # As old checkpoints have it.
+    with rank_over(base) as rank:
+        rank.files.expect([run])
+        with pytest.raises(CorruptionError, match="or the one that it continues"):
+            rank.read(base, [0, NUM_PAGES])
+        assert rank.files.checksums() == [run]  # A checkpoint that is saved now has no others.
 
 
 def test_three_ranks_compare_whole_chunks_and_find_the_others_when_they_save(

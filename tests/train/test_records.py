@@ -90,7 +90,7 @@ def run(table: dict[str, Any], **options: Any) -> dict[str, Any]:
     console = Console(file=io.StringIO(), width=300)
     summary, code = program.train(SwapConfig.load(table), console=console, **options)
     assert code == 0
-    return summary.to_dict()
+    return summary.to_dict() | {"printed": " ".join(console.file.getvalue().split())}
 
 
 def metrics(table: dict[str, Any]) -> list[tuple[float, float]]:
@@ -276,6 +276,19 @@ def test_records_of_sharegpt_and_alpaca_are_read_as_conversations(tmp_path, reco
         {"role": "user", "content": asked},
         {"role": "assistant", "content": "b"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "said"),
+    [("b.jsonl", '{"text": "a"}\n{oops\n', "b.jsonl:2 is no JSON"), ("b.json", '[{"a":', "b.json ca")],
+)  # fmt: skip
+def test_an_empty_file_does_not_hide_a_broken_one(tmp_path, name, broken, said) -> None:
+    empty, other = tmp_path / name.replace("b.", "a."), tmp_path / name
+    empty.touch()
+    other.write_text(broken)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_records([empty, other])
+    assert "is empty" not in str(caught.value) and empty.name not in str(caught.value)
 
 
 def test_a_run_over_sharegpt_is_the_run_over_the_same_messages(tmp_path, table) -> None:
@@ -468,6 +481,13 @@ def test_a_resumed_run_keeps_the_patience_and_the_place_in_its_epoch(tmp_path, t
     assert run(table, resume=True)["steps_done"] == 0
     table["train"] |= {"early_stopping_patience": 4}
     assert run(table, resume=True)["steps_done"] >= 1
+    # Two evaluations in a row had no lower loss when the step was saved: nothing had been stopped.
+    table["train"] |= {"early_stopping_patience": 2}
+    table["output"] = {"directory": str(tmp_path / "less")}
+    less = run(table, resume_from=last_but_one)
+    assert less["stopped_early"] and less["steps_done"] == 0
+    assert "patience=2 evaluations in a row without a new lowest loss" in less["printed"]
+    assert "had been stopped" not in less["printed"]
     table["train"] |= {"early_stopping_patience": 3}
     third = tmp_path / "output" / "checkpoints" / "step-00000003"
     table["output"] = {"directory": str(tmp_path / "third")}

@@ -19,4 +19,6 @@ def test_a_missing_package_of_training_gets_the_command_that_installs_it(
 
     monkeypatch.setattr(extras, "find_spec", find)
     with pytest.raises(ConfigError, match=rf"needs {missing}, which .* pip install 'infinity-off"):
-        extras.require_training()
+        extras.require_training(has_adapter=True)
+    if missing == "peft":
+        extras.require_training(has_adapter=False)

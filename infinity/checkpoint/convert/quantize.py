@@ -30,6 +30,7 @@ from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_s
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
 from infinity.codecs.detect import QUANTISATION_KEYS
 from infinity.codecs.part import Codec
+from infinity.config.paths import refuse_no_directory
 from infinity.errors import ConfigError, listed
 
 Format = Literal["fp8", "int4", "nf4"]
@@ -120,8 +121,7 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
     Raises ConfigError for a directory without weights, for one without a matrix to quantise, and
     for packed experts, for which the formats have no published layout.
     """
-    if not directory.is_dir():
-        raise ConfigError(f"{directory} is no directory; expected a Hugging Face checkpoint")
+    refuse_no_directory(directory)
     source, published = weight_source(directory), FORMATS[to]
     plan = DirectoryPlan(source, without_quantisation(read_config(directory)))
     kept, num_quantised = [], 0

@@ -38,6 +38,7 @@ from infinity.bounded import (
 )
 from infinity.checkpoint.huggingface.export_weights import check_space
 from infinity.checkpoint.run.directory import sync_directory
+from infinity.config.paths import refuse_no_directory
 from infinity.errors import ConfigError, StorageError, corrupt, reporting
 from infinity.sizes import MIB
 
@@ -392,8 +393,7 @@ class _Record:
 
 
 def _open(directory: Path) -> tuple[Path, _Record | None]:
-    if not directory.is_dir():
-        raise ConfigError(f"{directory} is no directory; expected a Hugging Face checkpoint")
+    refuse_no_directory(directory)
     directory = directory.resolve()
     return directory, _read_record(directory)
 

@@ -1,0 +1,64 @@
+"""Refuses paths that lead nowhere, before a command imports torch and transformers, which takes
+seconds. What reads the files later raises the same errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from infinity.config.hub import download_remedy
+from infinity.config.schema import DataSource
+from infinity.config.swap import SwapConfig
+from infinity.errors import ConfigError
+
+# The files of an adapter that PEFT saved with safetensors.
+ADAPTER_NAMES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def refuse_absent_inputs(config: SwapConfig) -> None:
+    """Raises ConfigError for a model, data or a saved adapter of the file that is not there."""
+    refuse_absent_model_of(config)
+    if config.data is not None:
+        refuse_absent_data((*config.data.paths, *config.data.eval_paths))
+    if config.adapter is not None and config.adapter.resume is not None:
+        refuse_absent_adapter(config.adapter.resume)
+
+
+def refuse_absent_model_of(config: SwapConfig) -> None:
+    """As `refuse_absent_model` for `[model]`, where the file has it."""
+    if config.model is not None and config.model.path is not None:
+        refuse_absent_model(config.model.path)
+
+
+def refuse_absent_model(path: Path) -> None:
+    """Raises ConfigError for a `model.path` that is no directory, or has no config.json."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"model.path: {path} is no directory; expected one with config.json and safetensors"
+            f"{download_remedy(path)}"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model")
+
+
+def refuse_absent_data(sources: Iterable[DataSource]) -> None:
+    """Raises ConfigError for the first source of `[data]` that is no file and no directory."""
+    for source in sources:
+        if not source.location.is_file() and not source.location.is_dir():
+            raise ConfigError(f"data.paths: {source.location} does not exist")
+
+
+def refuse_absent_adapter(path: Path) -> None:
+    """Raises ConfigError for a directory that lacks a file of an adapter that PEFT saved."""
+    for name in ADAPTER_NAMES:
+        if not (path / name).is_file():
+            raise ConfigError(
+                f"the saved adapter {path} has no {name}; expected the directory of an adapter "
+                "that PEFT saved with safetensors"
+            )
+
+
+def refuse_no_directory(path: Path) -> None:
+    """Raises ConfigError for the path of a checkpoint that is no directory."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; expected a Hugging Face checkpoint")
