@@ -242,18 +242,18 @@ def _buffers(divided: Partition, config: SwapConfig, devices: AgreedDevices) -> 
     if not devices.is_collective:
         return None
     gathers = divided.shards_parameters or "device" in config.placement.parameters
-    given = {
+    of_one = {
         False: 0,
         True: 0,
     }  # The most bytes that a rank gives: of weights of a node, of others.
     for unit, shards in enumerate(divided.shards if gathers else ()):
         for part in (part for shard in shards for part in divided.served(shard)):
             is_of_node = divided.is_of_node(unit)
-            given[is_of_node] = max(given[is_of_node], part.shard_offset_nbytes + part.nbytes)
+            of_one[is_of_node] = max(of_one[is_of_node], part.shard_offset_nbytes + part.nbytes)
     owned = (shard.unit.trainable_nbytes for shards in divided.shards for shard in shards)
     return choose_round(
-        divided.count, given[False], max(owned), devices.least_nbytes,
-        node_count=len(divided.node) if divided.over_node else 0, node_weights_nbytes=given[True],
+        divided.count, of_one[False], max(owned), devices.least_nbytes,
+        node_count=len(divided.node) if divided.over_node else 0, node_weights_nbytes=of_one[True],
     )  # fmt: skip
 
 

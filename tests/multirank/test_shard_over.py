@@ -120,7 +120,7 @@ def _train(rank: int, wanted: list[tuple[Path, Case]]) -> list[tuple[dict[str, T
 
 
 # The stored bytes of a block come before the one in use has left its space.
-TIGHT = "5600KiB"
+TIGHT = "3088KiB"
 COPIED = Case(frozen="copy", shard_over="node")
 WAYS = [
     ("bf16", COPIED),

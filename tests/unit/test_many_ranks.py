@@ -112,7 +112,7 @@ class Rank:
         self.transport: Any = Transport(world, rank)
         gathers, sums = communicators
         self.groups = DeviceGroups(gathers.rank(rank), sums.rank(rank))
-        FakeGroup.share_device(self.groups)
+        FakeGroup.share_device([self.groups.gathers, self.groups.sums])
         self.counters = Counters()
         self.collectives = Collectives(
             self.transport, self.groups, torch.device("cpu"), self.counters
@@ -433,7 +433,7 @@ def test_groups_of_one_device_end_only_if_both_are_aborted_at_once() -> None:
 
     def stuck() -> DeviceGroups:
         groups = DeviceGroups(*(FakeCommunicator(of, 2, duration_s).rank(0) for of in ("g", "s")))
-        FakeGroup.share_device(groups)
+        FakeGroup.share_device(groups[:2])
         for group in groups:
             group.all_gather_single(torch.zeros(2, 8), torch.zeros(8), None)
         return groups

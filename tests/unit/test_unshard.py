@@ -152,7 +152,11 @@ def test_a_refused_proposal_gives_back_the_memory_of_the_region() -> None:
         operations: Any = None
         exchange = DeviceExchange(device, operations, operations, Buffers(2, 512, 512, 512))
         store: Any = SimpleNamespace(
-            partition=SimpleNamespace(full_units=[SimpleNamespace(stored=None)], shards=[()])
+            partition=SimpleNamespace(
+                full_units=[SimpleNamespace(stored=None)],
+                sources=lambda _: (),
+                is_of_node=lambda _: False,
+            )
         )
         refusing: Any = Refusing()
         unshard = DeviceUnshard(store, collectives=refusing, exchange=exchange, counters=Counters())
