@@ -215,9 +215,11 @@ class EarlyUpdates:
 
     def turn(self) -> Sequence[Transfer] | None:
         """A turn of the worker, see `UpdateWorker`: updates a chunk."""
-        first = next(iter(self._complete), None)
-        if first is None or self._is_advancing or not self._is_checked_out(first):
+        first = next(filter(self._is_checked_out, self._complete), None)
+        if first is None or self._is_advancing:
             return None
+        # The weights of one before it may be on their way, so that it is not checked out yet.
+        self._complete = {first: self._complete[first]} | self._complete
         self._is_advancing = True
         try:
             update = self._complete[first].update
