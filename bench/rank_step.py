@@ -118,6 +118,7 @@ def run(program: str, count: int, sequence: int, words: argparse.Namespace) -> l
         raise RuntimeError(f"there is no {VENV}")
     say(f"{program}, {count} ranks, {sequence} tokens each")
     variables = os.environ | (deepspeed_variables(VENV) if is_deepspeed else {})
+    variables["PYTHONWARNINGS"] = "ignore"  # DeepSpeed calls what PyTorch has renamed, every time.
     python = str(VENV / "bin/python") if is_deepspeed else sys.executable
     settings = {
         k: v for k, v in vars(words).items() if k in ("layers", "width", "vocabulary", "steps")
