@@ -15,9 +15,9 @@ from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.shard_updates import ShardUpdates
 from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
-from infinity.state.placement import STATE_KINDS
+from infinity.state.placement import updated_nbytes
 from infinity.state.undecided import has_generations
-from infinity.state.units import TensorSpec, Unit
+from infinity.state.units import TensorSpec
 from infinity.streaming.early_policy import EarlyPolicy
 from infinity.streaming.step_record import StepRecord
 from infinity.streaming.unit_update import UnitUpdate
@@ -56,7 +56,7 @@ class EarlyShards:
         self._counters = counters
         self.policy = EarlyPolicy(
             {
-                index: _state_nbytes(shard)
+                index: updated_nbytes(shard)
                 for index, shard in enumerate(self._shards)
                 if has_generations(store.local, shard)
             }
@@ -96,7 +96,8 @@ class EarlyShards:
         """Gives shards whose sums are complete to the thread of updates. Never waits."""
         for unit in list(self._left):
             shard = self._shards[unit]
-            if not self._progress.is_complete(shard.index):
+            # The one before it may have needed memory, see `pause`.
+            if unit not in self._left or not self._progress.is_complete(shard.index):
                 continue
             self._sums.write_out(shard)
             if not self._sums.is_complete(shard):
@@ -113,11 +114,10 @@ class EarlyShards:
 
     def take_back_others(self, record: StepRecord) -> None:
         """Takes back early updates that are not what the step has decided. `record`: by shards."""
-        is_clipped = _is_clipped(record)
         self._take_back(
             unit
             for unit, early in self._early.items()
-            if is_clipped or not self._is_as_expected(unit, early, record)
+            if record.is_clipped or not self._is_as_expected(unit, early, record)
         )
 
     def end_step(self, record: StepRecord, kept: set[int], step_s: float) -> None:
@@ -126,7 +126,7 @@ class EarlyShards:
         self._counters.add("early_updates_kept", len(units))
         self.policy.end_step(
             num_undone=self._num_undone,
-            is_clipped=_is_clipped(record),
+            is_clipped=record.is_clipped,
             missed=[unit for unit in self._planned if unit not in units],
             wait_share=self._forward_wait_s / step_s if step_s else 0.0,
         )
@@ -176,11 +176,3 @@ class EarlyShards:
     def _waited_s(self) -> float:
         values = self._counters.snapshot()
         return sum(values.get(name, 0.0) for name in _WAITS)
-
-
-def _is_clipped(record: StepRecord) -> bool:
-    return record.clip_factor is not None and float(record.clip_factor) != 1.0
-
-
-def _state_nbytes(shard: Unit) -> int:
-    return shard.trainable_nbytes + sum(shard.nbytes(kind) for kind in STATE_KINDS)

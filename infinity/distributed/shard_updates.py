@@ -195,7 +195,7 @@ class ShardUpdates:
         self._weights = RestingWeights(self._state, pool, shards)
         self._chunks = ChunkUpdates(self._ring, self._weights, counters, None)
         self._updates: Mapping[int, UnitUpdate] = {}
-        self._early: dict[int, UnitUpdate] = {}  # Since the last decision.
+        self._early: dict[int, UnitUpdate] = {}  # By shard, the last of each.
         self._has_memory = False
         self._thread: threading.Thread | None = None
 
@@ -300,7 +300,7 @@ class ShardUpdates:
                     self._update_early(self._early[shard])
         except BaseException as error:
             self._pending.fail(error)
-            self._tell(f"in an update after optimizer.step(): {type(error).__name__}: {error}")
+            self._tell(f"in an update beside training: {type(error).__name__}: {error}")
 
     def _update(self, update: UnitUpdate) -> None:
         shard = update.unit.index

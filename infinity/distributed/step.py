@@ -152,7 +152,7 @@ class DistributedUpdater(StepRunner):
 
     @override
     def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
-        """Does nothing: no unit is updated before the step."""
+        """Does nothing: `ShardUpdates` has a thread of its own."""
 
     @override
     def defer(self, record: StepRecord) -> None:

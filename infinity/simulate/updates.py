@@ -111,7 +111,7 @@ class UnitUpdates:
                 D2H, f"weights of {load.name}", load.weight_nbytes, [decided]
             )
         resident_nbytes = max(sum(load.state_read_nbytes.values()), 1)
-        count, _ = _segments(resident_nbytes, job.ring_nbytes)
+        count = _num_segments(resident_nbytes, job.ring_nbytes)
         capacity = max(1, int(self._ring_nbytes * count // resident_nbytes))
         done = weights_ready
         for segment in range(count):
@@ -232,9 +232,7 @@ _MOST_SEGMENTS = 8
 _WANTED_IN_RING = 3
 
 
-def _segments(state_nbytes: int, ring_nbytes: float) -> tuple[int, int]:
-    """Returns (segments of one unit's state, segments in the ring), with three in the ring if
-    possible."""
+def _num_segments(state_nbytes: int, ring_nbytes: float) -> int:
+    """Returns the segments of one unit's state: three of them in the ring if possible."""
     wanted = -(-state_nbytes * _WANTED_IN_RING // max(int(ring_nbytes), 1))
-    count = min(max(wanted, 1), _MOST_SEGMENTS)
-    return count, max(1, int(ring_nbytes * count // state_nbytes))
+    return min(max(wanted, 1), _MOST_SEGMENTS)

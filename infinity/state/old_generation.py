@@ -16,7 +16,7 @@ class OldGeneration:
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._volume = _volume_of(store)
-        self._frozen = self._volume.freeze("before early updates")
+        self._frozen = self._volume.freeze()
         self._checksums: dict[tuple[int, StateKind], bytes] = {}
 
     @staticmethod

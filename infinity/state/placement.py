@@ -148,6 +148,11 @@ _EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
 STATE_KINDS = (StateKind.GRADIENTS, *MOMENT_KINDS, StateKind.MASTER)
 
 
+def updated_nbytes(unit: Unit) -> int:
+    """Returns the bytes that an update of the unit reads or writes."""
+    return unit.trainable_nbytes + sum(unit.nbytes(kind) for kind in STATE_KINDS)
+
+
 def least_chunk_nbytes(units: Sequence[Unit]) -> int:
     """The smallest chunk that the layout of every unit allows, in bytes of fp32: a granule, or the
     largest unit where that is smaller."""

@@ -19,7 +19,10 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrozenContent:
-    """The content of the volume at one moment, with a label. Its maps are never changed."""
+    """The content of the volume at one moment. Its maps are never changed.
+
+    `label`: the path of the commit that needs it, or "" for what only this process needs.
+    """
 
     label: str
     maps: tuple[GenerationMap, ...]

@@ -253,7 +253,8 @@ class Volume:
             return tuple(self._frozen)
 
     def freeze(self, label: str = "") -> FrozenContent:
-        """Keeps the present bytes of every buffer until `thaw`; later writes go elsewhere.
+        """Keeps the present bytes of every buffer until `thaw`; later writes go elsewhere. `label`:
+        see `FrozenContent`.
 
         The tickets of all writes are done. The bytes are durable only after a sync.
         """

@@ -30,13 +30,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.old_copies import OldCopies
 from infinity.state.old_generation import OldGeneration
-from infinity.state.placement import STATE_KINDS
+from infinity.state.placement import updated_nbytes
 from infinity.state.store import (
     LocalStore,
     NvmeLocation,
@@ -102,7 +101,7 @@ class EarlyUpdates:
         self._chunk_nbytes = chunk_nbytes
         self._is_beside = is_beside
         self.policy = EarlyPolicy(
-            {unit.index: _state_nbytes(unit) for unit in store.units if self._can_go_back(unit)}
+            {u.index: updated_nbytes(u) for u in store.units if self._can_go_back(u)}
         )
         self._planned: dict[int, _Early] = {}  # In the order of their gradients.
         self._complete: dict[int, _Early] = {}  # Not DONE, in the order in which they came.
@@ -191,7 +190,7 @@ class EarlyUpdates:
         self._is_advancing = True
         try:
             if self.wake_worker is None:
-                while self._complete and self._advance_first():
+                while self._complete and self._advance(next(iter(self._complete))):
                     pass
             elif self._check_out_first():
                 self.wake_worker()
@@ -201,35 +200,36 @@ class EarlyUpdates:
 
     def _check_out_first(self) -> bool:
         """Checks weights out for the worker. Returns whether the worker has any."""
-        first = list(islice(self._complete, MOST_CHECKED_OUT))
-        for index in first:
-            early = self._complete[index]
+        num_checked_out = 0
+        for index, early in list(self._complete.items()):
             assert early.update is not None
             if self._can_update(early):
                 self._chunks.check_out(early.update)
-        return any(self._is_checked_out(index) for index in first)
+            num_checked_out += self._is_checked_out(index)
+            if num_checked_out == MOST_CHECKED_OUT:
+                break
+        return num_checked_out > 0
 
     def _is_checked_out(self, unit: int) -> bool:
         update = self._complete[unit].update
         return update is not None and update.weights is not None
 
     def turn(self) -> Sequence[Transfer] | None:
-        """A turn of the worker, see `UpdateWorker`: updates a chunk."""
-        first = next(filter(self._is_checked_out, self._complete), None)
-        if first is None or self._is_advancing:
+        """A turn of the worker, see `UpdateWorker`: updates a chunk of the first unit that it can.
+        The weights of a unit before it may be on their way."""
+        units = list(filter(self._is_checked_out, self._complete))
+        if not units or self._is_advancing:
             return None
-        # The weights of one before it may be on their way, so that it is not checked out yet.
-        self._complete = {first: self._complete[first]} | self._complete
         self._is_advancing = True
         try:
-            update = self._complete[first].update
-            assert update is not None
-            is_done = self._advance_first()
+            is_done = any(self._advance(unit) for unit in units)
             with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
                 self._read_ahead()
-            if is_done or first not in self._complete:
+            if is_done:
                 return ()
-            return self._ring.awaited(update.left[0])
+            waiting = filter(self._is_checked_out, self._complete)
+            first = next((self._complete[unit].update for unit in waiting), None)
+            return None if first is None else self._ring.awaited(first.left[0])
         finally:
             self._is_advancing = False
 
@@ -241,9 +241,9 @@ class EarlyUpdates:
             update.weights is not None or self._weight_cache.can_check_out(early.unit.index)
         )
 
-    def _advance_first(self) -> bool:
-        """Updates the next chunk, if it can be now. Returns whether it was."""
-        index, early = next(iter(self._complete.items()))
+    def _advance(self, index: int) -> bool:
+        """Updates the next chunk of a complete unit, if it can be now. Returns whether it was."""
+        early = self._complete[index]
         update = early.update
         assert update is not None
         if not self._can_update(early):
@@ -289,11 +289,10 @@ class EarlyUpdates:
         """Keeps the early updates that are what the step decided, and takes back the others.
         Returns those that are kept; one that is not done has its weights checked out, and is to be
         finished by the record."""
-        is_clipped = record.clip_factor is not None and float(record.clip_factor) != 1.0
         kept = []
         for index, early in [*self._done.items(), *self._complete.items()]:
             assert early.update is not None
-            if is_clipped or not self._is_as_expected(early, record):
+            if record.is_clipped or not self._is_as_expected(early, record):
                 self.take_back(index)
             elif early.is_begun:
                 early.update.record = record
@@ -307,7 +306,7 @@ class EarlyUpdates:
         missed = [unit for unit, early in self._planned.items() if not early.is_done]
         self.policy.end_step(
             num_undone=self._num_undone,
-            is_clipped=is_clipped,
+            is_clipped=record.is_clipped,
             missed=missed,
             wait_share=self._forward_wait_s / step_s if step_s else 0.0,
         )
@@ -339,7 +338,13 @@ class EarlyUpdates:
             return
         self._num_undone += 1
         self._counters.add("early_updates_undone", 1)
-        self._ring.finish_writes()
+        try:
+            self._ring.finish_writes()
+        finally:
+            self._bring_back(early, update)
+
+    def _bring_back(self, early: _Early, update: UnitUpdate) -> None:
+        unit = early.unit.index
         self._chunks.drop(update)
         self._weight_cache.discard(unit)
         if self._old is not None:
@@ -366,10 +371,10 @@ class EarlyUpdates:
                     return False
                 self.take_back(unit)
                 return True
-        for unit in [] if self._is_advancing else reversed(self._copies.units()):
-            self.take_back(unit)
-            return True
-        return False
+        copied = [] if self._is_advancing else self._copies.units()
+        if copied:
+            self.take_back(copied[-1])
+        return len(self._copies.units()) < len(copied)
 
     def _forget(self) -> None:
         self._planned, self._complete, self._done = {}, {}, {}
@@ -387,7 +392,3 @@ class EarlyUpdates:
         values = self._counters.snapshot()
         waited_s = sum(values.get(name, 0.0) for name in _WAITS)
         return waited_s + (self._made_s if self._is_beside else 0.0)
-
-
-def _state_nbytes(unit: Unit) -> int:
-    return unit.trainable_nbytes + sum(unit.nbytes(kind) for kind in STATE_KINDS)

@@ -129,8 +129,8 @@ class Updater(StepRunner):
         """Makes every unit with a parameter in the record pending, but for those that were updated
         in the backward; nothing is moved yet."""
         self._make_space_for_weights()
+        self.apply_pending()  # May fail; nothing is decided then.
         kept = self._decide(record)
-        self.apply_pending(but=kept)
         self._updated, self._next, self._before_backward = {}, None, None
         for unit in self._store.units:
             if unit.index in kept:
@@ -169,7 +169,8 @@ class Updater(StepRunner):
         for update in kept:
             if not update.is_done:
                 self._make_pending(update)
-                self._beside.append(update)  # If there is a worker, it goes on.
+                if self._worker is not None:  # It goes on.
+                    self._beside.append(update)
         return {update.unit.index for update in kept}
 
     @override
@@ -218,11 +219,10 @@ class Updater(StepRunner):
         self._apply(update, is_needed)
 
     @override
-    def apply_pending(self, but: frozenset[int] | set[int] = frozenset()) -> None:
-        """Applies everything pending, but for some units."""
+    def apply_pending(self) -> None:
+        """Applies everything pending."""
         for unit in self._in_order():
-            if unit not in but:
-                self.bring_up_to_date(unit)
+            self.bring_up_to_date(unit)
 
     @override
     def settle(self) -> None:

@@ -22,6 +22,11 @@ class StepRecord:
     settings: Mapping[TensorSpec, Settings]  # Only parameters that have a gradient.
     clip_factor: torch.Tensor | None  # fp32 scalar that gradients are multiplied by.
 
+    @property
+    def is_clipped(self) -> bool:
+        """Whether gradients change before the update."""
+        return self.clip_factor is not None and float(self.clip_factor) != 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:

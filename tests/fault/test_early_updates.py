@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.checkpoint.run.commit import thaw_removed
 from infinity.errors import InfinityError, StorageError
+from infinity.streaming.optimizer_step import Updater
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.parity.test_early_updates import (
     Clip,
@@ -201,3 +203,79 @@ def test_a_run_that_is_killed_in_an_early_update_goes_on_from_the_last_commit(
         f"{name} {value.double().sum().item().hex()} {value.double().square().sum().item().hex()}"
         for name, value in model.state_dict().items()
     ]
+
+
+def both_sides(
+    body: Callable[[Run], list[torch.Tensor]], config: dict[str, Any], options: dict[str, Any]
+) -> dict[str, float]:
+    """Runs `body` with plain PyTorch and offloaded; all values are the same. Returns counters."""
+    expected = plain_run(body)
+    model = infinity.offload(make(), config, **options)
+    run = run_of(model)
+    actual = [*body(run), *run.values().values()]
+    counters = infinity.engine_of(model).counters.snapshot()
+    infinity.close(model)
+    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    return counters
+
+
+def test_checkpoints_that_go_meanwhile_leave_the_old_state(
+    swap_directory: Path, options: Callable[[], dict[str, Any]]
+) -> None:
+    """A thread that copies a checkpoint ends, and releases what removed checkpoints have held."""
+
+    def body(run: Run) -> list[torch.Tensor]:
+        losses = steps(run, BEFORE)
+
+        def release(_: torch.Tensor) -> None:
+            if not run.is_plain:
+                volume = infinity.engine_of(run.model).store.volume
+                assert volume is not None and volume.frozen, "nothing was updated so far"
+                thaw_removed(volume)
+
+        def watch(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            output.register_hook(release)
+
+        if not run.is_plain:  # All are updated early, those before the hook and those after it.
+            infinity.engine_of(run.model).updater._early.policy.share = 1.0
+        hook = run.model.get_submodule("blocks.1").register_forward_hook(watch)
+        loss_of(run.model, BEFORE).backward()
+        hook.remove()
+        run.optimizer.param_groups[0]["lr"] = 1e-3  # Every early update is taken back.
+        run.step()
+        return [*losses, *steps(run, 2, start=BEFORE + 1)]
+
+    counters = both_sides(body, config_of(swap_directory), options())
+    assert counters["early_updates_undone"]
+
+
+def test_a_step_whose_older_updates_fail_has_decided_nothing(
+    swap_directory: Path, options: Callable[[], dict[str, Any]]
+) -> None:
+    """Units that the forward did not use still await the update of the step before."""
+    failed = []
+    real = Updater.bring_up_to_date
+
+    def fail_once(updater: Updater, unit: int, **named: Any) -> None:
+        if updater.is_pending(unit) and not failed:
+            failed.append(unit)
+            raise StorageError(EIO, operation="read", path="")
+        real(updater, unit, **named)
+
+    def body(run: Run) -> list[torch.Tensor]:
+        losses = steps(run, BEFORE)
+        run.model.skipped = {1, 2, 3}
+        loss_of(run.model, BEFORE).backward()
+        if not run.is_plain:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Updater, "bring_up_to_date", fail_once)
+                with pytest.raises(StorageError):
+                    run.optimizer.step()
+        run.step()
+        run.model.skipped = set()
+        return [*losses, *steps(run, 2, start=BEFORE + 1)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Updater, "_turn_of", lambda *_: None)  # No worker makes pending updates.
+        assert both_sides(body, config_of(swap_directory), options())["early_updates_kept"]
+    assert failed, "no unit waited for its update"

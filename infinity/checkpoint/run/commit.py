@@ -97,7 +97,8 @@ def has_space(volume: Volume, target: Path, *, keep: int | None, leaving: Collec
     remaining = [
         frozen.label
         for frozen in volume.frozen
-        if frozen.label not in (*leaving, label_of(target))
+        if frozen.label  # Else it is of early updates, which a commit takes back.
+        and frozen.label not in (*leaving, label_of(target))
         and (frozen.label in staying or frozen.label not in in_directory)
     ]
     return len(remaining) + 1 <= volume.num_spares
@@ -268,7 +269,8 @@ def thaw_removed(volume: Volume) -> None:
 
     If the sync fails, the content stays frozen: its space is lost, its bytes are not.
     """
-    gone = [frozen for frozen in volume.frozen if not os.path.lexists(frozen.label)]
+    commits = [frozen for frozen in volume.frozen if frozen.label]
+    gone = [frozen for frozen in commits if not os.path.lexists(frozen.label)]
     for parent in {os.path.dirname(frozen.label) for frozen in gone}:
         directory = Path(parent)
         while not directory.is_dir():
