@@ -77,13 +77,17 @@ def test_spare_generations_are_counted(tmp_path: Path) -> None:
     assert found["num_spares"] == 2, "the last step, and the checkpoint that is kept"
     assert found["spare_nbytes"] == pytest.approx(2 * rewritten, rel=0.02)
     assert "2 spare generations" in plan(str(file), *hardware)
-    alone = (str(file), *hardware, "--set", "checkpoint.durability=none")
-    none = in_numbers(*alone)
+    none = in_numbers(str(file), *hardware, "--set", "checkpoint.durability=none")
     assert (none["num_spares"], none["spare_nbytes"]) == (0, 0)
-    ranks = ("--ranks", "2", "--set", "schedule.updates=both_passes")
-    for stage, wanted in ((3, 1), (2, 0)):  # Stage 2 updates inside the step.
-        ours = in_numbers(*alone, *ranks, "--set", f"distributed.zero_stage={stage}")
-        assert ours["num_spares"] == wanted, stage
+
+
+def test_updates_in_the_backward_over_ranks_take_a_generation_in_stage_3_alone() -> None:
+    where = ("--model", "llama-3-8b", "--hardware", "8xh200-4nvme", "--ranks", "8")
+    both = (*where, "--set", "schedule.updates=both_passes", "--set", "placement.moments=nvme")
+    whole = (*both, "--set", "placement.parameters=nvme", "--set", "placement.master=nvme")
+    for stage, wanted in ((3, 1), (2, 0)):
+        found = in_numbers(*whole, "--set", f"distributed.zero_stage={stage}")
+        assert found["num_spares"] == wanted, stage
 
 
 def test_a_batch_that_does_not_fit_is_no_advice() -> None:
