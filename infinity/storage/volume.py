@@ -253,10 +253,9 @@ class Volume:
             return tuple(self._frozen)
 
     def freeze(self, label: str = "") -> FrozenContent:
-        """Keeps the present bytes of every buffer until `thaw`; later writes go elsewhere. `label`:
-        see `FrozenContent`.
+        """Keeps the present bytes of every buffer until `thaw`; later writes go elsewhere.
 
-        The tickets of all writes are done. The bytes are durable only after a sync.
+        All writes are done, durable only after a sync. `label`: see `FrozenContent`.
         """
         self._check_usable()
         with self._lock:

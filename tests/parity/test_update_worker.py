@@ -132,10 +132,10 @@ def test_what_the_worker_raises_reaches_the_thread_that_trains(
     run = offloaded(swap_directory)
     steps(run, 3)
 
-    def fail(early: EarlyUpdates) -> bool:
+    def fail(early: EarlyUpdates, unit: int) -> bool:
         raise ZeroDivisionError("a mistake in an update")
 
-    monkeypatch.setattr(EarlyUpdates, "_advance_first", fail)
+    monkeypatch.setattr(EarlyUpdates, "_advance", fail)
     with pytest.raises(ZeroDivisionError, match="a mistake in an update"):
         for number in range(3, 9):
             early_of(run).policy.share = 1.0  # It may have found that there is no time.
