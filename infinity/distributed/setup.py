@@ -242,10 +242,8 @@ def _buffers(divided: Partition, config: SwapConfig, devices: AgreedDevices) -> 
     if not devices.is_collective:
         return None
     gathers = divided.shards_parameters or "device" in config.placement.parameters
-    of_one = {
-        False: 0,
-        True: 0,
-    }  # The most bytes that a rank gives: of weights of a node, of others.
+    # The most bytes that a rank gives, by whether they go to its node alone.
+    of_one = dict.fromkeys((False, True), 0)
     for unit, shards in enumerate(divided.shards if gathers else ()):
         for part in (part for shard in shards for part in divided.served(shard)):
             is_of_node = divided.is_of_node(unit)

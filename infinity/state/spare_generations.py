@@ -98,8 +98,7 @@ def updates_in_backward(
     schedule, placement = config.schedule, budgets.placement
     if schedule.updates not in ("auto", "both_passes"):
         return _NOT_IN_BACKWARD
-    # Ranks update inside the step then.
-    if num_ranks > 1 and (config.distributed.zero_stage < 3 or schedule.update_on == "device"):
+    if num_ranks > 1 and schedule.update_on == "device":  # Then ranks update inside the step.
         return _NOT_IN_BACKWARD
     if budgets.is_tight or not schedule.prefetch:
         return _NOT_IN_BACKWARD

@@ -279,3 +279,17 @@ def test_a_step_whose_older_updates_fail_has_decided_nothing(
         patch.setattr(Updater, "_turn_of", lambda *_: None)  # No worker makes pending updates.
         assert both_sides(body, config_of(swap_directory), options())["early_updates_kept"]
     assert failed, "no unit waited for its update"
+
+
+def test_a_checkpoint_leaves_the_generation_of_updates_in_the_backward(
+    swap_directory: Path, tmp_path: Path
+) -> None:
+    """Without `[checkpoint]` no generation is for links: the one of early updates is not either."""
+    with trapped(make(), config_of(swap_directory)) as (engine, _):
+        run = run_of(engine.model)
+        steps(run, BEFORE)
+        infinity.checkpoint.save(tmp_path / "checkpoints", engine.model, run.optimizer)
+        assert engine.store.volume is not None and not engine.store.volume.frozen
+        before = engine.counters.snapshot()["early_updates_kept"]
+        steps(run, 3, start=BEFORE)
+        assert engine.counters.snapshot()["early_updates_kept"] > before

@@ -84,11 +84,14 @@ def is_linkable(state: StateAccess, unit: Unit, state_kind: StateKind) -> bool:
     return isinstance(state.store.location(unit, state_kind), NvmeLocation)
 
 
-def has_space(volume: Volume, target: Path, *, keep: int | None, leaving: Collection[str]) -> bool:
+def has_space(
+    volume: Volume, target: Path, *, num_spares: int, keep: int | None, leaving: Collection[str]
+) -> bool:
     """Whether a spare generation is left for the writes after a commit of `target`.
 
-    `keep` is the number of checkpoints that stay in the directory of `target`, with `target`;
-    `leaving` has the labels of commits that are removed right after this one.
+    `num_spares`: those for commits; the volume has one more for early updates. `keep` is the number
+    of checkpoints that stay in the directory of `target`, with `target`; `leaving` has the labels
+    of commits that are removed right after this one.
     """
     checkpoints = [*list_checkpoints(target.parent), target]
     kept = checkpoints if keep is None else checkpoints[-keep:]
@@ -101,7 +104,7 @@ def has_space(volume: Volume, target: Path, *, keep: int | None, leaving: Collec
         and frozen.label not in (*leaving, label_of(target))
         and (frozen.label in staying or frozen.label not in in_directory)
     ]
-    return len(remaining) + 1 <= volume.num_spares
+    return len(remaining) + 1 <= num_spares
 
 
 def state_kind_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[KindRange]:

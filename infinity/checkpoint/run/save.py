@@ -52,7 +52,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, RankError, UnsupportedError
 from infinity.optimizers.offloaded import OffloadedOptimizer
-from infinity.state.spare_generations import is_elsewhere
+from infinity.state.spare_generations import count_spares, is_elsewhere
 
 _log = logging.getLogger("infinity")
 
@@ -189,7 +189,8 @@ def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | Non
     or with several ranks. Raises ConfigError for a checkpoint of this or a later step.
     """
     volume, copying = engine.store.volume, engine.config.copying_directory
-    if volume is None or copying is None or not volume.num_spares or engine.num_ranks > 1:
+    num_spares = count_spares(engine.config, num_ranks=engine.num_ranks)
+    if volume is None or copying is None or not num_spares or engine.num_ranks > 1:
         return None
     if not is_elsewhere(engine.config, directory):
         return None
@@ -197,7 +198,8 @@ def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | Non
     thaw_removed(volume)
     own = _own_commits(engine, engine.commit_directory)
     target = copying / state_directory.checkpoint_name(step)
-    return copying if has_space(volume, target, keep=1, leaving=own) else None
+    has_one = has_space(volume, target, num_spares=num_spares, keep=1, leaving=own)
+    return copying if has_one else None
 
 
 def commit(
@@ -315,6 +317,7 @@ def _write_checkpoint(
     """
     volume = engine.store.volume
     target = directory / state_directory.checkpoint_name(program.step)
+    num_spares = count_spares(engine.config, num_ranks=engine.num_ranks)
     try:
         with (
             engine.at_rest("infinity.checkpoint") as state,
@@ -322,16 +325,18 @@ def _write_checkpoint(
         ):
             if volume is not None and volume.num_spares:
                 thaw_removed(volume)  # The user may have removed checkpoints.
-                if linked and not has_space(volume, target, keep=keep, leaving=leaving):
-                    linked = False
-                    _log.warning(
-                        "%s is a full copy: its links would need more than the %d spare "
-                        "generations of checkpoint.keep",
-                        target,
-                        volume.num_spares,
-                    )
-            else:
+            if volume is None or not num_spares:
                 linked = False
+            elif linked and not has_space(
+                volume, target, num_spares=num_spares, keep=keep, leaving=leaving
+            ):
+                linked = False
+                _log.warning(
+                    "%s is a full copy: its links would need more than the %d spare "
+                    "generations of checkpoint.keep",
+                    target,
+                    num_spares,
+                )
             _write_on_all(naming, target, engine, state, model, program, linked=linked)
     except BaseException as error:
         # The content stays frozen if the name exists and could not be removed, or may still come:
