@@ -8,6 +8,8 @@ that awaits the update of the last step waits for the update (`pending.py`).
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +23,7 @@ from infinity.distributed.partials import PartialGradient, PartialGradients
 from infinity.distributed.peer import RemoteRequest
 from infinity.distributed.pending import PendingShards
 from infinity.distributed.transport import PeerTransport
+from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
@@ -35,6 +38,7 @@ from infinity.tiers.host import Block, HostBlocks
 SERVING_NBYTES = MIB
 # gradients that the reduce buffer has no space for pass a smaller one, one for each rank.
 TAKING_NBYTES = 256 * KIB
+_WINDOW_NBYTES = SERVING_NBYTES // 2  # One is read while the other one is used.
 _CODES = tuple(StateKind)
 
 
@@ -90,7 +94,7 @@ class DistributedStore:
         self._counters = counters
         # By rank: each belongs to one thread.
         ranks = range(partition.count)
-        self._reading = [self._allocate(SERVING_NBYTES, f"serving rank {r}") for r in ranks]
+        self._reading = [self._windows(f"serving rank {r}") for r in ranks]
         self._taking = [self._allocate(TAKING_NBYTES, f"gradients of rank {r}") for r in ranks]
         self.partials = PartialGradients(
             reduce_buffer_nbytes,
@@ -108,6 +112,11 @@ class DistributedStore:
         block = self._host.allocate(nbytes, what)
         assert block is not None, "the budget has space for serving"
         return block
+
+    def _windows(self, what: str) -> list[Block]:
+        block = self._allocate(SERVING_NBYTES, what)
+        starts = range(0, SERVING_NBYTES, _WINDOW_NBYTES)
+        return [self._host.carve(block, start, _WINDOW_NBYTES) for start in starts]
 
     def close(self) -> None:
         """Waits for transfers of the own shard and ends their thread."""
@@ -298,7 +307,8 @@ class DistributedStore:
     def _parts(
         self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int
     ) -> Iterator[memoryview]:
-        """Yields the bytes of `segments` in parts. A part is valid until the next one."""
+        """Yields the bytes of `segments` in parts. A part is valid until the next one. Of parts
+        that rest on a drive, one is read while the one before it is used."""
         self.pending.await_update(shard.unit.index)
         unit, is_full = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
@@ -306,29 +316,35 @@ class DistributedStore:
                 self.partition.full_units[unit.index - len(self.partition.full_units)],
                 True,
             )
+        starts = [s.full_offset_nbytes if is_full else s.shard_offset_nbytes for s in segments]
+        ranges = [(at, at + s.nbytes) for at, s in zip(starts, segments, strict=True)]
         host_view = self.host_view(unit, state_kind)
-        block = self._reading[reader]
-        for segment in segments:
-            start = segment.full_offset_nbytes if is_full else segment.shard_offset_nbytes
-            stop = start + segment.nbytes
-            if host_view is not None:
-                yield _memory_of(host_view[start:stop])
-                continue
-            while start < stop:
+        if host_view is not None:
+            yield from (_memory_of(host_view[start:stop]) for start, stop in ranges)
+            return
+        windows = self._reading[reader]
+        reads: deque[Transfer] = deque()
+        parts = [part for start, stop in ranges for part in _windows_of(start, stop)]
+        try:
+            for index, (start, stop) in enumerate(parts):
+                while len(reads) < min(len(windows), len(parts) - index):
+                    ahead = index + len(reads)
+                    low = align_down(parts[ahead][0], PAGE_NBYTES)
+                    read = self.local.read(
+                        unit, state_kind, windows[ahead % len(windows)],
+                        priority=Priority.FORWARD, offset_nbytes=low,
+                        nbytes=align_up(parts[ahead][1], PAGE_NBYTES) - low,
+                    )  # fmt: skip
+                    reads.append(read)
+                reads[0].wait()
+                reads.popleft()
                 low = align_down(start, PAGE_NBYTES)
-                high = min(align_up(stop, PAGE_NBYTES), low + SERVING_NBYTES)
-                self.local.read(
-                    unit,
-                    state_kind,
-                    block,
-                    priority=Priority.FORWARD,
-                    offset_nbytes=low,
-                    nbytes=high - low,
-                ).wait()
-                until = min(stop, high)
-                part = self._host.tensor(block)[start - low : until - low]
-                yield _memory_of(part)
-                start = until
+                window = self._host.tensor(windows[index % len(windows)])
+                yield _memory_of(window[start - low : stop - low])
+        finally:
+            for read in reads:  # The windows are used again.
+                with contextlib.suppress(StorageError):
+                    read.wait()
 
     def _bring_local(
         self, index: int, segments: Sequence[ShardSegment], sinks: Sequence[torch.Tensor]
@@ -362,7 +378,7 @@ class DistributedStore:
 
     def _write_part(self, shard: Shard, full: torch.Tensor) -> None:
         host_view = self.host_view(shard.unit, StateKind.PARAMETERS)
-        block = self._reading[self.partition.rank]
+        block = self._reading[self.partition.rank][0]
         for segment in shard.segments:
             start = segment.full_offset_nbytes
             source = full[start : start + segment.nbytes]
@@ -370,8 +386,8 @@ class DistributedStore:
                 place = segment.shard_offset_nbytes
                 host_view[place : place + segment.nbytes].copy_(source)
                 continue
-            for done in range(0, segment.nbytes, SERVING_NBYTES):
-                part = source[done : done + SERVING_NBYTES]
+            for done in range(0, segment.nbytes, _WINDOW_NBYTES):
+                part = source[done : done + _WINDOW_NBYTES]
                 self._host.tensor(block)[: part.numel()].copy_(part)
                 self.local.write(
                     shard.unit,
@@ -393,6 +409,14 @@ class DistributedStore:
 
     def _in_own_thread(self, function: Callable[..., None], *arguments: Any) -> RemoteRequest:
         return RemoteRequest(self._own.submit(function, *arguments))
+
+
+def _windows_of(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges of the range from `start` to `stop` whose pages fit a window, in order."""
+    while start < stop:
+        until = min(stop, align_down(start, PAGE_NBYTES) + _WINDOW_NBYTES)
+        yield start, until
+        start = until
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
