@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -20,12 +21,13 @@ from infinity.errors import ConfigError
 # Of an operation that every rank has begun. A device may be far behind its host; the links find out
 # much sooner who is gone.
 TIMEOUT_S = 600.0
+_ABORT_S = 60.0  # An abort may wait for an operation of the program's own that lost a rank.
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class DeviceGroups(NamedTuple):
-    """Process groups of the same ranks: operations of one group do not wait for those of the
-    other. `node_gathers`: of the ranks of this node, where they gather by themselves."""
+    """Process groups: operations of one group do not wait for those of another. `gathers` and
+    `sums` have all ranks, `node_gathers` those of this node, where they gather by themselves."""
 
     gathers: Any
     sums: Any
@@ -92,7 +94,8 @@ def leave(groups: DeviceGroups) -> None:
 
 
 def abort(groups: DeviceGroups) -> None:
-    """Ends every wait of this rank in an operation of the groups. Waits until the aborts are over.
+    """Ends every wait of this rank in an operation of the groups. Waits until the aborts are over,
+    a minute at most.
 
     All at once, each in a thread of its own: an abort of NCCL waits for what is on the device, and
     may wait there for an operation of another group, which only that group's abort ends.
@@ -109,8 +112,9 @@ def abort(groups: DeviceGroups) -> None:
     ]
     for thread in threads:
         thread.start()
+    deadline_s = time.monotonic() + _ABORT_S
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def _refuse_split(group: RankTopology) -> None:

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from infinity.ops.mean import prepare, write_mean
+from infinity.ops.mean import write_mean
 from infinity.sizes import MIB, align_up
 from infinity.tiers.device import Region, ResizedRegion, all_of
 from infinity.tiers.streams import Event, Stream, StreamCopy, StreamDevice, StreamRegion
@@ -176,9 +176,8 @@ class DeviceExchange:
         self._sums = sums
         self._count = buffers.count
         self._sum_part_nbytes = buffers.sum_part_nbytes
-        prepare(buffers.count, device.torch_device)
         self._of_all = _Gathers(gathers, buffers.count, buffers.part_nbytes)
-        self._of_node = self._of_all
+        self._of_node: _Gathers | None = None
         if node_gathers is not None and buffers.node_count:
             self._of_node = _Gathers(node_gathers, buffers.node_count, buffers.node_part_nbytes)
         self._link: Stream = device.streams.new_stream()
@@ -286,6 +285,7 @@ class DeviceExchange:
         made: ResizedRegion | None = None,
     ) -> tuple[StreamCopy, StreamCopy]:
         gathers = self._of_node if is_of_node else self._of_all
+        assert gathers is not None, "the ranks of a node have no gathers of their own"
         is_on_host = self._device.is_on_host(local)
         total_nbytes = max(part.start + part.nbytes for part in ranges)
         self._link.wait_event(self._device.inward_event())  # The region's memory is taken there.

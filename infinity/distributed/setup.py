@@ -28,6 +28,7 @@ from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
 from infinity.errors import ConfigError, StorageError
 from infinity.modules.param import OffloadedParam
 from infinity.observe import Counters
+from infinity.ops.mean import prepare
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.partition import Partition, partition
 from infinity.state.store import LocalStore
@@ -124,6 +125,8 @@ class ShardingPlan:
         """
         if not self.is_collective:
             return None
+        # Here, where no rank waits for a connection: to compile takes seconds.
+        prepare(self.partition.count, device.torch_device)
         groups = device_groups(self.group, device.torch_device, self._node)
         resources.callback(leave, groups)
         return groups
@@ -292,7 +295,9 @@ def agree_on_exchange(
         refusal = error
     of_all: list[Any] = [None] * group.count
     # A rank that refuses sends None to the others: they would wait for it.
-    own = local, config.distributed.shard_over, identity, device_nbytes
+    division = config.distributed.shard_over, config.distributed.zero_stage
+    kind = *division, config.placement.parameters  # What the sizes of rounds depend on.
+    own = local, kind, identity, device_nbytes
     dist.all_gather_object(of_all, own, group=group.process_group)
     if refusal is not None:
         raise refusal
@@ -300,8 +305,9 @@ def agree_on_exchange(
     for rank, remote in enumerate(of_all):
         if remote[:2] != of_all[0][:2]:
             raise ConfigError(
-                f"distributed.exchange, distributed.shard_over: rank {rank} would exchange "
-                "otherwise than rank 0; give all ranks one configuration and devices of one kind"
+                f"distributed.exchange, shard_over, zero_stage, placement.parameters: rank {rank} "
+                "would exchange otherwise than rank 0; give all ranks one configuration and "
+                "devices of one kind"
             )
     assert local is not None
     limits = [nbytes for *_, nbytes in of_all if nbytes is not None]

@@ -65,7 +65,8 @@ class DeviceUnshard:
         self._exchange = exchange
         self._counters = counters
         collectives.stand_in(_GATHERING, self._stand_in)
-        collectives.stand_in(_REFRESHING, self._stand_in)
+        # Weights rest on the device of each rank, or of some: those would wait for the others.
+        collectives.stand_in(_REFRESHING, self._stand_in, is_unanimous=True)
 
     def _stand_in(self, key: Key, _size: int) -> Copy:
         """Gives this rank's shard to an all-gather whose result this rank does not need."""

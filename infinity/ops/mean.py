@@ -10,7 +10,9 @@ from infinity.fused import mean as fused
 from infinity.fused.choice import Trials
 
 trials = Trials()
-_TRIAL_NUMEL = 8192 + 5
+# Elements that are read and those of a row: Triton compiles multiples of 16 apart.
+_TRIALS = ((8194, 8197), (8194, 8208), (8192, 8208))
+_PART_NUMEL = 1 << 22  # Torch operations widen so many elements of each row at a time.
 
 
 def mean_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -25,13 +27,16 @@ def mean_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 def write_mean(out: torch.Tensor, rows: torch.Tensor) -> None:
     """Writes `mean_of` the first elements of each row to `out`, on the stream that is current.
 
-    out: fp32, (n,). rows: of any float dtype, (count, at least n), contiguous. The first call per
-    device, dtype and count compiles and tries the kernel, which takes seconds: see `prepare`.
+    out: fp32, (n,). rows: of any float dtype, (count, at least n), contiguous; they may be changed.
+    The first call per device, dtype and count compiles and tries the kernel, which takes seconds:
+    see `prepare`.
     """
     if out.device.type == "cuda" and not explain_refusal(len(rows), rows.dtype, out.device):
         fused.mean_(out, rows)
-    elif out.numel():
-        out.copy_(mean_of([row[: out.numel()] for row in rows]))
+        return
+    for start in range(0, out.numel(), _PART_NUMEL):
+        stop = min(start + _PART_NUMEL, out.numel())
+        out[start:stop].copy_(mean_of([row[start:stop] for row in rows]))
 
 
 def prepare(count: int, device: torch.device) -> None:
@@ -52,10 +57,13 @@ def explain_refusal(count: int, dtype: torch.dtype, device: torch.device) -> str
 def has_bits(count: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether means of random numbers of all magnitudes are those of torch operations."""
     source = torch.Generator().manual_seed(0)  # Not the program's own generator.
-    rows = torch.randn(count, _TRIAL_NUMEL, generator=source)
-    rows *= 10.0 ** torch.randint(-44, 30, rows.shape, generator=source)
-    there = rows.to(dtype).to(device)
-    found = torch.empty(_TRIAL_NUMEL - 3, device=device)
-    fused.mean_(found, there)
-    wanted = mean_of([row[: found.numel()] for row in there])
-    return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+    for numel, stride in _TRIALS:
+        rows = torch.randn(count, stride, generator=source)
+        rows *= 10.0 ** torch.randint(-44, 30, rows.shape, generator=source)
+        there = rows.to(dtype).to(device)
+        found = torch.empty(numel, device=device)
+        fused.mean_(found, there)
+        wanted = mean_of([row[:numel] for row in there])
+        if not torch.equal(found.view(torch.int32), wanted.view(torch.int32)):
+            return False
+    return True

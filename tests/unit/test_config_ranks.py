@@ -98,7 +98,9 @@ def test_buffers_are_no_larger_than_the_largest_part_of_a_unit() -> None:
     assert frozen.round_nbytes == 256 * MIB, "buffers for sums take nothing, so rounds are larger"
 
 
-def test_ranks_whose_devices_differ_agree_on_the_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks in threads, whose groups are their numbers."""
     meeting, said = threading.Barrier(3, timeout=60), {}
 
     def all_gather_object(found: list[Any], local: Any, group: int) -> None:
@@ -108,16 +110,31 @@ def test_ranks_whose_devices_differ_agree_on_the_least_one(monkeypatch: pytest.M
 
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
 
-    def agree(rank: int, device_nbytes: int | None) -> AgreedDevices:
-        return agree_on_exchange(
-            SwapConfig(distributed={"exchange": "collective"}),
-            replace(GROUP, process_group=rank, rank=rank, count=3),
-            has_own_memory=True,
-            is_cuda=False,
-            identity="",
-            device_nbytes=device_nbytes,
-        )
 
+def agree(rank: int, device_nbytes: int | None, stage: int = 3) -> AgreedDevices:
+    return agree_on_exchange(
+        SwapConfig(distributed={"exchange": "collective", "zero_stage": stage}),
+        replace(GROUP, process_group=rank, rank=rank, count=3),
+        has_own_memory=True,
+        is_cuda=False,
+        identity="",
+        device_nbytes=device_nbytes,
+    )
+
+
+@pytest.mark.usefixtures("meeting")
+def test_ranks_whose_devices_differ_agree_on_the_least_one() -> None:
     with ThreadPoolExecutor(3) as ranks:
         found = list(ranks.map(agree, range(3), (80 * GIB, 24 * GIB, None)))
     assert found == [AgreedDevices(True, 24 * GIB)] * 3
+
+
+@pytest.mark.usefixtures("meeting")
+def test_a_rank_of_another_stage_is_refused_by_all() -> None:
+    def refusal(rank: int) -> str:
+        with pytest.raises(ConfigError, match="zero_stage") as caught:
+            agree(rank, None, 2 if rank == 1 else 3)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as ranks:
+        assert all("rank 1" in text for text in ranks.map(refusal, range(3)))

@@ -139,7 +139,7 @@ class Refusing:
 
     is_on = True
 
-    def stand_in(self, *unused: Any) -> None: ...
+    def stand_in(self, *unused: Any, is_unanimous: bool = False) -> None: ...
 
     def propose(self, *unused: Any) -> None:
         raise RankError(1, "rank 1 is gone")
