@@ -38,6 +38,7 @@ from infinity.tiers.device import Copy
 # this rank does not reach while it waits. It waits once for that rank, until that rank is back.
 PATIENCE_S = 10.0
 _LOOK_S = 0.02
+_POLL_S = 0.001
 _WATCH_S = 0.5  # A thread that waits in an operation notices within this time that a rank is gone.
 # If what ranks proposed in a step makes no log, they propose nothing for some steps, twice as many
 # every time.
@@ -433,16 +434,21 @@ class Collectives:
                 self._changed.notify_all()
             del proposal, copy
 
+    def await_copy(self, copy: Copy) -> None:
+        """Waits until an operation of the log is over on the device. For stand-ins, in the thread
+        that issues operations. Raises RankError."""
+        while not _is_over(copy):
+            self._watch()
+            self._transport.check()
+            time.sleep(_POLL_S)
+
     def _watch(self) -> None:
         """Asks the ranks to play if an operation of the log waits for one of them: its training
         thread may wait elsewhere for this rank."""
         now_s = time.monotonic()
-        try:
-            while self._under_way and self._under_way[0].done():
-                self._under_way.popleft()
-                self._waits_since_s = now_s
-        except Exception:  # Whoever waits for the result gets the error.
-            self._under_way.clear()
+        while self._under_way and _is_over(self._under_way[0]):
+            self._under_way.popleft()
+            self._waits_since_s = now_s
         patience_s = PATIENCE_S if self._patience_s is None else self._patience_s
         if self._under_way and now_s - self._waits_since_s > patience_s:
             with self._changed:
@@ -470,3 +476,11 @@ class Collectives:
         """Ends every wait in an operation, and refuses further ones."""
         self._is_aborted = True
         abort(self._groups)
+
+
+def _is_over(copy: Copy) -> bool:
+    """Whether the copy is done, or has failed: whoever waits for its result gets the error."""
+    try:
+        return copy.done()
+    except Exception:
+        return True

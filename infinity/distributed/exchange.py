@@ -439,8 +439,13 @@ class DeviceExchange:
 
     def host_flags(self) -> torch.Tensor:
         """Returns a flag for each rank: bool, on the host, where the device may write it."""
+        return self.host_memory(self._count).fill_(1).view(torch.bool)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Returns memory that is copied from and to the device without a wait of the host: uint8
+        (nbytes,), undefined values."""
         is_pinned = self._device.torch_device.type == "cuda"
-        return torch.ones(self._count, dtype=torch.bool, pin_memory=is_pinned)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
 
     def _exchange_presence(self, present: torch.Tensor, *, is_present: bool) -> None:
         """Tells the other ranks whether this rank has given gradients. `present`: as of `sum`."""

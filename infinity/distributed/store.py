@@ -238,13 +238,13 @@ class DistributedStore:
         if rank not in self.partition.node:
             self._counters.add("ranks_gathered_between_nodes_nbytes", nbytes)
 
-    def read_served(self, index: int) -> torch.Tensor:
+    def read_served(self, index: int, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """Returns a copy of what this rank serves of a unit's weights: uint8, host, each segment at
-        its place in the shard."""
+        its place in the shard. `allocate` gives its memory, from a number of bytes."""
         shard = self.partition.shards[index][self.partition.rank]
         segments = self._served(shard, StateKind.PARAMETERS)
         nbytes = max((s.shard_offset_nbytes + s.nbytes for s in segments), default=0)
-        local = torch.empty(nbytes, dtype=torch.uint8)
+        local = allocate(nbytes)
         sinks = [local[s.shard_offset_nbytes : s.shard_offset_nbytes + s.nbytes] for s in segments]
         self._in_own_thread(self._bring_local, index, segments, sinks).wait()
         return local

@@ -40,6 +40,7 @@ HEARTBEAT_S = 2.0
 SILENCE_S = 20.0  # A process that sends nothing for so long does not compute, it is stuck.
 LINGER_S = 600.0  # A rank that is done waits so long for the others, which may need its shards.
 _CAUSE_S = 1.0  # A closed socket may be seen before the message that explains it.
+_TELLING_S = 3.0  # Of a failure, to all ranks: one that does not listen must not keep this one.
 _MEANWHILE_S = 0.02
 _QUEUED_NBYTES = 64 << 20  # Bytes of queued gradients, beyond which the sender waits.
 
@@ -209,13 +210,12 @@ class PeerTransport:
                 self._changed.notify_all()
                 for (rank, purpose), link in list(self._outgoing.items()):
                     if purpose is Purpose.GIVING and (is_alive or rank != error.rank):
-                        thread = threading.Thread(
-                            target=self._tell, args=(link, error), daemon=True
-                        )
-                        thread.start()
-                        self._telling.append(thread)
+                        tell = threading.Thread(target=self._tell, args=(link, error), daemon=True)
+                        tell.start()
+                        self._telling.append(tell)
+        deadline_s = time.monotonic() + _TELLING_S
         for thread in self._telling:
-            thread.join(_CAUSE_S)  # A rank that does not listen must not keep this one.
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _tell(self, link: Outgoing, error: RankError) -> None:
         # Not through the queue, which may be long.

@@ -7,6 +7,7 @@ devices exchange the updated parts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -25,6 +26,7 @@ from infinity.tiers.device import FINISHED, Copy, Region
 
 # Kinds of these proposals; see coordinator.Key.
 _GATHERING, _REFRESHING = 0, 2
+_MOST_GIVEN = 3  # All-gathers of stand-ins under way: each keeps a copy of its shard, unbudgeted.
 
 
 class AllGather:
@@ -64,6 +66,7 @@ class DeviceUnshard:
         self._collectives = collectives
         self._exchange = exchange
         self._counters = counters
+        self._gathers: deque[Copy] = deque()  # The last all-gathers of stand-ins.
         collectives.stand_in(_GATHERING, self._stand_in)
         # Weights rest on the device of each rank, or of some: those would wait for the others.
         collectives.stand_in(_REFRESHING, self._stand_in, is_unanimous=True)
@@ -71,9 +74,12 @@ class DeviceUnshard:
     def _stand_in(self, key: Key, _size: int) -> Copy:
         """Gives this rank's shard to an all-gather whose result this rank does not need."""
         unit = key[1]
-        local = self._store.read_served(unit)
+        if len(self._gathers) == _MOST_GIVEN:
+            self._collectives.await_copy(self._gathers.popleft())
+        local = self._store.read_served(unit, self._exchange.host_memory)
         is_of_node = self._partition.is_of_node(unit)
-        return self._exchange.give(local, self._ranges(unit), is_of_node=is_of_node)
+        self._gathers.append(self._exchange.give(local, self._ranges(unit), is_of_node=is_of_node))
+        return self._gathers[-1]
 
     @property
     def is_on(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,3 +167,34 @@ def test_a_refused_proposal_gives_back_the_memory_of_the_region() -> None:
                 unshard.begin(0, region, local, None)
             assert not region.is_attached
         device.close()
+
+
+class StandingIn:
+    """Collectives that keep the stand-in for gathers, and what it has waited for."""
+
+    def __init__(self) -> None:
+        self.awaited: list[int] = []
+        self.act: Any = None
+
+    def stand_in(self, kind: int, act: Any, *, is_unanimous: bool = False) -> None:
+        if kind == 0:
+            self.act = act
+
+    def await_copy(self, copy: int) -> None:
+        self.awaited.append(copy)
+
+
+def test_a_rank_that_only_gives_its_shards_keeps_three_copies_of_them() -> None:
+    copies = count()
+    exchange: Any = SimpleNamespace(
+        host_memory=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
+        give=lambda *unused, is_of_node: next(copies),
+    )
+    store: Any = SimpleNamespace(
+        partition=SimpleNamespace(sources=lambda _: (), is_of_node=lambda _: False),
+        read_served=lambda unit, allocate: allocate(512),
+    )
+    collectives: Any = StandingIn()
+    DeviceUnshard(store, collectives=collectives, exchange=exchange, counters=Counters())
+    assert [collectives.act((0, unit, 0), 0) for unit in range(5)] == [0, 1, 2, 3, 4]
+    assert collectives.awaited == [0, 1]
