@@ -10,6 +10,7 @@
 #include <pybind11/stl.h>
 
 #include "address.h"
+#include "update/squares.h"
 #include "update/update.h"
 
 namespace py = pybind11;
@@ -115,6 +116,17 @@ std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& 
   return update::apply(job, spans);
 }
 
+void sum_squares(std::uintptr_t values, std::size_t numel, std::uintptr_t sums,
+                 std::size_t num_threads) {
+  check_array(values, numel, sizeof(float), "values");
+  check_array(sums, numel / update::kSquaresNumel + (numel % update::kSquaresNumel != 0),
+              sizeof(double), "sums");
+  if (num_threads == 0) throw py::value_error("num_threads=0, expected at least 1");
+  const py::gil_scoped_release released;
+  update::sum_squares(pointer_to<const float*>(values), numel, pointer_to<double*>(sums),
+                      num_threads);
+}
+
 }  // namespace
 
 void bind_update(py::module_& module) {
@@ -127,6 +139,9 @@ void bind_update(py::module_& module) {
   update.def("apply", &apply, py::arg("rule"), py::arg("spans"), py::arg("coefficients"),
              py::kw_only(), py::arg("is_split"), py::arg("is_gradient_bf16"), py::arg("is_8bit"),
              py::arg("gradient_scale"), py::arg("num_threads"), py::arg("simd"));
+  update.attr("SQUARES_NUMEL") = update::kSquaresNumel;
+  update.def("sum_squares", &sum_squares, py::arg("values"), py::arg("numel"), py::arg("sums"),
+             py::kw_only(), py::arg("num_threads"));
 }
 
 }  // namespace infinity

@@ -147,6 +147,13 @@ class update:  # noqa: N801 (a submodule)
         """Spans are (weight, residual or 0, gradient, states, numel), addresses as integers.
         8-bit states are two addresses each: codes and scales."""
 
+    SQUARES_NUMEL: int
+
+    @staticmethod
+    def sum_squares(values: int, numel: int, sums: int, *, num_threads: int) -> None:
+        """Addresses of fp32 (numel,) and of fp64 (ceil(numel / SQUARES_NUMEL),), which is
+        written."""
+
 class decode:  # noqa: N801 (a submodule)
     @staticmethod
     def fp8(

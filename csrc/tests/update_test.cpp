@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "update/squares.h"
 #include "update/thread_pool.h"
 
 using namespace infinity::update;
@@ -167,6 +168,29 @@ TEST(PoolTakesCallsFromManyThreads) {
   }
   for (std::thread& caller : callers) caller.join();
   CHECK(num_calls == 4000);
+}
+
+TEST(SquaresAreSummedAsTreesOfTheirOwnAtEveryLength) {
+  for (const std::size_t numel : {std::size_t{0}, std::size_t{1}, kSquaresNumel - 1, kSquaresNumel,
+                                  kSquaresNumel + 1, 600 * kSquaresNumel + 7}) {
+    const State state(numel);
+    std::vector<double> expected;
+    for (std::size_t first = 0; first < numel; first += kSquaresNumel) {
+      std::vector<double> terms(kSquaresNumel, 0.0);
+      for (std::size_t i = 0; i < kSquaresNumel && first + i < numel; ++i) {
+        terms[i] = static_cast<double>(state.gradient[first + i]) * state.gradient[first + i];
+      }
+      for (std::size_t half = kSquaresNumel / 2; half > 0; half /= 2) {
+        for (std::size_t i = 0; i < half; ++i) terms[i] += terms[i + half];
+      }
+      expected.push_back(terms[0]);
+    }
+    for (const std::size_t num_threads : {1U, 3U}) {
+      std::vector<double> found(expected.size());
+      sum_squares(state.gradient.data(), numel, found.data(), num_threads);
+      CHECK(found == expected);
+    }
+  }
 }
 
 // Codes and scales in heap arrays of their own length.

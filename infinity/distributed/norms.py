@@ -1,6 +1,6 @@
 """Norms of gradients that rest in shards: the bits do not depend on the number of ranks.
 
-Squares are summed in fp64, first within blocks of STATE_GRANULE elements that no partition cuts,
+Squares are summed in fp64, first within blocks of SQUARES_NUMEL elements that no partition cuts,
 then over the blocks in their order.
 """
 
@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy
 import torch
 
+from infinity.ops.squares import SQUARES_NUMEL, sum_squares
 from infinity.state.partition import ShardSlice
 from infinity.state.units import STATE_GRANULE, TensorSpec
 
-_SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
+assert STATE_GRANULE % SQUARES_NUMEL == 0, "a partition cuts between granules"
 
 
 def norms_of(
@@ -47,32 +48,21 @@ def norms_of(
 
 
 def first_block(part: ShardSlice) -> int:
-    """Returns the number of elements before the first multiple of a granule in the unit's state."""
+    """Returns the number of elements before the first block that begins in the part."""
     start = part.full.state_offset + part.start
-    return min(-start % STATE_GRANULE, part.stop - part.start)
+    return min(-start % SQUARES_NUMEL, part.stop - part.start)
 
 
 def num_blocks(numel: int, first: int) -> int:
     """Returns the number of sums that `block_sums` returns."""
-    return (first > 0) + math.ceil((numel - first) / STATE_GRANULE)
+    return (first > 0) + math.ceil((numel - first) / SQUARES_NUMEL)
 
 
 def block_sums(values: torch.Tensor, first: int) -> torch.Tensor:
-    """Returns sums of squares, fp64, of `values[:first]` and then of each STATE_GRANULE elements.
+    """Returns sums of squares, fp64, of `values[:first]` and then of each SQUARES_NUMEL elements.
+    values: fp32 (numel,), on the host.
 
     Each sum is a tree of its own, so that its bits do not depend on what else is summed.
     """
-    sums = [_tree_sums(values[:first])] if first else []
-    sums += [_tree_sums(part) for part in values[first:].split(_SUMMED_NUMEL) if part.numel()]
-    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
-
-
-def _tree_sums(values: torch.Tensor) -> torch.Tensor:
-    count = math.ceil(values.numel() / STATE_GRANULE)
-    squares = torch.zeros(count * STATE_GRANULE, dtype=torch.float64)
-    squares[: values.numel()] = values
-    level = squares.square_().view(count, STATE_GRANULE)
-    while level.shape[1] > 1:
-        half = level.shape[1] // 2
-        level = level[:, :half] + level[:, half:]
-    return level[:, 0]
+    sums = sum_squares(values[first:])
+    return torch.cat([sum_squares(values[:first]), sums]) if first else sums

@@ -98,6 +98,16 @@ def _updates(core: Any) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"update of {span}", lambda s=tuple(span): apply(s)
     for numel in (-1, 2**61, 2**63, 2**64):
         yield f"update of {numel}", lambda n=numel: apply((*good[:4], n))
+    for values, count, sums in (
+        *((bad, 8, at) for bad in (0, -1, at + 1, 2**64 - 4, 2**64)),
+        *((at, bad, at) for bad in (-1, 2**62, 2**63, 2**64)),
+        *((at, 8, bad) for bad in (0, -1, at + 4, 2**64)),
+    ):
+        yield (
+            f"squares of {values}, {count}, {sums}",
+            lambda v=values, n=count, s=sums: core.update.sum_squares(v, n, s, num_threads=1),
+        )
+    yield "squares on no thread", lambda: core.update.sum_squares(at, 8, at, num_threads=0)
     for states in ([], [at], [at, 0], [at, at + 2], [at] * 3):
         yield f"states {states}", lambda s=states: apply((*good[:3], s, 8))
     yield "no such rule", lambda: apply(good, rule="nothing")
