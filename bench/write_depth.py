@@ -124,7 +124,7 @@ def fio_gb_per_s(path: Path, file_nbytes: int, nbytes: int, settings: fio.FioSet
         [*words, f"--io_size={nbytes}"], capture_output=True, text=True, check=True,
         env=fio.environment(huge_pages=True),
     )  # fmt: skip
-    return fio.parse(json.loads(done.stdout[done.stdout.index("{") :])).gbps
+    return fio.parse(json.loads(done.stdout[done.stdout.index("{") :])).gb_per_s
 
 
 def rows_of(rates: dict[str, list[float]]) -> list[dict[str, object]]:
