@@ -58,17 +58,21 @@ class EarlyRun:
         """Lets the parts of all ranks come, and the updates that may begin be made."""
         dist.barrier()
         if self.shards is not None:
-            deadline_s = time.monotonic() + (PATIENCE_S if is_complete else 0.3)
-            while self.shards._left and time.monotonic() < deadline_s:
-                with self.engine._lock:
-                    self.engine.gradients.take_in()
-                    self.engine.updater.advance()
-                time.sleep(0.001)
+            self.begin_early(within_s=PATIENCE_S if is_complete else 0.3)
             assert not (is_complete and self.shards._left)
             while self.shards._pending._early:
                 self.shards._pending.check()
                 time.sleep(0.001)
         dist.barrier()
+
+    def begin_early(self, *, within_s: float) -> None:
+        """Begins the updates whose parts come within this time. Waits for no rank."""
+        deadline_s = time.monotonic() + within_s
+        while self.shards._left and time.monotonic() < deadline_s:
+            with self.engine._lock:
+                self.engine.gradients.take_in()
+                self.engine.updater.advance()
+            time.sleep(0.001)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -80,8 +84,12 @@ class EarlyRun:
             self.backward()
             self.step()
         if self.shards is not None:
-            self.shards.policy._num_wanted_steps = 0
-            self.shards.policy.share = 1.0
+            self.plan_all()
+
+    def plan_all(self) -> None:
+        """The next backward is to update every unit that it can."""
+        self.shards.policy._num_wanted_steps = 0
+        self.shards.policy.share = 1.0
 
     @contextmanager
     def event(self, name: str, *, ends: bool = True) -> Iterator[None]:
@@ -320,7 +328,9 @@ def _dies(rank: int, directory: str, how: str) -> None:
 
     with _patched(UndecidedState, "write", die if rank else lambda write: write):
         for _ in range(20):
+            run.plan_all()
             run.backward()
+            run.begin_early(within_s=1.0)
             run.step()
 
 
