@@ -15,6 +15,7 @@ import torch
 from infinity.ops.squares import SQUARES_NUMEL, sum_squares
 from infinity.state.partition import ShardSlice
 from infinity.state.units import STATE_GRANULE, TensorSpec
+from infinity.streaming.gradient_norms import CompleteSums
 
 assert STATE_GRANULE % SQUARES_NUMEL == 0, "a partition cuts between granules"
 
@@ -45,6 +46,12 @@ def norms_of(
         total = torch.cat(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
         norms[spec] = total.sqrt().float()
     return norms
+
+
+def measured_shards(shares: Iterable[ShardSlice]) -> CompleteSums:
+    """Returns what measures sums of these parts when they are complete, by `block_sums`."""
+    first = {share.part: first_block(share) for share in shares}
+    return CompleteSums(lambda flat, part: block_sums(flat, first[part]), counts=False)
 
 
 def first_block(part: ShardSlice) -> int:

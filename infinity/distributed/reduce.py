@@ -4,8 +4,10 @@ order and take the mean. Presence and norms are those of all ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
+from operator import itemgetter
 
 import numpy
 import torch
@@ -13,7 +15,7 @@ from typing_extensions import override
 
 from infinity.distributed.buckets import Contribution, GradientBuckets
 from infinity.distributed.grad_memory import SumsMemory
-from infinity.distributed.norms import block_sums, first_block, norms_of
+from infinity.distributed.norms import measured_shards, norms_of
 from infinity.distributed.ordered_sum import OrderedReduction
 from infinity.distributed.partials import PartialGradient, wire_code
 from infinity.distributed.peer import RemoteRequest
@@ -67,7 +69,6 @@ class DistributedGradients(GradientSink):
         sums: SumsMemory,
     ) -> None:
         self.local = GradientStore(store, pool=pool, device=device, counters=counters, blocks=sums)
-        self.owned = GradientStore(store, pool=pool, device=device, counters=counters)
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
         self._buckets = buckets
@@ -83,6 +84,8 @@ class DistributedGradients(GradientSink):
         for shard in store.partition.local:
             for share in shard.shares:
                 self._local_shares[self._index[share.full]] = shard.unit, share
+        norms = measured_shards(share for _, share in self._local_shares.values())
+        self.owned = GradientStore(store, pool=pool, device=device, counters=counters, norms=norms)
         self._pending, self._partials = store.pending, store.partials
         self._reduce_buffer: OrderedReduction[PartialGradient] = OrderedReduction(
             self._partition.count, combine=self._combine, drop=self._partials.drop
@@ -156,6 +159,7 @@ class DistributedGradients(GradientSink):
             unit, share = self._local_shares[index]
             self._pending.await_update(unit.index)  # It reads the gradients of the last step.
             self.owned.add(unit, share.part, mean)
+            self._note_added(index)
         else:
             partial = self._keep(self._on_host(mean), is_mean=True)
             self._reduce_buffer.deliver_sum(index, number, partial)
@@ -230,11 +234,20 @@ class DistributedGradients(GradientSink):
         self._sum_up(all_are_there=False)
 
     def _sum_up(self, *, all_are_there: bool) -> None:
-        for tensor, partial in self._reduce_buffer.take(all_are_there=all_are_there):
+        taken = self._reduce_buffer.take(all_are_there=all_are_there)
+        for tensor, of_tensor in itertools.groupby(taken, key=itemgetter(0)):
             unit, share = self._local_shares[tensor]
-            self._pending.await_update(unit.index)
-            self.owned.add(unit, share.part, self._part_of_mean(partial), is_on_host=True)
-            self._partials.drop(partial)
+            for _, partial in of_tensor:
+                self._pending.await_update(unit.index)
+                self.owned.add(unit, share.part, self._part_of_mean(partial), is_on_host=True)
+                self._partials.drop(partial)
+            self._note_added(tensor)
+
+    def _note_added(self, tensor: int) -> None:
+        """A sum has grown. Its norm is taken while it is in memory, if it is complete."""
+        if self.progress.is_sum_complete(tensor):
+            unit, share = self._local_shares[tensor]
+            self.owned.note_complete(unit, share.part)
 
     # -- Memory of sums that are given away --------------------------------------------------------
 
@@ -377,9 +390,9 @@ class DistributedGradients(GradientSink):
         sums = []
         for spec in wanted:
             local = self._local_shares.get(self._index[spec])
-            if local is not None:
+            if local is not None and local[1].part.numel:
                 unit, share = local
-                sums.append(block_sums(self.owned.view(unit, share.part), first_block(share)))
+                sums.append(self.owned.norm(unit, share.part))
         content = torch.cat(sums).numpy().tobytes() if sums else b""
         return norms_of(wanted, self._shares, self._transport.all_gather("gradient norms", content))
 

@@ -39,10 +39,18 @@ class SumProgress:
     def is_complete(self, shard: int) -> bool:
         """Whether as many contributions are in the sums of a shard as in the last step, of every
         rank, and no further one has come."""
-        expected = {tensor: self._expected.get(tensor, 0) for tensor in self._tensors[shard]}
-        return any(expected.values()) and all(
-            self._parts(tensor) == (count, count) for tensor, count in expected.items()
+        tensors = self._tensors[shard]
+        return any(self._expected.get(tensor) for tensor in tensors) and all(
+            self._is_like_last(tensor) for tensor in tensors
         )
+
+    def is_sum_complete(self, tensor: int) -> bool:
+        """As `is_complete`, for one tensor; False for one without contributions."""
+        return bool(self._expected.get(tensor)) and self._is_like_last(tensor)
+
+    def _is_like_last(self, tensor: int) -> bool:
+        count = self._expected.get(tensor, 0)
+        return self._parts(tensor) == (count, count)
 
 
 def refuse_other_generation(

@@ -55,7 +55,9 @@ class TensorGradient:
     """The facts about one parameter's gradient."""
 
     is_present: bool = False
-    norm: torch.Tensor | None = None  # Of the present sum; None: unknown.
+    # Of the present sum, see `CompleteSums.measure`; None: unknown.
+    norm: torch.Tensor | None = None
+    is_complete: bool = False  # No further gradient is expected.
     # Clip factor of a step that is not yet applied to the kept sum.
     scale: torch.Tensor | None = None
     # (Which gradient of the parameter, counted from the first; how often it was changed.)
@@ -69,7 +71,7 @@ class TensorGradient:
     @property
     def is_due(self) -> bool:
         """Whether the sum is complete, if it is like the last one, and its norm will be needed."""
-        return self.was_norm_needed and self.num_added == self.num_expected
+        return self.was_norm_needed and self.is_complete
 
     def note_change(self) -> None:
         """Changes the stamp."""
@@ -82,6 +84,7 @@ class TensorGradient:
             self.num_expected, self.num_added = self.num_added, 0
             self.was_norm_needed, self.is_norm_needed = self.is_norm_needed, False
         self.is_present, self.norm, self.scale = False, None, None
+        self.is_complete = False
         number, changes = self.stamp or (0, 0)
         self.stamp = number + 1, changes
 

@@ -36,7 +36,7 @@ from infinity.streaming.gradient_memory import (
     put,
     shaped,
 )
-from infinity.streaming.gradient_norms import CompleteSums, norm_of
+from infinity.streaming.gradient_norms import CompleteSums
 from infinity.streaming.gradient_sums import (
     PooledSumBlocks,
     SumBlocks,
@@ -62,6 +62,7 @@ class GradientStore:
         device: DeviceAdapter,
         counters: Counters,
         blocks: SumBlocks | None = None,
+        norms: CompleteSums | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -77,7 +78,7 @@ class GradientStore:
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
         self._leaving = LeavingGradients(device, max(unit.weight_nbytes for unit in store.units))
-        self.norms = CompleteSums()
+        self.norms = CompleteSums() if norms is None else norms
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -96,8 +97,7 @@ class GradientStore:
             known.is_present = True
             return
         flat = in_memory_order(gradient.detach(), spec)  # Autograd records nothing here.
-        known.norm = None
-        known.num_added += 1
+        self.norms.note_added(known)
         if sums.on_device is not None:
             self._rescale_resting(unit, sums.on_device)
             flat = flat.to(self._device.torch_device)
@@ -109,12 +109,21 @@ class GradientStore:
                 self.finish_copies()  # The last one may be on its way to this place.
             place = flat_of(self._array(unit), spec)
             _ = place.copy_(flat) if first else place.add_(flat)
-            if known.was_norm_needed and known.is_due:
+            if known.is_due:
                 self.norms.note(unit, spec, known, place)
         else:
             self._take_off_device(sums, spec, flat, first=first)
         if spec not in sums.device_sums:
             known.is_present = True
+
+    def note_complete(self, unit: Unit, spec: TensorSpec) -> None:
+        """No further gradient is expected in a sum of which `norms` does not count gradients. The
+        norm of a sum in host memory is due; that of one on its way there, when it comes."""
+        known, sums = self._tensors[spec], self._sums[unit.index]
+        known.is_complete = True
+        array = sums.array if sums.on_host is None else sums.on_host
+        if known.is_due and array is not None and not self._leaving.has(spec):
+            self.norms.note(unit, spec, known, flat_of(array, spec))
 
     def put(
         self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
@@ -407,14 +416,15 @@ class GradientStore:
         return self._sums[unit.index].array
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """2-norm of one gradient: fp32 scalar on the host, same bits wherever it rests."""
+        """2-norm of one gradient: fp32 scalar on the host, same bits wherever it rests; or what
+        else `norms` measures of it."""
         known = self._tensors[spec]
         assert known.is_present
         known.is_norm_needed = True
         if spec.numel == 0:
             return torch.zeros(())
         if known.norm is None:
-            known.norm = norm_of(self.view(unit, spec), spec)
+            known.norm = self.norms.measure(self.view(unit, spec), spec)
         return known.norm
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:

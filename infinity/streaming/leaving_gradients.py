@@ -62,6 +62,10 @@ class LeavingGradients:
             kept_nbytes -= oldest.nbytes
             oldest.copy.order()
 
+    def has(self, spec: TensorSpec) -> bool:
+        """Whether a gradient of the tensor is under way."""
+        return any(gradient.spec is spec for gradient in self._leaving)
+
     def units(self) -> list[Unit]:
         """Returns the units of all gradients under way."""
         return [gradient.unit for gradient in self._leaving]
