@@ -49,9 +49,12 @@ def norms_of(
 
 
 def measured_shards(shares: Iterable[ShardSlice]) -> CompleteSums:
-    """Returns what measures sums of these parts when they are complete, by `block_sums`."""
+    """Returns what measures sums of these parts when they are complete, by `block_sums`: fp64, on
+    the host."""
     first = {share.part: first_block(share) for share in shares}
-    return CompleteSums(lambda flat, part: block_sums(flat, first[part]), counts=False)
+    return CompleteSums(
+        lambda flat, part: block_sums(flat, first[part]).cpu(), counts=False, is_on_device=True
+    )
 
 
 def first_block(part: ShardSlice) -> int:
@@ -67,7 +70,7 @@ def num_blocks(numel: int, first: int) -> int:
 
 def block_sums(values: torch.Tensor, first: int) -> torch.Tensor:
     """Returns sums of squares, fp64, of `values[:first]` and then of each SQUARES_NUMEL elements.
-    values: fp32 (numel,), on the host.
+    values: fp32 (numel,), on the host or on a device, where the sums are, too.
 
     Each sum is a tree of its own, so that its bits do not depend on what else is summed.
     """

@@ -48,11 +48,14 @@ class CompleteSums:
 
     `measure` returns what is kept of a sum, fp32 (numel,): its norm, or what a norm over ranks is
     made from. `counts`: the number of gradients says whether a sum is complete. Over ranks it does
-    not, because ranks' gradients may come one by one or as their sum.
+    not, because ranks' gradients may come one by one or as their sum. `is_on_device`: `measure` has
+    the same bits on a device, so sums that rest there do not leave it.
     """
 
-    def __init__(self, measure: Measure = norm_of, *, counts: bool = True) -> None:
-        self.measure = measure
+    def __init__(
+        self, measure: Measure = norm_of, *, counts: bool = True, is_on_device: bool = False
+    ) -> None:
+        self.measure, self.is_on_device = measure, is_on_device
         self.is_beside = False
         self._counts = counts
         self._due: dict[TensorSpec, _DueNorm] = {}

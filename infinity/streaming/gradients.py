@@ -424,7 +424,9 @@ class GradientStore:
         if spec.numel == 0:
             return torch.zeros(())
         if known.norm is None:
-            known.norm = self.norms.measure(self.view(unit, spec), spec)
+            on_device = self.resting_on_device(unit) if self.norms.is_on_device else None
+            flat = self.view(unit, spec) if on_device is None else flat_of(on_device, spec)
+            known.norm = self.norms.measure(flat, spec)
         return known.norm
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:

@@ -17,7 +17,7 @@ import infinity
 
 from .models import loss_of
 from .processes import run_ranks
-from .work import NVME, Case, expected, make_optimizer, micro_batches, offload_case
+from .work import NVME, Case, expected, make_optimizer, micro_batches, offload_case, train_model
 
 PATIENCE_S = 20.0
 CASE = Case(3, NVME, steps=4, max_norm=0.05)
@@ -143,3 +143,24 @@ def test_a_norm_that_was_taken_too_early_is_taken_again(
         early = run_ranks(2, _changes_its_mind, case, True)
         late = run_ranks(2, _changes_its_mind, case, False)
         assert early == late
+
+
+def _without_a_copy(rank: int, case: Case) -> list[float]:
+    """Sums that rest on the device are measured there."""
+    model = offload_case(case, Path("swap"))
+    owned = infinity.engine_of(model).gradients.owned
+    owned.view = lambda *_: pytest.fail("a sum was copied to the host")
+    run = train_model(model, rank, case)
+    infinity.close(model)
+    return run.norms
+
+
+@pytest.mark.parametrize("exchange", ["auto", "collective"])
+def test_sums_on_devices_are_measured_there(
+    exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    placement = {"gradients": "device", "parameters": "device"}
+    case = replace(CASE, placement=placement, simulated=True, exchange=exchange)
+    for found, wanted in zip(run_ranks(2, _without_a_copy, case), expected(case, 2), strict=True):
+        assert found == pytest.approx(wanted.norms, rel=1e-6)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity import _core  # noqa: TID251 (its own checks are what is tested)
+from infinity.ops import squares
 from infinity.ops.squares import SQUARES_NUMEL, sum_squares
 
 SPECIAL = [0.0, -0.0, math.inf, math.nan, 1e-45, -1e-40, 3.4e38, 1.0, -1.0]
@@ -47,6 +48,17 @@ def test_native_sums_have_the_bits_of_torch_operations(
     _core.update.sum_squares(values.data_ptr(), numel, sums.data_ptr(), num_threads=num_threads)
     assert sums[-1] == -1.0, "nothing is written behind the sums"
     torch.testing.assert_close(sums[:-1], torch_sums(values), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("numel", [0, 1, SQUARES_NUMEL, 4 * SQUARES_NUMEL, 9 * SQUARES_NUMEL + 5])
+def test_operations_of_a_device_have_the_bits_of_the_host(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(squares, "_PIECE_NUMEL", 4 * SQUARES_NUMEL)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-20
+    values[: len(SPECIAL)] = torch.tensor(SPECIAL)[:numel]
+    found = squares.sum_squares_by_torch(values)
+    torch.testing.assert_close(found, sum_squares(values), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_flag_of_this_thread_does_not_change_the_sums() -> None:
