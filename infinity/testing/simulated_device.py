@@ -100,8 +100,7 @@ class _Worker:
             self._thread.join()
 
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread: the garbage collector may close a device from any
-        thread."""
+        """Whether the caller runs in this thread: garbage is collected on any thread."""
         return self._thread is threading.current_thread()
 
 
@@ -212,8 +211,9 @@ class SimulatedMemory(ResizedRegion):
         self.nbytes = nbytes
         self.is_attached = False
         self._stream = stream
-        poisoned = torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8)
-        self.storage = poisoned.untyped_storage()
+        with torch.inference_mode(False):
+            self.content = torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8)
+        self.storage = self.content.untyped_storage()
         self.last_uses: dict[str, int] = {}  # By stream: the moment of its last use.
         self.filled: tuple[str, int] | None = None  # The stream and moment of the last copy in.
 

@@ -38,24 +38,32 @@ class StreamMemoryRegion(ResizedRegion):
     def __init__(self, module: Any, stream: Any, nbytes: int) -> None:
         self._module = module
         self._stream = stream
-        with module.stream(stream):
+        with _on_stream(module, stream):
             super().__init__(nbytes, stream.device)
 
     def _resize(self, nbytes: int) -> None:
-        with self._module.stream(self._stream):
+        with _on_stream(self._module, self._stream):
             self.storage.resize_(nbytes)
 
     def _fill(self, byte: int) -> None:
-        with self._module.stream(self._stream):  # It has waited for the last uses.
+        with _on_stream(self._module, self._stream):  # It has waited for the last uses.
             super()._fill(byte)
 
 
-class AcceleratorStreams(Streams):
-    """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`).
+@contextlib.contextmanager
+def _on_stream(module: Any, stream: Any) -> Iterator[None]:
+    """Makes a stream the current one.
 
-    A thread of the engine's has device 0 as its current one, and `stream` alone would go back to it
-    at its end: that makes a context there, of some hundred MiB, for every other rank.
+    The current device of a thread of the engine or the user is often device 0, and `stream` alone
+    would go back to it at its end: that makes a context there, of some hundred MiB, for every other
+    rank.
     """
+    with module.device(stream.device), module.stream(stream):
+        yield
+
+
+class AcceleratorStreams(Streams):
+    """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,7 +84,7 @@ class AcceleratorStreams(Streams):
 
     @override
     def copy(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        with self._module.device(self.device), self._module.stream(stream):
+        with _on_stream(self._module, stream):
             target.copy_(source, non_blocking=True)
 
     @override
@@ -87,7 +95,7 @@ class AcceleratorStreams(Streams):
         used: Sequence[ResizedRegion],
         made: ResizedRegion | None = None,
     ) -> None:
-        with self._module.device(self.device), self._module.stream(stream), torch.no_grad():
+        with _on_stream(self._module, stream), torch.no_grad():
             work()
 
     @override

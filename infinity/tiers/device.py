@@ -188,7 +188,10 @@ class ResizedRegion:
         self.is_attached = False
         self._is_poisoned = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
         # Sized once at birth so that tensors of full shape may be made over it, then emptied.
-        self.storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        # The view of all bytes is made here, once: to make one is a write for CUDA's sanitizer.
+        with torch.inference_mode(False):  # Else only inference could write to it.
+            self.content = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.storage = self.content.untyped_storage()
         self._resize(0)
 
     def _resize(self, nbytes: int) -> None:
@@ -226,9 +229,9 @@ class ResizedRegion:
 
 
 def all_of(region: ResizedRegion | ResidentRegion) -> torch.Tensor:
-    """The region's bytes as one uint8 tensor, shape (nbytes,)."""
-    memory = torch.empty(0, dtype=torch.uint8, device=region.storage.device)
-    return memory.set_(region.storage)
+    """The region's bytes as one uint8 tensor, shape (nbytes,); they are there while it has
+    memory."""
+    return region.content
 
 
 class ResidentRegion:
@@ -239,6 +242,8 @@ class ResidentRegion:
     def __init__(self, memory: torch.Tensor) -> None:
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
+        with torch.inference_mode(False):
+            self.content = tensor_over(self.storage, 0, (self.nbytes,), (1,), torch.uint8)
 
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype

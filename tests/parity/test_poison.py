@@ -21,6 +21,9 @@ class Module:
     def __init__(self) -> None:
         self.entered: list[Stream] = []
 
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def stream(self, stream: Stream) -> AbstractContextManager[None]:
         self.entered.append(stream)
         return nullcontext()
