@@ -74,15 +74,15 @@ class Trials:
             called once per key and device, if at all
         Raises UnsupportedError if the environment asks for Triton and a trial fails.
         """
+        known = (key, device, asked())  # Asked once a tensor: an expert is one.
+        if known in self._outcomes:
+            return self._outcomes[known]
         reason = explain_no_triton(device)
         if reason:
             if asked() == "triton" and device.type == "cuda":
                 raise UnsupportedError(f"{VARIABLE}=triton, but {reason}; unset {VARIABLE}")
             return reason
-        known = (key, device)
-        if known not in self._outcomes:
-            self._outcomes[known] = _outcome(name, device, trial)
-        return self._outcomes[known]
+        return self._outcomes.setdefault(known, _outcome(name, device, trial))
 
 
 def _outcome(name: str, device: torch.device, trial: _Trial) -> str:

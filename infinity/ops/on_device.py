@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from infinity.ops.span import StateSpan
 from infinity.ops.split_master import split
 
 trials = Trials()
-_TRIAL_NUMEL = 8192 + 1024 + 5  # Whole programs, a part of one, a tail.
+# Whole programs; a part of one, and a tail. Triton compiles multiples of 16 apart.
+_TRIALS = (8192, 8192 + 1024 + 5)
 
 
 def update_span_(span: StateSpan, settings: Settings, grad_scale: float) -> None:
@@ -60,9 +62,9 @@ def has_host_bits(
     a first step and a later one."""
     source = torch.Generator().manual_seed(0)  # Not the program's own generator.
     recipe: Any = settings
-    for step in (1, 3):
+    for numel, step in itertools.product(_TRIALS, (1, 3)):
         tried = replace(recipe, step=step)
-        arrays = torch.randn(2 + len(settings.state_names), _TRIAL_NUMEL, generator=source)
+        arrays = torch.randn(2 + len(settings.state_names), numel, generator=source)
         arrays *= 10.0 ** torch.randint(-44, 10, arrays.shape, generator=source)
         arrays[3:].abs_()  # A second moment has no sign.
         arrays[:, ::97] = 0.0
