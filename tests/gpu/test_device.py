@@ -93,12 +93,17 @@ def test_no_forward_and_no_backward_waits_for_the_device(swap_directory: Path) -
         # the model is a small one.
         torch.cuda._sleep(2_000_000_000)
         awake.record()
+
+        def ask(*unused: Any) -> None:
+            was_asleep.append(not awake.query())
+
+        def ask_in_the_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            output.register_hook(ask)
+
+        hook = model.tokens.register_forward_hook(ask_in_the_backward)
         with synchronizing_is_an_error():
             loss = model(**inputs)
-            was_asleep.append(not awake.query())
-            hook = model.tokens.register_full_backward_hook(
-                lambda *unused: was_asleep.append(not awake.query())
-            )
+            ask()
             loss.backward()
         hook.remove()
         optimizer.step()
@@ -178,7 +183,11 @@ class BesideEachOther(nn.Module):
         self.units = nn.ModuleList(_Chains() for _ in range(blocks))
 
     def forward(self, x: Tensor, side: torch.cuda.Stream | None) -> Tensor:
-        both = x, x + 1
+        there = side or torch.cuda.current_stream()
+        there.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(there):
+            other = x + 1  # The allocator may give its memory only to what runs there.
+        both = x, other
         for unit in self.units:
             both = unit(*both, side)
         return (both[0] * both[1]).mean()

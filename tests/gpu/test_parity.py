@@ -163,7 +163,7 @@ def test_device_memory_stays_in_the_window(swap_directory: Path) -> None:
 
     Allowed: the window, two units' gradients (fp32, one being made and one being copied out), the
     activations of 2 x 12 tokens (40 kept tensors per block of (24, width) fp32), and cuBLAS's
-    workspace (32 MiB).
+    workspaces (32 MiB each, one of this thread and one of autograd's).
     """
     width, layers = 512, 12
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_device_memory_stays_in_the_window(swap_directory: Path) -> None:
     activations_nbytes = 40 * layers * 24 * width * 4
     with (
         offloaded(model, config) as model,
-        allocated_above(window_nbytes + 2 * unit_nbytes + activations_nbytes + (32 << 20)),
+        allocated_above(window_nbytes + 2 * unit_nbytes + activations_nbytes + 2 * (32 << 20)),
     ):
         optimizer = infinity.AdamW(model, lr=1e-3, max_grad_norm=1.0)
         for step in range(3):
