@@ -31,7 +31,7 @@ class _DueNorm:
     unit: Unit
     spec: TensorSpec
     known: TensorGradient
-    stamp: tuple[int, int] | None
+    stamp: tuple[int, int]
     flat: torch.Tensor
 
     def compute(self, measure: Measure) -> None:
@@ -57,17 +57,11 @@ class CompleteSums:
     ) -> None:
         self.measure, self.is_on_device = measure, is_on_device
         self.is_beside = False
-        self._counts = counts
+        self.counts = counts
         self._due: dict[TensorSpec, _DueNorm] = {}
 
     def __len__(self) -> int:
         return len(self._due)
-
-    def note_added(self, known: TensorGradient) -> None:
-        """A gradient is added to a sum."""
-        known.norm = None
-        known.num_added += 1
-        known.is_complete = self._counts and known.num_added == known.num_expected
 
     def note(self, unit: Unit, spec: TensorSpec, known: TensorGradient, flat: torch.Tensor) -> None:
         """A sum is complete. `flat`: fp32 (numel,), valid until `finish` of its unit."""
@@ -85,7 +79,7 @@ class CompleteSums:
             known = tensors[spec]
             # To read a sum again costs more than its norm; of the first one nothing is known.
             is_needed = known.was_norm_needed or not known.num_expected
-            is_late = self._counts and known.num_added > known.num_expected
+            is_late = self.counts and known.num_added > known.num_expected
             if known.is_present and is_needed and is_late:
                 known.norm = self.measure(flat_of(array, spec), spec)
 

@@ -57,11 +57,11 @@ class TensorGradient:
     is_present: bool = False
     # Of the present sum, see `CompleteSums.measure`; None: unknown.
     norm: torch.Tensor | None = None
-    is_complete: bool = False  # No further gradient is expected.
+    is_due: bool = False  # The norm will be needed, and no further gradient is expected.
     # Clip factor of a step that is not yet applied to the kept sum.
     scale: torch.Tensor | None = None
-    # (Which gradient of the parameter, counted from the first; how often it was changed.)
-    stamp: tuple[int, int] | None = None
+    number: int = 0  # Which gradient of the parameter, counted from the first.
+    num_changes: int = 0
     # Gradients in the present sum, and in the last one; whether norms of them were needed.
     num_added: int = 0
     num_expected: int = 0
@@ -69,14 +69,17 @@ class TensorGradient:
     was_norm_needed: bool = False
 
     @property
-    def is_due(self) -> bool:
-        """Whether the sum is complete, if it is like the last one, and its norm will be needed."""
-        return self.was_norm_needed and self.is_complete
+    def stamp(self) -> tuple[int, int]:
+        """Another one for each content."""
+        return self.number, self.num_changes
 
-    def note_change(self) -> None:
-        """Changes the stamp."""
-        number, changes = self.stamp or (0, 0)
-        self.stamp = number, changes + 1
+    def note_added(self, *, counts: bool) -> None:
+        """A gradient is added to the sum. `counts`: see `CompleteSums`."""
+        self.num_changes += 1
+        self.norm = None
+        self.num_added += 1
+        is_like_last = counts and self.num_added == self.num_expected
+        self.is_due = is_like_last and self.was_norm_needed
 
     def forget(self) -> None:
         """The parameter has no gradient; the next one is another."""
@@ -84,9 +87,8 @@ class TensorGradient:
             self.num_expected, self.num_added = self.num_added, 0
             self.was_norm_needed, self.is_norm_needed = self.is_norm_needed, False
         self.is_present, self.norm, self.scale = False, None, None
-        self.is_complete = False
-        number, changes = self.stamp or (0, 0)
-        self.stamp = number + 1, changes
+        self.is_due = False
+        self.number += 1
 
 
 @dataclass(eq=False, slots=True)

@@ -92,12 +92,11 @@ class GradientStore:
         # INV-8: gradients are added in the order in which autograd delivers them.
         known, sums = self._tensors[spec], self._sums[unit.index]
         first = not known.is_present
-        known.note_change()
+        known.note_added(counts=self.norms.counts)
         if spec.numel == 0:
             known.is_present = True
             return
         flat = in_memory_order(gradient.detach(), spec)  # Autograd records nothing here.
-        self.norms.note_added(known)
         if sums.on_device is not None:
             self._rescale_resting(unit, sums.on_device)
             flat = flat.to(self._device.torch_device)
@@ -120,7 +119,7 @@ class GradientStore:
         """No further gradient is expected in a sum of which `norms` does not count gradients. The
         norm of a sum in host memory is due; that of one on its way there, when it comes."""
         known, sums = self._tensors[spec], self._sums[unit.index]
-        known.is_complete = True
+        known.is_due = known.was_norm_needed
         array = sums.array if sums.on_host is None else sums.on_host
         if known.is_due and array is not None and not self._leaving.has(spec):
             self.norms.note(unit, spec, known, flat_of(array, spec))
@@ -131,10 +130,11 @@ class GradientStore:
         """Sets the sum of this step: any float dtype, the parameter's shape. `is_other`: the stamp
         changes, so that callers see another gradient from now on."""
         self.finish_copies()
-        before = self._tensors[spec].stamp
+        known = self._tensors[spec]
+        number = known.number
         self.forget(spec)
-        if before is not None and not is_other:
-            self._tensors[spec].stamp = before
+        if not is_other:
+            known.number = number
         self.add(unit, spec, value.cpu(), is_on_host=True)
         self.write_out(unit)
 
@@ -142,7 +142,7 @@ class GradientStore:
         """Says which gradient of a parameter this is, and changes when it does; None without
         one."""
         known = self._tensors[spec]
-        return (known.stamp or (0, 0)) if known.is_present else None
+        return known.stamp if known.is_present else None
 
     def _await_more(self, sums: UnitGradients) -> None:
         """Takes a sum that may be due to be written back, for another gradient."""
@@ -467,7 +467,7 @@ class GradientStore:
         for spec in specs:
             known = self._tensors[spec]
             known.norm = None
-            known.note_change()
+            known.num_changes += 1
             if known.is_present:
                 known.scale = scale
                 self._scaled.add(spec)
@@ -488,10 +488,10 @@ class GradientStore:
         if not known.is_present or spec.numel == 0:
             return
         self.finish_copies()
-        stamp = known.stamp
+        number = known.number
         known.forget()
-        known.is_present, known.stamp = True, stamp
-        known.note_change()
+        known.is_present, known.number = True, number
+        known.num_changes += 1
         self._scaled.discard(spec)
         array = self._sums[unit.index].on_device
         flat_of(self._array(unit) if array is None else array, spec).zero_()

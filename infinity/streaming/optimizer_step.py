@@ -397,12 +397,8 @@ class Updater(StepRunner):
             self._begin_backward()
         if self._rides_along and (self._ring.travels or self._early is not None):
             self.advance()
-        else:
-            self._wake_for_norms()
-
-    def _wake_for_norms(self) -> None:
-        if self._worker is not None and self._gradients.norms:
-            self._worker.wake()
+        elif self._worker is not None:
+            self._worker.wake()  # For norms.
 
     def _expected_in_backward(self, early: EarlyUpdates) -> Iterator[Chunk]:
         """The chunks of units that the backward will probably update and no forward will."""
@@ -446,7 +442,8 @@ class Updater(StepRunner):
             self._ring.start_more(self._expected())
         if self._pending and self._is_feeding:
             self._feed_worker()
-        self._wake_for_norms()
+        if self._worker is not None and self._gradients.norms:
+            self._worker.wake()
         if self._early is not None:
             self._early.advance()
         if self._before_backward is not None:

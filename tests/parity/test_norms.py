@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.streaming import gradient_norms, gradients
+from infinity.state.units import TensorSpec
 from infinity.testing.simulated_device import SimulatedDevice
 
 from .test_early_updates import Run, config_of, loss_of, make, plain_run
@@ -21,18 +21,17 @@ NUM_TENSORS = len(list(make().parameters()))
 CASES = [("host", False), ("nvme", False), ("host", True), ("nvme", True)]
 
 
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Norms by the thread that has computed them."""
+def counted_norms(run: Run) -> Counter[str]:
+    """Returns what will count the norms by the thread that has computed them."""
     counted: Counter[str] = Counter()
-    real = gradient_norms.norm_of
+    norms = infinity.engine_of(run.model).gradients.norms
+    measure = norms.measure
 
-    def norm_of(*arguments: Any) -> torch.Tensor:
+    def counting(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         counted[threading.current_thread().name] += 1
-        return real(*arguments)
+        return measure(flat, spec)
 
-    for module in (gradient_norms, gradients):
-        monkeypatch.setattr(module, "norm_of", norm_of)
+    norms.measure = counting
     return counted
 
 
@@ -64,8 +63,10 @@ def backwards(run: Run, step: int, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("tier", "is_apart"), CASES)
 def test_norms_are_computed_once_when_the_last_gradient_of_a_step_is_there(
-    swap_directory: Path, computed: Counter[str], tier: str, is_apart: bool, count: int
+    swap_directory: Path, tier: str, is_apart: bool, count: int
 ) -> None:
+    computed: Counter[str] = Counter()
+
     def body(run: Run) -> list[torch.Tensor]:
         for step in range(4):
             computed.clear()
@@ -82,6 +83,7 @@ def test_norms_are_computed_once_when_the_last_gradient_of_a_step_is_there(
 
     expected = plain_run(body)
     run = offloaded(swap_directory, tier, is_apart=is_apart)
+    computed = counted_norms(run)
     body(run)
     actual = list(run.values().values())
     infinity.close(run.model)
@@ -112,8 +114,9 @@ def test_more_gradients_than_before_and_changed_ones_have_another_norm(
     assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
 
 
-def test_without_clipping_no_norm_is_computed(swap_directory: Path, computed: Counter[str]) -> None:
+def test_without_clipping_no_norm_is_computed(swap_directory: Path) -> None:
     run = offloaded(swap_directory, "nvme", is_apart=False)
+    computed = counted_norms(run)
     for step in range(3):
         computed.clear()
         backwards(run, step, 1)
