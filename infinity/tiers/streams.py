@@ -211,14 +211,26 @@ class _Staging:
                 self._used.record(stream)
 
 
+_CLOCK_NS = 60 * 10**9
+
+
 class _DeviceClock:
-    """Times of events on the host's clock. Resolution about 0.5 us, and the delay of one launch."""
+    """Times of events on the host's clock.
+
+    CUDA gives the time between two events in ms as fp32: the resolution is 4 us a minute after the
+    origin, and 4 ms after ten hours. So the clock is for events of its first minute.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self._origin = streams.new_event(is_timed=True)
         self._origin.record(streams.current())
         self._origin.synchronize()
         self._origin_ns = time.monotonic_ns()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether further events need another clock."""
+        return time.monotonic_ns() - self._origin_ns > _CLOCK_NS
 
     def ns_of(self, event: Event) -> int:
         return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
@@ -247,7 +259,7 @@ class StreamDevice(DeviceAdapter):
         self.streams = streams
         self._in = streams.new_stream()
         self._out = streams.new_stream()
-        self._clock: _DeviceClock | None = None  # Made when a trace needs it: it waits once.
+        self._clock: _DeviceClock | None = None  # Made when a trace needs one: that waits once.
         # Bytes that are decoded into regions: at once, and when there is space for them.
         self._staging: dict[bool, _Staging] = {}
         self._copying = threading.RLock()
@@ -446,7 +458,8 @@ class StreamDevice(DeviceAdapter):
         """Returns events with times for a copy while a trace is written, else None."""
         if not self.counters.tracer.is_on:
             return None
-        self._clock = self._clock or _DeviceClock(self.streams)
+        if self._clock is None or self._clock.is_old:
+            self._clock = _DeviceClock(self.streams)
         return _TracedCopy(self._clock, self.streams.new_event(is_timed=True), nbytes)
 
     # -- The end -----------------------------------------------------------------------------------

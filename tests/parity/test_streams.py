@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,9 @@ import torch
 import infinity
 from infinity.engine.update_rates import time_products, time_updates
 from infinity.errors import UnsupportedError
+from infinity.observe import Counters
 from infinity.simulate.rates import Rates
+from infinity.storage.arena import Arena
 from infinity.streaming import leaving_gradients
 from infinity.streaming.activations import ActivationStore
 from infinity.streaming.device_update import update_on_device
@@ -31,6 +34,7 @@ from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import pin, unpin
 from infinity.tiers.device import FINISHED
+from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
 from tests.support.offloading import offloaded, swap_config
 
@@ -308,3 +312,31 @@ def test_the_arena_is_pinned_in_pieces_all_of_them_or_none(caplog: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"4.0 KiB.* after 16.0 KiB of 20.0 KiB.*code 2"):
         pin(Pages, third_is_bad, here, registered_nbytes=registered_nbytes)
     assert third_is_bad.calls == [*whole, *starts[:2]]
+
+
+def test_a_long_trace_times_each_copy_by_a_young_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Arena(1 << 20) as arena:
+        counters = Counters()
+        device = SimulatedDevice(0)
+        device.open(HostBlocks(arena, counters), counters)
+        counters.tracer.start()
+        there, begun_ns = torch.zeros(4096), time.monotonic_ns()
+
+        def copied() -> StreamCopy:
+            block = device.host.allocate(there.nbytes, "a copy")
+            assert block is not None
+            copy = device.copy(device.host.tensor(block).view(torch.float32), there)
+            assert isinstance(copy, StreamCopy)
+            copy.wait()
+            return copy
+
+        copies = [copied(), copied()]
+        monkeypatch.setattr("infinity.tiers.streams._CLOCK_NS", 0)
+        copies += [copied(), copied()]
+        clocks = [copy._traced.clock for copy in copies if copy._traced is not None]
+        assert len(set(map(id, clocks))) == 3, "two copies share the first clock"
+        for copy in copies:
+            [(_, nbytes, start_ns, end_ns)] = copy.passages()
+            assert nbytes == there.nbytes
+            assert begun_ns <= start_ns <= end_ns <= time.monotonic_ns() + 10**7
+        device.close()
