@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
+from infinity.distributed.kept_shards import KeptShards
 from infinity.distributed.pending import PendingShards
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
@@ -64,14 +65,18 @@ class _Slot:
 
 class RestingWeights(UpdatedWeights):
     """Weights of shards, for updates: where they rest, or in blocks on their way from and to a
-    drive. The training thread lends and takes back the blocks, the thread of updates uses them."""
+    drive. `kept` saves the way from it. The training thread lends and takes back the blocks, the
+    thread of updates uses them."""
 
-    def __init__(self, local: StateStore, pool: HostPool, shards: Iterable[Unit]) -> None:
+    def __init__(
+        self, local: StateStore, pool: HostPool, kept: KeptShards, shards: Iterable[Unit]
+    ) -> None:
         self._local = local
         self._pool = pool
+        self._kept = kept
         self._slots: list[_Slot] = []
         self._block_nbytes = max(
-            (unit.trainable_nbytes for unit in shards if unit.state_numel and self._travels(unit)),
+            (unit.trainable_nbytes for unit in shards if unit.state_numel and self.travels(unit)),
             default=0,
         )
 
@@ -92,7 +97,8 @@ class RestingWeights(UpdatedWeights):
         while self._slots:
             self._pool.free(self._slots.pop().block)
 
-    def _travels(self, unit: Unit) -> bool:
+    def travels(self, unit: Unit) -> bool:
+        """Whether the unit's weights rest on a drive."""
         return self._local.host_view(unit, StateKind.PARAMETERS) is None
 
     # -- Updates: their thread ---------------------------------------------------------------------
@@ -100,7 +106,7 @@ class RestingWeights(UpdatedWeights):
     def read_ahead(self, update: UnitUpdate) -> None:
         """Starts to read the weights of the next update, if a block is free."""
         unit = update.unit
-        if update.overwrites_all or not self._travels(unit):
+        if update.overwrites_all or not self.travels(unit):
             return
         free = [slot for slot in self._slots if slot.unit is None and slot.transfer.done()]
         if free and all(slot.unit != unit.index for slot in self._slots):
@@ -108,11 +114,15 @@ class RestingWeights(UpdatedWeights):
 
     def _start_read(self, slot: _Slot, unit: Unit) -> None:
         slot.transfer.wait()  # Of a write, which may have failed.
-        slot.transfer = self._local.read(
-            unit, StateKind.PARAMETERS, slot.block,
-            priority=Priority.STATE, nbytes=unit.trainable_nbytes,
-        )  # fmt: skip
-        slot.unit = unit.index
+        slot.unit, slot.transfer = unit.index, FINISHED
+        if not self._kept.read(unit.index, 0, self._memory(slot, unit)):
+            slot.transfer = self._local.read(
+                unit, StateKind.PARAMETERS, slot.block,
+                priority=Priority.STATE, nbytes=unit.trainable_nbytes,
+            )  # fmt: skip
+
+    def _memory(self, slot: _Slot, unit: Unit) -> torch.Tensor:
+        return self._pool.tensor(slot.block)[: unit.trainable_nbytes]
 
     @override
     def expected(self) -> Iterator[int]:
@@ -135,7 +145,7 @@ class RestingWeights(UpdatedWeights):
             if read:
                 self._start_read(slot, shard)
         slot.transfer.wait()
-        return self._pool.tensor(slot.block)[: shard.trainable_nbytes]
+        return self._memory(slot, shard)
 
     def _slot_for(self, unit: int) -> _Slot:
         """Returns the block that has the unit, else a free one, else one that was read ahead."""
@@ -150,9 +160,11 @@ class RestingWeights(UpdatedWeights):
             return
         slot.unit = None
         if dirty_nbytes:
+            shard = self._local.units[unit]
             slot.transfer = self._local.write(
-                self._local.units[unit], StateKind.PARAMETERS, slot.block, nbytes=dirty_nbytes
+                shard, StateKind.PARAMETERS, slot.block, nbytes=dirty_nbytes
             )
+            self._kept.put(unit, self._memory(slot, shard))
 
     def forget(self, unit: int) -> None:
         """Drops what was read ahead of a unit."""
@@ -179,6 +191,7 @@ class ShardUpdates:
         local: LocalStore,
         shards: Sequence[Unit],
         pending: PendingShards,
+        kept: KeptShards,
         pool: HostPool,
         counters: Counters,
         settings: UpdateSettings,
@@ -186,13 +199,15 @@ class ShardUpdates:
     ) -> None:
         self._state = UndecidedState(local)
         self._pending = pending
+        self._kept = kept
+        self._pool = pool
         self._tell = tell
         # The counters of waits are for those of the training thread.
         self._ring = StagingRing(
             self._state, pool, Counters(),
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
         )  # fmt: skip
-        self._weights = RestingWeights(self._state, pool, shards)
+        self._weights = RestingWeights(self._state, pool, kept, shards)
         self._chunks = ChunkUpdates(self._ring, self._weights, counters, None)
         self._updates: Mapping[int, UnitUpdate] = {}
         self._early: dict[int, UnitUpdate] = {}  # By shard, the last of each.
@@ -212,9 +227,12 @@ class ShardUpdates:
         self._weights.lend()
         self._has_memory = True
         self._updates = updates
+        for update in updates.values():
+            if self._weights.travels(update.unit):
+                self._kept.reserve(self._pool, update.unit)
         done, running = self._pending.add(updates)
         for shard in done:
-            self._state.publish(updates[shard].unit)
+            self._publish(updates[shard].unit)
         self._ensure_thread()
         return done | running
 
@@ -229,6 +247,8 @@ class ShardUpdates:
         if not self._has_memory and not self._take_memory():
             return False
         self._early[update.unit.index] = update
+        if self._weights.travels(update.unit):
+            self._kept.reserve_undecided(self._pool, update.unit)
         self._pending.add_early(update.unit.index)
         self._ensure_thread()
         return True
@@ -246,10 +266,20 @@ class ShardUpdates:
     def withdraw(self, shards: Iterable[int]) -> set[int]:
         """Takes early updates back, where there are any. Returns the shards whose update had begun.
         Waits for a chunk at most."""
+        shards = list(shards)
         begun = self._pending.withdraw(shards)
-        for shard in begun:
-            self._state.drop(self._early[shard].unit)
+        for shard in shards:
+            self._drop(self._early[shard].unit)
         return begun
+
+    def _publish(self, shard: Unit) -> None:
+        """Any thread; nobody reads the shard."""
+        self._state.publish(shard)
+        self._kept.publish(shard.index)
+
+    def _drop(self, shard: Unit) -> None:
+        self._state.drop(shard)
+        self._kept.drop(shard.index)
 
     def _ensure_thread(self) -> None:
         if self._thread is None:
@@ -311,6 +341,7 @@ class ShardUpdates:
                 self._chunks.run_next(update, self._chunks_after(shard))
         finally:
             self._chunks.check_in(update, write_now=True)
+        self._kept.publish(shard)  # It may have been queued before the step.
 
     def _update_early(self, update: UnitUpdate) -> None:
         """Updates a shard beside its bytes of the last step, which stay what everybody reads. A
@@ -331,9 +362,9 @@ class ShardUpdates:
         self._chunks.drop(update)
         is_decided = self._pending.end_early(shard, is_made=update.is_done)
         if not update.is_done:
-            self._state.drop(update.unit)
+            self._drop(update.unit)
         elif is_decided:
-            self._state.publish(update.unit)
+            self._publish(update.unit)
             self._pending.note_updated(shard)
 
     def _drop_stale(self, but: int | None = None) -> None:

@@ -109,6 +109,7 @@ class DistributedUpdater(StepRunner):
         self.local = Updater(store, pool, shards, gradients.owned, counters, own)
         self.chunk_nbytes = self.local.chunk_nbytes
         self._store = store
+        self._pool = pool
         self._num_full = len(store.partition.full_units)
         self._full_units = weight_cache
         self._gathering = None if store.partition.shards_parameters else gathering
@@ -125,7 +126,7 @@ class DistributedUpdater(StepRunner):
             and can_update_beside(store.local, shard_units)
         ):
             self.deferred = ShardUpdates(
-                store.local, shard_units, store.pending, pool, counters, settings,
+                store.local, shard_units, store.pending, store.kept, pool, counters, settings,
                 store.transport.abort,
             )  # fmt: skip
             if settings.in_backward:
@@ -267,6 +268,7 @@ class DistributedUpdater(StepRunner):
         if self._early is not None:
             self._early.withdraw()
         self._store.pending.await_all()
+        self._store.kept.forget()  # Who looks at all state may change it.
         self.local.settle()
 
     @override
@@ -291,6 +293,8 @@ class DistributedUpdater(StepRunner):
 
     @override
     def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
+        if self._store.kept.give_back(self._pool):
+            return True
         return self.local.give_back_spare(waits=waits, drops=drops)
 
     @override

@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from infinity.distributed.channel import Fill
+from infinity.distributed.kept_shards import KeptShards
 from infinity.distributed.partials import PartialGradient, PartialGradients
 from infinity.distributed.peer import RemoteRequest
 from infinity.distributed.pending import PendingShards
@@ -32,6 +33,7 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Volume
+from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block, HostBlocks
 
 # Shards that rest on a drive are served through a block of this size, one for each rank;
@@ -104,6 +106,7 @@ class DistributedStore:
             counters=counters,
         )
         self.pending = PendingShards()
+        self.kept = KeptShards(host)
         self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
         # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
@@ -181,8 +184,13 @@ class DistributedStore:
                 self.local.read, unit, kind, block,
                 priority=priority, offset_nbytes=offset_nbytes, nbytes=nbytes,
             )  # fmt: skip
-            if self.pending.is_pending(unit.index):
-                return self._in_own_thread(self._read_updated, unit.index, read)
+            is_kept = kind is StateKind.PARAMETERS and self.kept.has(unit.index)
+            if self.pending.is_pending(unit.index) or is_kept:
+                nbytes = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
+                sink = self._host.tensor(block, nbytes=nbytes)
+                return self._in_own_thread(
+                    self._read_updated, unit.index, kind, offset_nbytes, sink, read
+                )
             return read()
         assert offset_nbytes == 0 and nbytes is None
         full = self._host.tensor(block, nbytes=unit.weight_nbytes)
@@ -200,6 +208,8 @@ class DistributedStore:
     ) -> Transfer:
         """See `StateStore.write`. Of a sharded unit this rank writes its shard."""
         if not self.is_sharded(unit, kind):
+            if kind is StateKind.PARAMETERS:
+                self.kept.forget(unit.index)
             return self.local.write(
                 unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes, priority=priority
             )
@@ -300,15 +310,24 @@ class DistributedStore:
         nbytes = shard.unit.nbytes(state_kind)
         return [ShardSegment(0, 0, nbytes)] if nbytes else []
 
-    def _read_updated(self, shard: int, read: Callable[[], Transfer]) -> None:
+    def _read_updated(
+        self,
+        shard: int,
+        state_kind: StateKind,
+        offset_nbytes: int,
+        sink: torch.Tensor,
+        read: Callable[[], Transfer],
+    ) -> None:
         self.pending.await_update(shard)
-        read().wait()
+        is_kept = state_kind is StateKind.PARAMETERS
+        if not (is_kept and self.kept.read(shard, offset_nbytes, sink, is_own=True)):
+            read().wait()
 
     def _parts(
         self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int
     ) -> Iterator[memoryview]:
         """Yields the bytes of `segments` in parts. A part is valid until the next one. Of parts
-        that rest on a drive, one is read while the one before it is used."""
+        that rest on a drive, one is read while the one before it is used, unless they are kept."""
         self.pending.await_update(shard.unit.index)
         unit, is_full = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
@@ -329,13 +348,8 @@ class DistributedStore:
             for index, (start, stop) in enumerate(parts):
                 while len(reads) < min(len(windows), len(parts) - index):
                     ahead = index + len(reads)
-                    low = align_down(parts[ahead][0], PAGE_NBYTES)
-                    read = self.local.read(
-                        unit, state_kind, windows[ahead % len(windows)],
-                        priority=Priority.FORWARD, offset_nbytes=low,
-                        nbytes=align_up(parts[ahead][1], PAGE_NBYTES) - low,
-                    )  # fmt: skip
-                    reads.append(read)
+                    block = windows[ahead % len(windows)]
+                    reads.append(self._read_part(unit, state_kind, parts[ahead], block, reader))
                 reads[0].wait()
                 reads.popleft()
                 low = align_down(start, PAGE_NBYTES)
@@ -345,6 +359,19 @@ class DistributedStore:
             for read in reads:  # The windows are used again.
                 with contextlib.suppress(StorageError):
                     read.wait()
+
+    def _read_part(
+        self, unit: Unit, kind: StateKind, part: tuple[int, int], window: Block, reader: int
+    ) -> Transfer:
+        """Reads the pages of a part into the start of a window."""
+        low, high = align_down(part[0], PAGE_NBYTES), align_up(part[1], PAGE_NBYTES)
+        sink = self._host.tensor(window, nbytes=high - low)
+        is_own = reader == self.partition.rank
+        if kind is StateKind.PARAMETERS and self.kept.read(unit.index, low, sink, is_own=is_own):
+            return FINISHED
+        return self.local.read(
+            unit, kind, window, priority=Priority.FORWARD, offset_nbytes=low, nbytes=high - low
+        )
 
     def _bring_local(
         self, index: int, segments: Sequence[ShardSegment], sinks: Sequence[torch.Tensor]
@@ -371,6 +398,7 @@ class DistributedStore:
         shard = self.partition.shards[index][self.partition.rank]
         self.pending.await_update(shard.unit.index)
         self.pending.note_change(shard.unit.index)
+        self.kept.forget(shard.unit.index)
         try:
             self._write_part(shard, full)
         finally:

@@ -23,6 +23,7 @@ class RankAgreement:
         reads a shard waits for its update."""
         if any(load.sharded is not NOT_SHARDED for load in self._log.job.units):
             self._fetches.agreed = self._log.decided[-1]
+            self._fetches.note_updated(range(len(self._log.job.units)))
 
     def agree(self, units: Sequence[int]) -> None:
         """Waits until all ranks have updated their parts. A rank with all weights fetches the other

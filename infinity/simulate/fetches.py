@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from infinity.simulate.cache import Visit, visits
+from infinity.simulate.kept import kept_shards
 from infinity.simulate.log import (
     CHECKPOINT_READ,
     COMPUTE,
@@ -35,6 +36,8 @@ class Fetches:
             backward_ratio=job.backward_ratio, keeps_experts=job.keeps_experts,
         )  # fmt: skip
         self._host, self._device = self._visits()
+        self.kept = kept_shards(job, (unit for move in self.moves for unit in self.units_of(move)))
+        self._updated_since: set[int] = set()  # Shards that no use has read since their update.
         # Visit -> the operations that free its space.
         self._host_free: dict[int, tuple[int, ...]] = {}
         self._device_free: dict[int, tuple[int, ...]] = {}
@@ -135,6 +138,10 @@ class Fetches:
                 ready = self._log.join(name, [ready, *freed])
         return ready
 
+    def note_updated(self, units: Iterable[int]) -> None:
+        """Notes that the shards of these units are updated: what is kept of them is new."""
+        self._updated_since.update(units)
+
     def note_decoded(self, decoded: int) -> None:
         """Notes the operation that decodes the weights of the visits that have begun."""
         if self._is_staged:
@@ -145,16 +152,21 @@ class Fetches:
             return None
         load = self._log.job.units[unit]
         after: list[int | None]
+        is_kept = unit in self._updated_since and unit in self.kept.for_use
+        self._updated_since.discard(unit)
         after = [operation for seen in visit.evicts for operation in self._host_freed(seen)]
         after += [self._log.written.weights.get(unit), self.updated.get(unit)]
         if not self._log.job.reads_ahead:
             after.append(self._log.last_on.get(COMPUTE))
         name, sharded = f"weights of {load.name}", load.sharded
         if not sharded.is_gathered_on_host:
+            if is_kept:
+                return self._log.join(name, after)
             traffic = CHECKPOINT_READ if load.weights == "checkpoint" else READ
             return self._log.nvme(traffic, name, load.weight_nbytes, after)
         after.append(self.agreed)
-        ready = self.read_parts(load, load.weight_nbytes + sharded.served_nbytes, after)
+        nbytes = 0 if is_kept else load.weight_nbytes + sharded.served_nbytes
+        ready = self.read_parts(load, nbytes, after) if nbytes else []
         return self._log.receive(name, sharded, [*after, *ready], is_by_device=False)
 
     def _host_freed(self, seen: int) -> Sequence[int]:

@@ -223,7 +223,7 @@ class _Draft:
         """Updates a unit in the backward. Units that are not updated there stay pending. Ranks read
         the state of a shard when its sum is complete."""
         if self.log.job.units[unit].sharded.is_gathered:
-            self._fetches.updated[unit] = self._updates.of_shard(unit, summed)
+            self._fetches.updated[unit] = self._of_shard(unit, summed)
             self._updated.add(unit)
             return
         done = self._updates.update(unit, self.log.last_on[COMPUTE], is_early=True)
@@ -333,12 +333,15 @@ class _Draft:
     def _name(self, use: Use) -> str:
         return "+".join(self.log.job.units[unit].name for unit in use.units)
 
+    def _of_shard(self, unit: int, ready: int) -> int:
+        return self._updates.of_shard(unit, ready, is_kept=self._fetches.kept.for_update)
+
     def _fetch(self, unit: int, *, is_pending: bool = False) -> int | None:
         """Fetches weights to the place of use; returns the operation that the use waits for."""
         load = self.log.job.units[unit]
         is_updated = is_pending and load.update_nbytes > 0
         if is_updated and load.sharded.is_gathered:
-            self._fetches.updated[unit] = self._updates.of_shard(unit, self.log.decided[-1])
+            self._fetches.updated[unit] = self._of_shard(unit, self.log.decided[-1])
             is_updated = False
         ready = self._fetches.to_host(unit, is_updated=is_updated)
         if is_updated:

@@ -75,12 +75,12 @@ class UnitUpdates:
         done = self.update(unit, ready)
         self._log.last_on[COMPUTE] = self._log.add(COMPUTE, f"updated {load.name}", after=[done])
 
-    def of_shard(self, unit: int, ready: int) -> int:
+    def of_shard(self, unit: int, ready: int, *, is_kept: bool) -> int:
         """Adds the update of this rank's shard by a thread beside the passes, after `ready`: the
         decision, or the sum that the update reads. The thread reads and writes weights where they
-        rest (design/0015)."""
+        rest (design/0015), unless they are kept in memory."""
         load, begins = self._log.job.units[unit], ready
-        if load.weights == "nvme":
+        if load.weights == "nvme" and not is_kept:
             last = self._log.written.weights.get(unit)
             ready = self._log.nvme(
                 READ, f"weights of {load.name}", load.weight_nbytes, [last, ready]

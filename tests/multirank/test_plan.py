@@ -121,6 +121,7 @@ RUNS = [
     *(Run(replace(WIDE, stage=stage, accumulation=2, compute="bfloat16")) for stage in STAGES),
     Run(replace(WIDE, stage=2, exchange="one_sided", placement=AWAY), TWO_BLOCKS),
     Run(replace(WIDE, exchange="one_sided", placement=AWAY), ALL_BLOCKS),
+    Run(replace(WIDE, exchange="collective", placement=AWAY), ALL_BLOCKS),
     Run(replace(WIDE, exchange="collective", accumulation=2, layer_major=True), ALL_BLOCKS),
     Run(replace(WIDE, stage=1, exchange="collective", placement=RESIDENT), "48MiB"),
 ]

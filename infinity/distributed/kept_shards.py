@@ -1,0 +1,190 @@
+"""Weights of this rank's shards in host memory that nobody else needs.
+
+A shard that rests on a drive is read by its next update, by its own rank and by every other rank.
+Right after an update its weights are in memory. A copy stays there while the memory is free, and
+takes the place of these reads.
+
+Note [Copies of shards]
+  A copy has the bytes that rest on the drive, or it is not read. An update in the backward, which
+  no step has decided, puts its weights beside the copy; `publish` and `drop` follow the decision.
+  The lock is held for one piece at a time, so nobody waits for a whole shard, and the memory of a
+  copy may be given back at any moment: who reads or fills it notices before the next piece.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from infinity.sizes import MIB
+from infinity.state.units import Unit
+from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.pool import HostPool
+
+_LABEL = "weights of shards that would be read again"
+_PIECE_NBYTES = MIB
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """Memory for the weights of one shard."""
+
+    block: Block
+    is_whole: bool = False  # All bytes are there.
+
+
+class KeptShards:
+    """Copies of shards' weights, by the index of the shard's unit. Thread-safe.
+
+    The training thread gives memory and takes it back, one thread puts weights in, any thread
+    reads. A shard has one content at a time for all readers; see `pending.py` for who may read.
+    """
+
+    def __init__(self, host: HostBlocks) -> None:
+        self._host = host
+        self._lock = threading.Lock()  # Guards all that follows.
+        self._kept: dict[int, _Copy] = {}  # In the order of the next pass.
+        # Of updates that no step has decided; None: no memory was free.
+        self._undecided: dict[int, _Copy | None] = {}
+        # Shards that this rank has read since their update, the first read first.
+        self._used: dict[int, None] = {}
+        self._unused: list[Block] = []  # To be given back.
+
+    # -- Memory: training thread -------------------------------------------------------------------
+
+    def reserve(self, pool: HostPool, shard: Unit) -> None:
+        """The shard's next update is pending, decided from its beginning or since. Takes memory for
+        its weights, if some is free."""
+        with self._lock:
+            if shard.index in self._undecided:
+                return
+            copy = self._kept.pop(shard.index, None)
+            self._used.pop(shard.index, None)
+        copy = copy or self._taken(pool, shard)
+        if copy is not None:
+            with self._lock:
+                self._kept[shard.index] = copy
+
+    def reserve_undecided(self, pool: HostPool, shard: Unit) -> None:
+        """As `reserve` for an update that no step has decided. What is kept stays readable."""
+        copy = self._taken(pool, shard)
+        with self._lock:
+            self._undecided[shard.index] = copy
+
+    def _taken(self, pool: HostPool, shard: Unit) -> _Copy | None:
+        with self._lock:
+            unused, self._unused = self._unused, []
+        for block in unused:
+            pool.free(block)
+        fresh = pool.try_spare(shard.trainable_nbytes, _LABEL)
+        return None if fresh is None else _Copy(fresh)
+
+    def give_back(self, pool: HostPool) -> bool:
+        """Frees one block. Returns whether there was any."""
+        with self._lock:
+            block = self._least_useful()
+        if block is None:
+            return False
+        pool.free(block)
+        return True
+
+    def _least_useful(self) -> Block | None:
+        """Takes out a block: first of those that this rank has read, because a pass comes back to
+        the shards that it has read first at its very end; then of the shard that comes last."""
+        if self._unused:
+            return self._unused.pop()
+        for shard in self._used:
+            del self._used[shard]
+            return self._kept.pop(shard).block
+        if self._kept:
+            return self._kept.popitem()[1].block
+        for shard, copy in self._undecided.items():
+            if copy is not None:
+                self._undecided[shard] = None
+                return copy.block
+        return None
+
+    # -- Content -----------------------------------------------------------------------------------
+
+    def put(self, shard: int, weights: torch.Tensor) -> None:
+        """Keeps the weights of a finished update: uint8, host, (trainable_nbytes,). Nobody may read
+        the shard, unless the update is undecided."""
+        with self._lock:
+            is_undecided = shard in self._undecided
+            copy = self._undecided[shard] if is_undecided else self._kept.get(shard)
+            if copy is None:
+                return
+            copy.is_whole = False
+        for start, stop in _pieces(weights.numel()):
+            with self._lock:
+                if copy is not (self._undecided if is_undecided else self._kept).get(shard):
+                    return
+                self._memory(copy)[start:stop].copy_(weights[start:stop])
+        with self._lock:
+            copy.is_whole = True
+
+    def publish(self, shard: int) -> None:
+        """The step has decided as the undecided update expected, if there is one."""
+        with self._lock:
+            if shard not in self._undecided:
+                return
+            new, old = self._undecided.pop(shard), self._kept.pop(shard, None)
+            self._used.pop(shard, None)
+            if new is not None and new.is_whole:
+                self._kept[shard], new = new, None
+            self._unused += [copy.block for copy in (new, old) if copy is not None]
+
+    def drop(self, shard: int) -> None:
+        """Forgets the weights of an undecided update, if there is one."""
+        with self._lock:
+            copy = self._undecided.pop(shard, None)
+            if copy is not None:
+                self._unused.append(copy.block)
+
+    def forget(self, shard: int | None = None) -> None:
+        """The weights of the shard, or of all shards, change by other means than an update."""
+        with self._lock:
+            for copy in self._kept.values() if shard is None else [self._kept.get(shard)]:
+                if copy is not None:
+                    copy.is_whole = False
+
+    def has(self, shard: int) -> bool:
+        """Whether the weights are kept now."""
+        with self._lock:
+            copy = self._kept.get(shard)
+            return copy is not None and copy.is_whole
+
+    def read(
+        self, shard: int, start_nbytes: int, sink: torch.Tensor, *, is_own: bool = False
+    ) -> bool:
+        """Copies a range of the shard's weights to `sink`. `is_own`: for a pass of this rank.
+
+        sink: uint8, host, shape (nbytes,)
+        Returns False if they are not kept; what `sink` has is of no use then.
+        """
+        for start, stop in _pieces(sink.numel()):
+            with self._lock:
+                copy = self._kept.get(shard)
+                if copy is None or not copy.is_whole:
+                    return False
+                memory = self._memory(copy)[start_nbytes + start : start_nbytes + stop]
+                if memory.numel() != stop - start:
+                    return False
+                sink[start:stop].copy_(memory)
+        if is_own:
+            with self._lock:
+                if shard in self._kept:
+                    self._used.pop(shard, None)
+                    self._used[shard] = None
+        return True
+
+    def _memory(self, copy: _Copy) -> torch.Tensor:
+        return self._host.tensor(copy.block)
+
+
+def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, nbytes, _PIECE_NBYTES):
+        yield start, min(start + _PIECE_NBYTES, nbytes)

@@ -1,0 +1,121 @@
+"""Copies of shards' weights: whatever happens, what is read is what rests on the drive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from infinity.distributed.kept_shards import KeptShards
+from infinity.observe import Counters
+from infinity.sizes import MIB, PAGE_NBYTES
+from infinity.storage.arena import Arena
+from infinity.tiers.host import HostBlocks
+from infinity.tiers.pool import HostPool
+
+NUM_SHARDS = 4
+NBYTES = 2 * MIB + PAGE_NBYTES  # Several pieces, the last of them short.
+SHARDS = [SimpleNamespace(index=index, trainable_nbytes=NBYTES) for index in range(NUM_SHARDS)]
+shards = st.integers(0, NUM_SHARDS - 1)
+
+
+class KeptShardsMachine(RuleBasedStateMachine):
+    """`at_rest` has a byte for each shard, which fills all of it; `undecided` those of updates that
+    no step has decided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena(6 * MIB)  # Less than all shards need.
+        host = HostBlocks(self.arena, Counters())
+        self.pool, self.kept = HostPool(host), KeptShards(host)
+        self.pool.add_lender(lambda: self.kept.give_back(self.pool))
+        self.at_rest = list(range(NUM_SHARDS))
+        self.undecided: dict[int, int] = {}
+        self.next_byte = 100
+
+    def teardown(self) -> None:
+        while self.kept.give_back(self.pool):
+            pass
+        assert self.pool.in_use_nbytes == 0
+        self.pool._host.close()
+        self.arena.close()
+
+    def new_weights(self) -> torch.Tensor:
+        self.next_byte = (self.next_byte + 1) % 256
+        return torch.full((NBYTES,), self.next_byte, dtype=torch.uint8)
+
+    @rule(shard=shards)
+    def update(self, shard: int) -> None:
+        if shard in self.undecided:
+            return
+        self.kept.reserve(self.pool, SHARDS[shard])  # type: ignore[arg-type]
+        weights = self.new_weights()
+        self.at_rest[shard] = self.next_byte
+        self.kept.put(shard, weights)
+        self.kept.publish(shard)
+
+    @rule(shard=shards)
+    def update_before_the_step(self, shard: int) -> None:
+        if shard in self.undecided:
+            return
+        self.kept.reserve_undecided(self.pool, SHARDS[shard])  # type: ignore[arg-type]
+        weights = self.new_weights()
+        self.undecided[shard] = self.next_byte
+        self.kept.put(shard, weights)
+
+    @precondition(lambda self: self.undecided)
+    @rule(data=st.data(), is_kept=st.booleans())
+    def decide(self, data: Any, is_kept: bool) -> None:
+        shard = data.draw(st.sampled_from(sorted(self.undecided)))
+        byte = self.undecided.pop(shard)
+        if is_kept:
+            self.at_rest[shard] = byte
+            self.kept.publish(shard)
+        else:
+            self.kept.drop(shard)
+
+    @rule(shard=st.none() | shards)
+    def change_otherwise(self, shard: int | None) -> None:
+        self.kept.forget(shard)
+        for index in range(NUM_SHARDS) if shard is None else [shard]:
+            self.next_byte = (self.next_byte + 1) % 256
+            self.at_rest[index] = self.next_byte
+
+    @rule()
+    def give_back(self) -> None:
+        self.kept.give_back(self.pool)
+
+    @rule(nbytes=st.sampled_from([MIB, 3 * MIB, 6 * MIB]))
+    def need(self, nbytes: int) -> None:
+        with self.lent(nbytes):
+            pass
+
+    @contextmanager
+    def lent(self, nbytes: int) -> Iterator[None]:
+        block = self.pool.require(nbytes, "somebody else's")
+        self.pool.tensor(block).fill_(255)
+        yield
+        self.pool.free(block)
+
+    @rule(shard=shards, start=st.sampled_from([0, PAGE_NBYTES, MIB]), own=st.booleans())
+    def read(self, shard: int, start: int, own: bool) -> None:
+        sink = torch.zeros(NBYTES - start, dtype=torch.uint8)
+        is_kept = self.kept.has(shard)
+        assert self.kept.read(shard, start, sink, is_own=own) == is_kept
+        if is_kept:
+            assert torch.all(sink == self.at_rest[shard])
+
+    @invariant()
+    def a_range_that_is_not_there_is_not_read(self) -> None:
+        sink = torch.zeros(PAGE_NBYTES, dtype=torch.uint8)
+        assert not any(self.kept.read(shard, NBYTES, sink) for shard in range(NUM_SHARDS))
+
+
+TestKeptShards = KeptShardsMachine.TestCase
+TestKeptShards.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
