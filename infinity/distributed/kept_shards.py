@@ -7,8 +7,8 @@ takes the place of these reads.
 Note [Copies of shards]
   A copy has the bytes that rest on the drive, or it is not read. An update in the backward, which
   no step has decided, puts its weights beside the copy; `publish` and `drop` follow the decision.
-  The lock is held for one piece at a time, so nobody waits for a whole shard, and the memory of a
-  copy may be given back at any moment: who reads or fills it notices before the next piece.
+  The lock is held for one MiB at a time, so nobody waits for a whole shard, and the memory of a
+  copy may be given back at any moment: who reads or fills it notices before the next MiB.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.pool import HostPool
 
 _LABEL = "weights of shards that would be read again"
-_PIECE_NBYTES = MIB
+_RANGE_NBYTES = MIB
 
 
 @dataclass(eq=False, slots=True)
-class _Copy:
+class _KeptWeights:
     """Memory for the weights of one shard."""
 
     block: Block
-    is_whole: bool = False  # All bytes are there.
+    is_complete: bool = False  # All bytes are there.
 
 
 class KeptShards:
@@ -46,9 +46,9 @@ class KeptShards:
     def __init__(self, host: HostBlocks) -> None:
         self._host = host
         self._lock = threading.Lock()  # Guards all that follows.
-        self._kept: dict[int, _Copy] = {}  # In the order of the next pass.
+        self._kept: dict[int, _KeptWeights] = {}  # In the order of the next pass.
         # Of updates that no step has decided; None: no memory was free.
-        self._undecided: dict[int, _Copy | None] = {}
+        self._undecided: dict[int, _KeptWeights | None] = {}
         # Shards that this rank has read since their update, the first read first.
         self._used: dict[int, None] = {}
         self._unused: list[Block] = []  # To be given back.
@@ -74,13 +74,13 @@ class KeptShards:
         with self._lock:
             self._undecided[shard.index] = copy
 
-    def _taken(self, pool: HostPool, shard: Unit) -> _Copy | None:
+    def _taken(self, pool: HostPool, shard: Unit) -> _KeptWeights | None:
         with self._lock:
             unused, self._unused = self._unused, []
         for block in unused:
             pool.free(block)
         fresh = pool.try_spare(shard.trainable_nbytes, _LABEL)
-        return None if fresh is None else _Copy(fresh)
+        return None if fresh is None else _KeptWeights(fresh)
 
     def give_back(self, pool: HostPool) -> bool:
         """Frees one block. Returns whether there was any."""
@@ -117,14 +117,14 @@ class KeptShards:
             copy = self._undecided[shard] if is_undecided else self._kept.get(shard)
             if copy is None:
                 return
-            copy.is_whole = False
-        for start, stop in _pieces(weights.numel()):
+            copy.is_complete = False
+        for start, stop in _ranges_of(weights.numel()):
             with self._lock:
                 if copy is not (self._undecided if is_undecided else self._kept).get(shard):
                     return
                 self._memory(copy)[start:stop].copy_(weights[start:stop])
         with self._lock:
-            copy.is_whole = True
+            copy.is_complete = True
 
     def publish(self, shard: int) -> None:
         """The step has decided as the undecided update expected, if there is one."""
@@ -133,7 +133,7 @@ class KeptShards:
                 return
             new, old = self._undecided.pop(shard), self._kept.pop(shard, None)
             self._used.pop(shard, None)
-            if new is not None and new.is_whole:
+            if new is not None and new.is_complete:
                 self._kept[shard], new = new, None
             self._unused += [copy.block for copy in (new, old) if copy is not None]
 
@@ -149,13 +149,13 @@ class KeptShards:
         with self._lock:
             for copy in self._kept.values() if shard is None else [self._kept.get(shard)]:
                 if copy is not None:
-                    copy.is_whole = False
+                    copy.is_complete = False
 
     def has(self, shard: int) -> bool:
         """Whether the weights are kept now."""
         with self._lock:
             copy = self._kept.get(shard)
-            return copy is not None and copy.is_whole
+            return copy is not None and copy.is_complete
 
     def read(
         self, shard: int, start_nbytes: int, sink: torch.Tensor, *, is_own: bool = False
@@ -165,10 +165,10 @@ class KeptShards:
         sink: uint8, host, shape (nbytes,)
         Returns False if they are not kept; what `sink` has is of no use then.
         """
-        for start, stop in _pieces(sink.numel()):
+        for start, stop in _ranges_of(sink.numel()):
             with self._lock:
                 copy = self._kept.get(shard)
-                if copy is None or not copy.is_whole:
+                if copy is None or not copy.is_complete:
                     return False
                 memory = self._memory(copy)[start_nbytes + start : start_nbytes + stop]
                 if memory.numel() != stop - start:
@@ -181,10 +181,10 @@ class KeptShards:
                     self._used[shard] = None
         return True
 
-    def _memory(self, copy: _Copy) -> torch.Tensor:
+    def _memory(self, copy: _KeptWeights) -> torch.Tensor:
         return self._host.tensor(copy.block)
 
 
-def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, nbytes, _PIECE_NBYTES):
-        yield start, min(start + _PIECE_NBYTES, nbytes)
+def _ranges_of(nbytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, nbytes, _RANGE_NBYTES):
+        yield start, min(start + _RANGE_NBYTES, nbytes)

@@ -13,7 +13,7 @@ _NUM_BLOCKS = 2  # Of shards that are being updated.
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptUnits:
     """`for_use`: units whose shard the first use after an update need not read from a drive;
     `for_update`: whether no update needs to read any."""
 
@@ -21,7 +21,7 @@ class Kept:
     for_update: bool = False
 
 
-def kept_shards(job: StepSpec, order: Iterable[int]) -> Kept:
+def kept_shards(job: StepSpec, order: Iterable[int]) -> KeptUnits:
     """Returns what memory keeps. `order`: units in the order of a forward.
 
     Memory that is free at the step goes to the shards that come first. Weights that are fetched
@@ -35,7 +35,7 @@ def kept_shards(job: StepSpec, order: Iterable[int]) -> Kept:
         and job.units[unit].update_nbytes
     }
     if not (job.defers and shards and job.weights_cache_nbytes):
-        return Kept()
+        return KeptUnits()
     free_nbytes = job.weights_cache_nbytes - _NUM_BLOCKS * max(shards.values())
     kept, reserved_nbytes, fetched_nbytes = set(), 0, 0
     for unit, nbytes in shards.items():
@@ -43,4 +43,4 @@ def kept_shards(job: StepSpec, order: Iterable[int]) -> Kept:
         if max(reserved_nbytes, fetched_nbytes + nbytes) <= free_nbytes:
             kept.add(unit)
         fetched_nbytes += rounded_nbytes(job.units[unit].fetched_nbytes)
-    return Kept(frozenset(kept), reserved_nbytes + fetched_nbytes <= free_nbytes)
+    return KeptUnits(frozenset(kept), reserved_nbytes + fetched_nbytes <= free_nbytes)
