@@ -30,7 +30,7 @@ class Rates:
     update: float
     host: float
     norm: float = float("inf")
-    norm_threads: int = 1
+    norm_threads: float = 1.0
     hold: float = float("inf")
     device_update: float = float("inf")
     decode: float = float("inf")
