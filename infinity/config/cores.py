@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 THREADS_VARIABLE = "INFINITY_THREADS"
+_MOST_NORM_THREADS = 8
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -56,6 +57,15 @@ def own_threads(
         return max(1, min(torch_threads, cores))
     sharing = max(1, round(num_ranks * min(cores, node_cores) / max(node_cores, 1)))
     return max(1, cores // sharing)
+
+
+def norm_threads(own: int) -> int:
+    """Returns the threads that compute norms while `own` threads update and a device computes.
+
+    Each reads some 12 GB/s, so eight of them read gradients as fast as any link brings them; half
+    of the threads leave updates the other half.
+    """
+    return max(1, min(own // 2, _MOST_NORM_THREADS))
 
 
 def _cores() -> tuple[int, int]:

@@ -84,7 +84,7 @@ class DistributedGradients(GradientSink):
         for shard in store.partition.local:
             for share in shard.shares:
                 self._local_shares[self._index[share.full]] = shard.unit, share
-        norms = measured_shards(share for _, share in self._local_shares.values())
+        norms = self.norms = measured_shards(share for _, share in self._local_shares.values())
         self.owned = GradientStore(store, pool=pool, device=device, counters=counters, norms=norms)
         self._pending, self._partials = store.pending, store.partials
         self._reduce_buffer: OrderedReduction[PartialGradient] = OrderedReduction(

@@ -82,7 +82,10 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         (_with_twice_the_host(config), hardware.model_copy(update={"host": doubled}), batch),
     )
     faster = host.model_copy(
-        update={"update_gb_per_s": 2 * host.update_gb_per_s, "sum_gb_per_s": 2 * host.sum_gb_per_s}
+        update={
+            name: 2 * getattr(host, name)
+            for name in ("update_gb_per_s", "sum_gb_per_s", "norm_gb_per_s")
+        }
     )
     yield "memory twice as fast", (config, hardware.model_copy(update={"host": faster}), batch)
     if hardware.nvme is not None:

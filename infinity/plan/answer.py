@@ -13,6 +13,7 @@ from infinity.simulate.log import CHECKPOINT_READ, READ, WRITE
 _BOUND = {
     "compute": "computing binds",
     "update": "the optimizer's pass on the host binds",
+    "norms": "the norms of gradients bind",
     "nvme": "the drives bind",
     "h2d": "the link to the device binds",
     "d2h": "the link from the device binds",

@@ -16,6 +16,7 @@ from infinity.sizes import format_nbytes
 TRACK_TITLES = {
     "compute": "compute",
     "update": "updates on the host",
+    "norms": "norms of gradients",
     "gather": "between devices",
     "sockets": "between hosts",
     "network": "between nodes",

@@ -25,8 +25,10 @@ class Host(Table):
     """The memory and rates of the host.
 
     `update_gb_per_s` counts every byte that the optimizer's pass reads or writes; `sum_gb_per_s`
-    the bytes of summing gradients. `hold_gb_per_s` counts weights each time that they are mapped
-    under a model that computes on the host; without it this engine work costs nothing.
+    the bytes of summing gradients. `norm_gb_per_s` is the rate at which one thread computes norms
+    of gradients, and `norm_threads` the number of such threads beside a device, all ranks together;
+    on a host that computes itself one thread does. `hold_gb_per_s` counts weights each time that
+    they are mapped under a model that computes on the host; without it this work costs nothing.
     `sockets_gb_per_s` is the traffic between the hosts of ranks on this node, all ranks together,
     each byte counted once. Its default is an eighth of `sum_gb_per_s`: a byte is copied into the
     kernel and out of it, each copy reads and writes it, and about half of that rate was measured.
@@ -37,6 +39,8 @@ class Host(Table):
     memory: Nbytes
     update_gb_per_s: GbPerS
     sum_gb_per_s: GbPerS
+    norm_gb_per_s: GbPerS = 12.0  # Of one core of an EPYC 7003, as those of its time.
+    norm_threads: int = Field(4, ge=1)
     hold_gb_per_s: GbPerS | None = None
     sockets_gb_per_s: GbPerS | None = None
     network_gb_per_s: GbPerS | None = None
@@ -111,7 +115,12 @@ class Hardware(Table):
                     host, count,
                     "update_gb_per_s", "sum_gb_per_s", "hold_gb_per_s", "sockets_gb_per_s",
                     "network_gb_per_s",
-                ).model_copy(update={"memory": host.memory // count}),
+                ).model_copy(
+                    update={
+                        "memory": host.memory // count,
+                        "norm_threads": max(1, host.norm_threads // count),
+                    }
+                ),
                 "device": device,
                 "nvme": None
                 if nvme is None
@@ -140,6 +149,8 @@ class Hardware(Table):
             flops=count * device.tflops * 1e12,
             update=self.host.update_gb_per_s * giga,
             host=self.host.sum_gb_per_s * giga,
+            norm=self.host.norm_gb_per_s * giga,
+            norm_threads=self.host.norm_threads,
             hold=inf if self.host.hold_gb_per_s is None else self.host.hold_gb_per_s * giga,
             device_update=inf
             if device.update_gb_per_s is None

@@ -3,8 +3,8 @@
 The bandwidth of the drives is taken from the configuration file if `infinity tune` wrote it.
 Everything else is measured as training uses it: the training thread while the engine trains two of
 the model's own blocks (`rehearsal.py`), or a plain block of its width and the optimizer's pass if
-only shapes are known, or if the model computes on a CUDA device; sums of fp32 arrays; and the link
-to the device and its own updates (`measure_device.py`).
+only shapes are known, or if the model computes on a CUDA device; sums and norms of fp32 arrays; and
+the link to the device and its own updates (`measure_device.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from infinity.bench.scratch import BenchDirectory
 from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
 from infinity.codecs import Int4Groups
 from infinity.config import SwapConfig
+from infinity.config.cores import norm_threads, threads_here
 from infinity.config.schema import NvmeTier
 from infinity.errors import ConfigError
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
@@ -80,6 +82,8 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
             )
         if is_cuda:
             device = measure_cuda(arena, model, found.flops)
+    own_threads = threads_here(torch.get_num_threads())
+    num_norm_threads = norm_threads(own_threads) if is_cuda else 1  # As the engine does.
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     return Hardware(
         name="this machine, " + (torch.cuda.get_device_name() if is_cuda else threads),
@@ -88,6 +92,8 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
             memory=available_host_nbytes(),
             update_gb_per_s=found.update / 1e9,
             sum_gb_per_s=_sum_gb_per_s(),
+            norm_gb_per_s=_norm_gb_per_s(num_norm_threads),
+            norm_threads=num_norm_threads,
             hold_gb_per_s=None if found.hold is None else found.hold / 1e9,
         ),
         device=device
@@ -158,6 +164,14 @@ def _sum_gb_per_s() -> float:
     """Returns GB/s of adding one fp32 array to another: two are read, one is written."""
     total, part = torch.zeros(16 * MIB), torch.ones(16 * MIB)
     return 3 * part.nbytes / _median_s(lambda: total.add_(part)) / 1e9
+
+
+def _norm_gb_per_s(num_threads: int) -> float:
+    """Returns GB/s of a thread that computes norms of fp32 arrays while as many others do."""
+    arrays = [torch.ones(16 * MIB) for _ in range(num_threads)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        spent_s = _median_s(lambda: list(pool.map(torch.linalg.vector_norm, arrays)))
+    return arrays[0].nbytes / spent_s / 1e9
 
 
 def _decode_gb_per_s() -> float:

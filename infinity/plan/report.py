@@ -16,6 +16,7 @@ from infinity.sizes import format_nbytes
 _LANES = {
     "compute": "compute",
     "update": "the optimizer's pass on the host",
+    "norms": "norms of gradients",
     "nvme": "NVMe",
     "h2d": "host to device",
     "d2h": "device to host",

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.simulate.log import COMPUTE, D2H, GATHER, H2D, READ, WRITE, OperationLog
+from infinity.simulate.log import COMPUTE, D2H, GATHER, H2D, NORMS, READ, WRITE, OperationLog
+from infinity.simulate.spec import NOT_SHARDED
 
 
 class GradientTraffic:
     """Appends what happens to gradients after a backward.
 
-    `out`: the operations after which gradients of the step are at rest. `sums`: by unit, the
-    operation that completes this rank's sum.
+    `out`: the operations after which gradients of the step are at rest. `norms`: those after which
+    the step knows their norms. `sums`: by unit, the operation that completes this rank's sum.
     """
 
     def __init__(self, log: OperationLog) -> None:
         self._log = log
         self.out: list[int] = []
+        self.norms: list[int] = []
+        self._last_norm_s = 0.0  # Until the largest tensor of the last unit is measured.
+        self._at_step: list[int] = []  # Units whose norms the step computes.
+        self._in_memory: dict[int, int] = {}  # By unit, the operation that ended its sum.
         self.sums: dict[int, int] = {}
 
     def leave(self, unit: int, *, is_first: bool) -> None:
@@ -45,11 +50,10 @@ class GradientTraffic:
         freed = self._free_gradient_buffer(tier)
         if not self._log.job.shares_host_memory:
             out = self._log.move(D2H, name, nbytes, [out, *freed])
-        # The gradient is copied or added (it is read, and the sum is read and written), then read
-        # for the norm.
-        touched_nbytes = (2 if is_first else 3) * nbytes + nbytes
+        # The gradient is copied, or added: it is read, and the sum is read and written.
+        touched_nbytes = (2 if is_first else 3) * nbytes
         if not self._log.job.shares_host_memory and is_first:
-            touched_nbytes = nbytes  # The device has widened them, and its copy engine moved them.
+            touched_nbytes = 0  # The device has widened them, and its copy engine moved them.
         summed = self._sum_up(
             unit, tier, nbytes, touched_nbytes, after=[out, *freed], is_first=is_first
         )
@@ -72,9 +76,12 @@ class GradientTraffic:
         if tier == "nvme" and not is_first and not is_kept:
             last = self._log.written.gradients.get(unit)
             before.append(self._log.nvme(READ, name, nbytes, [last, *after[1:]]))
-        summed = self._log.add(
-            self._log.update_track, name, touched_nbytes / self._log.rates.host, after=before
-        )
+        if touched_nbytes:
+            duration_s = touched_nbytes / self._log.rates.host
+            summed = self._log.add(self._log.update_track, name, duration_s, after=before)
+        else:
+            summed = self._log.join(name, before)
+        self._in_memory[unit] = summed
         if tier == "nvme":
             written = self._log.nvme(WRITE, name, nbytes, [summed])
             self._log.written.gradients[unit] = written
@@ -82,6 +89,48 @@ class GradientTraffic:
             summed = summed if is_kept else written
         self.out.append(summed)
         return summed
+
+    def measure(self, unit: int) -> None:
+        """Adds the norms of a unit's gradients, of which no further one comes. The step waits for
+        the norms. Those of sums that are still to be sent follow at the end of the backward.
+
+        On the host they are computed by the thread that trains. Beside a device other threads do,
+        in the backward; but what rests on the device of one rank is copied to the host in the step,
+        one tensor after the other. Over ranks a device measures what rests there, in no time.
+        """
+        job, rates, load = self._log.job, self._log.rates, self._log.job.units[unit]
+        nbytes, name = load.gradient_nbytes, f"norms of {load.name}"
+        if not job.takes_norms or not nbytes or unit in self.sums:
+            return
+        after = [self._in_memory.get(unit)]
+        if job.shares_host_memory:
+            duration_s = nbytes / min(rates.norm, rates.host)
+            self._log.add(self._log.update_track, name, duration_s, after=after)
+        elif load.gradients != "device":
+            self.norms.append(self._log.add(NORMS, name, rates.norms_s(nbytes), after=after))
+            self._last_norm_s = rates.last_norm_s(nbytes, load.largest_nbytes)
+        elif load.sharded is NOT_SHARDED:
+            self._at_step.append(unit)
+
+    def end_backward(self) -> None:
+        """Sends the sums of a rank that sums its own gradients of a step first, and adds the norms
+        that are computed when all gradients are there."""
+        sums, self.sums = self.sums, {}
+        for unit, ready in sums.items():
+            self._send_sums(unit, ready)
+            self.measure(unit)
+        if self.norms:  # Others were measured beside the largest tensor of this last unit.
+            name = "norms of the largest tensor"
+            self.norms.append(self._log.add(NORMS, name, self._last_norm_s, after=self.norms[-1:]))
+        before = self._log.last_on.get(COMPUTE)
+        for unit in self._at_step:
+            load = self._log.job.units[unit]
+            name = f"norms of {load.name}"
+            copied = self._log.move(D2H, name, load.gradient_nbytes, [before])
+            duration_s = load.gradient_nbytes / min(self._log.rates.norm, self._log.rates.host)
+            before = self._log.add(NORMS, name, duration_s, after=[copied])
+            self.norms.append(before)
+        self._at_step.clear()
 
     def _send_gradients(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
         """Sends the device's gradients of the full unit to their owners; this rank sums its own
@@ -116,8 +165,7 @@ class GradientTraffic:
         if load.gradients == "device" and not self._log.job.shares_host_memory:
             self.out[-1] = self._log.move(H2D, name, load.gradient_nbytes, [summed])
 
-    def send_sums(self, unit: int, ready: int) -> None:
-        """Sends the sums of a rank that sums its own gradients of a step first."""
+    def _send_sums(self, unit: int, ready: int) -> None:
         load = self._log.job.units[unit]
         sharded, name = load.sharded, f"gradients of {load.name}"
         assert sharded.sums is not None

@@ -12,7 +12,7 @@ from infinity.simulate.order import Use
 from infinity.simulate.spec import StepSpec, UnitLoad
 from infinity.state.budgets import Budgets
 from infinity.state.placement import STATE_KINDS, StatePlacement
-from infinity.state.units import StateKind, Unit
+from infinity.state.units import STATE_ITEM_NBYTES, StateKind, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ def make_job(
         saved_on=saved_on,
         stages_ahead=budgets.staged_nbytes > 0,
         keeps_experts=config.schedule.micro_batch is not None,
+        takes_norms=config.optimizer.max_grad_norm is not None,
     )
 
 
@@ -131,6 +132,7 @@ def load_of(unit: Unit, placement: StatePlacement, is_summed: bool) -> UnitLoad:
         gradients=placement.tier(unit, StateKind.GRADIENTS) if gradient_nbytes else "host",
         gradient_nbytes=gradient_nbytes,
         leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,
+        largest_nbytes=max((STATE_ITEM_NBYTES * t.numel for t in unit.trainable()), default=0),
     )
 
 

@@ -36,7 +36,7 @@ def rank_loads(
     reduced = None if config.distributed.reduce_dtype == "auto" else torch.bfloat16
     for full, of_ranks in zip(partition.full_units, partition.shards, strict=True):
         own = of_ranks[partition.rank]
-        load = load_of(own.unit, placement, is_summed)
+        load = replace(load_of(own.unit, placement, is_summed), largest_nbytes=0)
         stage, sums = partition.stage, None
         # Frozen weights in their files are gathered by devices; else each rank reads all of them.
         is_gathered = stage == 3 and (full.stored is None or is_collective)

@@ -12,9 +12,11 @@ class Rates:
 
     `nvme_mixed` is the sum of both directions if equal amounts are read and written. `update`
     counts every byte that the optimizer's pass reads or writes. `host` counts the bytes of summed
-    gradients. `hold` counts the bytes of weights that the engine maps under a computation on the
-    host. `device_update` is `update` on the devices. `gather` is None with one device. `decode`
-    counts the bytes of weights that are made of stored ones where they are computed with.
+    gradients. `norm` is that of one thread that computes norms, of which there are `norm_threads`
+    beside a device and one on the host. `hold` counts the bytes of weights that the engine maps
+    under a computation on the host. `device_update` is `update` on the devices. `gather` is None
+    with one device. `decode` counts the bytes of weights that are made of stored ones where they
+    are computed with.
 
     `checkpoint_read` is the rate of the drives that hold the checkpoint of a frozen base; at most
     that of all drives.
@@ -27,6 +29,8 @@ class Rates:
     flops: float
     update: float
     host: float
+    norm: float = float("inf")
+    norm_threads: float = 1.0
     hold: float = float("inf")
     device_update: float = float("inf")
     decode: float = float("inf")
@@ -45,6 +49,15 @@ class Rates:
     def checkpoint_slowness(self) -> float:
         """The time of a byte of the checkpoint over the time of a byte that all drives read."""
         return max(1.0, self.nvme_read / self.checkpoint_read)
+
+    def norms_s(self, nbytes: float) -> float:
+        """Returns the time of the norms of gradients on all threads beside a device."""
+        return nbytes / min(self.norm * self.norm_threads, self.host)
+
+    def last_norm_s(self, nbytes: float, largest_nbytes: float) -> float:
+        """Returns the time from `norms_s` of gradients until the largest of them is measured, on
+        one thread."""
+        return max(0.0, largest_nbytes / self.norm - self.norms_s(nbytes))
 
     def nvme_s(self, read_nbytes: float, write_nbytes: float) -> float:
         """Returns the least time to read and write these bytes, in any useful interleaving."""

@@ -73,6 +73,8 @@ class UnitLoad:
     gradients: str
     gradient_nbytes: int
     leaving_nbytes: int  # Of a gradient that leaves a device, in its own dtype.
+    # The fp32 bytes of the largest gradient that one thread measures; 0 of one that several do.
+    largest_nbytes: int = 0
     decoded_nbytes: int = 0  # Of stored weights, where the device computes with them.
     sharded: ShardedLoad = NOT_SHARDED
 
@@ -154,6 +156,7 @@ class StepSpec:
     early_share: float = 0.0
     # Stored bytes go to a device that has no space for their decoded weights yet.
     stages_ahead: bool = False
+    takes_norms: bool = True  # Of all gradients, for the step to clip them.
 
     @property
     def shares_host_memory(self) -> bool:

@@ -208,15 +208,18 @@ class _Draft:
                     if left[unit] == 0 or self._leaves_early(unit, use):
                         self._gradients.leave(unit, is_first=unit not in summed)
                         summed.add(unit)
-                    if is_updating and is_last and left[unit] == 0 and unit in self._early:
+                    is_complete = is_last and left[unit] == 0
+                    if is_complete:
+                        self._gradients.measure(unit)
+                    if is_updating and is_complete and unit in self._early:
                         complete.append((unit, self._gradients.out[-1]))
         self.log.pass_name = "backward"
-        for unit, ready in self._gradients.sums.items():
-            self._gradients.send_sums(unit, ready)
-        self._gradients.sums.clear()
-        # The optimizer reads all gradients and waits until they are at rest.
-        after = [*self._gradients.out, self.log.last_on.get(self.log.update_track)]
-        self._gradients.out.clear()
+        self._gradients.end_backward()
+        # The optimizer waits until all gradients are at rest, and for their norms.
+        traffic = self._gradients
+        after = [*traffic.out, *traffic.norms, self.log.last_on.get(self.log.update_track)]
+        traffic.out.clear()
+        traffic.norms.clear()
         self.log.decided.append(self.log.add(COMPUTE, "optimizer decides", after=after))
 
     def _update_early(self, unit: int, summed: int) -> None:

@@ -8,16 +8,14 @@ last step needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, shaped
 from infinity.streaming.gradient_sums import TensorGradient
-
-Measure = Callable[[torch.Tensor, TensorSpec], torch.Tensor]
+from infinity.streaming.norm_tasks import Measure, NormThreads
 
 
 def norm_of(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -26,25 +24,9 @@ def norm_of(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return norm
 
 
-@dataclass(frozen=True, slots=True)
-class _DueNorm:
-    unit: Unit
-    spec: TensorSpec
-    known: TensorGradient
-    stamp: tuple[int, int]
-    flat: torch.Tensor
-
-    def compute(self, measure: Measure) -> None:
-        """Computes the norm, unless the sum has changed since."""
-        known = self.known
-        if known.is_present and known.norm is None and known.stamp == self.stamp:
-            known.norm = measure(self.flat, self.spec)
-
-
 class CompleteSums:
-    """Norms that are due. `is_beside`: a worker calls `compute_next`; else the norm of a sum is
-    computed when it is complete, by the thread that added the last gradient. Under the engine's
-    lock.
+    """Has the norms of complete sums computed: from `measure_beside` on by threads of its own, else
+    by the thread that added the last gradient, at once. Under the engine's lock.
 
     `measure` returns what is kept of a sum, fp32 (numel,): its norm, or what a norm over ranks is
     made from. `counts`: the number of gradients says whether a sum is complete. Over ranks it does
@@ -56,42 +38,46 @@ class CompleteSums:
         self, measure: Measure = norm_of, *, counts: bool = True, is_on_device: bool = False
     ) -> None:
         self.measure, self.is_on_device = measure, is_on_device
-        self.is_beside = False
         self.counts = counts
-        self._due: dict[TensorSpec, _DueNorm] = {}
+        self._threads: NormThreads | None = None
 
-    def __len__(self) -> int:
-        return len(self._due)
+    def measure_beside(self) -> None:
+        """From now on norms are computed beside the thread that trains, until `close`.
 
-    def note(self, unit: Unit, spec: TensorSpec, known: TensorGradient, flat: torch.Tensor) -> None:
-        """A sum is complete. `flat`: fp32 (numel,), valid until `finish` of its unit."""
-        if self.is_beside:
-            self._due[spec] = _DueNorm(unit, spec, known, known.stamp, flat)
-        else:
+        For a device with memory of its own: the host's cores are free while it computes.
+        """
+        self._threads = NormThreads()
+
+    def note(self, spec: TensorSpec, known: TensorGradient, flat: torch.Tensor) -> None:
+        """A sum is complete. `flat`: fp32 (numel,), valid until the task of `known` is ended."""
+        if known.norm is not None or known.task is not None:
+            return
+        if self._threads is None:
             known.norm = self.measure(flat, spec)
+        else:
+            known.task = self._threads.start(self.measure, flat, spec)
 
-    def compute_late(
+    def note_leaving(
         self, unit: Unit, tensors: Mapping[TensorSpec, TensorGradient], array: torch.Tensor
     ) -> None:
-        """Computes the norms that are needed of sums with more gradients than the last ones, before
-        they leave memory. `array`: the unit's gradients, fp32 (state_numel,)."""
+        """The unit's sums are about to leave memory. Notes those that have more gradients than the
+        last ones, and whose norms are needed. `array`: fp32 (state_numel,)."""
         for spec in unit.trainable():
             known = tensors[spec]
             # To read a sum again costs more than its norm; of the first one nothing is known.
             is_needed = known.was_norm_needed or not known.num_expected
             is_late = self.counts and known.num_added > known.num_expected
             if known.is_present and is_needed and is_late:
-                known.norm = self.measure(flat_of(array, spec), spec)
+                self.note(spec, known, flat_of(array, spec))
 
-    def compute_next(self) -> bool:
-        """Computes one norm. Returns whether there was one to compute."""
-        if not self._due:
-            return False
-        self._due.pop(next(iter(self._due))).compute(self.measure)
-        return True
+    def finish(self, unit: Unit, tensors: Mapping[TensorSpec, TensorGradient]) -> None:
+        """The unit's memory is given up: ends the tasks that read it, and keeps their norms."""
+        for spec in unit.trainable():
+            tensors[spec].finish_task()
 
-    def finish(self, unit: Unit) -> None:
-        """Computes the norms of a unit, whose memory is given up."""
-        for due in [norm for norm in self._due.values() if norm.unit is unit]:
-            del self._due[due.spec]
-            due.compute(self.measure)
+    def close(self, tensors: Iterable[TensorGradient]) -> None:
+        """Ends the tasks of these sums, and the threads. Idempotent."""
+        for known in tensors:
+            known.end_task()
+        if self._threads is not None:
+            self._threads.close()

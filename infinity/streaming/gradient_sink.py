@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from infinity.state.units import TensorSpec, Unit
+from infinity.streaming.gradient_norms import CompleteSums
 
 
 class GradientSink(Protocol):
@@ -16,6 +17,8 @@ class GradientSink(Protocol):
     Local: `GradientStore`. Over ranks: `distributed.reduce.DistributedGradients`. Called under the
     engine's lock.
     """
+
+    norms: CompleteSums  # Has the norms of complete sums computed.
 
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
         """Adds one gradient to the sum: any floating dtype, the parameter's shape, any device."""

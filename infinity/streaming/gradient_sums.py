@@ -28,6 +28,7 @@ from typing_extensions import override
 from infinity.errors import UnsupportedError
 from infinity.state.store import DeviceLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
+from infinity.streaming.norm_tasks import NormTask
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
@@ -55,8 +56,10 @@ class TensorGradient:
     """The facts about one parameter's gradient."""
 
     is_present: bool = False
-    # Of the present sum, see `CompleteSums.measure`; None: unknown.
+    # Of the present sum, see `CompleteSums.measure`; None: unknown. While `task` computes it, the
+    # task reads the sum: Note [Who reads a sum].
     norm: torch.Tensor | None = None
+    task: NormTask | None = None
     is_due: bool = False  # The norm will be needed, and no further gradient is expected.
     # Clip factor of a step that is not yet applied to the kept sum.
     scale: torch.Tensor | None = None
@@ -74,15 +77,46 @@ class TensorGradient:
         return self.number, self.num_changes
 
     def note_added(self, *, counts: bool) -> None:
-        """A gradient is added to the sum. `counts`: see `CompleteSums`."""
+        """A gradient is about to be added to the sum. `counts`: see `CompleteSums`."""
         self.num_changes += 1
         self.norm = None
+        if self.task is not None:
+            self.end_task()
         self.num_added += 1
         is_like_last = counts and self.num_added == self.num_expected
         self.is_due = is_like_last and self.was_norm_needed
 
+    def note_scaled(self, scale: torch.Tensor) -> None:
+        """The sum is the product with `scale` from now on, which is yet to be applied."""
+        self.num_changes += 1
+        self.norm = None
+        self.end_task()
+        if self.is_present:
+            self.scale = scale
+
+    def finish_task(self) -> None:
+        """Takes the norm from the task that computes it, if there is one. Waits, or computes it.
+        Raises what the task has raised; the norm is unknown then."""
+        if self.task is not None:
+            task, self.task = self.task, None
+            self.norm = task.result()
+
+    def finished_norm(self) -> torch.Tensor:
+        """Returns the norm, which is known or on its way; see `finish_task`."""
+        self.finish_task()
+        assert self.norm is not None
+        return self.norm
+
+    def end_task(self) -> None:
+        """Nobody reads the sum any more, and its norm is not needed. Waits for who does."""
+        if self.task is not None:
+            self.task.end()
+            self.task = None
+
     def forget(self) -> None:
         """The parameter has no gradient; the next one is another."""
+        if self.task is not None:
+            self.end_task()
         if self.num_added:
             self.num_expected, self.num_added = self.num_added, 0
             self.was_norm_needed, self.is_norm_needed = self.is_norm_needed, False

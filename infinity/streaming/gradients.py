@@ -109,7 +109,7 @@ class GradientStore:
             place = flat_of(self._array(unit), spec)
             _ = place.copy_(flat) if first else place.add_(flat)
             if known.is_due:
-                self.norms.note(unit, spec, known, place)
+                self.norms.note(spec, known, place)
         else:
             self._take_off_device(sums, spec, flat, first=first)
         if spec not in sums.device_sums:
@@ -122,7 +122,7 @@ class GradientStore:
         known.is_due = known.was_norm_needed
         array = sums.array if sums.on_host is None else sums.on_host
         if known.is_due and array is not None and not self._leaving.has(spec):
-            self.norms.note(unit, spec, known, flat_of(array, spec))
+            self.norms.note(spec, known, flat_of(array, spec))
 
     def put(
         self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
@@ -166,7 +166,7 @@ class GradientStore:
             place, known = flat_of(self._array(unit), spec), self._tensors[spec]
             self._add_staged(unit, spec, flat, place)
             if known.is_due:
-                self.norms.note(unit, spec, known, place)
+                self.norms.note(spec, known, place)
 
     def sum_on_device(self, units: Iterable[Unit]) -> None:
         """Sums the gradients of these units on the device until `write_out`."""
@@ -220,7 +220,7 @@ class GradientStore:
         leaving = self._leaving.end_oldest()
         known = self._tensors[leaving.spec]
         if leaving.place is not None and known.is_due:
-            self.norms.note(leaving.unit, leaving.spec, known, leaving.place)
+            self.norms.note(leaving.spec, known, leaving.place)
 
     def _add_staged(
         self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, target: torch.Tensor
@@ -332,7 +332,7 @@ class GradientStore:
         self._await_more(sums)
         if sums.state is SumState.ON_HOST:
             assert sums.array is not None and sums.block is not None
-            self.norms.compute_late(unit, self._tensors, sums.array)
+            self.norms.note_leaving(unit, self._tensors, sums.array)
             sums.begin_write(self._store.write(unit, StateKind.GRADIENTS, sums.block))
 
     def write_out_all(self) -> None:
@@ -357,7 +357,7 @@ class GradientStore:
             if unit is not self._in_use:
                 self._end_copies()
                 self._start_write(unit)
-                self.norms.finish(unit)
+                self.norms.finish(unit, self._tensors)
                 del self._lent[unit]
                 writing, block = sums.writing, sums.give_up_block()
                 self._wait_write(unit, writing)
@@ -377,13 +377,13 @@ class GradientStore:
 
     def give_back(self, unit: Unit) -> None:
         """Frees the unit's host block if its write is over. After a failed write the block stays,
-        for who needs the gradients next to meet the error. Never waits."""
+        for who needs the gradients next to meet the error. Waits for no drive."""
         sums = self._sums[unit.index]
         if sums.state is not SumState.WRITING or not (sums.writing is None or sums.writing.done()):
             return
         with contextlib.suppress(StorageError):
             self._wait_write(unit, sums.writing)
-            self.norms.finish(unit)
+            self.norms.finish(unit, self._tensors)
             del self._lent[unit]
             self.blocks.give_back(sums.give_up_block())
 
@@ -394,7 +394,8 @@ class GradientStore:
             pass
 
     def close(self) -> None:
-        """Gives up its views of memory."""
+        """Gives up its views of memory, of which nobody reads any more."""
+        self.norms.close(self._tensors.values())
         self._sums.clear()
 
     # -- Looking -----------------------------------------------------------------------------------
@@ -423,11 +424,12 @@ class GradientStore:
         known.is_norm_needed = True
         if spec.numel == 0:
             return torch.zeros(())
-        if known.norm is None:
+        if known.norm is None and known.task is None:
             on_device = self.resting_on_device(unit) if self.norms.is_on_device else None
             flat = self.view(unit, spec) if on_device is None else flat_of(on_device, spec)
-            known.norm = self.norms.measure(flat, spec)
-        return known.norm
+            if known.task is None:  # Else the sum has come with the view.
+                known.norm = self.norms.measure(flat, spec)
+        return known.finished_norm()
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """A copy of one gradient: fp32, the parameter's shape, on the host."""
@@ -466,10 +468,8 @@ class GradientStore:
         """Records that the update used gradients times `scale`; later reads return the product."""
         for spec in specs:
             known = self._tensors[spec]
-            known.norm = None
-            known.num_changes += 1
+            known.note_scaled(scale)
             if known.is_present:
-                known.scale = scale
                 self._scaled.add(spec)
 
     def apply_scales(self, unit: Unit) -> None:

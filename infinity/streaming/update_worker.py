@@ -54,7 +54,7 @@ class UpdateWorker:
         """There may be work. Any thread. Raises what the last turn has raised."""
         if self._failure is not None:
             raise self._failure
-        self._num_threads = torch.get_num_threads()  # Sums have the bits of this thread.
+        self._num_threads = torch.get_num_threads()  # Updates have as many.
         self._is_woken.set()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
+from infinity.streaming.norm_tasks import THREAD_NAME
 
 from .models import loss_of
 from .processes import run_ranks
@@ -24,14 +26,17 @@ CASE = Case(3, NVME, steps=4, max_norm=0.05)
 
 
 class Watch:
-    """Counts what is measured of sums, inside of `optimizer.step()` and before it."""
+    """Counts what is measured of sums, inside of `optimizer.step()` and before it, and notes on
+    which threads."""
 
     def __init__(self, engine: Any) -> None:
         self.owned = engine.gradients.owned
         self.is_in_step, self.before, self.inside = False, 0, 0
+        self.threads: set[str] = set()
         self._measure, self.owned.norms.measure = self.owned.norms.measure, self._counted
 
     def _counted(self, *arguments: Any) -> torch.Tensor:
+        self.threads.add(threading.current_thread().name.rpartition("_")[0])
         self.inside += self.is_in_step
         self.before += not self.is_in_step
         return self._measure(*arguments)
@@ -45,6 +50,7 @@ class Watch:
     def count(self) -> tuple[int, int]:
         counts = self.before, self.inside
         self.before = self.inside = 0
+        self.threads.clear()
         return counts
 
 
@@ -61,6 +67,10 @@ def _await_sums(engine: Any) -> None:
         time.sleep(0.001)
     with engine._lock:
         gradients.owned.finish_copies()
+    tasks = [known.task for known in gradients.owned._tensors.values() if known.task is not None]
+    while not all(task._future.done() for task in tasks):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
     dist.barrier()
 
 
@@ -76,6 +86,8 @@ def _train(rank: int, case: Case) -> tuple[list[float], list[tuple[int, int]], i
             loss_of(model, each, skip).backward()
         if step:  # The first one shows how many gradients to expect.
             _await_sums(engine)
+            # Where the device is the host, its cores are busy.
+            assert watch.threads == ({THREAD_NAME} if case.simulated else {""})
         with watch.step():
             optimizer.step()
         optimizer.zero_grad()
@@ -94,6 +106,7 @@ def _train(rank: int, case: Case) -> tuple[list[float], list[tuple[int, int]], i
         (2, replace(CASE, placement={}, stage=2)),
         (2, replace(CASE, stage=2, accumulation=2)),
         (2, replace(CASE, simulated=True, exchange="collective")),
+        (2, replace(CASE, simulated=True)),
         (3, replace(CASE, simulated=True, exchange="collective", placement={}, accumulation=2)),
     ],
     ids=str,

@@ -14,8 +14,8 @@ import infinity
 from infinity.state.units import TensorSpec
 from infinity.testing.simulated_device import SimulatedDevice
 
+from .norm_support import let_norms_finish
 from .test_early_updates import Run, config_of, loss_of, make, plain_run
-from .test_update_worker import WORKER
 
 NUM_TENSORS = len(list(make().parameters()))
 CASES = [("host", False), ("nvme", False), ("host", True), ("nvme", True)]
@@ -42,19 +42,6 @@ def offloaded(directory: Path, tier: str, *, is_apart: bool) -> Run:
     return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
 
 
-def let_worker_finish(run: Run) -> None:
-    engine = infinity.engine_of(run.model)
-    engine.gradients.finish_copies()
-    done = threading.Event()
-    for _ in range(6000):
-        with engine._lock:
-            engine.updater.advance()
-            if not engine.gradients.norms:
-                return
-        done.wait(0.01)
-    pytest.fail("the worker computes no norms")
-
-
 def backwards(run: Run, step: int, count: int) -> None:
     for number in range(count):
         (loss_of(run.model, 10 * step + number) / count).backward()
@@ -73,9 +60,10 @@ def test_norms_are_computed_once_when_the_last_gradient_of_a_step_is_there(
             backwards(run, step, count)
             if not run.is_plain and step > 0:
                 if is_apart:
-                    let_worker_finish(run)
+                    let_norms_finish(run)
                 assert computed.total() == NUM_TENSORS, "each norm once, in the backward"
-                assert not is_apart or computed[WORKER] > 0
+                here = threading.current_thread().name
+                assert is_apart is (here not in computed), "where the device is the host: here"
             before = computed.total()
             run.step(0.1)
             assert run.is_plain or step == 0 or computed.total() == before

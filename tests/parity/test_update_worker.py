@@ -284,39 +284,3 @@ def test_a_read_that_fails_in_the_worker_is_met_by_who_needs_the_unit(
         assert all(map(torch.equal, expected, run.values().values()))
     assert calls > 0
     infinity.close(run.model)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [{"updates": "at_step"}, {"updates": "deferred", "update_on": "device"}],
-    ids=["at-the-step", "on-the-device"],
-)
-def test_norms_are_taken_beside_the_backward_where_nothing_is_updated_there(
-    swap_directory: Path, schedule: dict[str, str]
-) -> None:
-    threads: list[str] = []
-
-    def body(run: Run) -> list[torch.Tensor]:
-        complete: Any = ()
-        if not run.is_plain:
-            complete = infinity.engine_of(run.model).gradients.norms  # type: ignore[attr-defined]
-            measure = complete.measure
-
-            def told(*arguments: Any) -> torch.Tensor:
-                threads.append(threading.current_thread().name)
-                return measure(*arguments)
-
-            complete.measure = told
-        for number in range(4):
-            loss_of(run.model, number).backward()
-            deadline_s = time.monotonic() + 60
-            while complete:
-                assert time.monotonic() < deadline_s, "nobody takes the norms"
-                time.sleep(1e-3)
-            run.step(1e-3)
-        return []
-
-    compare(body, offloaded(swap_directory, schedule=schedule))
-    num_sums = threads.index(WORKER)  # The first step does not know what to expect.
-    assert set(threads[num_sums:]) == {WORKER}
-    assert len(threads) == 4 * num_sums

@@ -75,7 +75,8 @@ def test_all_ranks_read_and_write_the_bytes_of_one_and_receive_what_others_send(
         )
         if count == 1:
             [load] = loads
-            assert replace(load, sharded=NOT_SHARDED, leaving_nbytes=alone.leaving_nbytes) == alone
+            same = {name: getattr(alone, name) for name in ("leaving_nbytes", "largest_nbytes")}
+            assert replace(load, sharded=NOT_SHARDED, **same) == alone
 
 
 @given(laid_out=units(), is_collective=st.booleans())

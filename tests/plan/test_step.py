@@ -88,6 +88,28 @@ def test_state_that_rests_on_the_host_moves_nothing() -> None:
     assert not predict(job(units=units, device_cache_nbytes=None), RATES).moved_nbytes
 
 
+def test_norms_beside_a_device_overlap_with_compute_but_for_the_last_tensor() -> None:
+    """Of units on the host; one thread measures the largest tensor of the last one."""
+    large = replace(unit(0, tier="host"), largest_nbytes=4 * GB // 10)
+    here = job(units=tuple(replace(large, name=f"u{index}") for index in range(8)))
+    rates = replace(RATES, norm=4e9, norm_threads=8)
+    without = predict(replace(here, takes_norms=False), rates)
+    found = predict(here, rates)
+    per_unit_s = 0.4 / 32
+    assert "norms" not in without.busy_s
+    assert found.busy_s["norms"] == pytest.approx(7 * per_unit_s + 0.4 / 4)
+    assert found.step_s - without.step_s == pytest.approx(0.4 / 4, rel=0.01)
+
+
+def test_norms_of_gradients_on_the_device_of_one_rank_are_copied_and_measured_in_the_step() -> None:
+    resting = replace(unit(0, tier="host"), gradients="device")
+    here = job(units=tuple(replace(resting, name=f"u{index}") for index in range(8)))
+    found = predict(here, replace(RATES, norm=4e9, norm_threads=8))
+    without = predict(replace(here, takes_norms=False), RATES)
+    assert found.step_s - without.step_s >= 8 * 0.4 / 4
+    assert found.moved_nbytes["d2h"] - without.moved_nbytes.get("d2h", 0) == 32 * GB // 10
+
+
 def test_updates_on_the_device_copy_all_state_in_and_what_changed_out() -> None:
     params = 8 * GB // 10
     units = tuple(unit(index, tier="host") for index in range(8))

@@ -143,7 +143,7 @@ def test_the_planner_predicts_what_would_be_chosen(
 
 def test_state_on_the_device_is_updated_there_without_a_transfer() -> None:
     """With the host's update all of it comes and what is changed returns."""
-    resting = small_job("device", device_cache_nbytes=INF)
+    resting = small_job("device", device_cache_nbytes=INF, takes_norms=False)
     params = 4 * GB // 10
     rates = Rates(flops=1e15, update=100e9, host=INF, device_update=800e9, h2d=50e9, d2h=50e9)
     here, there = (

@@ -1,0 +1,34 @@
+"""Waiting for norms that are computed beside the thread that trains."""
+
+from __future__ import annotations
+
+import time
+
+import infinity
+from infinity.streaming.gradient_norms import CompleteSums
+from infinity.streaming.gradient_sums import TensorGradient
+
+from .test_early_updates import Run
+
+
+def norms_of(run: Run) -> CompleteSums:
+    return infinity.engine_of(run.model).gradients.norms
+
+
+def tasks_of(run: Run) -> list[TensorGradient]:
+    """The sums whose norms have a task, which may be over."""
+    gradients = infinity.engine_of(run.model).gradients
+    return [known for known in gradients._tensors.values() if known.task is not None]
+
+
+def is_over(known: TensorGradient) -> bool:
+    return known.task is None or known.task._future.done()
+
+
+def let_norms_finish(run: Run) -> None:
+    engine, deadline_s = infinity.engine_of(run.model), time.monotonic() + 60
+    with engine._lock:
+        engine.gradients.finish_copies()
+    while not all(map(is_over, tasks_of(run))):
+        assert time.monotonic() < deadline_s, "nobody computes the norms"
+        time.sleep(1e-3)
