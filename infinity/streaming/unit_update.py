@@ -10,7 +10,7 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.units import Chunk, TensorSpec, Unit, chunk_unit
+from infinity.state.units import Chunk, StateKind, TensorSpec, Unit, chunk_unit
 from infinity.streaming.chunk_update import StagedChunk, update_chunk
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import StepRecord, UpdatedWeights
@@ -84,12 +84,15 @@ class ChunkUpdates:
         """Checks the unit's weights out, unless they are. Nobody may hold the unit."""
         if update.weights is None:
             with self._counters.timed("weights_s"):
-                # Full masters may be on the host, and are copied into the weights there.
-                has_full_master = update.unit.master_dtype is torch.float32
+                # Weights are made of a full master where it rests.
+                is_master_elsewhere = (
+                    update.unit.master_dtype is torch.float32
+                    and not self._ring.is_on_device(update.unit, StateKind.MASTER)
+                )
                 update.weights = self._weight_cache.check_out(
                     update.unit.index,
                     read=not update.overwrites_all,
-                    stays_on_device=self._on_device is not None and not has_full_master,
+                    stays_on_device=self._on_device is not None and not is_master_elsewhere,
                 )
 
     def check_in(self, update: UnitUpdate, *, write_now: bool) -> None:
