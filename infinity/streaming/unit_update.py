@@ -42,8 +42,8 @@ class UnitUpdate:
     def overwrites_all(self) -> bool:
         """With an fp32 master every weight is written and none is read, unless some are left
         alone."""
-        has_wide_master = self.unit.master_dtype is torch.float32
-        return has_wide_master and all(spec in self.record.settings for spec in self.unit.tensors)
+        is_made_of_master = self.unit.has_full_master
+        return is_made_of_master and all(spec in self.record.settings for spec in self.unit.tensors)
 
 
 def updates_of(unit: Unit, record: StepRecord, chunk_nbytes: int) -> UnitUpdate | None:
@@ -85,9 +85,8 @@ class ChunkUpdates:
         if update.weights is None:
             with self._counters.timed("weights_s"):
                 # Weights are made of a full master where it rests.
-                is_master_elsewhere = (
-                    update.unit.master_dtype is torch.float32
-                    and not self._ring.is_on_device(update.unit, StateKind.MASTER)
+                is_master_elsewhere = update.unit.has_full_master and not self._ring.is_on_device(
+                    update.unit, StateKind.MASTER
                 )
                 update.weights = self._weight_cache.check_out(
                     update.unit.index,
