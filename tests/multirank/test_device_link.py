@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,18 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 import infinity
 from infinity.distributed.step import DistributedUpdater
+from infinity.errors import InfinityError, RankError
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.partition import Partition
+from infinity.state.store import Transfer
 from infinity.state.units import StateKind
 from infinity.streaming.step_record import StepRecord
 from infinity.testing import SimulatedDevice
+from infinity.testing.simulated_device import UnorderedAccess
 
 from .models import WideBlocks, batch, loss_of
 from .processes import run_ranks
@@ -184,3 +188,57 @@ def test_a_rank_s_link_carries_its_part_of_the_weights_it_updates(count: int) ->
             first = next(i for i, other in enumerate(WAYS) if other.dtype is way.dtype)
             reference = of_ranks[0][first].weights
             assert all(torch.equal(reference[n], runs[at].weights[n]) for n in reference), way
+
+
+class _Lost(Transfer):
+    """A transfer of other ranks' weights that ends with one of these ranks."""
+
+    @override
+    def done(self) -> bool:
+        return True
+
+    @override
+    def wait(self) -> None:
+        raise RankError(1, "is gone, in a test")
+
+
+def _lose_in_exchange(rank: int, way: Way) -> tuple[str, list[bool]]:
+    """The error of a step in which rank 0 gets no weights of rank 1; and of each unit of rank 0,
+    whether its own part is new, that of rank 1 old, and its host copy gone."""
+    model = offloaded(way, Path(tempfile.gettempdir(), "swap"))
+    engine, kept, message = infinity.engine_of(model), list[bool](), ""
+    store: Any = engine.store
+    try:
+        with closing(engine):
+            optimizer, memory = infinity.AdamW(model, lr=LR), {}
+            loss_of(model, batch(rank, WideBlocks.width).to(way.dtype)).backward()
+            for unit in store.partition.full_units:
+                memory[unit] = store.location(unit, StateKind.PARAMETERS).memory
+            before = {unit: content.clone() for unit, content in memory.items()}
+
+            def lose(index: int, full: Tensor, **_: bool) -> Transfer:
+                full.fill_(255)  # A part has come.
+                return _Lost()
+
+            if rank == 0:
+                store.gather_weights = lose
+            try:
+                optimizer.step()
+            except InfinityError as error:
+                message = str(error)
+            for unit, content in memory.items():
+                own = store.partition.own_part(unit.index)
+                rest = store.partition.remote_parts(unit.index)
+                is_old = [torch.equal(content[p.start : p.stop], before[unit][p.start : p.stop])
+                          for p in (own, *rest)]  # fmt: skip
+                held = engine.weight_cache.weights[unit.index].host_copy
+                kept.append(is_old == [not own, *(True for _ in rest)] and held is None)
+    except (InfinityError, UnorderedAccess):  # Closing raises the error of the step once more.
+        pass
+    return message, kept
+
+
+def test_a_rank_that_is_lost_in_the_exchange_leaves_no_part_of_its_weights() -> None:
+    (message, kept), (remote, _) = run_ranks(2, _lose_in_exchange, Way(1))
+    assert "is gone, in a test" in message and "rank 0" in remote
+    assert kept == [True] * 5
