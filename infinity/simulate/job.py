@@ -131,6 +131,7 @@ def load_of(unit: Unit, placement: StatePlacement, is_summed: bool) -> UnitLoad:
         gradients=placement.tier(unit, StateKind.GRADIENTS) if gradient_nbytes else "host",
         gradient_nbytes=gradient_nbytes,
         leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,
+        full_master=placement.tier(unit, StateKind.MASTER) if unit.has_full_master else None,
     )
 
 
