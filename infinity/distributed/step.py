@@ -65,9 +65,11 @@ class ShardWeights(UpdatedWeights):
             if self._store.take_rewritten(index):
                 self._weight_cache.discard(unit)
             return self._weight_cache.check_out(unit, read=read, stays_on_device=stays_on_device)
-        weights = self._weight_cache.check_out(index, read=True, stays_on_device=stays_on_device)
-        place = self._partition.local[index].segments[0]
-        return weights[place.full_offset_nbytes : place.full_offset_nbytes + place.nbytes]
+        part = self._partition.own_part(index)
+        weights = self._weight_cache.check_out(
+            index, read=read, stays_on_device=stays_on_device, parts=[part]
+        )
+        return weights[part.start : part.stop]
 
     @override
     def check_in(
@@ -80,7 +82,9 @@ class ShardWeights(UpdatedWeights):
             return
         full = self._partition.full_units[unit - self._num_full]
         dirty_nbytes = full.trainable_nbytes if dirty_nbytes else 0
-        self._weight_cache.check_in(full.index, dirty_nbytes=dirty_nbytes)
+        self._weight_cache.check_in(
+            full.index, dirty_nbytes=dirty_nbytes, write_now=write_now, is_valid=is_valid
+        )
 
 
 class DistributedUpdater(StepRunner):

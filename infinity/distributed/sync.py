@@ -272,10 +272,12 @@ def pull_updated(
             gather.arrival.wait()
         elif store.partition.is_gathered(unit.index):
             weight_cache.discard(unit.index)
-        elif unit.state_numel:
-            weights = weight_cache.check_out(unit.index, read=True)
+        elif parts := store.partition.remote_parts(unit.index):
+            weights = weight_cache.check_out(unit.index, read=False, parts=parts)
             try:
                 store.gather_weights(unit.index, weights, is_local_present=True).wait()
-            finally:
-                weight_cache.check_in(unit.index, dirty_nbytes=unit.trainable_nbytes)
+            except BaseException:
+                weight_cache.check_in(unit.index, dirty_nbytes=0, is_valid=False)
+                raise
+            weight_cache.check_in(unit.index, dirty_nbytes=unit.trainable_nbytes)
     weight_cache.finish_writes()

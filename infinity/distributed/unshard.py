@@ -138,10 +138,8 @@ class DeviceUnshard:
         if not self.is_on or not isinstance(location, DeviceLocation) or not ranges:
             return None
         full, ready = location.memory, self._exchange.ready()
-        local = full[:0]
-        for part in ranges:
-            if part.rank == self._partition.rank:  # One range: trained tensors are adjacent.
-                local = full[part.place : part.place + part.nbytes]
+        own = self._partition.own_part(unit)
+        local = full[own.start : own.stop]
 
         def issue() -> tuple[Copy, Copy]:
             self._count(unit)

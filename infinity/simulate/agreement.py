@@ -43,12 +43,14 @@ class RankAgreement:
             return updated
         if sharded.are_weights_between_devices:
             return self._log.receive(name, sharded, [updated], is_by_device=True)
-        own_nbytes = 0 if self._updates.stays(load) else load.weight_nbytes
+        # On a device the own part is there already, and the others are written beside it.
+        is_there = load.weights == "device" or self._updates.stays(load)
+        own_nbytes = 0 if is_there else load.weight_nbytes
         read = self._fetches.read_parts(load, own_nbytes + sharded.served_nbytes, [updated])
         received = self._log.receive(name, sharded, [updated, *read], is_by_device=False)
         if load.weights == "nvme":
             self._updates.write_weights(unit, [received])
             return self._log.written.weights[unit]
         if load.weights == "device" and not self._log.job.shares_host_memory:
-            return self._log.move(H2D, name, load.written_nbytes, [received])
+            return self._log.move(H2D, name, sharded.received_nbytes, [received])
         return received

@@ -133,6 +133,7 @@ def load_of(unit: Unit, placement: StatePlacement, is_summed: bool) -> UnitLoad:
         gradient_nbytes=gradient_nbytes,
         leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,
         largest_nbytes=max((STATE_ITEM_NBYTES * t.numel for t in unit.trainable()), default=0),
+        full_master=placement.tier(unit, StateKind.MASTER) if unit.has_full_master else None,
     )
 
 

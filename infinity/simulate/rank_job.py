@@ -42,11 +42,14 @@ def rank_loads(
         is_gathered = stage == 3 and (full.stored is None or is_collective)
         if not is_gathered:
             rests_on = placement.tier(full, StateKind.PARAMETERS)
+            written_nbytes = full.trainable_nbytes if own.unit.state_numel else 0
+            if rests_on == "device":
+                written_nbytes = len(partition.own_part(full.index))
             load = replace(
                 load,
                 weights=rests_on,
                 weight_nbytes=full.nbytes(StateKind.PARAMETERS),
-                written_nbytes=full.trainable_nbytes if own.unit.state_numel else 0,
+                written_nbytes=written_nbytes,
             )
         if stage == 1 and full.state_numel:
             sums = placement.tier(full, StateKind.GRADIENTS)

@@ -66,7 +66,7 @@ class UnitLoad:
     name: str
     weights: str
     weight_nbytes: int
-    written_nbytes: int  # Of the weights, by an update.
+    written_nbytes: int  # Of the weights, by an update: to a device this rank's part of them.
     state_read_nbytes: Mapping[str, int]
     state_write_nbytes: Mapping[str, int]
     update_nbytes: int  # Touched in memory by the optimizer's pass; 0 for a frozen unit.
@@ -76,7 +76,17 @@ class UnitLoad:
     # The fp32 bytes of the largest gradient that one thread measures; 0 of one that several do.
     largest_nbytes: int = 0
     decoded_nbytes: int = 0  # Of stored weights, where the device computes with them.
+    # The tier of an fp32 master that weights are made of; None: they are a part of their master.
+    full_master: str | None = None
     sharded: ShardedLoad = NOT_SHARDED
+
+    @property
+    def checked_out_nbytes(self) -> int:
+        """Bytes of weights that an update on the host reads from a device."""
+        if self.full_master is not None:
+            return 0
+        is_part = self.sharded is not NOT_SHARDED and not self.sharded.is_gathered
+        return self.written_nbytes if is_part else self.weight_nbytes
 
     @property
     def used_nbytes(self) -> int:

@@ -106,9 +106,9 @@ class UnitUpdates:
             and not job.shares_host_memory
             and not self._are_weights_in_place(load)
         )
-        if travels:
+        if travels and load.checked_out_nbytes:
             weights_ready = self._log.move(
-                D2H, f"weights of {load.name}", load.weight_nbytes, [decided]
+                D2H, f"weights of {load.name}", load.checked_out_nbytes, [decided]
             )
         resident_nbytes = max(sum(load.state_read_nbytes.values()), 1)
         count = _num_segments(resident_nbytes, job.ring_nbytes)
@@ -194,7 +194,8 @@ class UnitUpdates:
 
     def _are_weights_in_place(self, load: UnitLoad) -> bool:
         """Whether the device updates weights where they rest."""
-        return load.weights == "device" and self._log.job.updates_on_device
+        is_of_device = load.full_master in (None, "device")
+        return load.weights == "device" and self._log.job.updates_on_device and is_of_device
 
     def _update_on_device(
         self,
@@ -210,12 +211,9 @@ class UnitUpdates:
         inward_nbytes = changed_nbytes + load.gradient_nbytes
         inward_nbytes -= load.state_read_nbytes.get("device", 0)
         outward_nbytes = changed_nbytes - load.state_write_nbytes.get("device", 0)
-        if self._are_weights_in_place(load):
-            # In stages 1 and 2 a rank has all weights, and updates its part.
-            is_part = load.sharded is not NOT_SHARDED and not load.sharded.is_gathered
-            weights_nbytes = load.written_nbytes // (load.sharded.count if is_part else 1)
-            inward_nbytes -= weights_nbytes
-            outward_nbytes -= weights_nbytes
+        if load.weights == "device":  # They stay there, or are made of their master.
+            inward_nbytes -= load.written_nbytes
+            outward_nbytes -= load.written_nbytes
         after = list(before)
         if inward_nbytes:
             # Until then the target memory on the device may be in use.

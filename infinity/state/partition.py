@@ -160,6 +160,22 @@ class Partition:
         full = self.full_units[shard.unit.index - len(self.full_units)]
         return [s for s in shard.segments if s.full_offset_nbytes < full.trainable_nbytes]
 
+    def own_part(self, unit: int) -> range:
+        """Returns the bytes of a full unit's weights that this rank's updates change: one range,
+        because trained tensors are adjacent; maybe empty."""
+        end = self.full_units[unit].trainable_nbytes
+        for segment in self.shards[unit][self.rank].segments:
+            if segment.full_offset_nbytes < end:
+                start = segment.full_offset_nbytes
+                return range(start, start + segment.nbytes)
+        return range(0)
+
+    def remote_parts(self, unit: int) -> list[range]:
+        """Returns the bytes of a full unit's weights that other ranks' updates change, ascending.
+        Empty for a frozen unit."""
+        own, end = self.own_part(unit), self.full_units[unit].trainable_nbytes
+        return [part for part in (range(own.start), range(own.stop, end)) if part]
+
     def shares(self) -> dict[TensorSpec, list[ShardSlice]]:
         """The shares of every trainable tensor in element order. Empty tensors have none."""
         found: dict[TensorSpec, list[ShardSlice]] = {

@@ -168,6 +168,11 @@ class Unit:
         """Whether the master is the weights and a residual of 16 bits."""
         return self.master_dtype is torch.int16
 
+    @property
+    def has_full_master(self) -> bool:
+        """Whether the master is the fp32 value of every weight, which is made of it."""
+        return self.master_dtype is torch.float32
+
     def dtype(self, kind: StateKind) -> torch.dtype | None:
         """The dtype of the elements of a state kind; None when the unit has none of it."""
         return self._dtypes[kind]

@@ -79,7 +79,7 @@ def update_chunk(
             for span in spans:
                 _forget(span, settings)
         _step(spans, settings, record.clip_factor, device)
-        if staged.chunk.unit.master_dtype is torch.float32:
+        if staged.chunk.unit.has_full_master:
             for part in slices:
                 master = staged.arrays[StateKind.MASTER][_range(staged, part)]
                 _weight_slice(weights, part).copy_(master)
@@ -111,7 +111,7 @@ def _spans(
     """
     arrays, chunk_start = staged.arrays, staged.chunk.start
     gradients, moments = arrays[StateKind.GRADIENTS], [arrays[kind] for kind in kinds]
-    has_full_master = staged.chunk.unit.master_dtype is torch.float32
+    has_full_master = staged.chunk.unit.has_full_master
     dtype = parts[0].tensor.facts.dtype
     spans = []
     for start, stop, start_nbytes, stop_nbytes in _runs(parts, is_beside_weights=has_full_master):

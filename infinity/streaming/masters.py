@@ -67,7 +67,7 @@ class Masters(MasterWeights):
         """
         if unit.master_dtype is None or spec.state_offset < 0:
             return False
-        return unit.master_dtype is torch.float32 or spec.facts.dtype is not torch.float32
+        return unit.has_full_master or spec.facts.dtype is not torch.float32
 
     def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
         """A copy of the fp32 value: flat, on the host."""

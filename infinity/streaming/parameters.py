@@ -1,8 +1,8 @@
 """Weights between their tier and the device: fetched before use, kept, evicted, changed.
 
-`WeightCache` decides which unit moves, and when. It writes the uses and check-outs of a unit.
-`WeightMoves` makes the moves and is the only writer of residency; `weight_state.py` has the states.
-`WeightEvictor` chooses the units that leave, and lets `WeightMoves` move them.
+`WeightCache` decides which unit moves, and when. It writes the uses of a unit; `CheckOuts` writes
+its check-outs. `WeightMoves` makes the moves and is the only writer of residency; `weight_state.py`
+has the states. `WeightEvictor` chooses the units that leave, and lets `WeightMoves` move them.
 
 Note [Feeders]
   A `WeightProvider` may fill a unit's device region from another unit, its feeder, and from
@@ -13,7 +13,7 @@ Note [Feeders]
 
 Note [Changed weights]
   `check_out` hands the host bytes to the optimizer (or to a user who modifies them) and `check_in`
-  starts the write to where they rest.
+  starts the write to where they rest (`weight_check_outs.py`).
 
 Training thread, or an autograd thread while the training thread waits for it; the engine's lock
 orders them.
@@ -22,16 +22,17 @@ orders them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import DeviceLocation, StateStore
-from infinity.state.units import StateKind, Unit
+from infinity.state.store import StateStore
+from infinity.state.units import Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
+from infinity.streaming.weight_check_outs import CheckOuts
 from infinity.streaming.weight_decoding import refuse_change
 from infinity.streaming.weight_evictor import WeightEvictor
 from infinity.streaming.weight_moves import WeightMoves
@@ -77,6 +78,7 @@ class WeightCache:
         self._evictor = WeightEvictor(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
+        self._check_outs = CheckOuts(store, pool, device, counters, self._moves, self._evictor)
         self._moves.decoding.prepare(
             decoded_nbytes,
             self._evictor.reclaim_zone,
@@ -173,7 +175,7 @@ class WeightCache:
     def _bring_in(self, weights: Weights, priority: Priority) -> None:
         self._counters.add("fetches", 1)
         if self._pool.is_tight:
-            self._restack(weights)
+            self._check_outs.restack(weights)
         if weights.state is WeightState.ABSENT:
             feeder = self._feeder_of(weights)
             if feeder is not None:
@@ -185,22 +187,6 @@ class WeightCache:
         self._moves.fetch(weights, priority)
         if weights.state is not WeightState.ATTACHED:
             self._attach(weights)
-
-    def _restack(self, weights: Weights) -> None:
-        """Moves the block of an idle unit, which is about to be in use, to those in use: see
-        Note [Tight budgets]. Raises StorageError if a write has failed."""
-        if self._evictor.is_stacked(weights):
-            return
-        if weights.state is WeightState.ATTACHED:
-            self._moves.detach(weights)
-        if weights.block is None:
-            return
-        self._moves.finish_write(weights)
-        weights.is_checked_out = True  # It stays while the others go.
-        try:
-            self._pool.restack(weights.block)
-        finally:
-            weights.is_checked_out = False
 
     def _feeder_of(self, weights: Weights) -> Weights | None:
         """The unit that feeds this one, which is ABSENT where it was read before it was written;
@@ -342,81 +328,42 @@ class WeightCache:
     def can_check_out(self, unit: int) -> bool:
         """Whether `check_out` would neither wait nor allocate: the unit is not in use, and its host
         block has the bytes of its tier."""
-        weights = self.weights[unit]
-        is_idle = not weights.use_count and not weights.is_checked_out and not weights.dirty_nbytes
-        is_present = weights.state in (WeightState.READY, WeightState.ATTACHED)
-        is_quiet = weights.copying.done() and (weights.writing is None or weights.writing.done())
-        return is_idle and is_present and is_quiet and weights.block is not None
+        return self._check_outs.is_ready(self.weights[unit])
 
-    def _check_out_decoded(self, weights: Weights) -> torch.Tensor:
-        """The weights made of stored bytes, in a block that `check_in` frees."""
-        self._moves.unstage(weights)
-        if weights.state is WeightState.ATTACHED:
-            self._moves.detach(weights)
-        self._moves.fetch(weights, Priority.STATE)
-        self._moves.finish_copy(weights)
-        assert weights.block is not None
-        decoded = self._moves.decoding.decode(weights, weights.block)
-        weights.is_checked_out = True
-        return self._pool.tensor(decoded)
-
-    def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
+    def check_out(
+        self,
+        unit: int,
+        *,
+        read: bool,
+        stays_on_device: bool = False,
+        parts: Sequence[range] | None = None,
+    ) -> torch.Tensor:
         """Returns the unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
 
         With `read` false the caller overwrites all of it, so nothing is fetched. With
         `stays_on_device` weights that rest on the device are returned there. The unit must not
         be in use. Ends with `check_in`. Stored weights can be read, not changed.
+
+        `parts`: ascending ranges of bytes outside of which nothing is read or changed; None: all.
+        `read` says of them alone whether they are read. Raises CapacityError, StorageError.
         """
-        weights = self.weights[unit]
-        assert not weights.use_count and not weights.is_checked_out, weights.unit.name
-        if weights.unit.stored is not None:
-            assert read, "stored weights are not overwritten"
-            return self._check_out_decoded(weights)
-        if weights.rests_on_device and (stays_on_device or self._device.shares_host_memory):
-            weights.is_checked_out = True
-            location = self._store.location(weights.unit, StateKind.PARAMETERS)
-            assert isinstance(location, DeviceLocation)
-            return location.memory
-        self._moves.settle(weights)
-        if self._pool.is_tight:
-            self._restack(weights)
-        if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
-            self._moves.detach(weights)
-        self._moves.finish_write(weights)
-        if weights.state is WeightState.READING:
-            self._moves.finish_read(weights)
-        block = self._moves.provide(weights, read=read)
-        self._moves.finish_copy(weights)
-        weights.is_checked_out = True
-        return self._pool.tensor(block)
+        return self._check_outs.check_out(
+            self.weights[unit], read=read, stays_on_device=stays_on_device, parts=parts
+        )
 
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
     ) -> None:
-        """Ends `check_out`; the first `dirty_nbytes` were changed and go to where they rest.
+        """Ends `check_out`; the first `dirty_nbytes`, of the parts, were changed and go to where
+        they rest.
 
         With `write_now` false the write waits for `write_behind`, `finish_writes` or until the
-        block is evicted. Bytes that were to be overwritten and were not are not valid: they are
-        dropped.
+        block is evicted; not on a device. Bytes that were to be overwritten and were not are not
+        valid: they are dropped.
         """
-        weights = self.weights[unit]
-        assert weights.is_checked_out
-        weights.is_checked_out = False
-        if weights.unit.stored is not None:
-            assert dirty_nbytes == 0, "stored weights are not changed"
-            self._moves.decoding.drop(weights)
-            return
-        if weights.rests_on_host or (weights.rests_on_device and weights.block is None):
-            return
-        if not is_valid:
-            self._moves.drop_invalid(weights)
-            return
-        self._moves.mark_dirty(weights, dirty_nbytes)
-        if write_now or weights.rests_on_device:
-            self._moves.start_write(weights)
-        if weights.rests_on_device:
-            self._moves.finish_write(weights)
-            self._moves.drop_block(weights)
+        self._check_outs.check_in(
+            self.weights[unit], dirty_nbytes=dirty_nbytes, write_now=write_now, is_valid=is_valid
+        )
 
     def prefetch_anew(self) -> None:
         """After a step that made weights outdated: fetches for the pass to come."""

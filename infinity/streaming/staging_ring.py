@@ -370,6 +370,10 @@ class StagingRing:
             return location.memory
         return self._store.host_view(unit, kind)
 
+    def is_on_device(self, unit: Unit, kind: StateKind) -> bool:
+        """Whether a state kind of the unit rests on the device."""
+        return isinstance(self._store.location(unit, kind), DeviceLocation)
+
     @staticmethod
     def is_there(staged: StagedChunk) -> bool:
         """Whether every read of the chunk that was started is over."""

@@ -10,7 +10,7 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.units import Chunk, TensorSpec, Unit, chunk_unit
+from infinity.state.units import Chunk, StateKind, TensorSpec, Unit, chunk_unit
 from infinity.streaming.chunk_update import StagedChunk, update_chunk
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import StepRecord, UpdatedWeights
@@ -42,8 +42,8 @@ class UnitUpdate:
     def overwrites_all(self) -> bool:
         """With an fp32 master every weight is written and none is read, unless some are left
         alone."""
-        has_wide_master = self.unit.master_dtype is torch.float32
-        return has_wide_master and all(spec in self.record.settings for spec in self.unit.tensors)
+        is_made_of_master = self.unit.has_full_master
+        return is_made_of_master and all(spec in self.record.settings for spec in self.unit.tensors)
 
 
 def updates_of(unit: Unit, record: StepRecord, chunk_nbytes: int) -> UnitUpdate | None:
@@ -84,12 +84,14 @@ class ChunkUpdates:
         """Checks the unit's weights out, unless they are. Nobody may hold the unit."""
         if update.weights is None:
             with self._counters.timed("weights_s"):
-                # Full masters may be on the host, and are copied into the weights there.
-                has_full_master = update.unit.master_dtype is torch.float32
+                # Weights are made of a full master where it rests.
+                is_master_elsewhere = update.unit.has_full_master and not self._ring.is_on_device(
+                    update.unit, StateKind.MASTER
+                )
                 update.weights = self._weight_cache.check_out(
                     update.unit.index,
                     read=not update.overwrites_all,
-                    stays_on_device=self._on_device is not None and not has_full_master,
+                    stays_on_device=self._on_device is not None and not is_master_elsewhere,
                 )
 
     def check_in(self, update: UnitUpdate, *, write_now: bool) -> None:

@@ -171,7 +171,7 @@ class WeightMoves:
                 self.finish_read(weights)
             else:
                 self._take(weights, block)
-            weights.state = WeightState.ATTACHED if weights.rests_on_device else WeightState.READY
+            weights.state = WeightState.READY
         assert weights.block is not None
         return weights.block
 

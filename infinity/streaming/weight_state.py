@@ -16,7 +16,8 @@ A unit's weights are, at any moment, in one of these states:
 
 The stored bytes of a STAGED unit are on the device, beside its region, and those of an ARRIVING one
 with an empty region will be: see weight_decoding.py, Note [Staged ahead].
-A unit that rests on the host always has its block; one that rests on the device is always ATTACHED.
+A unit that rests on the host always has its block; one that rests on the device is always ATTACHED
+and has none.
 """
 
 from __future__ import annotations
@@ -43,12 +44,21 @@ class WeightState(Enum):
     ATTACHED = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A host block with parts, at their own offsets, of weights that rest on a device."""
+
+    block: Block
+    parts: tuple[range, ...]
+
+
 @dataclass(eq=False, slots=True)
 class Weights:
     """One unit's weights on their way.
 
     `WeightMoves` writes the residency (with its `WeightDecoding`: `decoded` and `is_decoding`),
-    `WeightCache` writes the uses and check-outs of the unit. No other class writes a field.
+    `WeightCache` writes the uses of the unit, `CheckOuts` its check-outs. No other class writes a
+    field.
     """
 
     unit: Unit
@@ -70,6 +80,7 @@ class Weights:
     # Uses and check-outs of callers.
     use_count: int = 0  # Uses in progress: a unit in use is ATTACHED and never evicted.
     is_checked_out: bool = False
+    host_copy: HostCopy | None = None  # While checked out, of weights that rest on a device.
     awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
     kept_check: Callable[[], None] | None = None  # Raises if they were written since their use.
 

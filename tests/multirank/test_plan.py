@@ -115,6 +115,7 @@ def _predicted(rank: int, run: Run) -> dict[str, float]:
 
 WIDE = Case(model="wide", capacity="192MiB")
 AWAY = {"parameters": "nvme", "moments": "nvme"}
+WEIGHTS = {"parameters": "device"}
 RESIDENT = {"parameters": "device", "gradients": "device"}
 TWO_BLOCKS, ALL_BLOCKS = "5MiB", "12MiB"  # Of three, beside what is small.
 RUNS = [
@@ -124,6 +125,11 @@ RUNS = [
     Run(replace(WIDE, exchange="collective", placement=AWAY), ALL_BLOCKS),
     Run(replace(WIDE, exchange="collective", accumulation=2, layer_major=True), ALL_BLOCKS),
     Run(replace(WIDE, stage=1, exchange="collective", placement=RESIDENT), "48MiB"),
+    Run(replace(WIDE, stage=1, exchange="one_sided", placement=WEIGHTS), "48MiB"),
+    Run(
+        replace(WIDE, stage=2, exchange="one_sided", placement=WEIGHTS, compute="bfloat16"), "48MiB"
+    ),
+    Run(replace(WIDE, stage=2, exchange="collective", placement=WEIGHTS), "48MiB"),
 ]
 
 

@@ -73,8 +73,7 @@ def test_weights_on_the_device_stay_there_while_it_updates_them(
     expected, *_ = train(swap_directory, dtype, {}, "host")
     found, in_nbytes, out_nbytes = train(swap_directory, dtype, everything, "device")
     assert all(map(torch.equal, expected, found))
-    has_full_master = dtype is torch.float16  # Weights are then made of it, in host memory.
-    assert has_full_master or (in_nbytes, out_nbytes) == (0, 0)
+    assert (in_nbytes, out_nbytes) == (0, 0)
 
 
 def test_a_rule_whose_bits_the_device_would_not_give_is_updated_by_the_host(

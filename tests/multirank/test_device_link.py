@@ -1,0 +1,244 @@
+"""Bytes over the link between a rank's host and its device in a step of stages 1 and 2, where every
+rank keeps all weights on its device and updates 1/N of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+import infinity
+from infinity.distributed.step import DistributedUpdater
+from infinity.errors import InfinityError, RankError
+from infinity.sizes import PAGE_NBYTES
+from infinity.state.partition import Partition
+from infinity.state.store import Transfer
+from infinity.state.units import StateKind
+from infinity.streaming.step_record import StepRecord
+from infinity.testing import SimulatedDevice
+from infinity.testing.simulated_device import UnorderedAccess
+
+from .models import WideBlocks, batch, loss_of
+from .processes import run_ranks
+from .work import LR, NVME, read_weights
+
+LINK = ("device_in_nbytes", "device_out_nbytes")
+ON_HOST = {"parameters": "device", "master": "host", "moments": "host", "gradients": "host"}
+STATES = {
+    "host": ON_HOST,
+    "nvme": ON_HOST | {"master": "nvme", "moments": "nvme"},
+    "device": dict.fromkeys(NVME, "device"),
+}
+CHANGED = (StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to keep and exchange state. `state`: the place of the optimizer's, by `STATES`."""
+
+    stage: int
+    exchange: str = "one_sided"
+    state: str = "host"
+    update_on: str = "host"
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def has_full_master(self) -> bool:
+        return self.dtype is torch.float16
+
+
+@dataclass
+class Run:
+    """`moved`: bytes to the device and from it in the last update of a rank, with the exchange
+    behind it. `expected`: these bytes, without the pages that a part shares with others."""
+
+    weights: dict[str, Tensor]
+    moved: tuple[float, float]
+    expected: tuple[int, int]
+
+
+def offloaded(way: Way, directory: Path) -> Any:
+    torch.manual_seed(0)
+    config: Mapping[str, Any] = {
+        "distributed": {"zero_stage": way.stage, "exchange": way.exchange},
+        "tiers": {
+            "host": {"capacity": "128MiB"},
+            "nvme": [{"path": str(directory), "capacity": "64MiB"}],
+        },
+        "placement": STATES[way.state],
+        "precision": {"compute": "auto"},
+        "schedule": {"update_on": way.update_on},
+    }
+    model = WideBlocks().to(way.dtype)
+    return infinity.offload(model, config, device=SimulatedDevice(5, delay_s=1e-4))
+
+
+@contextmanager
+def counting_updates(engine: Any) -> Iterator[list[list[float]]]:
+    """Yields what each update adds to the counters of `LINK`."""
+    counted: list[list[float]] = []
+    apply = DistributedUpdater.apply
+
+    def counting(updater: DistributedUpdater, record: StepRecord) -> None:
+        before = engine.counters.snapshot()
+        apply(updater, record)
+        after = engine.counters.snapshot()
+        counted.append([after.get(name, 0) - before.get(name, 0) for name in LINK])
+
+    with mock.patch.object(DistributedUpdater, "apply", counting):
+        yield counted
+
+
+def expected_nbytes(way: Way, partition: Partition) -> tuple[int, int]:
+    """The bytes that have to pass the link, in each direction."""
+    own_nbytes = sum(len(partition.own_part(unit.index)) for unit in partition.full_units)
+    all_nbytes = sum(unit.trainable_nbytes for unit in partition.full_units)
+    inward_nbytes = outward_nbytes = 0
+    are_in_place = way.update_on == "device" and (not way.has_full_master or way.state == "device")
+    if not are_in_place:
+        inward_nbytes += own_nbytes
+        outward_nbytes += 0 if way.has_full_master else own_nbytes
+    if way.exchange == "one_sided":
+        inward_nbytes += all_nbytes - own_nbytes
+        outward_nbytes += (partition.count - 1) * own_nbytes
+    if (way.state == "device") != (way.update_on == "device"):
+        changed_nbytes, gradient_nbytes = state_nbytes(way, partition)
+        to_update, from_update = changed_nbytes + gradient_nbytes, changed_nbytes
+        is_inward = way.update_on == "device"
+        inward_nbytes += to_update if is_inward else from_update
+        outward_nbytes += from_update if is_inward else to_update
+    return inward_nbytes, outward_nbytes
+
+
+def state_nbytes(way: Way, partition: Partition) -> tuple[int, int]:
+    """The bytes of this rank's state that a step changes, and of its gradients."""
+    changed_nbytes = gradient_nbytes = 0
+    for shard in partition.local:
+        # The host is given chunks, the device the tensors in them.
+        numel = sum(share.part.numel for share in shard.shares)
+        if way.update_on == "host":
+            numel = shard.unit.state_numel
+        if numel:
+            changed_nbytes += sum(shard.unit.nbytes(kind, numel) for kind in CHANGED)
+            gradient_nbytes += shard.unit.nbytes(StateKind.GRADIENTS, numel)
+    return changed_nbytes, gradient_nbytes
+
+
+def train(rank: int, ways: list[Way]) -> list[Run]:
+    found = []
+    for way in ways:
+        model = offloaded(way, Path(tempfile.gettempdir(), "swap"))
+        engine = infinity.engine_of(model)
+        optimizer = infinity.AdamW(model, lr=LR)
+        with counting_updates(engine) as counted:
+            for step in range(2):
+                x = batch(10 * step + rank, WideBlocks.width).to(way.dtype)
+                loss_of(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        expected = expected_nbytes(way, engine.store.partition)  # type: ignore[attr-defined]
+        inward_nbytes, outward_nbytes = counted[-1]
+        found.append(Run(read_weights(model), (inward_nbytes, outward_nbytes), expected))
+        engine.close()
+    return found
+
+
+WAYS = [
+    Way(stage, exchange, state, update_on, dtype)
+    for stage, exchange, state, update_on, dtype in [
+        (1, "one_sided", "host", "host", torch.bfloat16),
+        (2, "one_sided", "host", "host", torch.float16),
+        (1, "one_sided", "nvme", "device", torch.bfloat16),
+        (2, "one_sided", "device", "host", torch.bfloat16),
+        (1, "one_sided", "device", "device", torch.float16),
+        (2, "collective", "host", "host", torch.bfloat16),
+        (1, "collective", "nvme", "host", torch.float16),
+        (2, "collective", "nvme", "device", torch.float16),
+        (1, "collective", "device", "host", torch.float32),
+        (2, "collective", "device", "device", torch.bfloat16),
+        (1, "collective", "device", "device", torch.float16),
+    ]
+]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_rank_s_link_carries_its_part_of_the_weights_it_updates(count: int) -> None:
+    """Between hosts a rank reads its part once for each other rank, in whole pages. Between devices
+    nothing but the updated part passes the link."""
+    of_ranks = run_ranks(count, train, WAYS)
+    num_units = 5
+    for runs in of_ranks:
+        for way, run in zip(WAYS, runs, strict=True):
+            (inward, outward), (wanted_in, wanted_out) = run.moved, run.expected
+            assert inward == wanted_in, (way, run.moved, run.expected)
+            is_served = way.exchange == "one_sided"
+            slack_nbytes = 2 * PAGE_NBYTES * num_units * (count - 1) if is_served else 0
+            assert wanted_out <= outward <= wanted_out + slack_nbytes, (way, run)
+    for at, way in enumerate(WAYS):
+        for runs in of_ranks:
+            first = next(i for i, other in enumerate(WAYS) if other.dtype is way.dtype)
+            reference = of_ranks[0][first].weights
+            assert all(torch.equal(reference[n], runs[at].weights[n]) for n in reference), way
+
+
+class _Lost(Transfer):
+    """A transfer of other ranks' weights that ends with one of these ranks."""
+
+    @override
+    def done(self) -> bool:
+        return True
+
+    @override
+    def wait(self) -> None:
+        raise RankError(1, "is gone, in a test")
+
+
+def _lose_in_exchange(rank: int, way: Way) -> tuple[str, list[bool]]:
+    """The error of a step in which rank 0 gets no weights of rank 1; and of each unit of rank 0,
+    whether its own part is new, that of rank 1 old, and its host copy gone."""
+    model = offloaded(way, Path(tempfile.gettempdir(), "swap"))
+    engine, kept, message = infinity.engine_of(model), list[bool](), ""
+    store: Any = engine.store
+    try:
+        with closing(engine):
+            optimizer, memory = infinity.AdamW(model, lr=LR), {}
+            loss_of(model, batch(rank, WideBlocks.width).to(way.dtype)).backward()
+            for unit in store.partition.full_units:
+                memory[unit] = store.location(unit, StateKind.PARAMETERS).memory
+            before = {unit: content.clone() for unit, content in memory.items()}
+
+            def lose(index: int, full: Tensor, **_: bool) -> Transfer:
+                full.fill_(255)  # A part has come.
+                return _Lost()
+
+            if rank == 0:
+                store.gather_weights = lose
+            try:
+                optimizer.step()
+            except InfinityError as error:
+                message = str(error)
+            for unit, content in memory.items():
+                own = store.partition.own_part(unit.index)
+                rest = store.partition.remote_parts(unit.index)
+                is_old = [torch.equal(content[p.start : p.stop], before[unit][p.start : p.stop])
+                          for p in (own, *rest)]  # fmt: skip
+                held = engine.weight_cache.weights[unit.index].host_copy
+                kept.append(is_old == [not own, *(True for _ in rest)] and held is None)
+    except (InfinityError, UnorderedAccess):  # Closing raises the error of the step once more.
+        pass
+    return message, kept
+
+
+def test_a_rank_that_is_lost_in_the_exchange_leaves_no_part_of_its_weights() -> None:
+    (message, kept), (remote, _) = run_ranks(2, _lose_in_exchange, Way(1))
+    assert "is gone, in a test" in message and "rank 0" in remote
+    assert kept == [True] * 5
