@@ -32,6 +32,7 @@ from infinity.state.store import DeviceLocation, StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
+from infinity.streaming.device_window import DeviceWindow
 from infinity.streaming.weight_decoding import refuse_change
 from infinity.streaming.weight_evictor import WeightEvictor
 from infinity.streaming.weight_moves import WeightMoves
@@ -52,7 +53,7 @@ class WeightCache:
         device: DeviceAdapter,
         counters: Counters,
         window_nbytes: int,
-        device_window_nbytes: int | None,
+        device_window: DeviceWindow,
         decoded_nbytes: int = 0,
         stages_ahead: bool = False,
         source: WeightProvider | None = None,
@@ -74,9 +75,7 @@ class WeightCache:
         self._is_all_there = device.shares_host_memory and all(
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
-        self._evictor = WeightEvictor(
-            self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
-        )
+        self._evictor = WeightEvictor(self.weights, self._moves, pool, device, device_window)
         self._moves.decoding.prepare(
             decoded_nbytes,
             self._evictor.reclaim_zone,
@@ -216,8 +215,7 @@ class WeightCache:
         return feeder
 
     def _start_arrival(self, weights: Weights, feeder: Weights) -> None:
-        if not self._evictor.make_device_space(self._order, weights.unit):
-            self._evictor.refuse_device(weights.unit, self.in_use())
+        self._evictor.require_device_space(self._order, weights.unit)
         self._moves.start_arrival(weights, feeder)
 
     def _start_arrival_ahead(self, weights: Weights, feeder: Weights) -> bool:
@@ -231,8 +229,7 @@ class WeightCache:
 
     def _attach(self, weights: Weights) -> None:
         assert not weights.awaits_update
-        if not self._evictor.make_device_space(self._order, weights.unit):
-            self._evictor.refuse_device(weights.unit, self.in_use())
+        self._evictor.require_device_space(self._order, weights.unit)
         self._moves.attach(weights)
 
     # -- Fetching ahead and evicting ---------------------------------------------------------------
@@ -298,6 +295,14 @@ class WeightCache:
         """Frees a block that is needed late. Called by the pool when it is out of memory."""
         return self._evictor.reclaim(self._order, wanted_nbytes)
 
+    def lend_device(self, nbytes: int) -> bool:
+        """Lends device memory of the window until `end_device_loans`. Returns whether it did."""
+        return self._evictor.lend_device(self._order, nbytes)
+
+    def end_device_loans(self) -> None:
+        """Takes all of the window back for weights."""
+        self._evictor.end_device_loans()
+
     def give_up_zone(self) -> bool:
         """Frees host memory that is for decoded weights alone. Called by the pool when nobody else
         has space to free. Returns whether there was any."""
@@ -342,11 +347,7 @@ class WeightCache:
     def can_check_out(self, unit: int) -> bool:
         """Whether `check_out` would neither wait nor allocate: the unit is not in use, and its host
         block has the bytes of its tier."""
-        weights = self.weights[unit]
-        is_idle = not weights.use_count and not weights.is_checked_out and not weights.dirty_nbytes
-        is_present = weights.state in (WeightState.READY, WeightState.ATTACHED)
-        is_quiet = weights.copying.done() and (weights.writing is None or weights.writing.done())
-        return is_idle and is_present and is_quiet and weights.block is not None
+        return self.weights[unit].is_quiet
 
     def _check_out_decoded(self, weights: Weights) -> torch.Tensor:
         """The weights made of stored bytes, in a block that `check_in` frees."""
@@ -487,8 +488,7 @@ class WeightCache:
             self._moves.finish_write(weights)
 
     def close(self) -> None:
-        """Waits for everything in flight and drops all regions. Errors of reads are
-        dropped."""
+        """Waits for everything in flight and drops all regions, and errors of reads."""
         for weights in self.weights:
             with contextlib.suppress(Exception):
                 self._moves.settle(weights)
