@@ -27,7 +27,7 @@ from infinity.observe import Counters
 from infinity.state.partition import Partition, ShardSlice
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, in_memory_order
-from infinity.streaming.gradient_sink import GradientSink
+from infinity.streaming.gradient_sink import GradientSink, Lend
 from infinity.streaming.gradient_sums import refuse_sparse
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.passes import Passes
@@ -350,7 +350,7 @@ class DistributedGradients(GradientSink):
         """Puts the sums of this rank into buckets, as far as devices can reduce them."""
         if self._buckets is None or not self._buckets.is_on:
             return
-        for spec, flat in self.local.take_device_sums(unit).items():
+        for spec, flat in self.local.device_sums.take(unit).items():
             del self._sent_as[spec]
             self._buckets.add(unit, self._contribution(spec, flat))
         self._buckets.close(unit)
@@ -443,8 +443,8 @@ class DistributedGradients(GradientSink):
     # -- What is done with the sums ----------------------------------------------------------------
 
     @override
-    def sum_on_device(self, units: Iterable[Unit]) -> None:
-        self.local.sum_on_device(units)
+    def sum_on_device(self, units: Iterable[Unit], lend: Lend | None = None) -> int:
+        return self.local.sum_on_device(units, lend)
 
     @override
     def write_out(self, unit: Unit) -> None:
@@ -464,7 +464,7 @@ class DistributedGradients(GradientSink):
         if not self._partition.shards_gradients:
             self.local.write_out_all()
         else:
-            for unit in self.local.summed_on_device():
+            for unit in self.local.device_sums.units():
                 self._bucket_sums(unit)
             self.local.end_device_sums()
             for unit in self.local.in_blocks():

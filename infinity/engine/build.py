@@ -57,6 +57,7 @@ from infinity.storage.protocol import StorageEngine
 from infinity.storage.shards import ShardIdentity
 from infinity.storage.volume import Adopted
 from infinity.streaming.activations import ActivationStore
+from infinity.streaming.device_window import DeviceWindow
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.masters import Masters, MasterWeights
@@ -184,6 +185,7 @@ def _engine(
         activations=parts.activations,
         waiting=parts.waiting,
         passes=parts.passes,
+        outside_blocks=laid_out.layout.units_by_block()[0],
         counters=parts.counters,
         ranks=parts.step.ranks,
         update_device=parts.update_device,
@@ -274,7 +276,7 @@ def _assemble(
     pool = HostPool(tiers.host, is_tight=budgets.is_tight)
     weight_cache = WeightCache(
         store, pool=pool, device=device, counters=counters, window_nbytes=budgets.window_nbytes,
-        device_window_nbytes=budgets.device_window_nbytes,
+        device_window=_device_window(budgets, units),
         decoded_nbytes=budgets.decoded_nbytes, stages_ahead=budgets.staged_nbytes > 0,
         source=source,
     )  # fmt: skip
@@ -298,6 +300,11 @@ def _assemble(
         store, pool, device, weight_cache, step, activations, WaitingMemory(waiting), passes,
         counters, update_device,
     )  # fmt: skip
+
+
+def _device_window(budgets: Budgets, units: Sequence[Unit]) -> DeviceWindow:
+    largest_nbytes = max(unit.weight_nbytes for unit in units)
+    return DeviceWindow(budgets.device_window_nbytes, budgets.held_nbytes + largest_nbytes)
 
 
 def _share(

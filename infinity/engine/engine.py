@@ -103,6 +103,7 @@ class Engine:
     activations: ActivationStore
     waiting: WaitingMemory
     passes: Passes
+    outside_blocks: Sequence[int]  # The units that several blocks, or modules outside, use.
     counters: Counters
     ranks: Ranks
     update_device: UpdateDevice  # The device that computes this rank's updates.
@@ -157,7 +158,7 @@ class Engine:
             self.model, list(zip(self.hooked_modules, self._module_hooks, strict=True)),
             self.params, self.passes, self._uses, self._backwards, self._grads, self.gradients,
             self.weight_cache, self.activations, self.waiting, self._lock,
-            device=self.device.torch_device,
+            outside_blocks=self.outside_blocks, device=self.device.torch_device,
             tile_micro_batches=self.config.schedule.tile_micro_batches,
         )  # fmt: skip
         self._access = ParamAccess(

@@ -6,6 +6,7 @@ there, the first hooked module that runs begins the pass.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -21,11 +22,14 @@ from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, out
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.param import OffloadedParam
 from infinity.modules.uses import UnitUses
+from infinity.sizes import format_nbytes
 from infinity.streaming.activations import ActivationStore, InputStore
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
 from infinity.streaming.waiting import WaitingMemory
+
+_log = logging.getLogger("infinity")
 
 T = TypeVar("T")
 
@@ -48,6 +52,7 @@ class ModelPasses:
         waiting: WaitingMemory,
         lock: threading.RLock,
         *,
+        outside_blocks: Sequence[int],
         device: torch.device,
         tile_micro_batches: int,
     ) -> None:
@@ -63,6 +68,8 @@ class ModelPasses:
         self._expert_stores = ExpertStores(activations, waiting)
         self._layer_inputs: InputStore = activations
         self._lock = lock
+        self._outside_blocks = outside_blocks
+        self._is_refusal_logged = False
         self._device = device
         self._tile_micro_batches = tile_micro_batches
         self._schedule: LayerMajorSchedule | None = None  # That is running.
@@ -123,6 +130,8 @@ class ModelPasses:
             self.reset()
             self._gradients.begin_accumulating()
         self._begin_pass("train")
+        if len(forwards) > 1:
+            self._sum_outside_blocks()
         self._schedule = schedule
         try:
             with self._passes.layer_major():
@@ -133,7 +142,21 @@ class ModelPasses:
             self.reset()
             self._uses.backward_ended()
             with uninterrupted(), self._lock:
+                self._weight_cache.end_device_loans()
                 self._gradients.end_accumulating()
+
+    def _sum_outside_blocks(self) -> None:
+        """Lets gradients outside of blocks be summed on the device, as far as it has memory beside
+        the weights."""
+        with uninterrupted(), self._lock:
+            refused_nbytes = self._uses.sum_outside_blocks(self._outside_blocks)
+        if refused_nbytes and not self._is_refusal_logged:
+            self._is_refusal_logged = True
+            _log.info(
+                "infinity.forward_backward: gradients outside of blocks leave the device once for "
+                "each micro-batch: tiers.device.capacity has no space for sums of %s",
+                format_nbytes(refused_nbytes),
+            )
 
     def beside(self, call: Callable[[], T]) -> Callable[[], T]:
         """See `infinity.beside`."""

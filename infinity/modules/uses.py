@@ -244,6 +244,14 @@ class UnitUses:
         with self._lock:
             self._gradients.sum_on_device(self._units[unit] for unit in units)
 
+    def sum_outside_blocks(self, units: Sequence[int]) -> int:
+        """As `begin_block_backward`, of units outside of blocks and until the backward ends. Their
+        sums take memory of the device window. Returns the bytes for which there is none."""
+        with self._lock:
+            return self._gradients.sum_on_device(
+                (self._units[unit] for unit in units), self._weight_cache.lend_device
+            )
+
     def end_of_block(self, units: list[int]) -> None:
         """The gradients of these units are complete: they go to where they rest."""
         with UNINTERRUPTED, self._lock:

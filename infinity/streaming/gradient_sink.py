@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_norms import CompleteSums
+
+Lend = Callable[[int], bool]
 
 
 class GradientSink(Protocol):
@@ -47,8 +49,13 @@ class GradientSink(Protocol):
     def end_accumulating(self) -> None:
         """Ends those sums: each one is where it rests, or a failure ended it."""
 
-    def sum_on_device(self, units: Iterable[Unit]) -> None:
-        """Announces several gradients for each tensor of these units, until `write_out`."""
+    def sum_on_device(self, units: Iterable[Unit], lend: Lend | None = None) -> int:
+        """Announces several gradients for each tensor of these units, until `write_out`.
+
+        `lend`: the units are outside of blocks. `lend(nbytes)` lends device memory for the sums of
+        one of them, fp32, if there is enough. Without it they are summed where they rest. Returns
+        the bytes that were not lent.
+        """
 
     def take_in(self) -> None:
         """Adds the parts that other ranks have sent so far to the sums of this rank."""

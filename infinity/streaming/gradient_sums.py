@@ -12,13 +12,12 @@ A unit's sum is, at any moment, in one of these states:
 
 Only a sum that rests on NVMe, or that rests nowhere, leaves AT_REST: a sum that rests on the host
 or on a device is made in its place. Before any of this, gradients of several micro-batches may be
-summed on the device (`device_sums`, while `is_summed_on_device`): they leave it for the place on
-the host in one copy.
+summed on the device (`device_sums.py`): they leave it for the place on the host in one copy.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -137,18 +136,6 @@ class UnitGradients:
     block: Block | None = None
     array: torch.Tensor | None = None  # The block: fp32 (state_numel,).
     writing: Transfer | None = None  # While WRITING.
-    is_summed_on_device: bool = False  # Gradients that come first to a tensor stay there.
-    device_sums: dict[TensorSpec, torch.Tensor] = field(default_factory=dict)  # Flat.
-
-    def add_on_device(self, spec: TensorSpec, flat: torch.Tensor) -> None:
-        """Adds a gradient to the sum on the device, fp32 unless it is the only one."""
-        before = self.device_sums.get(spec)
-        if before is None:  # One alone leaves in its own dtype, from where autograd put it.
-            self.device_sums[spec] = flat
-        elif before.dtype is torch.float32:
-            self.device_sums[spec] = before + flat
-        else:
-            self.device_sums[spec] = before.float().add_(flat)
 
     def lend(self, block: Block, array: torch.Tensor) -> None:
         """AT_REST -> ON_HOST; the array has the sum."""

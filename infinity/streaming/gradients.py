@@ -12,7 +12,8 @@ Note [Out of the device]
   4 bytes an element where it would move 10. The host does not wait while the backward runs: what is
   due to be written waits for its copies, and the computation waits for those of the unit before the
   last, whose memory is free then. Where several micro-batches go
-  through one block they are summed on the device first, in the same order, and leave it once.
+  through one block they are summed on the device first (`device_sums.py`), in the same order, and
+  leave it once; outside of blocks, too, where the device has memory for the sums.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from infinity.state.budgets import STAGED_NBYTES
 from infinity.state.store import NvmeLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
+from infinity.streaming.device_sums import DeviceSums
 from infinity.streaming.gradient_memory import (
     add_through,
     flat_of,
@@ -37,6 +39,7 @@ from infinity.streaming.gradient_memory import (
     shaped,
 )
 from infinity.streaming.gradient_norms import CompleteSums
+from infinity.streaming.gradient_sink import Lend
 from infinity.streaming.gradient_sums import (
     PooledSumBlocks,
     SumBlocks,
@@ -74,9 +77,9 @@ class GradientStore:
         # Orders of work, each a subset of the units; their states are in `_sums`.
         self._lent: dict[Unit, UnitGradients] = {}  # With a host block, the oldest first.
         self._due: dict[Unit, UnitGradients] = {}  # DUE, in the order of their writes.
-        self._summed: dict[Unit, UnitGradients] = {}  # With sums on the device.
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
+        self.device_sums = DeviceSums()
         self._leaving = LeavingGradients(device, max(unit.weight_nbytes for unit in store.units))
         self.norms = CompleteSums() if norms is None else norms
 
@@ -112,8 +115,8 @@ class GradientStore:
                 self.norms.note(spec, known, place)
         else:
             self._take_off_device(sums, spec, flat, first=first)
-        if spec not in sums.device_sums:
-            known.is_present = True
+            return
+        known.is_present = True
 
     def note_complete(self, unit: Unit, spec: TensorSpec) -> None:
         """No further gradient is expected in a sum of which `norms` does not count gradients. The
@@ -152,54 +155,49 @@ class GradientStore:
     def _take_off_device(
         self, sums: UnitGradients, spec: TensorSpec, flat: torch.Tensor, *, first: bool
     ) -> None:
-        unit = sums.unit
+        unit, known = sums.unit, self._tensors[spec]
         self._await_more(sums)
         if flat.dtype.itemsize > STATE_ITEM_NBYTES:
             flat = flat.float()
-        if sums.is_summed_on_device and first:
-            self._summed.setdefault(unit, sums)
-            sums.add_on_device(spec, flat)
-        elif first:
-            self._send(unit, spec, flat, flat_of(self._array(unit), spec))
+        if first and self.device_sums.is_open(unit):
+            self.device_sums.add(unit, spec, flat)
+            return
+        place = flat_of(self._array(unit), spec)
+        if first:
+            self._send(unit, spec, flat, place)
         else:
-            self.finish_copies()
-            place, known = flat_of(self._array(unit), spec), self._tensors[spec]
+            self._end_copies()
             self._add_staged(unit, spec, flat, place)
             if known.is_due:
                 self.norms.note(spec, known, place)
+        known.is_present = True
 
-    def sum_on_device(self, units: Iterable[Unit]) -> None:
-        """Sums the gradients of these units on the device until `write_out`."""
-        if not self._device.shares_host_memory:
-            for unit in units:
-                if not any(self.has(spec) for spec in unit.trainable()):
-                    self._sums[unit.index].is_summed_on_device = True
-
-    def summed_on_device(self) -> list[Unit]:
-        """Units of which sums are on the device now."""
-        return list(self._summed)
-
-    def take_device_sums(self, unit: Unit) -> dict[TensorSpec, torch.Tensor]:
-        """Hands the unit's sums on the device over: flat. They are the caller's from now on."""
-        self._summed.pop(unit, None)
-        sums = self._sums[unit.index]
-        taken, sums.device_sums = sums.device_sums, {}
-        return taken
+    def sum_on_device(self, units: Iterable[Unit], lend: Lend | None = None) -> int:
+        """See `GradientSink`."""
+        refused_nbytes = 0
+        for unit in () if self._device.shares_host_memory else units:
+            # INV-8: a sum so far is the first term, and is where it rests.
+            is_first = not any(self.has(spec) for spec in unit.trainable())
+            if is_first and self._sums[unit.index].on_device is None:
+                refused_nbytes += self.device_sums.begin(unit, lend)
+        return refused_nbytes
 
     def end_device_sums(self, units: Sequence[Unit] | None = None) -> None:
         """Ends sums on the device, of all units without `units`, and waits until they have left."""
-        self._end_sums(self._store.units if units is None else units)
+        self._end_sums(units)
         self._end_copies()
 
-    def _end_sums(self, units: Sequence[Unit]) -> None:
-        """Sends the sums of these units from the device; no more gradients are added to them."""
-        for unit in units:
-            self._sums[unit.index].is_summed_on_device = False
-        for unit in units:
+    def _end_sums(self, units: Sequence[Unit] | None = None) -> None:
+        """Sends the sums of these units, of all without `units`, from the device. No more gradients
+        are added to them, but to sums of units outside of blocks."""
+        if units is None:
+            self.device_sums.end()
+        for unit in self.device_sums.units() if units is None else units:
+            self.device_sums.end_block(unit)
             self._send_sums(unit)
 
     def _send_sums(self, unit: Unit) -> None:
-        for spec, flat in self.take_device_sums(unit).items():
+        for spec, flat in self.device_sums.take(unit).items():
             self._send(unit, spec, flat, flat_of(self._array(unit), spec))
             self._tensors[spec].is_present = True
 
@@ -303,7 +301,7 @@ class GradientStore:
 
     def finish_copies(self) -> None:
         """Waits for gradients that are on their way from the device."""
-        for unit in self.summed_on_device():
+        for unit in self.device_sums.units():
             self._send_sums(unit)
         self._end_copies()
 
@@ -319,7 +317,10 @@ class GradientStore:
 
     def write_out(self, unit: Unit) -> None:
         """A unit's gradients go to where they rest; its backward is over. Does not wait."""
-        self._end_sums([unit])
+        if not self._device.shares_host_memory:
+            if self.device_sums.stays(unit, self._tensors):
+                return
+            self._end_sums([unit])
         sums = self._sums[unit.index]
         if sums.state in (SumState.ON_HOST, SumState.DUE):
             sums.make_due()
@@ -337,7 +338,7 @@ class GradientStore:
 
     def write_out_all(self) -> None:
         """End of a backward: every unit's gradients go to where they rest."""
-        self._end_sums(self._store.units)
+        self._end_sums()
         self.finish_copies()
         for unit in self.in_blocks():
             self._start_write(unit)
@@ -409,7 +410,7 @@ class GradientStore:
         sums = self._sums[unit.index]
         if sums.on_device is not None:
             return False
-        is_leaving = sums.device_sums or unit in self._leaving.units()
+        is_leaving = self.device_sums.has(unit) or unit in self._leaving.units()
         return not is_leaving and all(self._tensors[s].scale is None for s in unit.trainable())
 
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:

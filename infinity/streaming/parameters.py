@@ -32,6 +32,7 @@ from infinity.state.store import StateStore
 from infinity.state.units import Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
+from infinity.streaming.device_window import DeviceWindow
 from infinity.streaming.weight_check_outs import CheckOuts
 from infinity.streaming.weight_decoding import refuse_change
 from infinity.streaming.weight_evictor import WeightEvictor
@@ -53,7 +54,7 @@ class WeightCache:
         device: DeviceAdapter,
         counters: Counters,
         window_nbytes: int,
-        device_window_nbytes: int | None,
+        device_window: DeviceWindow,
         decoded_nbytes: int = 0,
         stages_ahead: bool = False,
         source: WeightProvider | None = None,
@@ -75,9 +76,7 @@ class WeightCache:
         self._is_all_there = device.shares_host_memory and all(
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
-        self._evictor = WeightEvictor(
-            self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
-        )
+        self._evictor = WeightEvictor(self.weights, self._moves, pool, device, device_window)
         self._check_outs = CheckOuts(store, pool, device, counters, self._moves, self._evictor)
         self._moves.decoding.prepare(
             decoded_nbytes,
@@ -202,8 +201,7 @@ class WeightCache:
         return feeder
 
     def _start_arrival(self, weights: Weights, feeder: Weights) -> None:
-        if not self._evictor.make_device_space(self._order, weights.unit):
-            self._evictor.refuse_device(weights.unit, self.in_use())
+        self._evictor.require_device_space(self._order, weights.unit)
         self._moves.start_arrival(weights, feeder)
 
     def _start_arrival_ahead(self, weights: Weights, feeder: Weights) -> bool:
@@ -217,8 +215,7 @@ class WeightCache:
 
     def _attach(self, weights: Weights) -> None:
         assert not weights.awaits_update
-        if not self._evictor.make_device_space(self._order, weights.unit):
-            self._evictor.refuse_device(weights.unit, self.in_use())
+        self._evictor.require_device_space(self._order, weights.unit)
         self._moves.attach(weights)
 
     # -- Fetching ahead and evicting ---------------------------------------------------------------
@@ -284,6 +281,14 @@ class WeightCache:
         """Frees a block that is needed late. Called by the pool when it is out of memory."""
         return self._evictor.reclaim(self._order, wanted_nbytes)
 
+    def lend_device(self, nbytes: int) -> bool:
+        """Lends device memory of the window until `end_device_loans`. Returns whether it did."""
+        return self._evictor.lend_device(self._order, nbytes)
+
+    def end_device_loans(self) -> None:
+        """Takes all of the window back for weights."""
+        self._evictor.end_device_loans()
+
     def give_up_zone(self) -> bool:
         """Frees host memory that is for decoded weights alone. Called by the pool when nobody else
         has space to free. Returns whether there was any."""
@@ -328,7 +333,7 @@ class WeightCache:
     def can_check_out(self, unit: int) -> bool:
         """Whether `check_out` would neither wait nor allocate: the unit is not in use, and its host
         block has the bytes of its tier."""
-        return self._check_outs.is_ready(self.weights[unit])
+        return self.weights[unit].is_quiet
 
     def check_out(
         self,
@@ -434,8 +439,7 @@ class WeightCache:
             self._moves.finish_write(weights)
 
     def close(self) -> None:
-        """Waits for everything in flight and drops all regions. Errors of reads are
-        dropped."""
+        """Waits for everything in flight and drops all regions, and errors of reads."""
         for weights in self.weights:
             with contextlib.suppress(Exception):
                 self._moves.settle(weights)

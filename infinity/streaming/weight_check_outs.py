@@ -45,14 +45,6 @@ class CheckOuts:
         self._moves = moves
         self._evictor = evictor
 
-    def is_ready(self, weights: Weights) -> bool:
-        """Whether `check_out` would neither wait nor allocate: the unit is not in use, and its host
-        block has the bytes of its tier."""
-        is_idle = not weights.use_count and not weights.is_checked_out and not weights.dirty_nbytes
-        is_present = weights.state in (WeightState.READY, WeightState.ATTACHED)
-        is_quiet = weights.copying.done() and (weights.writing is None or weights.writing.done())
-        return is_idle and is_present and is_quiet and weights.block is not None
-
     def check_out(
         self,
         weights: Weights,

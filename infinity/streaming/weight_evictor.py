@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from infinity.errors import CapacityError
 from infinity.state.units import Unit
 from infinity.streaming.access_order import NEVER, AccessOrder
+from infinity.streaming.device_window import DeviceWindow
 from infinity.streaming.eviction import Evictable, choose_neighbours, choose_victim
 from infinity.streaming.weight_moves import WeightMoves
 from infinity.streaming.weight_state import Weights, WeightState
@@ -53,14 +53,13 @@ class WeightEvictor:
         moves: WeightMoves,
         pool: HostPool,
         device: DeviceAdapter,
-        *,
-        device_window_nbytes: int | None,
+        device_window: DeviceWindow,
     ) -> None:
         self._weights = weights
         self._moves = moves
         self._pool = pool
         self._device = device
-        self._device_window_nbytes = device_window_nbytes
+        self._device_window = device_window
         # Stored blocks, tiles of them and decoded blocks have very different sizes.
         self._has_stored = any(entry.unit.stored is not None for entry in weights)
         self._refusal: _Refusal | None = None  # Of the last read ahead among stored weights.
@@ -70,7 +69,7 @@ class WeightEvictor:
 
         Ahead of its use, only units that are used later are detached. Returns whether it fits.
         """
-        window_nbytes = self._device_window_nbytes
+        window_nbytes = self._device_window.left_nbytes
         nearer_than = unit.index if is_ahead else None
         if is_ahead and window_nbytes is not None:
             # All or nothing: units detached for one that does not fit would be fetched again.
@@ -82,14 +81,22 @@ class WeightEvictor:
             )
             if self._moves.attached_nbytes + unit.weight_nbytes - later > window_nbytes:
                 return False
+        return self._detach_idle(order, unit.weight_nbytes, nearer_than=nearer_than)
+
+    def _detach_idle(
+        self, order: AccessOrder, wanted_nbytes: int, *, nearer_than: int | None = None
+    ) -> bool:
+        """Detaches idle units, those that are used later than `nearer_than`, until so many bytes of
+        the device window are free. Returns whether they are."""
+        window_nbytes = self._device_window.left_nbytes
         while (
             window_nbytes is not None
-            and self._moves.attached_nbytes + unit.weight_nbytes > window_nbytes
+            and self._moves.attached_nbytes + wanted_nbytes > window_nbytes
         ):
             idle = list(self._idle_on_device(WeightState.ATTACHED))
-            if not idle and not is_ahead:
+            if not idle and nearer_than is None:
                 idle = list(self._idle_on_device(WeightState.ARRIVING))
-            victim = self._choose(order, idle, unit.weight_nbytes, nearer_than=nearer_than)
+            victim = self._choose(order, idle, wanted_nbytes, nearer_than=nearer_than)
             if victim is None:
                 return False
             self._moves.settle(self._weights[victim])
@@ -97,16 +104,36 @@ class WeightEvictor:
                 self._moves.detach(self._weights[victim])
         return True
 
-    def refuse_device(self, unit: Unit, in_use: list[str]) -> NoReturn:
-        """Raises the CapacityError of a unit that does not fit beside those in use."""
-        assert self._device_window_nbytes is not None
+    def require_device_space(self, order: AccessOrder, unit: Unit) -> None:
+        """As `make_device_space`. Raises CapacityError if the unit does not fit beside those in
+        use."""
+        if self.make_device_space(order, unit):
+            return
+        window_nbytes = self._device_window.left_nbytes
+        assert window_nbytes is not None
+        in_use = [weights.unit.name for weights in self._weights if weights.use_count]
         raise CapacityError(
             "device",
             needed_nbytes=unit.weight_nbytes,
-            available_nbytes=max(0, self._device_window_nbytes - self._moves.attached_nbytes),
+            available_nbytes=max(0, window_nbytes - self._moves.attached_nbytes),
             key="tiers.device.capacity",
             detail=f"parameters of {unit.name!r} (in use: {', '.join(in_use)})",
         )
+
+    def lend_device(self, order: AccessOrder, nbytes: int) -> bool:
+        """Detaches idle units and lends the space until `end_device_loans`. Returns False, and
+        lends nothing, if the weights that are used together need it."""
+        in_use = sum(weights.unit.weight_nbytes for weights in self._weights if weights.use_count)
+        if not self._device_window.lend(nbytes, in_use_nbytes=in_use):
+            return False
+        if self._detach_idle(order, 0):
+            return True
+        self._device_window.lent_nbytes -= nbytes
+        return False
+
+    def end_device_loans(self) -> None:
+        """Weights may take all of the device window again."""
+        self._device_window.lent_nbytes = 0
 
     def find_block(self, order: AccessOrder, weights: Weights) -> Block | None:
         """Allocates a unit's host block, if that drops nothing that is needed sooner."""

@@ -90,6 +90,14 @@ class Weights:
         is_idle = not self.use_count and not self.is_decoding
         return self.decoded is not None and is_idle and self.state is WeightState.ATTACHED
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the unit is not in use, and its host block has the bytes of its tier."""
+        is_idle = not self.use_count and not self.is_checked_out and not self.dirty_nbytes
+        is_present = self.state in (WeightState.READY, WeightState.ATTACHED)
+        is_moved = self.copying.done() and (self.writing is None or self.writing.done())
+        return is_idle and is_present and is_moved and self.block is not None
+
 
 def check_kept(weights: Weights) -> None:
     """Calls the unit's check, once."""

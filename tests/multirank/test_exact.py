@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import infinity
+from infinity.distributed.reduce import DistributedGradients
 from infinity.state.partition import STAGES
+from infinity.streaming.gradients import GradientStore
 from tests.support.exhaustive import sampled
 
 from .models import batch, loss_of
@@ -28,6 +30,7 @@ from .work import (
     expected,
     offload_case,
     read_weights,
+    train,
     train_all,
 )
 
@@ -208,3 +211,21 @@ def test_ranks_that_wait_elsewhere_do_not_hang_and_have_the_same_bits() -> None:
     for (weights, _), (reference, _) in zip(found, wanted, strict=True):
         assert weights.keys() == reference.keys()
         assert all(torch.equal(weights[name], reference[name]) for name in weights)
+
+
+def _sums_sent_by_hosts(rank: int, case: Case) -> int:
+    """How often a host sends a sum of micro-batches, or adds to one, in a step."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((DistributedGradients, "_give"), (GradientStore, "_add_staged")):
+            patch.setattr(owner, name, lambda *args, name=name, **_: calls.append(name))
+        train(rank, case)
+    return len(calls)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_devices_exchange_the_sums_outside_of_blocks_too(stage: int) -> None:
+    case = Case(
+        stage, layer_major=True, accumulation=3, steps=2, simulated=True, exchange="collective"
+    )
+    assert run_ranks(2, _sums_sent_by_hosts, case) == [0, 0]

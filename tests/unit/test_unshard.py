@@ -16,6 +16,7 @@ from infinity.observe import Counters
 from infinity.state.store import NvmeLocation
 from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority
+from infinity.streaming.device_window import DeviceWindow
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.weight_moves import WeightMoves
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
@@ -85,7 +86,7 @@ def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
         device=stub,
         counters=Counters(),
         window_nbytes=1 << 20,
-        device_window_nbytes=None,
+        device_window=DeviceWindow(),
         source=UnshardedWeights(stub, 2, is_outdated_by_step=False),
     )
     for _ in range(2):

@@ -1,0 +1,139 @@
+"""In `infinity.forward_backward` gradients outside of blocks are summed on the device, too, and
+leave it once, with the bits of plain accumulation."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.streaming.gradients import GradientStore
+from infinity.streaming.leaving_gradients import LeavingGradients
+from infinity.testing.simulated_device import SimulatedDevice
+
+from .test_early_updates import BLOCKS, Model, Run, Tied, config_of, loss_of, make
+
+GRADIENT_NBYTES = 4 * sum(parameter.numel() for parameter in Model().parameters())
+OUTSIDE_NBYTES = 4 * sum(
+    Model().get_parameter(f"{n}.weight").numel() for n in ("embedding", "head")
+)
+NUM_STEPS = 3
+
+
+def steps(run: Run, num_micro_batches: int) -> list[torch.Tensor]:
+    for step in range(NUM_STEPS):
+        numbers = [10 * step + number for number in range(num_micro_batches)]
+        if run.is_plain:
+            for number in numbers:
+                loss_of(run.model, number).backward()
+        else:
+            infinity.forward_backward(run.model, lambda seed: loss_of(run.model, seed), numbers)
+        run.step(0.5)
+    return list(run.values().values())
+
+
+def plain_steps(kind: type[Model], num_micro_batches: int) -> list[torch.Tensor]:
+    model = make(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return steps(Run(model, optimizer, is_plain=True), num_micro_batches)
+
+
+def offloaded_steps(
+    kind: type[Model], directory: Path, num_micro_batches: int, **changes: Any
+) -> tuple[list[torch.Tensor], int, list[int]]:
+    """Weights, the most bytes of weights on the device while gradients leave it, and the bytes of
+    the sums that were copied or added to, in each step."""
+    device = SimulatedDevice(5, delay_s=1e-4)
+    model = infinity.offload(make(kind), config_of(directory, **changes), device=device)
+    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    left_nbytes, attached_nbytes = list[int](), [0]
+    start, add, sent = LeavingGradients.start, GradientStore._add_staged, [0]
+
+    def counting(leaving: LeavingGradients, unit: Any, spec: Any, flat: Any, place: Any) -> None:
+        sent[0] += place.nbytes
+        attached_nbytes.append(device.attached_nbytes)
+        start(leaving, unit, spec, flat, place)
+
+    def counting_host(store: GradientStore, unit: Any, spec: Any, flat: Any, place: Any) -> None:
+        sent[0] += place.nbytes
+        add(store, unit, spec, flat, place)
+
+    step = run.step
+
+    def counted_step(max_norm: float | None = None) -> None:
+        left_nbytes.append(sent[0])
+        sent[0] = 0
+        step(max_norm)
+
+    run.step = counted_step  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LeavingGradients, "start", counting)
+        patch.setattr(GradientStore, "_add_staged", counting_host)
+        weights = steps(run, num_micro_batches)
+    infinity.close(model)
+    return weights, max(attached_nbytes), left_nbytes
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_gradients_outside_of_blocks_leave_the_device_once(
+    count: int, gradients: str, swap_directory: Path
+) -> None:
+    actual, _, left_nbytes = offloaded_steps(Model, swap_directory, count, gradients=gradients)
+    assert all(map(torch.equal, plain_steps(Model, count), actual))
+    assert left_nbytes == [GRADIENT_NBYTES] * NUM_STEPS
+
+
+def test_a_tied_head_waits_on_the_device_for_the_embedding(swap_directory: Path) -> None:
+    """From the second step on: of the first nobody knows that more gradients come."""
+    reference = steps_in_order(Tied, 3)
+    actual, _, left_nbytes = offloaded_steps(Tied, swap_directory, 3)
+    assert all(map(torch.equal, reference, actual))
+    assert left_nbytes[1:] == [GRADIENT_NBYTES - OUTSIDE_NBYTES // 2] * (NUM_STEPS - 1)
+
+
+def steps_in_order(kind: type[Model], count: int) -> list[torch.Tensor]:
+    """The steps with the engine where device and host are one: sums of tied weights have the
+    order of the schedule."""
+    model = infinity.offload(make(kind), {"tiers": {"device": {"kind": "cpu"}}})
+    weights = steps(Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False), count)
+    infinity.close(model)
+    return weights
+
+
+BLOCK_NBYTES = 4 * sum(parameter.numel() for parameter in Model().blocks[0].parameters())
+HEAD_NBYTES = OUTSIDE_NBYTES // 2
+
+
+@pytest.mark.parametrize("has_space", [True, False])
+def test_sums_take_their_memory_of_the_window_for_weights(
+    has_space: bool, swap_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without space for them beside two blocks they are added on the host, and the log says so."""
+    caplog.set_level(logging.INFO, "infinity")
+    window_nbytes = 2 * BLOCK_NBYTES + (16 << 10) + OUTSIDE_NBYTES * has_space
+    tiers = {"device": {"kind": "cpu", "capacity": window_nbytes}}
+    actual, most_attached_nbytes, left_nbytes = offloaded_steps(
+        Model, swap_directory, 3, tiers=tiers
+    )
+    assert all(map(torch.equal, plain_steps(Model, 3), actual))
+    assert most_attached_nbytes <= window_nbytes - OUTSIDE_NBYTES * has_space
+    more_nbytes = 0 if has_space else 2 * OUTSIDE_NBYTES
+    assert left_nbytes == [GRADIENT_NBYTES + more_nbytes] * NUM_STEPS
+    said = [record.message for record in caplog.records if "no space for sums" in record.message]
+    assert len(said) == (not has_space)
+
+
+def test_a_window_that_holds_all_weights_gives_up_some_for_the_sums(swap_directory: Path) -> None:
+    window_nbytes = BLOCKS * BLOCK_NBYTES + OUTSIDE_NBYTES + (4 << 10)
+    tiers = {"device": {"kind": "cpu", "capacity": window_nbytes}}
+    actual, most_attached_nbytes, left_nbytes = offloaded_steps(
+        Model, swap_directory, 2, tiers=tiers
+    )
+    assert all(map(torch.equal, plain_steps(Model, 2), actual))
+    assert left_nbytes == [GRADIENT_NBYTES] * NUM_STEPS
+    assert most_attached_nbytes <= window_nbytes - OUTSIDE_NBYTES
