@@ -45,7 +45,7 @@ from infinity.streaming.step_record import (
     UpdateSettings,
 )
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, updates_of
-from infinity.streaming.update_worker import MOST_CHECKED_OUT, UpdateWorker
+from infinity.streaming.update_worker import MOST_CHECKED_OUT, UpdateWorker, Waitable
 from infinity.tiers.pool import HostPool
 
 
@@ -342,11 +342,14 @@ class Updater(StepRunner):
         """Whether the update is still to be made, with the weights that were checked out."""
         return self._pending.get(update.unit.index) is update and update.weights is not None
 
-    def _turn(self) -> Sequence[Transfer] | None:
-        """A turn of the worker, see `UpdateWorker`: first of norms, which the step needs, then of
-        pending updates, then of early ones."""
+    def _turn(self) -> Sequence[Waitable] | None:
+        """A turn of the worker, see `UpdateWorker`: first of additions to sums and of norms, which
+        the step needs, then of pending updates, then of early ones."""
         if self._is_applying or self._torn is not None:
             return None
+        added = self._gradients.leaving.add_next()
+        if added is not None:
+            return added
         if self._gradients.norms.compute_next():
             return ()
         if not self._updates_beside:
@@ -398,7 +401,7 @@ class Updater(StepRunner):
         if self._rides_along and (self._ring.travels or self._early is not None):
             self.advance()
         elif self._worker is not None:
-            self._worker.wake()  # For norms.
+            self._worker.wake()  # For additions and norms.
 
     def _expected_in_backward(self, early: EarlyUpdates) -> Iterator[Chunk]:
         """The chunks of units that the backward will probably update and no forward will."""
@@ -442,7 +445,8 @@ class Updater(StepRunner):
             self._ring.start_more(self._expected())
         if self._pending and self._is_feeding:
             self._feed_worker()
-        if self._worker is not None and self._gradients.norms:
+        gradients = self._gradients
+        if self._worker is not None and (gradients.norms or gradients.leaving.num_additions):
             self._worker.wake()
         if self._early is not None:
             self._early.advance()
