@@ -1,11 +1,10 @@
-"""Gradients as flat fp32 memory: the range of a tensor, its order, its way from a device."""
+"""Gradients as flat fp32 memory: the range of a tensor, and its order."""
 
 from __future__ import annotations
 
 import torch
 
 from infinity.state.units import TensorSpec
-from infinity.tiers.device import DeviceAdapter
 
 
 def flat_of(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -26,17 +25,6 @@ def in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         )
         gradient = laid_out.copy_(gradient)
     return gradient.as_strided((spec.numel,), (1,))
-
-
-def add_through(
-    device: DeviceAdapter, staged: torch.Tensor, flat: torch.Tensor, target: torch.Tensor
-) -> None:
-    """Adds device memory to host memory, both (numel,), through a part of the host, of the dtype of
-    `flat`. Waits."""
-    count = staged.numel()
-    for source, sink in zip(flat.split(count), target.split(count), strict=True):
-        device.copy(source, staged[: source.numel()]).wait()
-        sink.add_(staged[: source.numel()])
 
 
 def put(target: torch.Tensor, flat: torch.Tensor, *, first: bool) -> None:

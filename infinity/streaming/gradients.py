@@ -11,9 +11,11 @@ Note [Out of the device]
   widens it: twice the bytes cross the link, and the host's memory, which bounds the updates, moves
   4 bytes an element where it would move 10. The host does not wait while the backward runs: what is
   due to be written waits for its copies, and the computation waits for those of the unit before the
-  last, whose memory is free then. Where several micro-batches go
-  through one block they are summed on the device first (`device_sums.py`), in the same order, and
-  leave it once; outside of blocks, too, where the device has memory for the sums.
+  last, whose memory is free then. A further gradient of a sum that is on the host passes staging
+  blocks, and is added when its copy is over, by the engine's worker or by the next call. Where
+  several micro-batches go through one block they are summed on the device first
+  (`device_sums.py`), in the same order, and leave it once; outside of blocks, too, where the device
+  has memory for the sums.
 """
 
 from __future__ import annotations
@@ -26,13 +28,11 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.budgets import STAGED_NBYTES
 from infinity.state.store import NvmeLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.device_sums import DeviceSums
 from infinity.streaming.gradient_memory import (
-    add_through,
     flat_of,
     in_memory_order,
     put,
@@ -40,6 +40,7 @@ from infinity.streaming.gradient_memory import (
 )
 from infinity.streaming.gradient_norms import CompleteSums
 from infinity.streaming.gradient_sink import Lend
+from infinity.streaming.gradient_staging import GradientStaging
 from infinity.streaming.gradient_sums import (
     PooledSumBlocks,
     SumBlocks,
@@ -49,7 +50,7 @@ from infinity.streaming.gradient_sums import (
     refuse_sparse,
     sums_of,
 )
-from infinity.streaming.leaving_gradients import LeavingGradients
+from infinity.streaming.leaving_gradients import LeavingGradient, LeavingGradients
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -80,7 +81,12 @@ class GradientStore:
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
         self.device_sums = DeviceSums()
-        self._leaving = LeavingGradients(device, max(unit.weight_nbytes for unit in store.units))
+        most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
+        largest_numel = max(spec.numel for unit in store.units for spec in unit.tensors)
+        self._staging = GradientStaging(pool, largest_numel, most_kept_nbytes)
+        self.leaving = LeavingGradients(
+            device, self._staging, counters, most_kept_nbytes, self._note_there
+        )
         self.norms = CompleteSums() if norms is None else norms
 
     # -- In ----------------------------------------------------------------------------------------
@@ -107,8 +113,8 @@ class GradientStore:
         elif is_on_host or self._device.shares_host_memory:
             if sums.state is SumState.DUE:
                 self._await_more(sums)
-            if not first:
-                self.finish_copies()  # The last one may be on its way to this place.
+            if (not first or self.leaving.num_additions) and self.leaving.has(spec):
+                self._end_copies()  # The last one may be on its way to this place.
             place = flat_of(self._array(unit), spec)
             _ = place.copy_(flat) if first else place.add_(flat)
             if known.is_due:
@@ -124,7 +130,7 @@ class GradientStore:
         known, sums = self._tensors[spec], self._sums[unit.index]
         known.is_due = known.was_norm_needed
         array = sums.array if sums.on_host is None else sums.on_host
-        if known.is_due and array is not None and not self._leaving.has(spec):
+        if known.is_due and array is not None and not self.leaving.has(spec):
             self.norms.note(spec, known, flat_of(array, spec))
 
     def put(
@@ -162,14 +168,13 @@ class GradientStore:
         if first and self.device_sums.is_open(unit):
             self.device_sums.add(unit, spec, flat)
             return
+        if first and self.leaving.num_additions and self.leaving.has(spec):
+            self._end_copies()  # Additions to a sum that was forgotten.
         place = flat_of(self._array(unit), spec)
         if first:
             self._send(unit, spec, flat, place)
         else:
-            self._end_copies()
-            self._add_staged(unit, spec, flat, place)
-            if known.is_due:
-                self.norms.note(spec, known, place)
+            self._send_to_sum(unit, spec, flat, place)
         known.is_present = True
 
     def sum_on_device(self, units: Iterable[Unit], lend: Lend | None = None) -> int:
@@ -204,37 +209,32 @@ class GradientStore:
     def _send(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor) -> None:
         """Starts copying a gradient from the device to its place on the host."""
         self._take_in_copies()
-        self._leaving.start(unit, spec, flat, place)
+        self.leaving.start(unit, spec, flat, place)
 
     def _take_in_copies(self) -> None:
-        """Notes what has come, and starts writing what was due and is complete. Never waits."""
-        while self._leaving.is_oldest_there():
-            self._end_oldest()
-        leaving = self._leaving.units()
+        """Notes what has come, and starts writing what was due and is complete. Never waits.
+        Additions are the worker's, if there is one."""
+        self.leaving.end_there(is_added=not self.leaving.has_worker)
+        leaving = self.leaving.units()
         for unit in [unit for unit in self._due if unit not in leaving]:
             self._start_write(unit)
 
-    def _end_oldest(self) -> None:
-        leaving = self._leaving.end_oldest()
+    def _note_there(self, leaving: LeavingGradient) -> None:
         known = self._tensors[leaving.spec]
         if leaving.place is not None and known.is_due:
             self.norms.note(leaving.spec, known, leaving.place)
 
-    def _add_staged(
-        self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, target: torch.Tensor
+    def _send_to_sum(
+        self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor
     ) -> None:
-        """Adds a gradient in device memory to a sum on the host, through a small block."""
-        count = min(flat.numel(), STAGED_NBYTES // STATE_ITEM_NBYTES)
-        self._in_use = unit
+        """Starts copying a gradient that is added to its place when it has come. Waits while too
+        many are on their way."""
+        self._take_in_copies()
+        self._in_use = unit  # Memory for the first blocks may be that of other sums.
         try:
-            block = self._pool.require(count * STATE_ITEM_NBYTES, f"gradient of {spec.name}")
+            self.leaving.add(unit, spec, flat, place)
         finally:
             self._in_use = None
-        try:
-            staged = self._pool.tensor(block)[: count * flat.dtype.itemsize].view(flat.dtype)
-            add_through(self._device, staged, flat, target)
-        finally:
-            self._pool.free(block)
 
     def _array(self, unit: Unit) -> torch.Tensor:
         """The unit's gradients where the host can add to them: fp32 (state_numel,)."""
@@ -306,14 +306,7 @@ class GradientStore:
         self._end_copies()
 
     def _end_copies(self) -> None:
-        if self._leaving:
-            what = "gradients leave the device"
-            copies = self._leaving.copies()
-            with self._counters.timed("copy_wait_s", what, copies):
-                for copy in copies:
-                    copy.wait()
-            while self._leaving:
-                self._end_oldest()
+        self.leaving.end_all()
 
     def write_out(self, unit: Unit) -> None:
         """A unit's gradients go to where they rest; its backward is over. Does not wait."""
@@ -340,6 +333,7 @@ class GradientStore:
         """End of a backward: every unit's gradients go to where they rest."""
         self._end_sums()
         self.finish_copies()
+        self._staging.release()
         for unit in self.in_blocks():
             self._start_write(unit)
 
@@ -353,7 +347,12 @@ class GradientStore:
         self.blocks.give_back(self._lent.pop(unit).give_up_block())
 
     def reclaim(self) -> bool:
-        """Frees the oldest block, waiting for its write. False when there is none."""
+        """Frees the staging blocks, or the oldest block of sums, waiting for its write. False when
+        there is none."""
+        if self.leaving.num_additions:
+            self._end_copies()
+        if self._staging.release():
+            return True
         for unit, sums in self._lent.items():
             if unit is not self._in_use:
                 self._end_copies()
@@ -398,6 +397,7 @@ class GradientStore:
         """Gives up its views of memory, of which nobody reads any more."""
         self.norms.close(self._tensors.values())
         self._sums.clear()
+        self.leaving.clear()
 
     # -- Looking -----------------------------------------------------------------------------------
 
@@ -410,7 +410,7 @@ class GradientStore:
         sums = self._sums[unit.index]
         if sums.on_device is not None:
             return False
-        is_leaving = self.device_sums.has(unit) or unit in self._leaving.units()
+        is_leaving = self.device_sums.has(unit) or unit in self.leaving.units()
         return not is_leaving and all(self._tensors[s].scale is None for s in unit.trainable())
 
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:

@@ -1,37 +1,69 @@
-"""Gradients on their way from a device to the host."""
+"""Gradients on their way from a device to the host.
+
+The first gradient of a sum is copied to its place. A later one is copied to staging blocks, and
+added to the place when the copy is over. Copies end in the order in which they were started, and so
+do the additions (INV-8).
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from infinity.observe import Counters
 from infinity.state.units import TensorSpec, Unit
+from infinity.streaming.gradient_staging import GradientStaging, StagingBlock
 from infinity.tiers.device import Copy, DeviceAdapter
 
 _WIDENED_NUMEL = 8 << 20  # Elements that the device widens at a time: 32 MiB of fp32.
 
 
 @dataclass(frozen=True, slots=True)
+class _Addition:
+    """What follows a copy to a staging block. `staged` and `target`: (numel,) of one part."""
+
+    block: StagingBlock
+    staged: torch.Tensor
+    target: torch.Tensor  # Fp32.
+
+
+@dataclass(frozen=True, slots=True)
 class LeavingGradient:
-    """A gradient, or a part of one, that is copied to its place on the host."""
+    """A gradient, or a part of one, that is copied to its place on the host, or added there."""
 
     unit: Unit
     spec: TensorSpec
     copy: Copy
     nbytes: int  # Of device memory that is kept until then.
     place: torch.Tensor | None  # Of all of the gradient, fp32 (numel,); None: another part follows.
+    addition: _Addition | None = None
 
 
 class LeavingGradients:
     """The copies under way, oldest first. Under the engine's lock.
 
-    `most_kept_nbytes`: device memory that is kept for copies, beside that of the last one.
+    `most_kept_nbytes`: device memory that is kept for copies, beside that of the last one. `note`
+    is called with each part that is in its place.
     """
 
-    def __init__(self, device: DeviceAdapter, most_kept_nbytes: int) -> None:
+    def __init__(
+        self,
+        device: DeviceAdapter,
+        staging: GradientStaging,
+        counters: Counters,
+        most_kept_nbytes: int,
+        note: Callable[[LeavingGradient], None],
+    ) -> None:
         self._device = device
+        self._staging = staging
+        self._counters = counters
+        self._note = note
+        self.num_additions = 0  # Those that are due.
+        self.has_worker = False  # Which calls `add_next`.
         self._most_kept_nbytes = most_kept_nbytes
         self._leaving: deque[LeavingGradient] = deque()  # Not on the host, or not known to be.
         self._keeping: deque[LeavingGradient] = deque()  # Those whose device memory is kept.
@@ -52,6 +84,21 @@ class LeavingGradients:
             copy = self._device.copy(wide, target)
             self._keep(LeavingGradient(unit, spec, copy, wide.nbytes, place if is_last else None))
 
+    def add(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor) -> None:
+        """Starts copying a gradient, flat and at most fp32, that is added to its place when it has
+        come. Waits for the oldest copies while no staging block is free."""
+        numel = self._staging.part_nbytes // flat.dtype.itemsize
+        for source, target in zip(flat.split(numel), place.split(numel), strict=True):
+            while (block := self._staging.take()) is None:
+                self._end(1, "a staging block for gradients is taken")
+            staged = block.memory[: source.nbytes].view(flat.dtype)
+            is_last = target.data_ptr() + target.nbytes == place.data_ptr() + place.nbytes
+            copy = self._device.copy(source, staged)
+            self.num_additions += 1
+            addition = _Addition(block, staged, target)
+            after = place if is_last else None
+            self._keep(LeavingGradient(unit, spec, copy, source.nbytes, after, addition))
+
     def _keep(self, gradient: LeavingGradient) -> None:
         """Lets later kernels wait for the copies whose memory is more than may be kept."""
         self._leaving.append(gradient)
@@ -70,18 +117,53 @@ class LeavingGradients:
         """Returns the units of all gradients under way."""
         return [gradient.unit for gradient in self._leaving]
 
-    def copies(self) -> list[Copy]:
-        """Returns all copies under way."""
-        return [gradient.copy for gradient in self._leaving]
+    def end_there(self, *, is_added: bool) -> None:
+        """Ends the copies that are over, in order. Never waits. `is_added`: also those that an
+        addition follows."""
+        while self._leaving and (is_added or self._leaving[0].addition is None):
+            if not self._leaving[0].copy.done():
+                return
+            self._end_oldest()
 
-    def is_oldest_there(self) -> bool:
-        """Whether the oldest copy is over."""
-        return bool(self._leaving) and self._leaving[0].copy.done()
+    def end_all(self) -> None:
+        """Waits for all copies; all additions are made."""
+        if self._leaving:
+            self._end(len(self._leaving), "gradients leave the device")
 
-    def end_oldest(self) -> LeavingGradient:
-        """Waits for the oldest copy, and returns it."""
+    def add_next(self) -> Sequence[Copy] | None:
+        """Makes an addition that is due. Never waits: returns the copy that the next one needs,
+        none if it was made, or None if none is due."""
+        if not self.num_additions:
+            return None
+        if not self._leaving[0].copy.done():
+            return (self._leaving[0].copy,)
+        self._end_oldest()
+        return ()
+
+    def _end(self, count: int, what: str) -> None:
+        copies = [gradient.copy for gradient in itertools.islice(self._leaving, count)]
+        with self._counters.timed("copy_wait_s", what, copies):
+            for _ in range(count):
+                self._end_oldest()
+
+    def _end_oldest(self) -> None:
         oldest = self._leaving.popleft()
         if self._keeping and self._keeping[0] is oldest:
             self._keeping.popleft()
-        oldest.copy.wait()
-        return oldest
+        addition = oldest.addition
+        if addition is None:
+            oldest.copy.wait()
+        else:
+            self.num_additions -= 1
+            try:
+                oldest.copy.wait()
+                addition.target.add_(addition.staged)
+            finally:
+                self._staging.give_back(addition.block)
+        self._note(oldest)
+
+    def clear(self) -> None:
+        """Forgets all copies."""
+        self._leaving.clear()
+        self._keeping.clear()
+        self.num_additions = 0

@@ -45,7 +45,7 @@ from infinity.streaming.step_record import (
     UpdateSettings,
 )
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, updates_of
-from infinity.streaming.update_worker import MOST_CHECKED_OUT, UpdateWorker
+from infinity.streaming.update_worker import MOST_CHECKED_OUT, UpdateWorker, Waitable
 from infinity.tiers.pool import HostPool
 
 
@@ -105,7 +105,8 @@ class Updater(StepRunner):
         # Chunks that the next backward will probably update, from the decision to its beginning.
         self._before_backward: Iterator[Chunk] | None = None
         self._is_applying = False
-        self._worker: UpdateWorker | None = None
+        self._worker: UpdateWorker | None = None  # Adds gradients to sums.
+        self._updates_beside = False  # Whether the worker updates, too.
         # Pending units whose weights are checked out for the worker, in the order of their updates.
         self._beside: list[UnitUpdate] = []
         self._is_feeding = False  # Whether the worker makes pending updates.
@@ -114,11 +115,11 @@ class Updater(StepRunner):
 
     @override
     def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
-        if not (self._rides_along and self._is_on_host):
-            return
         self._worker = UpdateWorker(lock, self._turn)
+        self._gradients.leaving.has_worker = True
         resources.callback(self._worker.close)
-        if self._early is not None:
+        self._updates_beside = self._rides_along and self._is_on_host
+        if self._updates_beside and self._early is not None:
             self._early.wake_worker = self._worker.wake
 
     # -- Pending updates -------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class Updater(StepRunner):
         self._ring.drop_reads(lambda chunk: chunk.unit.index not in self._pending)
         with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
             self._ring.bring_all_gradients()
-        self._is_feeding = self._worker is not None and not self._has_state_on_device
+        self._is_feeding = self._updates_beside and not self._has_state_on_device
         if self._early is not None and self._early.policy.is_on:
             self._before_backward = self._expected_in_backward(self._early)
 
@@ -168,7 +169,7 @@ class Updater(StepRunner):
         for update in kept:
             if not update.is_done:
                 self._make_pending(update)
-                if self._worker is not None:  # It goes on.
+                if self._updates_beside:  # The worker goes on.
                     self._beside.append(update)
         return {update.unit.index for update in kept}
 
@@ -341,9 +342,15 @@ class Updater(StepRunner):
         """Whether the update is still to be made, with the weights that were checked out."""
         return self._pending.get(update.unit.index) is update and update.weights is not None
 
-    def _turn(self) -> Sequence[Transfer] | None:
-        """A turn of the worker, see `UpdateWorker`: of pending updates, then of early ones."""
+    def _turn(self) -> Sequence[Waitable] | None:
+        """A turn of the worker, see `UpdateWorker`: first of additions to sums, which the
+        step needs, then of pending updates, then of early ones."""
         if self._is_applying or self._torn is not None:
+            return None
+        added = self._gradients.leaving.add_next()
+        if added is not None:
+            return added
+        if not self._updates_beside:
             return None
         update = next(filter(self._is_beside, self._beside), None)
         if update is not None and self._is_feeding:
@@ -391,6 +398,8 @@ class Updater(StepRunner):
             self._begin_backward()
         if self._rides_along and (self._ring.travels or self._early is not None):
             self.advance()
+        elif self._worker is not None and self._gradients.leaving.num_additions:
+            self._worker.wake()
 
     def _expected_in_backward(self, early: EarlyUpdates) -> Iterator[Chunk]:
         """The chunks of units that the backward will probably update and no forward will."""
@@ -434,6 +443,8 @@ class Updater(StepRunner):
             self._ring.start_more(self._expected())
         if self._pending and self._is_feeding:
             self._feed_worker()
+        if self._worker is not None and self._gradients.leaving.num_additions:
+            self._worker.wake()
         if self._early is not None:
             self._early.advance()
         if self._before_backward is not None:

@@ -83,8 +83,9 @@ class StepRunner(Protocol):
     chunk_nbytes: int  # The fp32 bytes of a unit that are updated at a time.
 
     def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
-        """From now on a thread makes updates of the host, early and pending ones, if these follow
-        the step, until `resources` are closed. `lock` is the engine's."""
+        """From now on a thread adds gradients to sums on the host, and makes its updates, early and
+        pending ones, if these follow the step, until `resources` are closed. `lock` is the
+        engine's."""
 
     def apply(self, record: StepRecord) -> None:
         """Updates every unit of the record.

@@ -16,15 +16,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-
-from infinity.state.store import Transfer
 
 MOST_CHECKED_OUT = 2  # Units whose weights are checked out for the worker at once.
 _POLL_S = 0.05
 
-Turn = Callable[[], Sequence[Transfer] | None]
+
+class Waitable(Protocol):
+    """A transfer of a drive, or a copy of a device."""
+
+    def wait(self) -> object:
+        """Blocks until it is over, and raises its error."""
+
+
+Turn = Callable[[], Sequence[Waitable] | None]
 
 
 class UpdateWorker:

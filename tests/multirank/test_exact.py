@@ -15,7 +15,7 @@ import torch
 import infinity
 from infinity.distributed.reduce import DistributedGradients
 from infinity.state.partition import STAGES
-from infinity.streaming.gradients import GradientStore
+from infinity.streaming.leaving_gradients import LeavingGradients
 from tests.support.exhaustive import sampled
 
 from .models import batch, loss_of
@@ -217,7 +217,7 @@ def _sums_sent_by_hosts(rank: int, case: Case) -> int:
     """How often a host sends a sum of micro-batches, or adds to one, in a step."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((DistributedGradients, "_give"), (GradientStore, "_add_staged")):
+        for owner, name in ((DistributedGradients, "_give"), (LeavingGradients, "add")):
             patch.setattr(owner, name, lambda *args, name=name, **_: calls.append(name))
         train(rank, case)
     return len(calls)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import infinity
-from infinity.streaming.gradients import GradientStore
 from infinity.streaming.leaving_gradients import LeavingGradients
 from infinity.testing.simulated_device import SimulatedDevice
 
@@ -51,16 +50,18 @@ def offloaded_steps(
     model = infinity.offload(make(kind), config_of(directory, **changes), device=device)
     run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
     left_nbytes, attached_nbytes = list[int](), [0]
-    start, add, sent = LeavingGradients.start, GradientStore._add_staged, [0]
+    start, add, sent = LeavingGradients.start, LeavingGradients.add, [0]
 
     def counting(leaving: LeavingGradients, unit: Any, spec: Any, flat: Any, place: Any) -> None:
         sent[0] += place.nbytes
         attached_nbytes.append(device.attached_nbytes)
         start(leaving, unit, spec, flat, place)
 
-    def counting_host(store: GradientStore, unit: Any, spec: Any, flat: Any, place: Any) -> None:
+    def counting_host(
+        leaving: LeavingGradients, unit: Any, spec: Any, flat: Any, place: Any
+    ) -> None:
         sent[0] += place.nbytes
-        add(store, unit, spec, flat, place)
+        add(leaving, unit, spec, flat, place)
 
     step = run.step
 
@@ -72,7 +73,7 @@ def offloaded_steps(
     run.step = counted_step  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LeavingGradients, "start", counting)
-        patch.setattr(GradientStore, "_add_staged", counting_host)
+        patch.setattr(LeavingGradients, "add", counting_host)
         weights = steps(run, num_micro_batches)
     infinity.close(model)
     return weights, max(attached_nbytes), left_nbytes

@@ -129,7 +129,7 @@ def only_computing_waits(stream: SimulatedStream, event: Any) -> None:
 
 
 def end_without_wait(gradients: GradientStore) -> None:
-    gradients._leaving.clear()
+    gradients.leaving.clear()
 
 
 def return_at_once(activations: ActivationStore, saved: Any) -> None:

@@ -1,0 +1,116 @@
+"""Several backward passes in a step beside a device: gradients are added to sums on the host while
+the next ones are computed. No backward waits for a copy, and no bit changes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.streaming.gradient_staging import GradientStaging
+from infinity.streaming.gradients import GradientStore
+from infinity.streaming.leaving_gradients import LeavingGradients
+from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tiers.streams import StreamCopy
+
+from .test_early_updates import Run, config_of, loss_of, make, plain_run
+
+NUM_STEPS, NUM_BACKWARDS = 3, 3
+
+
+def accumulating(run: Run) -> list[torch.Tensor]:
+    for step in range(NUM_STEPS):
+        for number in range(NUM_BACKWARDS):
+            loss_of(run.model, 10 * step + number).backward()
+        if step == 1:  # A look in between waits for all that is due.
+            loss_of(run.model, 7).backward()
+        run.step(0.5)
+    return []
+
+
+def offloaded(directory: Path, **changes: Any) -> Run:
+    device = SimulatedDevice(5, delay_s=1e-3)
+    model = infinity.offload(make(), config_of(directory, **changes), device=device)
+    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+
+
+def compare(run: Run) -> None:
+    expected = plain_run(accumulating)
+    actual = [*accumulating(run), *run.values().values()]
+    infinity.close(run.model)
+    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+
+
+def limited_to(num_more: int, are_refused: list[bool] | None = None) -> Any:
+    """`GradientStaging.take` of so many blocks beside the first two; notes which calls got none."""
+    take = GradientStaging.take
+
+    def limited(staging: GradientStaging) -> Any:
+        staging._most_more = num_more
+        block = take(staging)
+        if are_refused is not None:
+            are_refused.append(block is None)
+        return block
+
+    return limited
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_no_gradient_is_waited_for_while_a_staging_block_is_free(
+    gradients: str, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies by the piece, of which there are more than two; the worker makes additions."""
+    monkeypatch.setattr("infinity.streaming.gradient_staging.STAGED_NBYTES", 16 << 10)
+    taking, waits, added = threading.local(), [], []
+    add, wait, end = GradientStore.add, StreamCopy.wait, LeavingGradients._end_oldest
+
+    def note_add(store: GradientStore, *arguments: Any, **named: Any) -> None:
+        taking.is_on = True
+        add(store, *arguments, **named)
+        taking.is_on = False
+
+    def note_wait(copy: StreamCopy) -> None:
+        if getattr(taking, "is_on", False) and not copy.done():
+            waits.append(copy)
+        wait(copy)
+
+    def note_end(leaving: LeavingGradients) -> None:
+        if leaving._leaving[0].addition is not None:
+            added.append(threading.current_thread().name)
+        end(leaving)
+
+    monkeypatch.setattr(GradientStaging, "take", limited_to(1000))
+    monkeypatch.setattr(GradientStore, "add", note_add)
+    monkeypatch.setattr(StreamCopy, "wait", note_wait)
+    monkeypatch.setattr(LeavingGradients, "_end_oldest", note_end)
+    compare(offloaded(swap_directory, gradients=gradients))
+    assert not waits and len(added) > 100 and "infinity-updates" in added
+
+
+def test_two_staging_blocks_suffice(swap_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.streaming.gradient_staging.STAGED_NBYTES", 16 << 10)
+    are_refused: list[bool] = []
+    monkeypatch.setattr(GradientStaging, "take", limited_to(0, are_refused))
+    compare(offloaded(swap_directory))
+    assert any(are_refused) and not all(are_refused)
+
+
+def test_gradients_that_are_dropped_meanwhile_leave_nothing(swap_directory: Path) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        for number in range(2):
+            loss_of(run.model, number).backward()
+        run.optimizer.zero_grad()
+        for number in range(2, 4):
+            loss_of(run.model, number).backward()
+        seen = [run.gradient("blocks.1.up.weight"), run.gradient("embedding.weight")]
+        run.step(0.5)
+        return seen
+
+    expected, run = plain_run(body), offloaded(swap_directory)
+    actual = [*body(run), *run.values().values()]
+    infinity.close(run.model)
+    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
