@@ -198,13 +198,13 @@ class WeightEdits:
 
     def take_over(self, unit: int) -> None:
         """Makes the weights of a changed unit its state. Runs after the last use of the unit."""
-        params = self._param_table.of_unit(unit)
         # The module's own code may have changed them, too.
         if unit not in self._expected and not self._param_table.was_changed(unit):
             return
         self._expected.discard(unit)
         self._weight_cache.absorb(unit)
         facts, masters = self._store.units[unit], self._masters
+        params = self._param_table.of_unit(unit)
         with_master = [param for param in params if masters.has(facts, param.spec)]
         if not with_master:
             return

@@ -168,7 +168,11 @@ class ParamTable:
 
     def moved_away(self, unit: int) -> list[OffloadedParam]:
         """Returns the parameters of a unit that `.data =` has moved out of the unit's region."""
-        return [p for p in self.of_unit(unit) if not p.compute.is_set_to(p.place)]
+        moved = []
+        for param in self.of_unit(unit):
+            if not param.compute.is_set_to(param.place):
+                moved.append(param)  # noqa: PERF401 - A comprehension is one more call in each use.
+        return moved
 
     def was_changed(self, unit: int) -> bool:
         """Whether a parameter of the unit was changed since its module began to show it."""

@@ -15,7 +15,7 @@ from infinity.simulate.job import Batch, load_of, num_fibers_of
 from infinity.simulate.spec import ShardedLoad, UnitLoad
 from infinity.state.partition import Partition, Shard
 from infinity.state.placement import StatePlacement
-from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec
+from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 
 
 def rank_loads(
@@ -41,16 +41,7 @@ def rank_loads(
         # Frozen weights in their files are gathered by devices; else each rank reads all of them.
         is_gathered = stage == 3 and (full.stored is None or is_collective)
         if not is_gathered:
-            rests_on = placement.tier(full, StateKind.PARAMETERS)
-            written_nbytes = full.trainable_nbytes if own.unit.state_numel else 0
-            if rests_on == "device":
-                written_nbytes = len(partition.own_part(full.index))
-            load = replace(
-                load,
-                weights=rests_on,
-                weight_nbytes=full.nbytes(StateKind.PARAMETERS),
-                written_nbytes=written_nbytes,
-            )
+            load = _with_all_weights(load, partition, full, placement)
         if stage == 1 and full.state_numel:
             sums = placement.tier(full, StateKind.GRADIENTS)
         are_wide = is_summed or (stage == 1 and batch.num_micro_batches > 1)
@@ -90,6 +81,20 @@ def rank_loads(
                 network_sent_nbytes=sum(sent_nbytes[rank] for rank in remote),
             ),
         )
+
+
+def _with_all_weights(
+    load: UnitLoad, partition: Partition, full: Unit, placement: StatePlacement
+) -> UnitLoad:
+    """Returns the load of a rank that has all weights of the unit, and updates its part."""
+    rests_on, own = placement.tier(full, StateKind.PARAMETERS), partition.own_part(full.index)
+    written_nbytes = full.trainable_nbytes if load.update_nbytes else 0
+    return replace(
+        load,
+        weights=rests_on,
+        weight_nbytes=full.nbytes(StateKind.PARAMETERS),
+        written_nbytes=len(own) if rests_on == "device" else written_nbytes,
+    )
 
 
 def _served_nbytes(partition: Partition, shard: Shard) -> int:

@@ -220,9 +220,10 @@ class GradientStore:
             self._start_write(unit)
 
     def _note_there(self, leaving: LeavingGradient) -> None:
-        known = self._tensors[leaving.spec]
-        if leaving.place is not None and known.is_due:
-            self.norms.note(leaving.spec, known, leaving.place)
+        known, place = self._tensors[leaving.spec], leaving.place
+        # One that was counted may still be on its way.
+        if place is not None and known.is_due and not self.leaving.has(leaving.spec):
+            self.norms.note(leaving.spec, known, place)
 
     def _send_to_sum(
         self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor
