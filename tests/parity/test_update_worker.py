@@ -84,12 +84,13 @@ def test_the_worker_updates_while_nobody_calls_the_engine(
             run.step()
         return []
 
+    before = set(workers())  # Of engines that failed in other tests, and are not collected yet.
     run = offloaded(swap_directory, gradients=gradients)
-    assert len(workers()) == 1
+    [worker] = set(workers()) - before
     counters = compare(body, run)
     assert counters["early_updates_kept"] > 0
     assert not counters.get("early_updates_undone")
-    assert not workers(), "closing ends the thread"
+    assert not worker.is_alive(), "closing ends the thread"
 
 
 @pytest.mark.parametrize("seed", range(4))
