@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.streaming.gradient_norms import CompleteSums
 from infinity.streaming.leaving_gradients import LeavingGradients
 from infinity.testing.simulated_device import SimulatedDevice
 
@@ -138,3 +139,27 @@ def test_a_window_that_holds_all_weights_gives_up_some_for_the_sums(swap_directo
     assert all(map(torch.equal, plain_steps(Model, 2), actual))
     assert left_nbytes == [GRADIENT_NBYTES] * NUM_STEPS
     assert most_attached_nbytes <= window_nbytes - OUTSIDE_NBYTES
+
+
+def test_a_norm_is_of_all_gradients_that_were_counted(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without space on the device. No addition is made before it must be, so the last gradient of a
+    sum is counted while others are added."""
+    monkeypatch.setattr(LeavingGradients, "end_there", lambda *_, **__: None)
+    monkeypatch.setattr(LeavingGradients, "add_next", lambda _: None)
+    note_there, note, coming = LeavingGradients._end_oldest, CompleteSums.note, list[Any]()
+
+    def ending(leaving: LeavingGradients) -> None:
+        coming[:] = [each.spec for each in list(leaving._leaving)[1:]]
+        note_there(leaving)
+
+    def checked(norms: CompleteSums, spec: Any, known: Any, flat: torch.Tensor) -> None:
+        assert spec not in coming, "the sum will change"
+        note(norms, spec, known, flat)
+
+    monkeypatch.setattr(LeavingGradients, "_end_oldest", ending)
+    monkeypatch.setattr(CompleteSums, "note", checked)
+    tiers = {"device": {"kind": "cpu", "capacity": 2 * BLOCK_NBYTES + (16 << 10)}}
+    actual, _, _ = offloaded_steps(Model, swap_directory, 3, tiers=tiers)
+    assert all(map(torch.equal, plain_steps(Model, 3), actual))
