@@ -176,7 +176,7 @@ def test_plan_refuses_settings_that_ranks_cannot_have(arguments: list[str], word
 def _forecast_of_ranks(**changes: Any) -> Forecast:
     kinds = ("parameters", "master", "moments", "gradients")
     table: dict[str, Any] = {
-        "tiers": {"host": {"capacity": "50%"}, "nvme": [{"path": "/nowhere"}]},
+        "tiers": {"host": {"capacity": changes.pop("host", "50%")}, "nvme": [{"path": "/nowhere"}]},
         "placement": dict.fromkeys(kinds, changes.pop("tier", "nvme")),
         "precision": {"compute": "bfloat16"},
         "schedule": changes.pop("schedule", {}),
@@ -200,15 +200,20 @@ def test_updates_after_the_step_overlap_with_the_forward_in_stage_3() -> None:
     assert after.moved_nbytes == inside.moved_nbytes
 
 
-def test_an_updated_shard_on_nvme_is_read_again_for_the_forward() -> None:
-    """The thread of updates does not have the weight cache, which drops the shard at the step."""
+@pytest.mark.parametrize(("host", "least", "most"), [("50%", -1.02, -0.98), ("2GiB", 0.1, 1.0)])
+def test_an_updated_shard_on_nvme_is_read_again_where_memory_does_not_keep_it(
+    host: str, least: float, most: float
+) -> None:
+    """An update inside the step reads each shard once, and the weight cache has it then."""
     after, inside = (
-        _forecast_of_ranks(num_ranks=8, schedule={"updates": updates, "update_on": "host"}).step
+        _forecast_of_ranks(
+            num_ranks=8, host=host, schedule={"updates": updates, "update_on": "host"}
+        ).step
         for updates in ("deferred", "at_step")
     )
     read, again = (step.moved_nbytes["nvme_read"] for step in (inside, after))
     shard_nbytes = 2 * model_of_shape(scaled_gpt(10**9), torch.bfloat16).num_params / 8
-    assert again - read == pytest.approx(shard_nbytes, rel=0.02)
+    assert least * shard_nbytes <= again - read <= most * shard_nbytes
     assert after.moved_nbytes["nvme_write"] == inside.moved_nbytes["nvme_write"]
     assert after.step_s < inside.step_s
 
