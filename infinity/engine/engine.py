@@ -428,11 +428,9 @@ class Engine:
         with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
             self.reset()
             self.updater.apply_pending()  # Updates that no forward has applied since the last step.
-            return {
-                param.name: self.gradients.norm(param.unit, param.spec)
-                for param in params
-                if self.gradients.has(param.spec)
-            }
+            found = [param for param in params if self.gradients.has(param.spec)]
+            self.gradients.expect_norms((param.unit, param.spec) for param in found)
+            return {param.name: self.gradients.norm(param.unit, param.spec) for param in found}
 
     def has_gradient(self, param: OffloadedParam) -> bool:
         """Whether the parameter has a gradient, of any rank."""

@@ -15,7 +15,8 @@ import torch
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, shaped
 from infinity.streaming.gradient_sums import TensorGradient
-from infinity.streaming.norm_tasks import Measure, NormThreads
+from infinity.streaming.norm_tasks import Measure, NormTask, NormThreads
+from infinity.tiers.device import Copy
 
 
 def norm_of(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -47,6 +48,22 @@ class CompleteSums:
         For a device with memory of its own: the host's cores are free while it computes.
         """
         self._threads = NormThreads()
+
+    @property
+    def follow_copies(self) -> bool:
+        """Whether sums that rest on a device are copied to be measured, see `start`."""
+        return self._threads is not None and not self.is_on_device
+
+    def start(self, flat: torch.Tensor, spec: TensorSpec, *, after: Copy) -> NormTask:
+        """Has a sum measured when a copy is over. `flat`: fp32 (numel,) on the host, the copy's
+        target, valid until the task is over."""
+        assert self._threads is not None
+
+        def measure(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+            after.wait()
+            return self.measure(flat, spec)
+
+        return self._threads.start(measure, flat, spec)
 
     def note(self, spec: TensorSpec, known: TensorGradient, flat: torch.Tensor) -> None:
         """A sum is complete. `flat`: fp32 (numel,), valid until the task of `known` is ended."""

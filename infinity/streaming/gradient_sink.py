@@ -84,6 +84,10 @@ class GradientSink(Protocol):
     def has(self, spec: TensorSpec) -> bool:
         """Whether the tensor has a gradient; over ranks: of any rank."""
 
+    def expect_norms(self, tensors: Iterable[tuple[Unit, TensorSpec]]) -> None:
+        """Starts measuring gradients whose norms are asked for next. Over ranks does nothing."""
+        del tensors
+
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """Returns the 2-norm of a gradient: an fp32 scalar on the host.
 

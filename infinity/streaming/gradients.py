@@ -5,17 +5,6 @@ a step is copied to its place, later ones are added in the order they come, as a
 `.grad`. A parameter without a gradient stays absent: `.grad` is None, and no update touches it.
 A unit's gradients that rest on NVMe are summed in a host block, which is written out when the
 unit's backward is over, and read back only if another backward adds to it.
-
-Note [Out of the device]
-  A gradient leaves a device with memory of its own in fp32, into its place on the host. The device
-  widens it: twice the bytes cross the link, and the host's memory, which bounds the updates, moves
-  4 bytes an element where it would move 10. The host does not wait while the backward runs: what is
-  due to be written waits for its copies, and the computation waits for those of the unit before the
-  last, whose memory is free then. A further gradient of a sum that is on the host passes staging
-  blocks, and is added when its copy is over, by the engine's worker or by the next call. Where
-  several micro-batches go through one block they are summed on the device first
-  (`device_sums.py`), in the same order, and leave it once; outside of blocks, too, where the device
-  has memory for the sums.
 """
 
 from __future__ import annotations
@@ -32,12 +21,7 @@ from infinity.state.store import NvmeLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.device_sums import DeviceSums
-from infinity.streaming.gradient_memory import (
-    flat_of,
-    in_memory_order,
-    put,
-    shaped,
-)
+from infinity.streaming.gradient_memory import flat_of, in_memory_order, put, shaped
 from infinity.streaming.gradient_norms import CompleteSums
 from infinity.streaming.gradient_sink import Lend
 from infinity.streaming.gradient_staging import GradientStaging
@@ -51,6 +35,7 @@ from infinity.streaming.gradient_sums import (
     sums_of,
 )
 from infinity.streaming.leaving_gradients import LeavingGradient, LeavingGradients
+from infinity.streaming.resting_norms import RestingNorms
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -88,6 +73,8 @@ class GradientStore:
             device, self._staging, counters, most_kept_nbytes, self._note_there
         )
         self.norms = CompleteSums() if norms is None else norms
+        most_nbytes = 2 * STATE_ITEM_NBYTES * max(unit.state_numel for unit in store.units)
+        self._resting = RestingNorms(device, pool, self.norms, most_nbytes)
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -108,13 +95,15 @@ class GradientStore:
         flat = in_memory_order(gradient.detach(), spec)  # Autograd records nothing here.
         if sums.on_device is not None:
             self._rescale_resting(unit, sums.on_device)
-            flat = flat.to(self._device.torch_device)
-            put(flat_of(sums.on_device, spec), flat, first=first)
+            flat, place = flat.to(self._device.torch_device), flat_of(sums.on_device, spec)
+            put(place, flat, first=first)
+            if known.is_due and self.norms.follow_copies:
+                self._resting.note(spec, known, place)
         elif is_on_host or self._device.shares_host_memory:
             if sums.state is SumState.DUE:
                 self._await_more(sums)
             if (not first or self.leaving.num_additions) and self.leaving.has(spec):
-                self._end_copies()  # The last one may be on its way to this place.
+                self.leaving.end_all()  # The last one may be on its way to this place.
             place = flat_of(self._array(unit), spec)
             _ = place.copy_(flat) if first else place.add_(flat)
             if known.is_due:
@@ -169,7 +158,7 @@ class GradientStore:
             self.device_sums.add(unit, spec, flat)
             return
         if first and self.leaving.num_additions and self.leaving.has(spec):
-            self._end_copies()  # Additions to a sum that was forgotten.
+            self.leaving.end_all()  # Additions to a sum that was forgotten.
         place = flat_of(self._array(unit), spec)
         if first:
             self._send(unit, spec, flat, place)
@@ -190,7 +179,7 @@ class GradientStore:
     def end_device_sums(self, units: Sequence[Unit] | None = None) -> None:
         """Ends sums on the device, of all units without `units`, and waits until they have left."""
         self._end_sums(units)
-        self._end_copies()
+        self.leaving.end_all()
 
     def _end_sums(self, units: Sequence[Unit] | None = None) -> None:
         """Sends the sums of these units, of all without `units`, from the device. No more gradients
@@ -212,9 +201,8 @@ class GradientStore:
         self.leaving.start(unit, spec, flat, place)
 
     def _take_in_copies(self) -> None:
-        """Notes what has come, and starts writing what was due and is complete. Never waits.
-        Additions are the worker's, if there is one."""
-        self.leaving.end_there(is_added=not self.leaving.has_worker)
+        """Notes what has come, and starts writing what was due and is complete. Never waits."""
+        self.leaving.end_there()
         leaving = self.leaving.units()
         for unit in [unit for unit in self._due if unit not in leaving]:
             self._start_write(unit)
@@ -304,9 +292,6 @@ class GradientStore:
         """Waits for gradients that are on their way from the device."""
         for unit in self.device_sums.units():
             self._send_sums(unit)
-        self._end_copies()
-
-    def _end_copies(self) -> None:
         self.leaving.end_all()
 
     def write_out(self, unit: Unit) -> None:
@@ -348,15 +333,15 @@ class GradientStore:
         self.blocks.give_back(self._lent.pop(unit).give_up_block())
 
     def reclaim(self) -> bool:
-        """Frees the staging blocks, or the oldest block of sums, waiting for its write. False when
-        there is none."""
+        """Frees the staging blocks, a block of sums that are measured, or the oldest block of sums,
+        waiting for its write. False when there is none."""
         if self.leaving.num_additions:
-            self._end_copies()
-        if self._staging.release():
+            self.leaving.end_all()
+        if self._staging.release() or self._resting.reclaim():
             return True
         for unit, sums in self._lent.items():
             if unit is not self._in_use:
-                self._end_copies()
+                self.leaving.end_all()
                 self._start_write(unit)
                 self.norms.finish(unit, self._tensors)
                 del self._lent[unit]
@@ -370,6 +355,7 @@ class GradientStore:
         """Every sum is complete, and on its way to where it rests. Sums stay in their blocks as
         long as memory is free: updates then read none of them again."""
         self.finish_copies()
+        self._resting.advance()
         for unit in self.in_blocks():
             self._start_write(unit)
         self.blocks.end_step()
@@ -399,6 +385,7 @@ class GradientStore:
         self.norms.close(self._tensors.values())
         self._sums.clear()
         self.leaving.clear()
+        self._resting.clear()
 
     # -- Looking -----------------------------------------------------------------------------------
 
@@ -418,6 +405,14 @@ class GradientStore:
         """Gradients that rest on NVMe, in their host block: fp32 (state_numel,), or None."""
         return self._sums[unit.index].array
 
+    def expect_norms(self, tensors: Iterable[tuple[Unit, TensorSpec]]) -> None:
+        """Norms of these gradients are asked for next. Has those that rest on a device measured
+        together. Never waits."""
+        for unit, spec in tensors if self.norms.follow_copies else ():
+            on_device = self.resting_on_device(unit)
+            if self.has(spec) and spec.numel and on_device is not None:
+                self._resting.note(spec, self._tensors[spec], flat_of(on_device, spec))
+
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """2-norm of one gradient: fp32 scalar on the host, same bits wherever it rests; or what
         else `norms` measures of it."""
@@ -426,6 +421,7 @@ class GradientStore:
         known.is_norm_needed = True
         if spec.numel == 0:
             return torch.zeros(())
+        self._resting.start(spec)
         if known.norm is None and known.task is None:
             on_device = self.resting_on_device(unit) if self.norms.is_on_device else None
             flat = self.view(unit, spec) if on_device is None else flat_of(on_device, spec)
@@ -460,7 +456,7 @@ class GradientStore:
         anything else is asked of these gradients."""
         assert self.has(spec)
         self._send_sums(unit)  # Sums of other units stay on the device.
-        self._end_copies()
+        self.leaving.end_all()
         on_device = self.resting_on_device(unit)
         return flat_of(self._readable(unit) if on_device is None else on_device, spec).cpu()
 

@@ -3,6 +3,17 @@
 The first gradient of a sum is copied to its place. A later one is copied to staging blocks, and
 added to the place when the copy is over. Copies end in the order in which they were started, and so
 do the additions (INV-8).
+
+Note [Out of the device]
+  A gradient leaves a device with memory of its own in fp32, into its place on the host. The device
+  widens it: twice the bytes cross the link, and the host's memory, which bounds the updates, moves
+  4 bytes an element where it would move 10. The host does not wait while the backward runs: what is
+  due to be written waits for its copies, and the computation waits for those of the unit before the
+  last, whose memory is free then. A further gradient of a sum that is on the host passes staging
+  blocks, and is added when its copy is over, by the engine's worker or by the next call. Where
+  several micro-batches go through one block they are summed on the device first
+  (`device_sums.py`), in the same order, and leave it once; outside of blocks, too, where the device
+  has memory for the sums.
 """
 
 from __future__ import annotations
@@ -117,10 +128,10 @@ class LeavingGradients:
         """Returns the units of all gradients under way."""
         return [gradient.unit for gradient in self._leaving]
 
-    def end_there(self, *, is_added: bool) -> None:
-        """Ends the copies that are over, in order. Never waits. `is_added`: also those that an
-        addition follows."""
-        while self._leaving and (is_added or self._leaving[0].addition is None):
+    def end_there(self) -> None:
+        """Ends the copies that are over, in order. Never waits. Additions are the worker's, if
+        there is one."""
+        while self._leaving and not (self.has_worker and self._leaving[0].addition):
             if not self._leaving[0].copy.done():
                 return
             self._end_oldest()

@@ -44,6 +44,10 @@ class NormTask:
             return self._measure(self._flat, self._spec)
         return self._future.result()
 
+    def is_over(self) -> bool:
+        """Whether no thread reads the sum, or will. Never waits."""
+        return self._future.done()
+
     def end(self) -> None:
         """The sum is read no more, and nobody needs its norm."""
         # Garbage is collected on any thread, also on one that computes this norm: the views of a

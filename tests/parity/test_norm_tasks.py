@@ -234,7 +234,7 @@ def test_a_model_that_is_dropped_ends_its_threads(swap_directory: Path) -> None:
     until(lambda: not norm_names(), "the threads go on")
 
 
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
+@pytest.mark.parametrize("gradients", ["device", "host", "nvme"])
 def test_what_a_task_raises_reaches_the_step_and_the_next_look_measures_again(
     swap_directory: Path, gradients: str
 ) -> None:
@@ -281,7 +281,7 @@ class Layouts(torch.nn.Module):
         return sum((p * p * x).sum() for p in self.parameters())  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
+@pytest.mark.parametrize("gradients", ["device", "host", "nvme"])
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 def test_norms_have_the_bits_of_plain_pytorch_for_any_number_of_threads(
     swap_directory: Path, gradients: str, num_threads: int

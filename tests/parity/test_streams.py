@@ -28,7 +28,7 @@ from infinity.storage.arena import Arena
 from infinity.streaming import leaving_gradients
 from infinity.streaming.activations import ActivationStore
 from infinity.streaming.device_update import update_on_device
-from infinity.streaming.gradients import GradientStore
+from infinity.streaming.leaving_gradients import LeavingGradients
 from infinity.streaming.weight_moves import WeightMoves
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
@@ -128,8 +128,8 @@ def only_computing_waits(stream: SimulatedStream, event: Any) -> None:
         _WAIT_EVENT(stream, event)
 
 
-def end_without_wait(gradients: GradientStore) -> None:
-    gradients.leaving.clear()
+def end_without_wait(leaving: LeavingGradients) -> None:
+    leaving.clear()
 
 
 def return_at_once(activations: ActivationStore, saved: Any) -> None:
@@ -149,7 +149,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "computation-does-not-wait": (StreamCopy, "order", order_without_wait),
     "memory-is-not-kept": (StreamCopy, "__init__", let_go_at_once),
     "blocks-are-freed-at-once": (WeightMoves, "finish_copy", no_wait),
-    "gradients-are-read-at-once": (GradientStore, "_end_copies", end_without_wait),
+    "gradients-are-read-at-once": (LeavingGradients, "end_all", end_without_wait),
     "activations-are-read-at-once": (ActivationStore, "_start_return", return_at_once),
 }  # fmt: skip
 

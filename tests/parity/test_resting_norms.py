@@ -1,0 +1,252 @@
+"""Norms of gradients that rest on a device: copied to spare host memory and measured beside the
+backward, with the bits of plain PyTorch on the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.state.units import TensorSpec, Unit
+from infinity.streaming import norm_tasks
+from infinity.streaming.gradients import GradientStore
+from infinity.streaming.norm_tasks import THREAD_NAME
+from infinity.streaming.resting_norms import RestingNorms
+from infinity.testing.simulated_device import SimulatedDevice
+
+from .norm_support import let_norms_finish, norms_of, tasks_of
+from .test_early_updates import Run, config_of, loss_of, make, plain_run
+from .test_norm_tasks import NUM_TENSORS, NUM_THREADS, Held, steps, until
+
+STATE = dict.fromkeys(("parameters", "master", "moments"), "device")
+
+
+@pytest.fixture(autouse=True)
+def some_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_tasks, "norm_threads", lambda own: NUM_THREADS)
+
+
+def offloaded(directory: Path, *, delay_s: float = 0.002, **changes: Any) -> Run:
+    changes = {"gradients": "device", "schedule": {"updates": "deferred"}} | changes
+    device = SimulatedDevice(delay_s=delay_s)
+    model = infinity.offload(make(), config_of(directory, **changes), device=device)
+    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+
+
+def store_of(run: Run) -> GradientStore:
+    gradients = infinity.engine_of(run.model).gradients
+    assert isinstance(gradients, GradientStore)
+    return gradients
+
+
+def resting_of(run: Run) -> RestingNorms:
+    return store_of(run)._resting
+
+
+def lent_to_norms(run: Run) -> list[str]:
+    return [label for label in resting_of(run)._pool._host.lent() if "measured" in label]
+
+
+def values_after(run: Run, body: Callable[[Run], object]) -> list[torch.Tensor]:
+    body(run)
+    values = list(run.values().values())
+    infinity.close(run.model)
+    return values
+
+
+@pytest.mark.parametrize("updates", ["at_step", "deferred", "both_passes"])
+@pytest.mark.parametrize("others", [{}, STATE], ids=["gradients-alone", "all-state"])
+@pytest.mark.parametrize("max_norm", [1e-3, 1e6], ids=["clipped", "not-clipped"])
+def test_bits_of_plain_pytorch(
+    swap_directory: Path, updates: str, others: dict[str, str], max_norm: float
+) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        for number in range(5):
+            for part in range(1 + (number == 3)):  # One step has more gradients than the last.
+                loss_of(run.model, 10 * number + part).backward()
+            run.step(max_norm)
+        return []
+
+    run = offloaded(swap_directory, placement=others, schedule={"updates": updates})
+    actual = values_after(run, body)
+    assert all(map(torch.equal, plain_run(body), actual))
+
+
+def test_the_backward_starts_the_norms_and_threads_compute_them(swap_directory: Path) -> None:
+    run = offloaded(swap_directory)
+    steps(run, 2)
+    names: list[str] = []
+    told_by(run, names)
+    held = Held(run)
+    loss_of(run.model, 2).backward()
+    until(lambda: len(held.reading) == NUM_THREADS, "no norm is computed")
+    resting = resting_of(run)
+    assert len(tasks_of(run)) == len(resting._measured) > NUM_THREADS
+    # Memory for two units' sums bounds the copies; what has none is due.
+    assert len(resting._measured) + len(resting._due) == NUM_TENSORS
+    assert resting._due and resting._nbytes <= resting._most_nbytes
+    held.release()
+    run.step(1e-3)
+    assert len(names) == NUM_TENSORS
+    infinity.close(run.model)
+
+
+def test_the_first_step_has_all_of_them_measured_together(swap_directory: Path) -> None:
+    run = offloaded(swap_directory)
+    names: list[str] = []
+    told_by(run, names)
+    loss_of(run.model, 0).backward()
+    assert not tasks_of(run) and not names
+    run.step(1e-3)
+    assert len(names) == NUM_TENSORS and any(name.startswith(THREAD_NAME) for name in names)
+    infinity.close(run.model)
+
+
+def told_by(run: Run, names: list[str]) -> None:
+    """Appends the name of the thread that computes each norm."""
+    norms = norms_of(run)
+    measure = norms.measure
+
+    def told(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        names.append(threading.current_thread().name)
+        return measure(flat, spec)
+
+    norms.measure = told
+
+
+def test_a_step_that_needs_no_norms_copies_nothing(swap_directory: Path) -> None:
+    run = offloaded(swap_directory)
+    for number in range(3):
+        loss_of(run.model, number).backward()
+        assert not tasks_of(run) and not resting_of(run)._measured
+        run.step()
+    infinity.close(run.model)
+
+
+def test_no_memory_is_lent_after_the_step(swap_directory: Path) -> None:
+    run = offloaded(swap_directory)
+    steps(run, 3)
+    assert not lent_to_norms(run) and not resting_of(run)._nbytes
+    infinity.close(run.model)
+
+
+def test_who_needs_memory_gets_it_and_the_norms_stay_known(swap_directory: Path) -> None:
+    run = offloaded(swap_directory)
+    steps(run, 2)
+    loss_of(run.model, 2).backward()
+    engine, store = infinity.engine_of(run.model), store_of(run)
+    assert lent_to_norms(run)
+    with engine._lock:
+        measured = [each.known for each in resting_of(run)._measured]
+        while store.reclaim():
+            pass
+        assert not lent_to_norms(run)
+        assert all(known.norm is not None for known in measured)
+    run.step(1e-3)
+    infinity.close(run.model)
+
+
+@pytest.mark.parametrize("is_tight", [False, True], ids=["memory-is-lent", "nothing-is-kept"])
+def test_without_spare_memory_the_step_measures_them(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch, is_tight: bool
+) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        steps(run, 4)
+        return []
+
+    run = offloaded(swap_directory)
+    pool = resting_of(run)._pool
+    if is_tight:
+        pool.is_tight = True
+    else:
+        allocate = pool.try_allocate
+        monkeypatch.setattr(
+            pool,
+            "try_allocate",
+            lambda nbytes, label, **more: (
+                None if "measured" in label else allocate(nbytes, label, **more)
+            ),
+        )
+    actual = values_after(run, body)
+    assert all(map(torch.equal, plain_run(body), actual))
+
+
+CHANGES: dict[str, Callable[[GradientStore, Unit, TensorSpec], object]] = {
+    "forget": lambda gradients, unit, spec: gradients.forget(spec),
+    "put": lambda gradients, unit, spec: gradients.put(unit, spec, torch.ones(spec.facts.shape)),
+    "zero": lambda gradients, unit, spec: gradients.zero(unit, spec),
+    "add": lambda gradients, unit, spec: gradients.add(unit, spec, torch.ones(spec.facts.shape)),
+    "clipped": lambda gradients, unit, spec: gradients.note_clipped([spec], torch.tensor(0.5)),
+}
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05], ids=["copied", "on-the-way"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_norm_is_that_of_the_content_when_the_step_asks(
+    swap_directory: Path, name: str, delay_s: float
+) -> None:
+    run = offloaded(swap_directory, delay_s=delay_s)
+    steps(run, 2)
+    loss_of(run.model, 2).backward()
+    engine, store = infinity.engine_of(run.model), store_of(run)
+    if not delay_s:
+        let_norms_finish(run)
+    units = [(unit, spec) for unit in store._store.units for spec in unit.trainable()]
+    with engine._lock:
+        for unit, spec in units:
+            CHANGES[name](store, unit, spec)
+        for unit, spec in units:
+            if store.has(spec):
+                value = store.read(unit, spec)
+                assert torch.equal(store.norm(unit, spec), torch.linalg.vector_norm(value))
+            else:
+                assert name == "forget"
+    infinity.close(run.model)
+
+
+def test_closing_in_the_middle_leaves_nothing(swap_directory: Path) -> None:
+    run = offloaded(swap_directory, delay_s=0.05)
+    steps(run, 2)
+    loss_of(run.model, 2).backward()
+    assert resting_of(run)._measured
+    infinity.close(run.model)
+
+
+def test_a_failed_copy_reaches_the_step(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = offloaded(swap_directory)
+    steps(run, 2)
+    device = infinity.engine_of(run.model).device
+    copy = device.copy
+
+    class Broken:
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def wait(self) -> None:
+            self._real.wait()
+            raise RuntimeError("the link is down")
+
+    is_first = [True]
+
+    def broken_once(source: torch.Tensor, target: torch.Tensor) -> Any:
+        real, is_broken = copy(source, target), is_first[0] and device.is_on_host(target)
+        is_first[0] = is_first[0] and not is_broken
+        return Broken(real) if is_broken else real
+
+    monkeypatch.setattr(device, "copy", broken_once)
+    loss_of(run.model, 2).backward()
+    let_norms_finish(run)
+    with pytest.raises(RuntimeError, match="the link is down"):
+        run.step(1e-3)
+    monkeypatch.undo()
+    infinity.close(run.model)
