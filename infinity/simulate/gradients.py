@@ -20,7 +20,6 @@ class GradientTraffic:
         self.out: list[int] = []
         self.norms: list[int] = []
         self._last_norm_s = 0.0  # Until the largest tensor of the last unit is measured.
-        self._at_step: list[int] = []  # Units whose norms the step computes.
         self._in_memory: dict[int, int] = {}  # By unit, the operation that ended its sum.
         self.sums: dict[int, int] = {}
 
@@ -95,22 +94,25 @@ class GradientTraffic:
         the norms. Those of sums that are still to be sent follow at the end of the backward.
 
         On the host they are computed by the thread that trains. Beside a device other threads do,
-        in the backward; but what rests on the device of one rank is copied to the host in the step,
-        one tensor after the other. Over ranks a device measures what rests there, in no time.
+        in the backward, also of copies of what rests on the device of one rank. Over ranks a device
+        measures what rests there, in no time.
         """
         job, rates, load = self._log.job, self._log.rates, self._log.job.units[unit]
         nbytes, name = load.gradient_nbytes, f"norms of {load.name}"
         if not job.takes_norms or not nbytes or unit in self.sums:
             return
+        is_on_device = load.gradients == "device" and not job.shares_host_memory
+        if is_on_device and load.sharded is not NOT_SHARDED:
+            return
         after = [self._in_memory.get(unit)]
+        if is_on_device:
+            after = [self._log.move(D2H, name, nbytes, [self._log.last_on.get(COMPUTE)])]
         if job.shares_host_memory:
             duration_s = nbytes / min(rates.norm, rates.host)
             self._log.add(self._log.update_track, name, duration_s, after=after)
-        elif load.gradients != "device":
+        else:
             self.norms.append(self._log.add(NORMS, name, rates.norms_s(nbytes), after=after))
             self._last_norm_s = rates.last_norm_s(nbytes, load.largest_nbytes)
-        elif load.sharded is NOT_SHARDED:
-            self._at_step.append(unit)
 
     def end_backward(self) -> None:
         """Sends the sums of a rank that sums its own gradients of a step first, and adds the norms
@@ -122,15 +124,6 @@ class GradientTraffic:
         if self.norms:  # Others were measured beside the largest tensor of this last unit.
             name = "norms of the largest tensor"
             self.norms.append(self._log.add(NORMS, name, self._last_norm_s, after=self.norms[-1:]))
-        before = self._log.last_on.get(COMPUTE)
-        for unit in self._at_step:
-            load = self._log.job.units[unit]
-            name = f"norms of {load.name}"
-            copied = self._log.move(D2H, name, load.gradient_nbytes, [before])
-            duration_s = load.gradient_nbytes / min(self._log.rates.norm, self._log.rates.host)
-            before = self._log.add(NORMS, name, duration_s, after=[copied])
-            self.norms.append(before)
-        self._at_step.clear()
 
     def _send_gradients(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
         """Sends the device's gradients of the full unit to their owners; this rank sums its own
