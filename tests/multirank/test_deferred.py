@@ -71,7 +71,7 @@ def _count_updates() -> list[int]:
     return updated
 
 
-def _train(rank: int, cases: list[Case]) -> list[tuple[Any, int]]:
+def train_and_count(rank: int, cases: list[Case]) -> list[tuple[Any, int]]:
     """The run of each case, and the number of updates after its steps. Updates of the ranks take
     different times."""
     updated, found = _count_updates(), []
@@ -85,7 +85,7 @@ def _train(rank: int, cases: list[Case]) -> list[tuple[Any, int]]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_updates_after_the_step_have_the_bits_of_plain_torch(count: int) -> None:
     cases = CASES[count - 2 :: 2]  # Each case on two ranks or on three.
-    for rank, runs in enumerate(run_ranks(count, _train, cases)):
+    for rank, runs in enumerate(run_ranks(count, train_and_count, cases)):
         for case, (found, num_updates) in zip(cases, runs, strict=True):
             assert_same_run(found, expected(case, count)[rank], f"rank {rank} of {count}, {case}")
             assert num_updates > 0, case
@@ -99,7 +99,7 @@ def test_what_cannot_be_updated_beside_training_is_updated_inside_the_step() -> 
         Case(3, {"moments": "device"}, simulated=True),
         Case(3, simulated=True, update_on=("device",)),
     ]
-    for rank, runs in enumerate(run_ranks(2, _train, cases)):
+    for rank, runs in enumerate(run_ranks(2, train_and_count, cases)):
         for case, (found, num_updates) in zip(cases, runs, strict=True):
             assert_same_run(found, expected(case, 2)[rank], str(case))
             assert num_updates == 0, case
