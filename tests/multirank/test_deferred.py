@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-def _slow_updates(seconds: float) -> None:
+def slow_updates(seconds: float) -> None:
     """Makes updates last until somebody needs them."""
     update = ShardUpdates._update
 
@@ -75,7 +75,7 @@ def train_and_count(rank: int, cases: list[Case]) -> list[tuple[Any, int]]:
     """The run of each case, and the number of updates after its steps. Updates of the ranks take
     different times."""
     updated, found = _count_updates(), []
-    _slow_updates(0.004 * rank)
+    slow_updates(0.004 * rank)
     for case in cases:
         before = updated[0]
         found.append((train(rank, case), updated[0] - before))
@@ -109,7 +109,7 @@ def _looks(rank: int, case: Case) -> dict[str, Any]:
     """Everything that may come between a step and the next forward, with clipping and gradients
     that stay."""
     if case.updates != "at_step":
-        _slow_updates(0.02 + 0.02 * rank)
+        slow_updates(0.02 + 0.02 * rank)
     model = offload_case(case, Path("swap-" + str(case.updates)))
     engine = infinity.engine_of(model)
     half = [list(model.blocks.parameters()), list(model.head.parameters())]
@@ -173,7 +173,7 @@ def test_looks_and_changes_between_steps_find_updated_state(
 def _one_waits_elsewhere(rank: int, updates: str) -> dict[str, Tensor]:
     """After the step rank 1 waits for the program's own barrier, and rank 0 needs its shards."""
     if rank == 1:
-        _slow_updates(0.1)
+        slow_updates(0.1)
     case = Case(3, updates=updates)
     model = offload_case(case, Path())
     optimizer = infinity.AdamW(model, lr=LR)
@@ -202,7 +202,7 @@ def test_a_rank_that_waits_elsewhere_serves_what_its_updates_change() -> None:
 def _close_at_once(rank: int) -> dict[str, Tensor]:
     """Rank 1 closes while its updates are pending, and rank 0 reads what they change."""
     if rank == 1:
-        _slow_updates(0.1)
+        slow_updates(0.1)
     case = Case(3)
     model = offload_case(case, Path())
     one_step(model, infinity.AdamW(model, lr=LR), rank, case, 0)
@@ -219,7 +219,7 @@ def test_a_rank_that_closes_makes_its_updates_before() -> None:
 
 def _takes_all_memory(rank: int) -> int:
     """Memory that updates have borrowed comes back when somebody needs it."""
-    _slow_updates(0.05)
+    slow_updates(0.05)
     case = Case(3, NVME, capacity=ROOMY)
     model = offload_case(case, Path(f"swap-{rank}"))
     engine = infinity.engine_of(model)
@@ -316,7 +316,7 @@ def test_a_rank_that_is_killed_among_its_updates_leaves_the_checkpoint_to_any_nu
 
 def _dropped(rank: int) -> list[str]:
     """A model that nobody refers to any more, while updates are pending."""
-    _slow_updates(0.05)
+    slow_updates(0.05)
     case = Case(3, NVME, capacity=ROOMY)
     swap = Path("swap")
     model = offload_case(case, swap)

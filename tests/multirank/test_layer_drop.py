@@ -4,18 +4,23 @@ from its first step to the last."""
 from __future__ import annotations
 
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import infinity
 from infinity.distributed.buckets import SUMMING
 from infinity.distributed.coordinator import Key
+from infinity.distributed.pending import PendingShards
+from infinity.distributed.unshard import DeviceUnshard
 
 from .models import DeepBlocks
 from .processes import run_ranks
+from .test_deferred import slow_updates
 from .work import (
     NVME,
     Case,
@@ -107,3 +112,57 @@ def _assert_last_block_is_of_first_step(run: Run) -> None:
     for name in (name for name in before if name.startswith(f"blocks.{LAST_BLOCK}.")):
         assert torch.equal(run.weights[name], after_first.weights[name]), name
         assert not torch.equal(run.weights[name], before[name]), "the first step changes nothing"
+
+
+class SlowRun(NamedTuple):
+    """`num_waits`: gathers of the log that found their shard pending. `num_pending_stand_ins`: those
+    of stand-ins."""
+
+    dropping: DroppingRun
+    num_waits: int
+    num_pending_stand_ins: int
+
+
+def _train_slowly(rank: int, cases: list[Case]) -> list[SlowRun]:
+    """The updates of ranks 1 and 2 last until other ranks need their shards."""
+    slow_updates(0.02 * rank)
+    waits, pending_stand_ins = list[int](), list[int]()
+    await_update, stand_in = PendingShards.await_update, DeviceUnshard._stand_in
+
+    def counting_await(pending: PendingShards, shard: int) -> None:
+        if threading.current_thread().name == "infinity-collectives" and pending.is_pending(shard):
+            waits.append(shard)
+        await_update(pending, shard)
+
+    def counting_stand_in(unshard: DeviceUnshard, key: Key, size: int) -> Any:
+        shard = unshard.shard_of(key[1])
+        if unshard._store.pending.is_pending(shard):
+            pending_stand_ins.append(shard)
+        return stand_in(unshard, key, size)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PendingShards, "await_update", counting_await)
+        patch.setattr(DeviceUnshard, "_stand_in", counting_stand_in)
+        for case in cases:
+            waits.clear()
+            pending_stand_ins.clear()
+            run = _train_case(rank, case)
+            found.append(SlowRun(run, len(waits), len(pending_stand_ins)))
+    return found
+
+
+def test_gathers_of_the_log_have_no_bytes_of_before_an_update() -> None:
+    """With shards on the host, whose memory an update changes, and on drives. A stand-in gives a
+    shard whose update its own rank has no reason to wait for."""
+    on_host = replace(LOCKSTEP, placement={}, steps=6)
+    cases = [on_host, replace(LOCKSTEP, steps=6)]
+    of_ranks = run_ranks(COUNT, _train_slowly, cases)
+    of_case = [expected(case, COUNT) for case in cases]
+    for rank, runs in enumerate(of_ranks):
+        for case, wanted, found in zip(cases, of_case, runs, strict=True):
+            assert_same_run(found.dropping.run, wanted[rank], f"rank {rank}, {case}")
+            assert all(step.log is not None for step in found.dropping.steps[FIRST_AGREED:])
+    for case, *of_case_runs in zip(cases, *of_ranks, strict=True):
+        assert sum(found.num_waits for found in of_case_runs), case
+        assert sum(found.num_pending_stand_ins for found in of_case_runs), case
