@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.distributed import collectives
+from infinity.errors import InfinityError
 
 from .models import batch, loss_of
 from .processes import run_ranks
@@ -112,3 +113,41 @@ def test_ranks_in_lockstep_send_nothing_and_have_the_bits_of_one_sided_ranks(
         assert weights.keys() == reference[1].keys()
         differing = [name for name in weights if not torch.equal(weights[name], reference[1][name])]
         assert not differing, steps
+
+
+def _closes_within_a_step(rank: int, exchange: str) -> tuple[float, str, dict[str, float]]:
+    """Rank 1 closes behind its forward. The others run their backward, and come to the step. Returns
+    the loss, what the step says, and what this rank has counted since the last step."""
+    case = Case(3, simulated=True, exchange=exchange)
+    model = offload_case(case, Path("unused"))
+    engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
+    for step in range(FIRST_AGREED + 1):
+        loss_of(model, batch(10 * step + rank, model.width)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks: Any = engine.ranks
+    assert exchange == "one_sided" or ranks._collectives.is_in_lockstep
+    before, said = engine.counters.snapshot(), ""
+    loss = loss_of(model, batch(7 + rank, model.width))
+    if rank != 1:
+        loss.backward()
+        try:
+            optimizer.step()
+        except InfinityError as error:
+            said = str(error)
+    after = engine.counters.snapshot()
+    engine.close()
+    return loss.item(), said, {name: after.get(name, 0) - before.get(name, 0) for name in NAMES}
+
+
+def test_a_rank_that_closes_within_a_step_plays_the_log_to_its_end() -> None:
+    """So the others finish their backward without asking it, and the step names it."""
+    wanted = run_ranks(3, _closes_within_a_step, "one_sided")
+    found = run_ranks(3, _closes_within_a_step, "collective")
+    for rank, (loss, said, counted) in enumerate(found):
+        assert loss == wanted[rank][0]
+        if rank == 1:
+            continue
+        assert "rank 1 (" in said and "has closed its engine" in said
+        assert counted["ranks_control_messages"] == 0, "a rank has asked for the log"
+        assert counted["ranks_collectives"] > 0
