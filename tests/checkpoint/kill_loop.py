@@ -5,7 +5,8 @@ training. A life goes on from the newest checkpoint and is killed by SIGKILL: ev
 outside, a random time after a few steps, the others by themselves at the nth effect on files. None
 but the last takes more than its share of the steps, however late its end comes. Checkpoints are
 copies, or "linked": then every step is committed as well, and a checkpoint is written at every other
-one.
+one. "early" is "linked" with updates in the backward, and lives that end by themselves do so behind
+the nth chunk of these.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from typing import Any
 
 import torch
 
+import infinity
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
-from tests.checkpoint.harness import durable, run
+from infinity.observe import Counters
+from infinity.streaming.early_updates import EarlyUpdates
+from tests.checkpoint.harness import EARLY, durable, run
 from tests.checkpoint.test_copy import save
+from tests.parity.test_early_updates import idle_drives
 from tests.support.file_systems import seem_elsewhere
 
 EVERY = 2
-EFFECTS_OF_A_SHARE = {"copied": 200, "linked": 60}
+# The most effects, or chunks, behind which a life ends.
+EFFECTS_OF_A_SHARE = {"copied": 200, "linked": 60, "early": 30}
 EFFECTS = ("pwrite", "write", "fsync", "link", "rename", "replace", "unlink", "rmdir")
 
 
@@ -50,12 +56,15 @@ def live(
         {"placement": "host", "host_nbytes": "16MiB"},
         {"updates": "at_step", "prefetch": False},
     ][life % 3]
+    if mode == "early":  # The first life, which is all of a run without kills, defers its updates.
+        roomy = {"host_nbytes": "16MiB"}
+        options = roomy | (EARLY if life % 4 else {"max_norm": EARLY["max_norm"]})
     checkpoints, swap = directory / "checkpoints", directory / "swap"
-    is_linked = mode == "linked"
+    is_linked = mode in ("linked", "early")
     if is_linked:
         options["checkpoint"] = durable(checkpoints, durability="step", keep=2)
-        if life % 4 >= 2:  # Those of this life are copied, as to another file system.
-            seem_elsewhere(checkpoints)
+    if mode == "linked" and life % 4 >= 2:  # Checkpoints are copied, as to another file system.
+        seem_elsewhere(checkpoints)
     places = [swap / "commits", swap / "copying", checkpoints]
     there = sorted((path for place in places for path in list_checkpoints(place)), key=step_of)
     newest = there[-1] if there else directory / "begin"
@@ -66,7 +75,10 @@ def live(
                 log.write(f"{life}\n")
         first = each.load(newest).step
         assert first >= committed(directory), f"{newest}, after {committed(directory)}"
-        die_at(die_at_effect)
+        if mode == "early":
+            die_in_early_update(die_at_effect, directory, infinity.engine_of(each.model).counters)
+        else:
+            die_at(die_at_effect)
         for step in range(first, steps if share is None else first + share):
             outcome = each.step(step)
             with (directory / "outcomes").open("a") as log:
@@ -120,6 +132,25 @@ def die_at(effect: int) -> None:
 
     for name in EFFECTS:
         setattr(os, name, mortal(getattr(os, name)))
+
+
+def die_in_early_update(nth: int, directory: Path, counters: Counters) -> None:
+    """SIGKILL behind the nth chunk that an early update has changed; 0 is never. Notes before it how
+    many early updates this life has kept."""
+    left, real = nth, EarlyUpdates._advance
+
+    def mortal(early: EarlyUpdates, unit: int) -> bool:
+        nonlocal left
+        is_updated = real(early, unit)
+        left -= is_updated
+        if left == 0 and is_updated:
+            with (directory / "in_early_updates").open("a") as log:
+                log.write(f"{counters.snapshot().get('early_updates_kept', 0):.0f}\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return is_updated
+
+    EarlyUpdates._advance = mortal  # type: ignore[method-assign]
+    idle_drives().__enter__()  # The process ends with it.
 
 
 def num_steps(directory: Path) -> int:

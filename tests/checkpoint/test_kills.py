@@ -74,3 +74,23 @@ def test_a_run_whose_every_step_is_committed_loses_none(tmp_path):
     assert len(left) == 2 and all(each.is_intact for each in left)
     assert list((tmp_path / "killed" / "swap").iterdir()) == []
     print(json.dumps(report))
+
+
+@pytest.mark.timeout(900 + 30 * LINKED_KILLS)
+def test_a_run_that_is_killed_among_updates_in_the_backward_loses_no_commit(tmp_path):
+    """Every second life ends between two chunks that a backward updates. The run without kills has no
+    such updates."""
+    steps = 6 * (LINKED_KILLS + 1)
+    lives(tmp_path / "whole", 0, mode="early", steps=steps)
+    report = lives(tmp_path / "killed", LINKED_KILLS, mode="early", steps=steps)
+
+    assert report["killed"] == LINKED_KILLS
+    assert report["adopted"] >= 1, "lives that went on in the swap files of the one before"
+    assert not (tmp_path / "whole" / "in_early_updates").exists()
+    nums_kept = list(map(int, (tmp_path / "killed" / "in_early_updates").read_text().split()))
+    assert len(nums_kept) >= max(1, LINKED_KILLS // 4), "lives that ended in an early update"
+    assert any(nums_kept), "lives that had kept and committed early updates before"
+    assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
+    final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]
+    assert final[0] == final[1]
+    assert list((tmp_path / "killed" / "swap").iterdir()) == []

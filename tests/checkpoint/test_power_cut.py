@@ -12,7 +12,9 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +22,15 @@ import infinity
 from infinity.checkpoint import Saving
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from infinity.checkpoint.run.manifest import MANIFEST_NAME
+from infinity.state.old_generation import OldGeneration
+from infinity.state.units import Unit
 from infinity.storage.volume import Volume
+from infinity.streaming.early_updates import EarlyUpdates
+from tests.parity.test_early_updates import idle_drives
 from tests.support.bits import assert_same
 from tests.support.file_systems import seem_elsewhere
 
-from .harness import durable, run
+from .harness import EARLY, durable, run
 from .power_cut import Disk, Event, Named, Recorder, Renamed, Returned, Synced, Wrote
 from .test_copy import save
 
@@ -35,14 +41,19 @@ PLACEMENT = {"parameters": "nvme", "moments": "nvme", "master": "host", "gradien
 
 class Recording:
     """A run of a tiny model, every step committed and every third kept as a checkpoint: linked, or
-    copied behind the next step."""
+    copied behind the next step. `options` are those of `run`."""
 
-    def __init__(self, root: Path, *, is_copied: bool = False) -> None:
+    def __init__(self, root: Path, *, is_copied: bool = False, **options: Any) -> None:
         root.mkdir()
         recorder = Recorder(root)
         saving: Saving | None = None
         self.losses: list[tuple[float, float]] = []
-        with recorder.recording(), self._run(root, recorder) as each:
+        self.early: list[int] = []  # Events between an early update and the decision of its step.
+        with (
+            recorder.recording(),
+            noting_early(recorder, self.early),
+            self._run(root, recorder, options) as each,
+        ):
             for step in range(STEPS):
                 self.losses.append(each.step(step))
                 if step % 3 != 2:
@@ -55,6 +66,7 @@ class Recording:
                 if saving is not None and step % 3 == 0:
                     saving.wait()
             self.state = each.state()
+            self.counters = infinity.engine_of(each.model).counters.snapshot()
             if saving is not None:
                 saving.wait()
         self.events = recorder.events
@@ -68,11 +80,33 @@ class Recording:
         ]
 
     @staticmethod
-    def _run(root: Path, recorder: Recorder):
+    def _run(root: Path, recorder: Recorder, options: dict[str, Any]):
         return run(
             "bf16-tiny", root / "swap", wrap_storage=recorder.wrap, placement=PLACEMENT,
-            checkpoint=durable(root / "checkpoints", durability="step", keep=2),
+            checkpoint=durable(root / "checkpoints", durability="step", keep=2), **options,
         )  # fmt: skip
+
+
+@contextmanager
+def noting_early(recorder: Recorder, noted: list[int]) -> Iterator[None]:
+    """Adds the numbers of the events between the first early update of a step and its decision."""
+    first: list[int] = []
+    keep, decide = OldGeneration.keep, EarlyUpdates.decide
+
+    def noting_keep(old: OldGeneration, unit: Unit) -> None:
+        first.append(len(recorder.events))
+        keep(old, unit)
+
+    def noting_decide(updates: EarlyUpdates, *decision: Any) -> Any:
+        if first:
+            noted.extend(range(first[0], len(recorder.events)))
+        first.clear()
+        return decide(updates, *decision)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OldGeneration, "keep", noting_keep)
+        patch.setattr(EarlyUpdates, "decide", noting_decide)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +126,18 @@ def place(tmp_path) -> Iterator[Path]:
 
 
 def cut_often(
-    events: Sequence[Event], recording: Recording, place: Path, cuts: int, *, first: int = 0
+    events: Sequence[Event],
+    recording: Recording,
+    place: Path,
+    cuts: int,
+    *,
+    behind: Sequence[int] | None = None,
 ) -> list[str]:
-    """What is wrong after the first of so many power cuts, at moments in every phase from event
-    number `first` on, that leaves something wrong; empty when none does."""
+    """What is wrong after the first of so many power cuts that leaves something wrong; empty when
+    none does. The moments are behind events of these numbers, or behind any."""
     drawn = random.Random(0)
-    moments = Counter(drawn.randrange(first, len(events)) for _ in range(cuts))
+    numbers = range(len(events)) if behind is None else behind
+    moments = Counter(drawn.choice(numbers) for _ in range(cuts))
     disk = Disk()
     returned = 0
     for index, event in enumerate(events):
@@ -142,8 +182,16 @@ def test_every_cut_leaves_a_committed_step(recording, place):
 
 def test_a_run_continues_from_the_files_that_a_power_cut_leaves(recording, tmp_path):
     """Not only whole: the continuation has the bits of the uninterrupted run."""
+    second_half = range(len(recording.events) // 2, len(recording.events))
+    continue_after_cuts(recording, second_half, tmp_path)
+
+
+def continue_after_cuts(
+    recording: Recording, behind: Sequence[int], tmp_path: Path, **options: Any
+) -> None:
+    """Cuts the power behind three of the events, and compares what the continuations come to."""
     drawn = random.Random(1)
-    moments = {drawn.randrange(len(recording.events) // 2, len(recording.events)) for _ in range(3)}
+    moments = {drawn.choice(behind) for _ in range(3)}
     disk, resumed = Disk(), 0
     for index, event in enumerate(recording.events):
         disk.apply(event)
@@ -152,12 +200,52 @@ def test_a_run_continues_from_the_files_that_a_power_cut_leaves(recording, tmp_p
             disk.cut(drawn, target, lambda path: True)
             there = (path for place in places_of(target) for path in list_checkpoints(place))
             newest = max(there, key=step_of)
-            with run("bf16-tiny", target / "swap", seed=9) as each:
+            with run("bf16-tiny", target / "swap", seed=9, **options) as each:
                 first = each.load(newest).step
                 assert each.steps(first, STEPS) == recording.losses[first:]
                 assert_same(recording.state, each.state())
             resumed += 1
     assert resumed == len(moments)
+
+
+@pytest.fixture(scope="module")
+def early_recording(tmp_path_factory) -> Recording:
+    with idle_drives():
+        return Recording(tmp_path_factory.mktemp("recorded") / "root", **EARLY)
+
+
+def test_every_cut_among_updates_in_the_backward_leaves_a_committed_step(early_recording, place):
+    """Early updates come about in most steps, and the cuts are between them and the decision."""
+    assert early_recording.counters["early_updates_kept"] > STEPS // 2
+    assert not early_recording.counters.get("early_updates_undone")
+    writes = [at for at in early_recording.early if isinstance(early_recording.events[at], Wrote)]
+    assert len(writes) > STEPS
+    behind = early_recording.early
+    assert cut_often(early_recording.events, early_recording, place, CUTS, behind=behind) == []
+
+
+def test_a_run_continues_from_a_power_cut_among_updates_in_the_backward(early_recording, tmp_path):
+    second_half = early_recording.early[len(early_recording.early) // 2 :]
+    with idle_drives():
+        continue_after_cuts(early_recording, second_half, tmp_path, **EARLY)
+    with run("bf16-tiny", tmp_path / "deferred", max_norm=EARLY["max_norm"]) as each:
+        assert each.steps(0, STEPS) == early_recording.losses
+        assert_same(early_recording.state, each.state())
+
+
+def test_updates_in_the_backward_that_overwrite_a_commit_are_found(tmp_path, place, monkeypatch):
+    """The mutation check: early updates write where the last commit and the old state are."""
+    real = OldGeneration.__init__
+
+    def keep_nothing(old, store):
+        real(old, store)
+        for frozen in store.volume.frozen:
+            store.volume.thaw(frozen)
+
+    monkeypatch.setattr(OldGeneration, "__init__", keep_nothing)
+    with idle_drives():
+        mutated = Recording(tmp_path / "root", **EARLY)
+    assert cut_often(mutated.events, mutated, place, 2000, behind=mutated.early)
 
 
 def test_every_cut_of_a_copy_leaves_a_committed_step(tmp_path, place, monkeypatch):
@@ -179,7 +267,7 @@ def cuts_without(what: str, recording: Recording, place: Path) -> list[str]:
     ]
     assert left_out
     events = [event for index, event in enumerate(recording.events) if index not in left_out]
-    return cut_often(events, recording, place, 2000, first=left_out[0])
+    return cut_often(events, recording, place, 2000, behind=range(left_out[0], len(events)))
 
 
 def flushes(events: Sequence[Event]) -> Counter[str]:

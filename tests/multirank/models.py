@@ -15,13 +15,14 @@ class Blocks(nn.Module):
     LayerDrop does."""
 
     width = WIDTH
+    num_blocks = 3
 
     def __init__(self) -> None:
         super().__init__()
         width = self.width
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-            for _ in range(3)
+            for _ in range(self.num_blocks)
         )
         self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
@@ -38,6 +39,12 @@ class WideBlocks(Blocks):
     """Large enough that what is rounded up to pages and granules does not count."""
 
     width = 384
+
+
+class DeepBlocks(Blocks):
+    """Enough blocks that a rank which leaves out every second one still uses several."""
+
+    num_blocks = 6
 
 
 class Experts(nn.Module):

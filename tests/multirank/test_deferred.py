@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-def _slow_updates(seconds: float) -> None:
+def slow_updates(seconds: float) -> None:
     """Makes updates last until somebody needs them."""
     update = ShardUpdates._update
 
@@ -71,11 +71,11 @@ def _count_updates() -> list[int]:
     return updated
 
 
-def _train(rank: int, cases: list[Case]) -> list[tuple[Any, int]]:
+def train_and_count(rank: int, cases: list[Case]) -> list[tuple[Any, int]]:
     """The run of each case, and the number of updates after its steps. Updates of the ranks take
     different times."""
     updated, found = _count_updates(), []
-    _slow_updates(0.004 * rank)
+    slow_updates(0.004 * rank)
     for case in cases:
         before = updated[0]
         found.append((train(rank, case), updated[0] - before))
@@ -85,7 +85,7 @@ def _train(rank: int, cases: list[Case]) -> list[tuple[Any, int]]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_updates_after_the_step_have_the_bits_of_plain_torch(count: int) -> None:
     cases = CASES[count - 2 :: 2]  # Each case on two ranks or on three.
-    for rank, runs in enumerate(run_ranks(count, _train, cases)):
+    for rank, runs in enumerate(run_ranks(count, train_and_count, cases)):
         for case, (found, num_updates) in zip(cases, runs, strict=True):
             assert_same_run(found, expected(case, count)[rank], f"rank {rank} of {count}, {case}")
             assert num_updates > 0, case
@@ -99,7 +99,7 @@ def test_what_cannot_be_updated_beside_training_is_updated_inside_the_step() -> 
         Case(3, {"moments": "device"}, simulated=True),
         Case(3, simulated=True, update_on=("device",)),
     ]
-    for rank, runs in enumerate(run_ranks(2, _train, cases)):
+    for rank, runs in enumerate(run_ranks(2, train_and_count, cases)):
         for case, (found, num_updates) in zip(cases, runs, strict=True):
             assert_same_run(found, expected(case, 2)[rank], str(case))
             assert num_updates == 0, case
@@ -109,7 +109,7 @@ def _looks(rank: int, case: Case) -> dict[str, Any]:
     """Everything that may come between a step and the next forward, with clipping and gradients
     that stay."""
     if case.updates != "at_step":
-        _slow_updates(0.02 + 0.02 * rank)
+        slow_updates(0.02 + 0.02 * rank)
     model = offload_case(case, Path("swap-" + str(case.updates)))
     engine = infinity.engine_of(model)
     half = [list(model.blocks.parameters()), list(model.head.parameters())]
@@ -173,7 +173,7 @@ def test_looks_and_changes_between_steps_find_updated_state(
 def _one_waits_elsewhere(rank: int, updates: str) -> dict[str, Tensor]:
     """After the step rank 1 waits for the program's own barrier, and rank 0 needs its shards."""
     if rank == 1:
-        _slow_updates(0.1)
+        slow_updates(0.1)
     case = Case(3, updates=updates)
     model = offload_case(case, Path())
     optimizer = infinity.AdamW(model, lr=LR)
@@ -202,7 +202,7 @@ def test_a_rank_that_waits_elsewhere_serves_what_its_updates_change() -> None:
 def _close_at_once(rank: int) -> dict[str, Tensor]:
     """Rank 1 closes while its updates are pending, and rank 0 reads what they change."""
     if rank == 1:
-        _slow_updates(0.1)
+        slow_updates(0.1)
     case = Case(3)
     model = offload_case(case, Path())
     one_step(model, infinity.AdamW(model, lr=LR), rank, case, 0)
@@ -219,7 +219,7 @@ def test_a_rank_that_closes_makes_its_updates_before() -> None:
 
 def _takes_all_memory(rank: int) -> int:
     """Memory that updates have borrowed comes back when somebody needs it."""
-    _slow_updates(0.05)
+    slow_updates(0.05)
     case = Case(3, NVME, capacity=ROOMY)
     model = offload_case(case, Path(f"swap-{rank}"))
     engine = infinity.engine_of(model)
@@ -316,7 +316,7 @@ def test_a_rank_that_is_killed_among_its_updates_leaves_the_checkpoint_to_any_nu
 
 def _dropped(rank: int) -> list[str]:
     """A model that nobody refers to any more, while updates are pending."""
-    _slow_updates(0.05)
+    slow_updates(0.05)
     case = Case(3, NVME, capacity=ROOMY)
     swap = Path("swap")
     model = offload_case(case, swap)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.distributed import collectives
+from infinity.errors import InfinityError
 
 from .models import batch, loss_of
 from .processes import run_ranks
@@ -112,3 +113,44 @@ def test_ranks_in_lockstep_send_nothing_and_have_the_bits_of_one_sided_ranks(
         assert weights.keys() == reference[1].keys()
         differing = [name for name in weights if not torch.equal(weights[name], reference[1][name])]
         assert not differing, steps
+
+
+def _closes_within_a_step(rank: int, exchange: str) -> tuple[float, str, float, int]:
+    """Rank 1 closes behind its forward. The others run their backward, and come to the step. Returns
+    the loss, what the step says, the messages of this rank until it closes, and the entries of the
+    log that it has not issued in the end."""
+    case = Case(3, simulated=True, exchange=exchange)
+    model = offload_case(case, Path("unused"))
+    engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
+    for step in range(FIRST_AGREED + 1):
+        loss_of(model, batch(10 * step + rank, model.width)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks: Any = engine.ranks
+    log = None if exchange == "one_sided" else ranks._collectives._log
+    assert exchange == "one_sided" or log is not None
+    before, said = engine.counters.snapshot(), ""
+    loss = loss_of(model, batch(7 + rank, model.width))
+    if rank != 1:
+        loss.backward()
+        try:
+            optimizer.step()
+        except InfinityError as error:
+            said = str(error)
+    after = engine.counters.snapshot()
+    engine.close()
+    name = "ranks_control_messages"
+    num_left = 0 if log is None else len(log.entries) - log.head
+    return loss.item(), said, after.get(name, 0) - before.get(name, 0), num_left
+
+
+def test_a_rank_that_closes_within_a_step_plays_the_log_to_its_end() -> None:
+    """So the others finish their backward without asking it, and the step names it."""
+    wanted = run_ranks(3, _closes_within_a_step, "one_sided")
+    found = run_ranks(3, _closes_within_a_step, "collective")
+    for rank, (loss, said, num_messages, num_left) in enumerate(found):
+        assert loss == wanted[rank][0]
+        assert num_left == 0, rank
+        if rank != 1:
+            assert num_messages == 0, "a rank has waited and asked for the log"
+            assert "rank 1 (" in said and "has closed its engine" in said

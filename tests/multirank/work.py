@@ -23,9 +23,9 @@ from infinity.testing import SimulatedDevice
 from tests.support.bits import differences
 from tests.support.lion import PlainLion
 
-from .models import Blocks, Experts, WideBlocks, batch, loss_of
+from .models import Blocks, DeepBlocks, Experts, WideBlocks, batch, loss_of
 
-MODELS = {"blocks": Blocks, "experts": Experts, "wide": WideBlocks}
+MODELS = {"blocks": Blocks, "deep": DeepBlocks, "experts": Experts, "wide": WideBlocks}
 LR = 1e-2
 MOMENTUM = 0.9
 NVME = dict.fromkeys(("parameters", "master", "moments", "gradients"), "nvme")
@@ -35,7 +35,7 @@ MIXED = {"parameters": "device", "master": "nvme", "moments": "host", "gradients
 @dataclass(frozen=True)
 class Case:
     """One way of training. `lazy_ranks` have no batch in the last step; `is_shared`: all ranks have
-    the batches of rank 0."""
+    the batches of rank 0; `drops`: ranks leave out the blocks of `dropped_blocks`."""
 
     stage: int = 3
     placement: dict[str, str] = field(default_factory=dict)
@@ -45,6 +45,7 @@ class Case:
     max_norm: float | None = None
     compute: str = "float32"
     skips: bool = False
+    drops: bool = False
     lazy_ranks: tuple[int, ...] = ()
     is_shared: bool = False
     simulated: bool = False
@@ -72,6 +73,13 @@ def build(case: Case) -> nn.Module:
     return MODELS[case.model]()
 
 
+def dropped_blocks(rank: int, step: int, num_blocks: int) -> tuple[int, ...]:
+    """Rank 0 uses every block, and each other rank every second one, the same in all steps. No rank
+    uses the last block after the first step."""
+    dropped = {block for block in range(num_blocks) if rank and block % 2 == rank % 2}
+    return tuple(sorted(dropped | {num_blocks - 1} if step else dropped - {num_blocks - 1}))
+
+
 def micro_batches(case: Case, rank: int, step: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """Batches of a rank in a step, and the blocks it leaves out."""
     if step == case.steps - 1 and rank in case.lazy_ranks:
@@ -79,6 +87,8 @@ def micro_batches(case: Case, rank: int, step: int) -> Iterator[tuple[Tensor, tu
     for micro in range(case.accumulation):
         seed = 1000 * step + 10 * rank * (not case.is_shared) + micro
         skip = (seed % 3, (rank + micro) % 3) if case.skips else ()
+        if case.drops:
+            skip = dropped_blocks(rank, step, MODELS[case.model].num_blocks)
         yield batch(seed, MODELS[case.model].width), skip
 
 
