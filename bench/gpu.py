@@ -2,8 +2,10 @@
 
     python bench/gpu.py --path /mnt/nvme0 --save bench/results/gpu.json
 
-Six questions, each beside a ceiling of the same run:
+Nine questions, each beside a ceiling or a counterpart of the same run:
 
+* *pinning*: seconds to page-lock an arena, and the device's memory before and after
+  (gpu_pinning.py).
 * *copies*: host to device, device to host and both at once, arena against PyTorch's pinned memory.
 * *steps*: forward and backward, and whole steps with the update, of a model whose weights live on
   the host in a window of a few blocks, against the same model in the device's memory, by the
@@ -11,6 +13,10 @@ Six questions, each beside a ceiling of the same run:
   as long as the bytes at the bandwidth that was just measured.
 * *updates*: the same step with the host's updates and with the device's, and which of the two
   `update_on = "auto"` takes, by what figures.
+* *clipping*: the same step with and without `max_grad_norm`, with state on the host, on the device
+  and in memory (gpu_clipping.py).
+* *trainer*: tokens per second under transformers.Trainer with 1 and 8 micro-batches a step, beside
+  Trainer with the model in memory (gpu_trainer.py).
 * *memory*: the device's peak in such a step, against the window and what the model in memory takes.
 * *large*: tokens per second, and share of the peak of large matrix products, of a model that is
   larger than the device would hold with its state.
@@ -35,6 +41,7 @@ from typing import Any
 
 import torch
 from common import environment
+from gpu_clipping import clipping
 from gpu_common import (
     FULL,
     KINDS,
@@ -48,6 +55,8 @@ from gpu_common import (
     peak_nbytes,
     timed_s,
 )
+from gpu_pinning import pinning
+from gpu_trainer import trainer
 from rich.console import Console
 from rich.table import Table
 
@@ -69,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
     parser.add_argument("--host", default="85%", help="host budget of the large model")
-    parser.add_argument("--only", nargs="+", default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--small", action="store_true", help="small shapes, on any machine")
     parser.add_argument("--save", type=Path)
     words = parser.parse_args()
@@ -346,7 +355,8 @@ def largest(
 
 
 PARTS: dict[str, Callable[..., Any]] = {
-    "copies": copies, "steps": steps, "updates": updates, "large": large, "largest": largest,
+    "pinning": pinning, "copies": copies, "steps": steps, "updates": updates,
+    "clipping": clipping, "trainer": trainer, "large": large, "largest": largest,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import infinity
 from infinity.sizes import GIB, MIB
 from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tiers.host import MAX_REGISTERED_NBYTES
 
 KINDS = ("parameters", "master", "moments", "gradients")
 SEQUENCE = 2048
@@ -32,11 +34,21 @@ class Sizes:
     tokens: tuple[int, ...]
     copied_nbytes: int
     rounds: int
+    resting_layers: int  # Of the model whose state rests on the device.
+    accumulated: int  # Micro-batches of a step of Trainer.
+    arenas_nbytes: tuple[int, ...]
+    arena_step_nbytes: int  # What an arena that fills the host is a multiple of.
+    registered_nbytes: int = MAX_REGISTERED_NBYTES
     sequence: int = SEQUENCE
 
 
-FULL = Sizes(12, 4096, 32, 64 << 10, 8 << 10, (2048, 4096, 8192, 16384, 32768), 4 * GIB, 5)
-SMALL = Sizes(3, 64, 4, 256, 128, (64, 128), 16 * MIB, 2, 32)
+FULL = Sizes(
+    12, 4096, 32, 64 << 10, 8 << 10, (2048, 4096, 8192, 16384, 32768), 4 * GIB, 5, 8, 8,
+    (64 * GIB, 256 * GIB, 600 * GIB), GIB,
+)  # fmt: skip
+SMALL = Sizes(
+    3, 64, 4, 256, 128, (64, 128), 16 * MIB, 2, 2, 8, (16 * MIB, 64 * MIB), 2 * MIB, 32 * MIB, 32
+)  # fmt: skip
 
 
 def device_for(there: torch.device) -> Any:
@@ -75,6 +87,13 @@ def batch_of(tokens: int, sequence: int, there: torch.device) -> torch.Tensor:
 def synchronize(there: torch.device) -> None:
     if there.type == "cuda":
         torch.cuda.synchronize()
+
+
+def free_memory(there: torch.device) -> None:
+    """After a model: engines and models are in cycles."""
+    gc.collect()
+    if there.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def timed_s(run: Callable[[], object], rounds: int, there: torch.device) -> float:
