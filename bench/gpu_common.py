@@ -67,15 +67,21 @@ def llama(layers: int, hidden: int, sequence: int) -> LlamaForCausalLM:
     )  # fmt: skip
 
 
-def offloaded(sizes: Sizes, layers: int, window: bool, config: Any, there: torch.device) -> Any:
+def offloaded(
+    sizes: Sizes, layers: int, window: bool, config: Any, there: torch.device, *,
+    own: Any = None, spare_nbytes: int = 64 * MIB,
+) -> Any:  # fmt: skip
+    """A model without the values of its weights, offloaded. `own`: a device instead of
+    `device_for`. `spare_nbytes`: of device memory beside the blocks of the window."""
     table = {"precision": {"compute": "bfloat16"}, **config}
     shape = sizes.hidden, sizes.sequence
+    torch.manual_seed(0)  # Of the first values, which several ranks must have in common.
     with infinity.init_empty_weights(table):
         model = llama(layers, *shape)
     if window:
         block_nbytes = 2 * sum(p.numel() for p in model.model.layers[0].parameters())
-        table["tiers"]["device"] = {"capacity": WINDOW_BLOCKS * block_nbytes + 64 * MIB}
-    own = device_for(there)
+        table["tiers"]["device"] = {"capacity": WINDOW_BLOCKS * block_nbytes + spare_nbytes}
+    own = own or device_for(there)
     return infinity.offload(model, table, seed=0, **({} if own is None else {"device": own}))
 
 
