@@ -13,8 +13,8 @@ Nine questions, each beside a ceiling or a counterpart of the same run:
   as long as the bytes at the bandwidth that was just measured.
 * *updates*: the same step with the host's updates and with the device's, and which of the two
   `update_on = "auto"` takes, by what figures.
-* *clipping*: the same step with and without `max_grad_norm`, with state on the host, on the device
-  and in memory (gpu_clipping.py).
+* *clipping*: the same step with and without `max_grad_norm`, with state on the host, with moments
+  on the device, with all state there, and in memory (gpu_clipping.py).
 * *trainer*: tokens per second under transformers.Trainer with 1 and 8 micro-batches a step, beside
   Trainer with the model in memory (gpu_trainer.py).
 * *memory*: the device's peak in such a step, against the window and what the model in memory takes.
@@ -22,8 +22,9 @@ Nine questions, each beside a ceiling or a counterpart of the same run:
   larger than the device would hold with its state.
 * *largest*: the most layers that device, host and drive hold together, and a step of them.
 
-Twenty minutes on an H200 with 128 GiB of host memory. Everything is smaller with `--small`, which
-also runs without a GPU, to try the program and not to measure.
+Half an hour is expected on an H200 with 128 GiB of host memory, which has not run it. Everything is
+smaller with `--small`, which also runs without a GPU, to try the program and not to measure.
+`--only` asks some of the questions. docs/GPU.md has them in the order of a first day.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """A question of gpu.py: how much longer is a step that clips gradients?
 
-The same model steps with `max_grad_norm` on and off in turns: with all state on the host, with all
-state on the device (a norm is measured on the host then, of a copy in spare host memory), and as a
-plain model in the device's memory with `torch.nn.utils.clip_grad_norm_`. Without clipping is the
-ceiling of with; the plain model says what clipping costs where no gradient travels. With the update
-on the same processor, the norms of both placements are equal to the last digit. The plain model
-starts from other weights, and has other norms.
+The same model steps with `max_grad_norm` on and off in turns: with all state on the host, with
+moments on the device, with all state there, and as a plain model in the device's memory with
+`torch.nn.utils.clip_grad_norm_`. A norm of a gradient that rests on the device is measured on the
+host, of a copy in spare host memory. Without clipping is the ceiling of with; the plain model says
+what clipping costs where no gradient travels. The norms of all placements are equal to the last
+digit. The plain model starts from other weights, and has other norms.
+
+The rows without clipping also compare the placements with each other.
 """
 
 from __future__ import annotations
@@ -24,6 +26,11 @@ from rich.table import Table
 import infinity
 
 MAX_NORM = 1.0
+PLACES = {
+    "host": dict.fromkeys(KINDS, "host"),
+    "moments on device": dict.fromkeys(KINDS, "host") | {"moments": "device"},
+    "device": dict.fromkeys(KINDS, "device"),
+}
 _TURNS = 3
 
 Clip = Callable[[bool], object]
@@ -34,8 +41,8 @@ def clipping(
 ) -> Any:
     tokens = (min(sizes.tokens), sizes.micro_batch_tokens)
     found = {}
-    for place in ("host", "device"):
-        found[place] = _offloaded(place, tokens, sizes, words, there)
+    for place in PLACES:
+        found[place] = _offloaded(place, tokens, sizes, there)
         free_memory(there)
     found["in memory"] = _in_memory(tokens, sizes, there)
     free_memory(there)
@@ -54,12 +61,12 @@ def clipping(
     return found
 
 
-def _offloaded(place: str, tokens: Any, sizes: Sizes, words: Any, there: torch.device) -> Any:
+def _offloaded(place: str, tokens: Any, sizes: Sizes, there: torch.device) -> Any:
     config = {
-        "tiers": {"host": {"capacity": words.host if not words.small else "64MiB"}},
-        "placement": dict.fromkeys(KINDS, place),
+        "tiers": {"host": {"capacity": sizes.resting_host}},
+        "placement": PLACES[place],
     }
-    say(f"clipping with state on the {place}")
+    say(f"clipping, state: {place}")
     model = offloaded(sizes, sizes.resting_layers, place == "host", config, there).train()
     engine = infinity.engine_of(model)
     optimizer: Any = infinity.AdamW(model, lr=1e-5)
@@ -88,8 +95,9 @@ def _offloaded(place: str, tokens: Any, sizes: Sizes, words: Any, there: torch.d
 def _in_memory(tokens: Any, sizes: Sizes, there: torch.device) -> Any:
     say("clipping of the model in memory")
     torch.manual_seed(0)
-    plain = llama(sizes.resting_layers, sizes.hidden, sizes.sequence)
-    plain = plain.to(there, torch.bfloat16).train()
+    with there:
+        plain = llama(sizes.resting_layers, sizes.hidden, sizes.sequence)
+    plain = plain.to(torch.bfloat16).train()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=there.type == "cuda")
     norm = torch.tensor(0.0)
 

@@ -34,7 +34,8 @@ class Sizes:
     tokens: tuple[int, ...]
     copied_nbytes: int
     rounds: int
-    resting_layers: int  # Of the model whose state rests on the device.
+    resting_layers: int  # Of the model whose state may rest on the device.
+    resting_host: str  # Host budget of that model: 16 bytes a parameter, and copies on their way.
     accumulated: int  # Micro-batches of a step of Trainer.
     arenas_nbytes: tuple[int, ...]
     arena_step_nbytes: int  # What an arena that fills the host is a multiple of.
@@ -43,11 +44,12 @@ class Sizes:
 
 
 FULL = Sizes(
-    12, 4096, 32, 64 << 10, 8 << 10, (2048, 4096, 8192, 16384, 32768), 4 * GIB, 5, 8, 8,
+    12, 4096, 32, 64 << 10, 8 << 10, (2048, 4096, 8192, 16384, 32768), 4 * GIB, 5, 8, "48GiB", 8,
     (64 * GIB, 256 * GIB, 600 * GIB), GIB,
 )  # fmt: skip
 SMALL = Sizes(
-    3, 64, 4, 256, 128, (64, 128), 16 * MIB, 2, 2, 8, (16 * MIB, 64 * MIB), 2 * MIB, 32 * MIB, 32
+    3, 64, 4, 256, 128, (64, 128), 16 * MIB, 2, 2, "64MiB", 8,
+    (16 * MIB, 64 * MIB), 2 * MIB, 32 * MIB, 32,
 )  # fmt: skip
 
 

@@ -11,7 +11,11 @@ of N ranks updates 1/N.
 
 In the last run one rank kills itself with SIGKILL in a forward. A line for each other rank has
 the seconds until an error names that rank, beside the seconds until torchrun, which ends the job,
-sends SIGTERM. Ten minutes with 8 GPUs, as expected: nobody has run it on one.
+sends SIGTERM, which these ranks ignore.
+
+In the tables, of a rank and step: "together" are operations of all ranks at once
+(`ranks_collectives`), "cancelled" those that were not made (`ranks_cancelled`), whose bytes go from
+host to host. Three minutes with `--small`; ten are expected of 8 GPUs, which have not run it.
 """
 
 from __future__ import annotations
@@ -117,7 +121,7 @@ def run(launch: Launch, words: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="infinity-gpu-ranks-", dir=words.path) as scratch:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(launch.count), "--monitor-interval", "0.1",
+            str(launch.count),
             *(["--numa-binding=node"] if launch.binding == "torchrun" else []),
             str(Path(__file__).resolve()), "--worker", json.dumps(settings | {"scratch": scratch}),
         ]  # fmt: skip
@@ -312,8 +316,8 @@ def show(run: dict[str, Any], alone: dict[str, Any]) -> None:
     step_s, alone_s = _step_s(run), _step_s(alone) if alone["ranks"] else float("nan")
     print(f"{run['name']}: {step_s:.3f} s a step, {step_s / alone_s:.2f} of one rank alone")
     header = (
-        f"{'rank':>6} {'step s':>8} {'ranks_wait_s':>13} {'update_s':>9} {'cancelled':>10} "
-        f"{'stand-ins':>10} {'words':>7} {'torch':>6} {'engine':>7}  cores, nodes, memory by node"
+        f"{'rank':>6} {'step s':>8} {'ranks_wait_s':>13} {'update_s':>9} {'together':>9} "
+        f"{'cancelled':>10} {'stand-ins':>10} {'words':>7} {'torch':>6} {'engine':>7}  cores, nodes, memory by node"
     )
     print(header)
     for rank in run["ranks"]:
@@ -322,7 +326,8 @@ def show(run: dict[str, Any], alone: dict[str, Any]) -> None:
         print(
             f"{rank['rank']:>6} {statistics.median(rank['steps_s']):8.3f} "
             f"{counted['ranks_wait_s']:13.3f} {counted['update_s']:9.3f} "
-            f"{counted['ranks_cancelled']:10.1f} {counted['ranks_stand_ins']:10.1f} "
+            f"{counted['ranks_collectives']:9.1f} {counted['ranks_cancelled']:10.1f} "
+            f"{counted['ranks_stand_ins']:10.1f} "
             f"{counted['ranks_control_messages']:7.1f} {binding['torch_threads']:6d} "
             f"{binding['engine_threads']:7d}  {_ranges(binding['cores'])}; {binding['nodes']}; "
             + (memory or "-")

@@ -32,7 +32,7 @@ def trainer(
     many = sizes.accumulated
     ours = (("one by one", 1, False), ("one by one", many, False), ("by layers", many, True))
     config = {
-        "tiers": {"host": {"capacity": words.host if not words.small else "64MiB"}},
+        "tiers": {"host": {"capacity": sizes.resting_host}},
         "placement": dict.fromkeys(KINDS, "host"),
     }
     rows = []
@@ -47,7 +47,9 @@ def trainer(
         free_memory(there)
     for count in (1, many):
         torch.manual_seed(0)
-        plain = llama(sizes.resting_layers, sizes.hidden, sizes.sequence).to(torch.bfloat16)
+        with there:
+            plain = llama(sizes.resting_layers, sizes.hidden, sizes.sequence)
+        plain = plain.to(torch.bfloat16)
         row = _train(plain, count, None, sizes, scratch, there)
         rows.append({"model": "in memory", "way": "one by one"} | row)
         del plain
@@ -116,7 +118,7 @@ def _show(rows: Any, sizes: Sizes, console: Console) -> None:
     plain = {row["accumulation"]: row for row in rows if row["model"] == "in memory"}
     table = Table(
         "model", "micro-batches", "way", "step s", "tokens/s", "of in memory", "of one micro-batch",
-        "losses",
+        "GB in, out a step", "losses",
         title=f"transformers.Trainer, {sizes.micro_batch_tokens:,} tokens a micro-batch, "
         f"{sizes.resting_layers} layers",
     )  # fmt: skip
@@ -129,6 +131,15 @@ def _show(rows: Any, sizes: Sizes, console: Console) -> None:
             f"{row['tokens_per_s']:,.0f}",
             f"{row['tokens_per_s'] / plain[row['accumulation']]['tokens_per_s']:.2f}",
             f"{row['tokens_per_s'] / one['tokens_per_s']:.2f}",
+            _moved(row),
             " ".join(f"{loss:.3f}" for loss in row["losses"]),
         )  # fmt: skip
     console.print(table)
+
+
+def _moved(row: dict[str, Any]) -> str:
+    """The bytes that crossed the link, of all steps alike."""
+    if "counters" not in row:
+        return "-"
+    names, steps = ("device_in_nbytes", "device_out_nbytes"), len(row["steps_s"])
+    return ", ".join(f"{row['counters'].get(name, 0) / steps / 1e9:.3g}" for name in names)
