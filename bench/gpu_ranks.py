@@ -317,7 +317,8 @@ def show(run: dict[str, Any], alone: dict[str, Any]) -> None:
     print(f"{run['name']}: {step_s:.3f} s a step, {step_s / alone_s:.2f} of one rank alone")
     header = (
         f"{'rank':>6} {'step s':>8} {'ranks_wait_s':>13} {'update_s':>9} {'together':>9} "
-        f"{'cancelled':>10} {'stand-ins':>10} {'words':>7} {'torch':>6} {'engine':>7}  cores, nodes, memory by node"
+        f"{'cancelled':>10} {'stand-ins':>10} {'words':>7} {'torch':>6} {'engine':>7}  "
+        "cores, nodes, memory by node"
     )
     print(header)
     for rank in run["ranks"]:
