@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -83,6 +84,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small shapes, on any machine")
     parser.add_argument("--save", type=Path)
     words = parser.parse_args()
+    # One device, before CUDA starts: Trainer would divide a batch over all that it sees.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if not torch.cuda.is_available() and not words.small:
         raise SystemExit("needs a CUDA device; `--small` tries the program without")
     sizes = SMALL if words.small else FULL

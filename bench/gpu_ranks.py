@@ -336,6 +336,8 @@ def show(run: dict[str, Any], alone: dict[str, Any]) -> None:
     for rank in run["ranks"]:
         if "death" in rank:
             _show_death(rank["rank"], rank["death"])
+        elif run.get("dies") and rank["rank"] != run["count"] - 1:
+            print(f"  rank {rank['rank']} ended, and said nothing of the rank that was killed")
     sys.stdout.flush()
 
 

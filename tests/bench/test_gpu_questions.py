@@ -101,14 +101,15 @@ def test_who_names_the_dead_rank_is_shown(capsys: pytest.CaptureFixture[str]) ->
             "memory_nbytes": {"0": 2 << 30},
         },
         "death": {
-            "victim": 1, "error": "RankError: rank 1 is gone", "rank": 1, "named_s": 1.25,
+            "victim": 3, "error": "RankError: rank 3 is gone", "rank": 3, "named_s": 1.25,
             "terminated_s": 0.5,
         },
     }  # fmt: skip
-    run = {"name": "2 ranks", "ranks": [rank, rank | {"rank": 1, "death": rank["death"] | {
-        "error": None}}]}  # fmt: skip
+    unaware = rank | {"rank": 1, "death": rank["death"] | {"error": None}}
+    silent = {name: value for name, value in rank.items() if name != "death"} | {"rank": 2}
+    run = {"name": "4 ranks", "count": 4, "dies": True, "ranks": [rank, unaware, silent]}
     gpu_ranks.show(run, run)
     text = capsys.readouterr().out
     assert "2.000 s a step, 1.00 of one rank" in text and "0-2,8; [0]; 0: 2.0 GiB" in text
-    assert "rank 0, 1.25 s after rank 1 was killed, names it" in text and "after 0.50 s" in text
-    assert "rank 1 did NOT notice" in text
+    assert "rank 0, 1.25 s after rank 3 was killed, names it" in text and "after 0.50 s" in text
+    assert "rank 1 did NOT notice" in text and "rank 2 ended, and said nothing" in text
