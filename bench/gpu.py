@@ -2,8 +2,10 @@
 
     python bench/gpu.py --path /mnt/nvme0 --save bench/results/gpu.json
 
-Six questions, each beside a ceiling of the same run:
+Nine questions, each beside a ceiling or a counterpart of the same run:
 
+* *pinning*: seconds to page-lock an arena, and the device's memory before and after
+  (gpu_pinning.py).
 * *copies*: host to device, device to host and both at once, arena against PyTorch's pinned memory.
 * *steps*: forward and backward, and whole steps with the update, of a model whose weights live on
   the host in a window of a few blocks, against the same model in the device's memory, by the
@@ -12,12 +14,17 @@ Six questions, each beside a ceiling of the same run:
 * *updates*: the same step with the host's updates and with the device's, and which of the two
   `update_on = "auto"` takes, by what figures.
 * *memory*: the device's peak in such a step, against the window and what the model in memory takes.
+* *clipping*: the same step with and without `max_grad_norm`, with state on the host, with moments
+  on the device, with all state there, and in memory (gpu_clipping.py).
+* *trainer*: tokens per second under transformers.Trainer with 1 and 8 micro-batches a step, beside
+  Trainer with the model in memory (gpu_trainer.py).
 * *large*: tokens per second, and share of the peak of large matrix products, of a model that is
   larger than the device would hold with its state.
 * *largest*: the most layers that device, host and drive hold together, and a step of them.
 
-Twenty minutes on an H200 with 128 GiB of host memory. Everything is smaller with `--small`, which
-also runs without a GPU, to try the program and not to measure.
+Half an hour is expected on an H200 with 128 GiB of host memory, which has not run it. Everything is
+smaller with `--small`, which also runs without a GPU, to try the program and not to measure.
+`--only` asks some of the questions. docs/GPU.md has them in the order of a first day.
 """
 
 from __future__ import annotations
@@ -25,20 +32,35 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import environment
+from gpu_clipping import clipping
+from gpu_common import (
+    FULL,
+    KINDS,
+    SMALL,
+    WINDOW_BLOCKS,
+    Sizes,
+    batch_of,
+    device_for,
+    llama,
+    offloaded,
+    peak_nbytes,
+    timed_s,
+)
+from gpu_pinning import pinning
+from gpu_trainer import trainer
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.bench import device as device_bench
@@ -49,43 +71,21 @@ from infinity.cli.bench import print_tables
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError
 from infinity.observe import Counters
-from infinity.sizes import GIB, MIB
+from infinity.sizes import GIB
 from infinity.storage.arena import Arena, available_host_nbytes
-from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostBlocks
-
-KINDS = ("parameters", "master", "moments", "gradients")
-SEQUENCE = 2048
-WINDOW_BLOCKS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What is measured with. `tokens` per step, of the growing steps."""
-
-    layers: int
-    hidden: int
-    large_layers: int
-    large_tokens: int
-    micro_batch_tokens: int
-    tokens: tuple[int, ...]
-    copied_nbytes: int
-    rounds: int
-    sequence: int = SEQUENCE
-
-
-FULL = Sizes(12, 4096, 32, 64 << 10, 8 << 10, (2048, 4096, 8192, 16384, 32768), 4 * GIB, 5)
-SMALL = Sizes(3, 64, 4, 256, 128, (64, 128), 16 * MIB, 2, 32)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
     parser.add_argument("--host", default="85%", help="host budget of the large model")
-    parser.add_argument("--only", nargs="+", default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--small", action="store_true", help="small shapes, on any machine")
     parser.add_argument("--save", type=Path)
     words = parser.parse_args()
+    # One device, before CUDA starts: Trainer would divide a batch over all that it sees.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if not torch.cuda.is_available() and not words.small:
         raise SystemExit("needs a CUDA device; `--small` tries the program without")
     sizes = SMALL if words.small else FULL
@@ -103,11 +103,6 @@ def main() -> None:
             console.print(f"{part}: {time.monotonic() - begun_s:.0f} s")
             if words.save is not None:  # Each part as it comes: minutes are not lost.
                 words.save.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def device_for(there: torch.device) -> Any:
-    """The engine's own for CUDA, else the simulated one."""
-    return None if there.type == "cuda" else SimulatedDevice(1, delay_s=1e-5)
 
 
 # -- Copies ----------------------------------------------------------------------------------------
@@ -137,61 +132,6 @@ def copies(
 
 
 # -- Steps -----------------------------------------------------------------------------------------
-
-
-def llama(layers: int, hidden: int, sequence: int) -> LlamaForCausalLM:
-    """The shapes of Llama 2 7B at 4096, with a small vocabulary: blocks are what moves."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=hidden, intermediate_size=hidden * 43 // 16, num_hidden_layers=layers,
-            num_attention_heads=max(hidden // 128, 1), vocab_size=2048, use_cache=False,
-            max_position_embeddings=sequence, tie_word_embeddings=False,
-        )
-    )  # fmt: skip
-
-
-def offloaded(sizes: Sizes, layers: int, window: bool, config: Any, there: torch.device) -> Any:
-    table = {"precision": {"compute": "bfloat16"}, **config}
-    shape = sizes.hidden, sizes.sequence
-    with infinity.init_empty_weights(table):
-        model = llama(layers, *shape)
-    if window:
-        block_nbytes = 2 * sum(p.numel() for p in model.model.layers[0].parameters())
-        table["tiers"]["device"] = {"capacity": WINDOW_BLOCKS * block_nbytes + 64 * MIB}
-    own = device_for(there)
-    return infinity.offload(model, table, seed=0, **({} if own is None else {"device": own}))
-
-
-def batch_of(tokens: int, sequence: int, there: torch.device) -> torch.Tensor:
-    source = torch.Generator().manual_seed(tokens)
-    return torch.randint(2048, (tokens // sequence, sequence), generator=source).to(there)
-
-
-def synchronize(there: torch.device) -> None:
-    if there.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed_s(run: Callable[[], object], rounds: int, there: torch.device) -> float:
-    """The median of some rounds, after one that is not counted."""
-    times_s = []
-    for _ in range(rounds + 1):
-        synchronize(there)
-        begun_s = time.perf_counter()
-        run()
-        synchronize(there)
-        times_s.append(time.perf_counter() - begun_s)
-    return statistics.median(times_s[1:])
-
-
-def peak_nbytes(run: Callable[[], object], there: torch.device) -> int | None:
-    if there.type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_reserved())
 
 
 def steps(
@@ -419,7 +359,8 @@ def largest(
 
 
 PARTS: dict[str, Callable[..., Any]] = {
-    "copies": copies, "steps": steps, "updates": updates, "large": large, "largest": largest,
+    "pinning": pinning, "copies": copies, "steps": steps, "updates": updates,
+    "clipping": clipping, "trainer": trainer, "large": large, "largest": largest,
 }  # fmt: skip
 
 

@@ -1,0 +1,145 @@
+"""A question of gpu.py: what do micro-batches cost under transformers.Trainer?
+
+Tokens per second of steps of one micro-batch, and of eight (`gradient_accumulation_steps`), of an
+offloaded model under `prepare_trainer`: once one micro-batch after the other, once layer by layer,
+which moves each block once for all of them. The counterpart is the same Trainer with the model in
+the device's memory. The losses stand beside: both orders have the same, and the model in memory
+starts from other weights.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import progress, say
+from gpu_common import KINDS, Sizes, free_memory, llama, offloaded, synchronize
+from rich.console import Console
+from rich.table import Table
+
+import infinity
+
+_COUNTED = 3  # Steps, after one that is not counted.
+_LR = 1e-5
+
+
+def trainer(
+    sizes: Sizes, words: Any, scratch: Path, there: torch.device, document: Any, console: Console
+) -> Any:
+    many = sizes.accumulated
+    ours = (("one by one", 1, False), ("one by one", many, False), ("by layers", many, True))
+    config = {
+        "tiers": {"host": {"capacity": sizes.resting_host}},
+        "placement": dict.fromkeys(KINDS, "host"),
+    }
+    rows = []
+    for way, count, layer_major in ours:
+        model = offloaded(sizes, sizes.resting_layers, True, dict(config), there).train()
+        engine = infinity.engine_of(model)
+        row = _train(model, count, layer_major, sizes, scratch, there)
+        row["counters"] = engine.counters.snapshot()
+        rows.append({"model": "offloaded", "way": way} | row)
+        engine.close()
+        del model, engine
+        free_memory(there)
+    for count in (1, many):
+        torch.manual_seed(0)
+        with there:
+            plain = llama(sizes.resting_layers, sizes.hidden, sizes.sequence)
+        plain = plain.to(torch.bfloat16)
+        row = _train(plain, count, None, sizes, scratch, there)
+        rows.append({"model": "in memory", "way": "one by one"} | row)
+        del plain
+        free_memory(there)
+    _show(rows, sizes, console)
+    return rows
+
+
+def _train(
+    model: Any, count: int, layer_major: bool | None, sizes: Sizes, scratch: Path, there: Any
+) -> dict[str, Any]:
+    """`layer_major`: None leaves the trainer as transformers made it."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    from infinity.integrations.hf import prepare_trainer
+
+    times_s: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *unused: Any, **more: Any) -> None:
+            synchronize(there)
+            self.begun_s = time.perf_counter()
+
+        def on_step_end(self, *unused: Any, **more: Any) -> None:
+            synchronize(there)
+            times_s.append(time.perf_counter() - self.begun_s)
+
+    batch = max(sizes.micro_batch_tokens // sizes.sequence, 1)
+    arguments = TrainingArguments(
+        output_dir=str(scratch / "trainer"), max_steps=1 + _COUNTED, learning_rate=_LR,
+        per_device_train_batch_size=batch, gradient_accumulation_steps=count, max_grad_norm=1.0,
+        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=0,
+        use_cpu=there.type != "cuda",
+    )  # fmt: skip
+    data = Tokens(batch * count * (1 + _COUNTED), sizes.sequence)
+    made = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Clock()])
+    made.remove_callback(PrinterCallback)
+    if layer_major is not None:
+        made = prepare_trainer(made, layer_major=layer_major)
+    say(f"Trainer, {count} micro-batches, layer_major={layer_major}")
+    with progress("Trainer", lambda: f"{len(times_s)} of {1 + _COUNTED} steps"):
+        made.train()
+    step_s = statistics.median(times_s[1:])
+    return {
+        "accumulation": count, "steps_s": times_s, "step_s": step_s,
+        "tokens_per_s": batch * sizes.sequence * count / step_s,
+        "losses": [line["loss"] for line in made.state.log_history if "loss" in line],
+    }  # fmt: skip
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Random sequences, the same in every run."""
+
+    def __init__(self, count: int, sequence: int) -> None:
+        source = torch.Generator().manual_seed(7)
+        self._ids = torch.randint(2048, (count, sequence), generator=source)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._ids[index], "labels": self._ids[index]}
+
+
+def _show(rows: Any, sizes: Sizes, console: Console) -> None:
+    plain = {row["accumulation"]: row for row in rows if row["model"] == "in memory"}
+    table = Table(
+        "model", "micro-batches", "way", "step s", "tokens/s", "of in memory", "of one micro-batch",
+        "GB in, out a step", "losses",
+        title=f"transformers.Trainer, {sizes.micro_batch_tokens:,} tokens a micro-batch, "
+        f"{sizes.resting_layers} layers",
+    )  # fmt: skip
+    for row in rows:
+        (one,) = (
+            other for other in rows if other["model"] == row["model"] and other["accumulation"] == 1
+        )
+        table.add_row(
+            row["model"], str(row["accumulation"]), row["way"], f"{row['step_s']:.3f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s'] / plain[row['accumulation']]['tokens_per_s']:.2f}",
+            f"{row['tokens_per_s'] / one['tokens_per_s']:.2f}",
+            _moved(row),
+            " ".join(f"{loss:.3f}" for loss in row["losses"]),
+        )  # fmt: skip
+    console.print(table)
+
+
+def _moved(row: dict[str, Any]) -> str:
+    """The bytes that crossed the link, of all steps alike."""
+    if "counters" not in row:
+        return "-"
+    names, steps = ("device_in_nbytes", "device_out_nbytes"), len(row["steps_s"])
+    return ", ".join(f"{row['counters'].get(name, 0) / steps / 1e9:.3g}" for name in names)
