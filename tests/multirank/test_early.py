@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
+from infinity.distributed.step import DistributedUpdater
 from infinity.errors import StorageError
+from infinity.state.old_copies import _LABEL as OLD_STATE
 from infinity.state.undecided import UndecidedState
 from infinity.streaming.unit_update import ChunkUpdates
 
@@ -28,6 +31,7 @@ from .work import LR, NVME, Case, assert_same_run, expected, offload_case, read_
 
 STATE = dict.fromkeys(("parameters", "master", "moments"), "nvme")
 ROOMY = "96MiB"
+BESIDE = Case(3, simulated=True, exchange="one_sided", capacity=ROOMY)  # All state on the host.
 PATIENCE_S = 20.0
 
 
@@ -113,7 +117,9 @@ class EarlyRun:
 
 def _events(rank: int, case: Case, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Everything that may come between a backward and the step."""
-    run = EarlyRun(rank, case, Path(directory), checkpoint={"keep": 1})  # Has its own generation.
+    has_drive = "nvme" in case.placement.values()
+    checkpoint = {"keep": 1} if has_drive else None  # Has its own generation.
+    run = EarlyRun(rank, case, Path(directory), checkpoint=checkpoint)
     model, optimizer = run.model, run.optimizer
     with run.event("a plain step"):
         pass
@@ -176,14 +182,18 @@ def _events(rank: int, case: Case, directory: str) -> tuple[dict[str, Any], dict
     [
         (2, Case(3, NVME, compute="bfloat16", capacity=ROOMY)),
         (3, Case(3, STATE | {"gradients": "host"}, capacity=ROOMY)),
+        (2, replace(BESIDE, compute="bfloat16")),
+        (2, replace(BESIDE, placement={"parameters": "nvme"}, compute="bfloat16")),
+        (2, Case(3, {"master": "nvme", "moments": "nvme"}, compute="bfloat16", capacity=ROOMY)),
     ],
-    ids=["nvme", "gradients-on-host"],
+    ids=["nvme", "gradients-on-host", "host", "state-on-host", "weights-on-host"],
 )
 def test_whatever_comes_before_the_step_has_the_values_of_updates_after_it(
     count: int, case: Case, tmp_path: Path
 ) -> None:
     wanted = run_ranks(count, _events, replace(case, updates="deferred"), str(tmp_path))
     found = run_ranks(count, _events, replace(case, updates="both_passes"), str(tmp_path))
+    is_on_host = any(case.placement.get(kind, "host") == "host" for kind in STATE)
     kept, undone = dict.fromkeys(found[0][1], 0.0), dict.fromkeys(found[0][1], 0.0)
     for (values, early), (other, _) in zip(found, wanted, strict=True):
         assert values.keys() == other.keys()
@@ -197,7 +207,10 @@ def test_whatever_comes_before_the_step_has_the_values_of_updates_after_it(
             assert kept[name] and not undone[name], name
         elif name == "a look at state on one rank":
             assert kept[name], name
-        elif name in ("a need for memory", "no step", "gradients of two backwards, no step"):
+        elif name == "a need for memory":
+            # What is made gives memory back where it has some.
+            assert bool(undone[name]) == is_on_host, name
+        elif name in ("no step", "gradients of two backwards, no step"):
             assert not undone[name], name
         else:
             assert undone[name], name
@@ -238,7 +251,7 @@ def _failing(write: Callable[..., Any]) -> Callable[..., Any]:
 
 def _under_way(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
     """The step decides while an early update runs."""
-    run = EarlyRun(rank, case, Path())
+    run = EarlyRun(rank, case, Path(tempfile.gettempdir()))
     with _patched(ChunkUpdates, "_update", _slowly):
         for _ in range(3):
             run.ready()
@@ -250,25 +263,31 @@ def _under_way(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, f
             assert run.shards._pending._early, "an update runs, and others wait for it"
             run.step()
     found = read_weights(run.model), run._counts()
+    run.engine.flush()
+    while run.engine.pool._reclaim(1):
+        pass
+    assert OLD_STATE not in run.engine.pool._host.lent()
     infinity.close(run.model)
     return found
 
 
 def _cannot_write(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
-    """No early update of rank 1 finds space for its writes."""
-    run = EarlyRun(rank, case, Path())
+    """No early update of rank 1 finds space for its writes, or for its old state on the host."""
+    if rank and not case.placement:
+        DistributedUpdater._spare_nbytes = lambda _: 0  # type: ignore[method-assign]
+    run = EarlyRun(rank, case, Path(tempfile.gettempdir()))
     with _patched(UndecidedState, "write", _failing if rank else lambda write: write):
         for number in range(3):
             with run.event(str(number)):
                 pass
-    kept = sum(kept for kept, _ in run.early.values())
-    found = read_weights(run.model), (kept, 0.0)
+    kept, undone = (sum(of_event) for of_event in zip(*run.early.values(), strict=True))
+    found = read_weights(run.model), (kept, undone)
     infinity.close(run.model)
     return found
 
 
 def _plainly(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
-    run = EarlyRun(rank, case, Path())
+    run = EarlyRun(rank, case, Path(tempfile.gettempdir()))
     for _ in range(9):
         run.backward()
         run.step()
@@ -277,9 +296,17 @@ def _plainly(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, flo
     return found
 
 
-def test_a_step_keeps_an_update_that_is_under_way_and_makes_one_that_failed(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
-    case = Case(3, NVME, capacity=ROOMY, updates="both_passes")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, NVME, capacity=ROOMY),
+        replace(BESIDE, compute="bfloat16"),
+        replace(BESIDE, placement={"moments": "nvme"}, compute="bfloat16"),
+    ],
+    ids=["nvme", "host", "mixed"],
+)
+def test_a_step_keeps_an_update_that_is_under_way_and_makes_one_that_failed(case: Case) -> None:
+    case = replace(case, updates="both_passes")
     wanted = run_ranks(2, _plainly, replace(case, updates="deferred"))
     under_way, failed = run_ranks(2, _under_way, case), run_ranks(2, _cannot_write, case)
     for found in (under_way, failed):
@@ -287,6 +314,7 @@ def test_a_step_keeps_an_update_that_is_under_way_and_makes_one_that_failed(tmp_
             _assert_equal(weights, other, "weights")
     assert all(kept and not undone for _, (kept, undone) in under_way)
     assert [bool(kept) for _, (kept, _) in failed] == [True, False]
+    assert not any(undone for _, (_, undone) in failed)
 
 
 def test_updates_in_the_backward_have_the_bits_of_plain_torch() -> None:
@@ -296,6 +324,9 @@ def test_updates_in_the_backward_have_the_bits_of_plain_torch() -> None:
         replace(case, model="experts", compute="bfloat16", optimizer="lion"),
         replace(case, layer_major=True, accumulation=2),
         replace(case, simulated=True, exchange="collective"),
+        replace(BESIDE, updates="both_passes", steps=6, compute="bfloat16", accumulation=2),
+        replace(BESIDE, updates="both_passes", steps=6, max_norm=0.5, exchange="collective"),
+        replace(BESIDE, updates="both_passes", steps=6, model="experts", optimizer="adam"),
     ]
     for rank, runs in enumerate(run_ranks(2, train_all, cases)):
         for each, found in zip(cases, runs, strict=True):
