@@ -335,7 +335,7 @@ class DistributedStore:
     ) -> Iterator[memoryview]:
         """Yields the bytes of `segments` in parts. A part is valid until the next one. Of parts
         that rest on a drive, one is read while the one before it is used, unless they are kept.
-        Weights on the host are not copied: they keep their bytes until they are pending."""
+        State on the host is its own part, unless it may change while a part is valid."""
         self.pending.await_update(shard.unit.index)
         unit, is_full = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from infinity.distributed.step import DistributedUpdater
 from infinity.errors import StorageError
 from infinity.state.old_copies import _LABEL as OLD_STATE
 from infinity.state.undecided import UndecidedState
-from infinity.streaming.unit_update import ChunkUpdates
+from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
 
 from .models import batch, loss_of
 from .processes import Ranks, run_ranks
@@ -31,7 +32,8 @@ from .work import LR, NVME, Case, assert_same_run, expected, offload_case, read_
 
 STATE = dict.fromkeys(("parameters", "master", "moments"), "nvme")
 ROOMY = "96MiB"
-BESIDE = Case(3, simulated=True, exchange="one_sided", capacity=ROOMY)  # All state on the host.
+# All state on the host, and several chunks of it in a shard.
+BESIDE = Case(3, simulated=True, exchange="one_sided", capacity=ROOMY, update_chunk="8KiB")
 PATIENCE_S = 20.0
 
 
@@ -271,6 +273,58 @@ def _under_way(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, f
     return found
 
 
+def _half_made(rank: int, case: Case) -> dict[str, Any]:
+    """Rank 0 looks at all state, and rank 1 takes an update back, after the first of its chunks."""
+    run, goes_on = EarlyRun(rank, case, Path(tempfile.gettempdir())), threading.Event()
+
+    def stopping(update: Callable[..., Any]) -> Callable[..., Any]:
+        def stop(chunks: ChunkUpdates, of_unit: UnitUpdate, *arguments: Any) -> Any:
+            assert of_unit.num_done != 1 or goes_on.wait(PATIENCE_S)
+            return update(chunks, of_unit, *arguments)
+
+        return stop
+
+    run.ready()
+    run.engine.updater.apply_pending()
+    with _patched(ChunkUpdates, "_update", stopping if run.shards else lambda update: update):
+        run.backward()
+        dist.barrier()
+        if run.shards is not None:
+            run.begin_early(within_s=PATIENCE_S)
+            while not any(each.update.num_done == 1 for each in run.shards._early.values()):
+                time.sleep(0.001)
+        dist.barrier()
+        found: dict[str, Any] = {}
+        if rank == 0:
+            goes_on.set()
+            for name, parameter in run.model.named_parameters():
+                if parameter.requires_grad:
+                    found[f"master of {name}"] = run.engine.read_parameter(name, master=True)
+                    found[f"moments of {name}"] = {
+                        moment: run.optimizer.state[parameter][moment].clone()
+                        for moment in ("exp_avg", "exp_avg_sq")
+                    }
+        dist.barrier()
+        threading.Timer(0.2, goes_on.set).start()  # In the middle of `flush`.
+        run.engine.flush()
+        run.step()
+    found["weights"] = read_weights(run.model)
+    infinity.close(run.model)
+    return found
+
+
+@pytest.mark.parametrize("placement", [{}, {"moments": "nvme"}], ids=["host", "mixed"])
+def test_an_update_that_is_half_made_is_seen_by_nobody(placement: dict[str, str]) -> None:
+    case = replace(BESIDE, placement=placement, compute="bfloat16")
+    wanted, found = (
+        run_ranks(2, _half_made, replace(case, updates=updates))
+        for updates in ("deferred", "both_passes")
+    )
+    for on_rank, other in zip(found, wanted, strict=True):
+        assert on_rank.keys() == other.keys()
+        _assert_equal(on_rank, other, "half made")
+
+
 def _cannot_write(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
     """No early update of rank 1 finds space for its writes, or for its old state on the host."""
     if rank and not case.placement:
@@ -333,9 +387,8 @@ def test_updates_in_the_backward_have_the_bits_of_plain_torch() -> None:
             assert_same_run(found, expected(each, 2)[rank], f"rank {rank}, {each}")
 
 
-def _dies(rank: int, directory: str, how: str) -> None:
+def _dies(rank: int, directory: str, case: Case, how: str) -> None:
     """Commits after each step; in an early update rank 1 dies, or its drive fails."""
-    case = Case(3, NVME, capacity=ROOMY, updates="both_passes")
     run = EarlyRun(rank, case, Path(directory), checkpoint={"durability": "step", "keep": 1})
     for _ in range(3):
         run.ready()
@@ -365,9 +418,8 @@ def _dies(rank: int, directory: str, how: str) -> None:
             run.step()
 
 
-def _goes_on(rank: int, directory: str, num_steps: int) -> dict[str, Tensor]:
-    """Nine steps, or those that are left after the last commit."""
-    case = Case(3, NVME, capacity=ROOMY, updates="both_passes")
+def _goes_on(rank: int, directory: str, case: Case, num_steps: int) -> dict[str, Tensor]:
+    """So many steps, or those that are left after the last commit."""
     commits = f"{directory}/swap-both_passes/commits"
     resume = commits if os.path.exists(commits) else None
     section = {"durability": "step", "keep": 1}
@@ -385,17 +437,26 @@ def _goes_on(rank: int, directory: str, num_steps: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("how", ["dies", "fails"])
+@pytest.mark.parametrize(
+    ("how", "case"),
+    [
+        ("dies", Case(3, NVME, capacity=ROOMY)),
+        ("fails", Case(3, NVME, capacity=ROOMY)),
+        ("fails", replace(BESIDE, placement={"moments": "nvme"}, compute="bfloat16")),
+    ],
+    ids=["dies", "fails", "fails-mixed"],
+)
 def test_a_rank_that_ends_in_an_early_update_leaves_the_last_commit(
-    how: str, tmp_path: Path
+    how: str, case: Case, tmp_path: Path
 ) -> None:
-    with Ranks(2, _dies, str(tmp_path), how) as ranks:
+    case = replace(case, updates="both_passes")
+    with Ranks(2, _dies, str(tmp_path), case, how) as ranks:
         outcomes = ranks.outcomes({0} if how == "dies" else {0, 1})
     assert outcomes[0][1][0].startswith("RankError: rank 1 "), outcomes[0]
     if how == "fails":
         assert "StorageError" in outcomes[1][1][1], outcomes[1]
-    found = run_ranks(2, _goes_on, str(tmp_path), 12)
+    found = run_ranks(2, _goes_on, str(tmp_path), case, 12)
     (tmp_path / "new").mkdir()
-    wanted = run_ranks(2, _goes_on, str(tmp_path / "new"), 12)
+    wanted = run_ranks(2, _goes_on, str(tmp_path / "new"), case, 12)
     for rank in range(2):
         _assert_equal(found[rank], wanted[rank], "weights")

@@ -61,6 +61,7 @@ class Case:
     shard_over: str = "all"
     update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
     updates: str = "auto"
+    update_chunk: str = "16MiB"
 
     def __str__(self) -> str:
         where = "-".join(sorted(set(self.placement.values()))) or "host"
@@ -115,6 +116,7 @@ def offload_case(
         "update_on": case.update_on[rank % len(case.update_on)],
         "micro_batch": case.micro_batch,
         "updates": case.updates,
+        "update_chunk": case.update_chunk,
     }
     if case.tile is not None:
         config["schedule"]["tile"] = case.tile
