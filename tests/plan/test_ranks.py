@@ -180,7 +180,8 @@ def _forecast_of_ranks(**changes: Any) -> Forecast:
     kinds = ("parameters", "master", "moments", "gradients")
     table: dict[str, Any] = {
         "tiers": {"host": {"capacity": changes.pop("host", "50%")}, "nvme": [{"path": "/nowhere"}]},
-        "placement": dict.fromkeys(kinds, changes.pop("tier", "nvme")),
+        "placement": dict.fromkeys(kinds, changes.pop("tier", "nvme"))
+        | changes.pop("placement", {}),
         "precision": {"compute": "bfloat16"},
         "schedule": changes.pop("schedule", {}),
         "distributed": changes.pop("distributed", {}),
@@ -244,6 +245,26 @@ def test_shards_on_the_host_are_updated_in_the_backward_beside_a_device() -> Non
             predict(where_the_host_computes, rates)
             == predict(replace(where_the_host_computes, early_share=0.0), rates)
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tiers", "stage", "num_spares", "is_early"),
+    [
+        ({}, 3, 0, True),
+        ({"moments": "nvme"}, 3, 1, True),
+        (dict.fromkeys(("parameters", "moments"), "nvme"), 3, 1, True),
+        ({"moments": "nvme"}, 2, 0, False),
+        ({}, 2, 0, False),
+    ],
+)
+def test_ranks_keep_a_generation_where_shards_on_nvme_are_updated_in_the_backward(
+    tiers: dict[str, str], stage: int, num_spares: int, is_early: bool
+) -> None:
+    found = _forecast_of_ranks(
+        num_ranks=8, tier="host", placement=tiers, distributed={"zero_stage": stage},
+        schedule={"updates": "both_passes", "update_on": "host"},
+    )  # fmt: skip
+    assert (found.num_spares, found.job.early_share > 0) == (num_spares, is_early)
 
 
 def test_updates_of_ranks_that_keep_all_weights_are_in_the_step() -> None:
