@@ -61,7 +61,7 @@ class Case:
     shard_over: str = "all"
     update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
     updates: str = "auto"
-    update_chunk: str = "16MiB"
+    update_chunk: str | None = None
 
     def __str__(self) -> str:
         where = "-".join(sorted(set(self.placement.values()))) or "host"
@@ -116,10 +116,11 @@ def offload_case(
         "update_on": case.update_on[rank % len(case.update_on)],
         "micro_batch": case.micro_batch,
         "updates": case.updates,
-        "update_chunk": case.update_chunk,
     }
     if case.tile is not None:
         config["schedule"]["tile"] = case.tile
+    if case.update_chunk is not None:
+        config["schedule"]["update_chunk"] = case.update_chunk
     if "nvme" in case.placement.values():
         config["tiers"]["nvme"] = [{"path": str(swap), "capacity": "64MiB"}]
     if checkpoint is not None:
