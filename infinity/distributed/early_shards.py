@@ -15,8 +15,8 @@ from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.shard_updates import ShardUpdates
 from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
+from infinity.state.early import can_go_back, has_generations
 from infinity.state.placement import updated_nbytes
-from infinity.state.undecided import has_generations
 from infinity.state.units import TensorSpec
 from infinity.streaming.early_policy import EarlyPolicy
 from infinity.streaming.step_record import StepRecord
@@ -47,7 +47,10 @@ class EarlyShards:
         gradients: DistributedGradients,
         updates: ShardUpdates,
         counters: Counters,
+        *,
+        is_beside: bool,
     ) -> None:
+        """`is_beside`: the device that computes has memory of its own."""
         self._pending = store.pending
         self._shards = [shard.unit for shard in store.partition.local]
         self._sums = gradients.owned
@@ -58,9 +61,12 @@ class EarlyShards:
             {
                 index: updated_nbytes(shard)
                 for index, shard in enumerate(self._shards)
-                if has_generations(store.local, shard)
+                if can_go_back(store.local, shard, is_beside=is_beside)
             }
         )
+        self._with_generations = {
+            index for index, shard in enumerate(self._shards) if has_generations(store.local, shard)
+        }
         self._planned: set[int] = set()
         self._left: dict[int, UnitUpdate] = {}  # By this rank's backward; sums may lack parts.
         self._early: dict[int, _EarlyShard] = {}  # With the thread, or made.
@@ -80,7 +86,9 @@ class EarlyShards:
         """This rank has a gradient of the unit."""
         if self.policy.note_gradient(unit):
             self._forward_wait_s = self._waited_s() - self._waits_before_s
-            self._planned = set(self.policy.plan()) if self._updates.has_space else set()
+            self._planned = set(self.policy.plan())
+            if not self._updates.has_space:
+                self._planned -= self._with_generations
 
     def note_left(self, unit: int) -> bool:
         """This rank's backward has left the unit. Returns whether `begin` is to follow."""
@@ -103,12 +111,13 @@ class EarlyShards:
             if not self._sums.is_complete(shard):
                 continue
             update = self._left.pop(unit)
-            stamps = {spec: self._sums.stamp(spec) for spec in shard.trainable()}
-            early = _EarlyShard(update, stamps, self._pending.num_changes(shard.index))
-            if not self._updates.begin_early(update):
+            if not self._updates.take_memory():
                 self.pause()
                 return
-            self._early[unit] = early
+            stamps = {spec: self._sums.stamp(spec) for spec in shard.trainable()}
+            early = _EarlyShard(update, stamps, self._pending.num_changes(shard.index))
+            if self._updates.begin_early(update):  # Else it is updated after the step.
+                self._early[unit] = early
 
     # -- The decision ------------------------------------------------------------------------------
 
@@ -159,6 +168,15 @@ class EarlyShards:
         self._left.clear()
         self._planned.clear()
         self._take_back(unit for unit, early in self._early.items() if not early.update.is_done)
+
+    def release(self) -> bool:
+        """Takes back the last early update that has memory on the host. Returns whether there was
+        one."""
+        for unit in reversed(self._early):
+            if self._updates.is_in_memory(self._shards[unit]):
+                self._take_back([unit])
+                return True
+        return False
 
     def _take_back(self, units: Iterable[int]) -> None:
         by_shard = {self._shards[unit].index: unit for unit in list(units)}

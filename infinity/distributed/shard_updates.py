@@ -27,6 +27,7 @@ from infinity.distributed.kept_shards import KeptShards
 from infinity.distributed.pending import PendingShards
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
+from infinity.state.old_copies import OldCopies
 from infinity.state.store import LocalStore, NvmeLocation, StateStore, Transfer, changing_kinds
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
@@ -196,8 +197,9 @@ class ShardUpdates:
         counters: Counters,
         settings: UpdateSettings,
         tell: Callable[[str], None],
+        copies: OldCopies,
     ) -> None:
-        self._state = UndecidedState(local)
+        self._state = UndecidedState(local, copies)
         self._pending = pending
         self._kept = kept
         self._pool = pool
@@ -211,6 +213,7 @@ class ShardUpdates:
         self._chunks = ChunkUpdates(self._ring, self._weights, counters, None)
         self._updates: Mapping[int, UnitUpdate] = {}
         self._early: dict[int, UnitUpdate] = {}  # By shard, the last of each.
+        self._going_on: set[int] = set()  # Early ones that were under way at the decision.
         self._has_memory = False
         self._thread: threading.Thread | None = None
 
@@ -230,11 +233,14 @@ class ShardUpdates:
         for update in updates.values():
             if self._weights.travels(update.unit):
                 self._kept.reserve(self._pool, update.unit)
-        done, running = self._pending.add(updates)
+        done, self._going_on = self._pending.add(updates)
         for shard in done:
             self._publish(updates[shard].unit)
+        for shard, early in self._early.items():
+            if shard not in self._going_on:
+                self._state.free(early.unit)
         self._ensure_thread()
-        return done | running
+        return done | self._going_on
 
     @property
     def has_space(self) -> bool:
@@ -243,17 +249,22 @@ class ShardUpdates:
 
     def begin_early(self, update: UnitUpdate) -> bool:
         """Queues an update that no step has decided: nobody sees it before `start`. Returns False
-        if there is no memory for it; weights that are only kept give way."""
-        if not self._has_memory and not self._take_memory():
+        if no memory is free for what it changes on the host."""
+        if not self._state.reserve(update.unit):
             return False
         self._early[update.unit.index] = update
+        self._going_on.discard(update.unit.index)
         if self._weights.travels(update.unit):
             self._kept.reserve_undecided(self._pool, update.unit)
         self._pending.add_early(update.unit.index)
         self._ensure_thread()
         return True
 
-    def _take_memory(self) -> bool:
+    def take_memory(self) -> bool:
+        """Takes memory for state and weights on their way, unless it is there; weights that are
+        only kept give way. Returns whether there was some."""
+        if self._has_memory:
+            return True
         try:
             self._ring.take()
             self._weights.lend()
@@ -270,7 +281,12 @@ class ShardUpdates:
         begun = self._pending.withdraw(shards)
         for shard in shards:
             self._drop(self._early[shard].unit)
+            self._state.free(self._early[shard].unit)
         return begun
+
+    def is_in_memory(self, shard: Unit) -> bool:
+        """Whether host memory has state of an early update of the shard."""
+        return self._state.is_in_memory(shard)
 
     def _publish(self, shard: Unit) -> None:
         """Any thread; nobody reads the shard."""
@@ -295,6 +311,9 @@ class ShardUpdates:
         self._has_memory = False
         self._weights.take_back()
         self._ring.give_up()
+        for shard in self._going_on:
+            self._state.free(self._early[shard].unit)
+        self._going_on = set()
         return True
 
     def close(self, *, finishes: bool) -> None:
@@ -354,16 +373,16 @@ class ShardUpdates:
             self._read_weights_ahead(shard)
             while not update.is_done and self._pending.goes_on(shard):
                 self._drop_stale(but=shard)
-                self._chunks.run_next(update, self._chunks_after(shard))
+                self._chunks.run_next(update, self._chunks_after(shard), self._state.keep)
             if update.is_done:
                 self._chunks.check_in(update, write_now=True)
         except StorageError:
             update.num_done = 0  # It was not made.
         self._chunks.drop(update)
-        is_decided = self._pending.end_early(shard, is_made=update.is_done)
         if not update.is_done:
             self._drop(update.unit)
-        elif is_decided:
+        is_decided = self._pending.end_early(shard, is_made=update.is_done)
+        if update.is_done and is_decided:
             self._publish(update.unit)
             self._pending.note_updated(shard)
 

@@ -26,7 +26,9 @@ from infinity.distributed.unshard import DeviceUnshard
 from infinity.errors import RankError
 from infinity.observe import Counters
 from infinity.ops.split_master import join, split
+from infinity.state.old_copies import OldCopies
 from infinity.state.partition import Shard, ShardSlice
+from infinity.state.undecided import changed_at_home
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.masters import Masters, MasterWeights
 from infinity.streaming.optimizer_step import Updater
@@ -129,12 +131,21 @@ class DistributedUpdater(StepRunner):
             and settings.on_device is None
             and can_update_beside(store.local, shard_units)
         ):
+            copies = OldCopies(store.local, pool, self._spare_nbytes, changed_at_home)
             self.deferred = ShardUpdates(
                 store.local, shard_units, store.pending, store.kept, pool, counters, settings,
-                store.transport.abort,
+                store.transport.abort, copies,
             )  # fmt: skip
             if settings.in_backward:
-                self._early = EarlyShards(store, gradients, self.deferred, counters)
+                store.serve_old(copies)
+                self._early = EarlyShards(
+                    store, gradients, self.deferred, counters, is_beside=settings.is_beside
+                )
+
+    def _spare_nbytes(self) -> int:
+        """Returns free host memory that neither weights nor sums of this step need."""
+        needed_nbytes = self._full_units.absent_nbytes() + self._gradients.blocks.to_come_nbytes
+        return self._pool.free_nbytes - needed_nbytes
 
     def apply(self, record: StepRecord) -> None:
         """Updates this rank's shards, and makes the new weights visible to every rank.
@@ -306,6 +317,8 @@ class DistributedUpdater(StepRunner):
         if self._early is not None:
             self._early.pause()
         if self.deferred is not None and self.deferred.release(waits=True):
+            return True
+        if self._early is not None and self._early.release():
             return True
         return self.local.reclaim()
 

@@ -27,6 +27,7 @@ from infinity.distributed.transport import PeerTransport
 from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
+from infinity.state.old_copies import OldCopies
 from infinity.state.partition import Partition, Shard, ShardSegment
 from infinity.state.store import FirstValues, LocalStore, StateLocation, Transfer
 from infinity.state.units import StateKind, Unit
@@ -107,6 +108,7 @@ class DistributedStore:
         )
         self.pending = PendingShards()
         self.kept = KeptShards(host)
+        self._old_copies: OldCopies | None = None
         self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
         # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
@@ -120,6 +122,11 @@ class DistributedStore:
         block = self._allocate(SERVING_NBYTES, what)
         starts = range(0, SERVING_NBYTES, _WINDOW_NBYTES)
         return [self._host.carve(block, start, _WINDOW_NBYTES) for start in starts]
+
+    def serve_old(self, copies: OldCopies) -> None:
+        """State that changes in place before the step has decided is served as `copies` have it.
+        Before the first request."""
+        self._old_copies = copies
 
     def close(self) -> None:
         """Waits for transfers of the own shard and ends their thread."""
@@ -327,7 +334,8 @@ class DistributedStore:
         self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int
     ) -> Iterator[memoryview]:
         """Yields the bytes of `segments` in parts. A part is valid until the next one. Of parts
-        that rest on a drive, one is read while the one before it is used, unless they are kept."""
+        that rest on a drive, one is read while the one before it is used, unless they are kept.
+        State on the host is its own part, unless it may change while a part is valid."""
         self.pending.await_update(shard.unit.index)
         unit, is_full = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
@@ -338,7 +346,7 @@ class DistributedStore:
         starts = [s.full_offset_nbytes if is_full else s.shard_offset_nbytes for s in segments]
         ranges = [(at, at + s.nbytes) for at, s in zip(starts, segments, strict=True)]
         host_view = self.host_view(unit, state_kind)
-        if host_view is not None:
+        if host_view is not None and self._changing(unit, state_kind) is None:
             yield from (_memory_of(host_view[start:stop]) for start, stop in ranges)
             return
         windows = self._reading[reader]
@@ -366,12 +374,21 @@ class DistributedStore:
         """Reads the pages of a part into the start of a window."""
         low, high = align_down(part[0], PAGE_NBYTES), align_up(part[1], PAGE_NBYTES)
         sink = self._host.tensor(window, nbytes=high - low)
+        changing = self._changing(unit, kind)
+        if changing is not None:
+            changing.read(unit, kind, low, sink)
+            return FINISHED
         is_own = reader == self.partition.rank
         if kind is StateKind.PARAMETERS and self.kept.read(unit.index, low, sink, is_own=is_own):
             return FINISHED
         return self.local.read(
             unit, kind, window, priority=Priority.FORWARD, offset_nbytes=low, nbytes=high - low
         )
+
+    def _changing(self, unit: Unit, kind: StateKind) -> OldCopies | None:
+        """Returns the copies of state that may change where it rests before the step decides."""
+        copies = self._old_copies
+        return copies if copies is not None and copies.is_changed_in_place(unit, kind) else None
 
     def _bring_local(
         self, index: int, segments: Sequence[ShardSegment], sinks: Sequence[torch.Tensor]

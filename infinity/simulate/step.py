@@ -220,13 +220,14 @@ class _Draft:
         after = [*traffic.out, *traffic.norms, self.log.last_on.get(self.log.update_track)]
         traffic.out.clear()
         traffic.norms.clear()
+        after.append(self._updates.publish(self._updated, after))
         self.log.decided.append(self.log.add(COMPUTE, "optimizer decides", after=after))
 
     def _update_early(self, unit: int, summed: int) -> None:
         """Updates a unit in the backward. Units that are not updated there stay pending. Ranks read
         the state of a shard when its sum is complete."""
         if self.log.job.units[unit].sharded.is_gathered:
-            self._fetches.updated[unit] = self._of_shard(unit, summed)
+            self._fetches.updated[unit] = self._of_shard(unit, summed, is_early=True)
             self._updated.add(unit)
             return
         done = self._updates.update(unit, self.log.last_on[COMPUTE], is_early=True)
@@ -336,8 +337,9 @@ class _Draft:
     def _name(self, use: Use) -> str:
         return "+".join(self.log.job.units[unit].name for unit in use.units)
 
-    def _of_shard(self, unit: int, ready: int) -> int:
-        return self._updates.of_shard(unit, ready, is_kept=self._fetches.kept.for_update)
+    def _of_shard(self, unit: int, ready: int, *, is_early: bool = False) -> int:
+        is_kept = self._fetches.kept.for_update
+        return self._updates.of_shard(unit, ready, is_kept=is_kept, is_early=is_early)
 
     def _fetch(self, unit: int, *, is_pending: bool = False) -> int | None:
         """Fetches weights to the place of use; returns the operation that the use waits for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
 from infinity.simulate.spec import NOT_SHARDED, UnitLoad
@@ -21,26 +21,29 @@ class UnitUpdates:
         is_alone = all(unit.sharded is NOT_SHARDED for unit in log.job.units)
         self._defers = log.job.defers
         self._rides_along = self._defers and log.job.reads_ahead and is_alone
-        # Host memory that nobody else needs.
-        self.spare_nbytes = self._spare_nbytes() if is_alone else 0.0
-        self._ring_nbytes = log.job.ring_nbytes + self.spare_nbytes
+        # Host memory that nobody else needs: copies of old state take it, or more staging slots.
+        self.spare_nbytes = self._spare_nbytes()
+        self._ring_nbytes = log.job.ring_nbytes + (self.spare_nbytes if is_alone else 0.0)
 
     def _spare_nbytes(self) -> float:
-        """Returns host memory for more staging slots: what is left when all weights are kept, and
-        those sums of gradients that stay."""
-        if not self._rides_along:
+        """Returns the host memory that is left when all weights are kept, those sums of gradients
+        that stay, and the weights of updated shards."""
+        job = self._log.job
+        if not (self._defers and job.reads_ahead):
             return 0
-        left_nbytes = self._log.job.weights_cache_nbytes - self._all_fetched_nbytes
-        kept = (self._log.job.units[unit].gradient_nbytes for unit in self._log.kept_sums)
-        return max(0.0, left_nbytes - sum(kept))
+        kept_nbytes = sum(job.units[unit].gradient_nbytes for unit in self._log.kept_sums)
+        kept_nbytes += sum(
+            load.written_nbytes
+            for load in job.units
+            if load.sharded.is_gathered and load.weights == "nvme" and load.update_nbytes
+        )
+        return max(0.0, job.weights_cache_nbytes - self._all_fetched_nbytes - kept_nbytes)
 
     def can_go_back(self, load: UnitLoad) -> bool:
         """Whether the unit can be updated before the step decides (design/0014)."""
         if not load.update_nbytes or load.changes_on_device:
             return False
         is_on_nvme = load.weights == "nvme" or bool(load.state_write_nbytes.get("nvme"))
-        if load.sharded is not NOT_SHARDED:
-            return load.weights == "nvme" and not self.copied_nbytes(load)
         return is_on_nvme or not self._log.job.shares_host_memory
 
     def copied_nbytes(self, load: UnitLoad) -> int:
@@ -75,17 +78,31 @@ class UnitUpdates:
         done = self.update(unit, ready)
         self._log.last_on[COMPUTE] = self._log.add(COMPUTE, f"updated {load.name}", after=[done])
 
-    def of_shard(self, unit: int, ready: int, *, is_kept: bool) -> int:
+    def of_shard(self, unit: int, ready: int, *, is_kept: bool, is_early: bool) -> int:
         """Adds the update of this rank's shard by a thread beside the passes, after `ready`: the
-        decision, or the sum that the update reads. The thread reads and writes weights where they
-        rest (design/0015), unless they are kept in memory."""
+        decision, or with `is_early` the sum that the update reads. The thread reads and writes
+        weights where they rest (design/0015), unless they are kept in memory."""
         load, begins = self._log.job.units[unit], ready
         if load.weights == "nvme" and not is_kept:
             last = self._log.written.weights.get(unit)
             ready = self._log.nvme(
                 READ, f"weights of {load.name}", load.weight_nbytes, [last, ready]
             )
-        return self.update(unit, ready, begins=begins)
+        return self.update(unit, ready, begins=begins, is_early=is_early)
+
+    def publish(self, units: Iterable[int], after: Sequence[int | None]) -> int | None:
+        """Adds the copies home of weights on the host that shards' early updates have made beside
+        their home (design/0015). Returns their end, if there are any."""
+        loads = [self._log.job.units[unit] for unit in units]
+        moved_nbytes = 2 * sum(
+            load.written_nbytes
+            for load in loads
+            if load.sharded.is_gathered and load.weights == "host"
+        )
+        if not moved_nbytes:
+            return None
+        duration_s = moved_nbytes / self._log.rates.update
+        return self._log.add(self._log.update_track, "new weights", duration_s, after=after)
 
     def update(
         self,

@@ -98,13 +98,12 @@ def updates_in_backward(
     schedule, placement = config.schedule, budgets.placement
     if schedule.updates not in ("auto", "both_passes"):
         return _NOT_IN_BACKWARD
-    if num_ranks > 1 and schedule.update_on == "device":  # Then ranks update inside the step.
+    is_inside_step = schedule.update_on == "device" or config.distributed.zero_stage < 3
+    if num_ranks > 1 and is_inside_step:
         return _NOT_IN_BACKWARD
     if budgets.is_tight or not schedule.prefetch:
         return _NOT_IN_BACKWARD
     tiers = [tiers for unit in units if (tiers := tiers_of_old_state(unit, placement))]
-    if num_ranks > 1:  # Other ranks read weights of the last step where they rest.
-        tiers = [of_unit for of_unit in tiers if of_unit == {"nvme"}]
     has_generations = any("nvme" in of_unit for of_unit in tiers)
     if not has_generations:
         is_on = bool(tiers) and not budgets.shares_host_memory

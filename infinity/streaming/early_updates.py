@@ -13,9 +13,8 @@ Note [Old state]
   Early updates write to a spare generation of the swap files. The old state stays where it is
   until the step has decided, so what is taken back costs no byte: the volume points to the old
   generation again. State that rests in host memory is updated in place, and copied before, chunk by
-  chunk, to memory that nobody else needs; a unit that finds none is not updated early. Units that
-  have nothing on NVMe are updated early only beside a device: where the device is the host, the
-  copy costs time and nothing overlaps.
+  chunk, to memory that nobody else needs; a unit that finds none is not updated early.
+  `state/early.py` says which units can go back.
 
 Note [Nobody sees an early update]
   Before the decision, whoever needs the weights or the state of a unit gets the old ones: the early
@@ -33,17 +32,12 @@ from dataclasses import dataclass, field
 
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
+from infinity.state.early import can_go_back, has_generations
 from infinity.state.old_copies import OldCopies
 from infinity.state.old_generation import OldGeneration
 from infinity.state.placement import updated_nbytes
-from infinity.state.store import (
-    LocalStore,
-    NvmeLocation,
-    Transfer,
-    changing_kinds,
-    rewritten_nbytes,
-)
-from infinity.state.units import Chunk, StateKind, TensorSpec, Unit
+from infinity.state.store import LocalStore, Transfer
+from infinity.state.units import Chunk, TensorSpec, Unit
 from infinity.streaming.early_policy import EarlyPolicy
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.parameters import WeightCache
@@ -101,7 +95,11 @@ class EarlyUpdates:
         self._chunk_nbytes = chunk_nbytes
         self._is_beside = is_beside
         self.policy = EarlyPolicy(
-            {u.index: updated_nbytes(u) for u in store.units if self._can_go_back(u)}
+            {
+                unit.index: updated_nbytes(unit)
+                for unit in store.units
+                if can_go_back(store, unit, is_beside=is_beside)
+            }
         )
         self._planned: dict[int, _Early] = {}  # In the order of their gradients.
         self._complete: dict[int, _Early] = {}  # Not DONE, in the order in which they came.
@@ -116,21 +114,6 @@ class EarlyUpdates:
         self._forward_wait_s = 0.0
         self._made_s = 0.0
 
-    def _can_go_back(self, unit: Unit) -> bool:
-        kinds = changing_kinds(unit) if unit.state_numel else []
-        can_go_back = all(
-            self._copies.is_on_host(unit, kind)
-            or (self._is_on_nvme(unit, kind) and rewritten_nbytes(unit, kind) is not None)
-            for kind in kinds
-        )
-        return bool(kinds) and can_go_back and (self._is_beside or self._has_generations(unit))
-
-    def _has_generations(self, unit: Unit) -> bool:
-        return any(self._is_on_nvme(unit, kind) for kind in changing_kinds(unit))
-
-    def _is_on_nvme(self, unit: Unit, kind: StateKind) -> bool:
-        return isinstance(self._store.location(unit, kind), NvmeLocation)
-
     # -- The backward ------------------------------------------------------------------------------
 
     def note_gradient(self, unit: int) -> None:
@@ -144,7 +127,7 @@ class EarlyUpdates:
     def _begin(self) -> None:
         planned = [self._store.units[index] for index in self.policy.plan()]
         if not OldGeneration.has_space(self._store):
-            planned = [unit for unit in planned if not self._has_generations(unit)]
+            planned = [unit for unit in planned if not has_generations(self._store, unit)]
         if not planned:
             return
         try:
@@ -253,7 +236,7 @@ class EarlyUpdates:
             self._chunks.check_in(update, write_now=False)
             early.update = None  # The step makes it.
             return True
-        if self._has_generations(early.unit):
+        if has_generations(self._store, early.unit):
             if self._old is None:
                 self._old = OldGeneration(self._store)
             self._old.keep(early.unit)
@@ -351,10 +334,11 @@ class EarlyUpdates:
             self._old.bring_back(early.unit)
         if not self._copies.has_weights(early.unit):
             self._copies.bring_back(early.unit, None)
-            return
-        weights = self._weight_cache.check_out(unit, read=True)
-        self._copies.bring_back(early.unit, weights)
-        self._weight_cache.check_in(unit, dirty_nbytes=0)
+        else:
+            weights = self._weight_cache.check_out(unit, read=True)
+            self._copies.bring_back(early.unit, weights)
+            self._weight_cache.check_in(unit, dirty_nbytes=0)
+        self._copies.drop(unit)
 
     def withdraw(self) -> None:
         """Takes back every early update, and plans none before the next step."""

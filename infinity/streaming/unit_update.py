@@ -113,16 +113,24 @@ class ChunkUpdates:
             update.weights = None
             self._weight_cache.check_in(update.unit.index, dirty_nbytes=0, is_valid=False)
 
-    def run_next(self, update: UnitUpdate, following: Iterable[Chunk]) -> None:
+    def run_next(
+        self,
+        update: UnitUpdate,
+        following: Iterable[Chunk],
+        keep: Callable[[Chunk, torch.Tensor], None] | None = None,
+    ) -> None:
         """Updates the next chunk, and waits for its state. The weights are checked out.
-        `following`: chunks of other units, which are read next."""
+        `following`: chunks of other units, which are read next.
+
+        `keep(chunk, weights)` is called before anything of the chunk changes.
+        """
         staged = self._ring.due(update.left[0])
         try:
             self._ring.start_more(update.left[1:])
             with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
                 self._ring.start_more(following)
             self._ring.await_reads(staged)
-            self._update(update, staged)
+            self._update(update, staged, keep)
         finally:
             self._ring.give_back(staged)
 
@@ -130,10 +138,7 @@ class ChunkUpdates:
         self, update: UnitUpdate, keep: Callable[[Chunk, torch.Tensor], None] | None = None
     ) -> bool:
         """As `run_next` where the state of the chunk was read ahead and is there; never waits for
-        it. Returns whether the chunk was updated.
-
-        `keep(chunk, weights)` is called before anything of the chunk changes.
-        """
+        it. Returns whether the chunk was updated."""
         chunk = update.left[0]
         if self._ring.travels:
             staged = self._ring.started(chunk)
@@ -148,16 +153,20 @@ class ChunkUpdates:
         try:
             self.check_out(update)
             self._ring.await_reads(staged)  # Over, but they may have failed.
-            if keep is not None:
-                assert update.weights is not None
-                keep(chunk, update.weights)
-            self._update(update, staged)
+            self._update(update, staged, keep)
         finally:
             self._ring.give_back(staged)
         return True
 
-    def _update(self, update: UnitUpdate, staged: StagedChunk) -> None:
+    def _update(
+        self,
+        update: UnitUpdate,
+        staged: StagedChunk,
+        keep: Callable[[Chunk, torch.Tensor], None] | None,
+    ) -> None:
         assert update.weights is not None
+        if keep is not None:
+            keep(staged.chunk, update.weights)
         update.is_begun = True
         what = f"update of {update.unit.name}"
         with self._counters.timed("update_s", what), torch.no_grad():

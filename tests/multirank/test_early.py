@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
+from infinity.distributed.step import DistributedUpdater
 from infinity.errors import StorageError
+from infinity.state.old_copies import _LABEL as OLD_STATE
 from infinity.state.undecided import UndecidedState
-from infinity.streaming.unit_update import ChunkUpdates
+from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
 
 from .models import batch, loss_of
 from .processes import Ranks, run_ranks
@@ -28,6 +32,8 @@ from .work import LR, NVME, Case, assert_same_run, expected, offload_case, read_
 
 STATE = dict.fromkeys(("parameters", "master", "moments"), "nvme")
 ROOMY = "96MiB"
+# All state on the host, and several chunks of it in a shard.
+BESIDE = Case(3, simulated=True, exchange="one_sided", capacity=ROOMY, update_chunk="8KiB")
 PATIENCE_S = 20.0
 
 
@@ -113,7 +119,9 @@ class EarlyRun:
 
 def _events(rank: int, case: Case, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Everything that may come between a backward and the step."""
-    run = EarlyRun(rank, case, Path(directory), checkpoint={"keep": 1})  # Has its own generation.
+    has_drive = "nvme" in case.placement.values()
+    checkpoint = {"keep": 1} if has_drive else None  # Has its own generation.
+    run = EarlyRun(rank, case, Path(directory), checkpoint=checkpoint)
     model, optimizer = run.model, run.optimizer
     with run.event("a plain step"):
         pass
@@ -176,14 +184,18 @@ def _events(rank: int, case: Case, directory: str) -> tuple[dict[str, Any], dict
     [
         (2, Case(3, NVME, compute="bfloat16", capacity=ROOMY)),
         (3, Case(3, STATE | {"gradients": "host"}, capacity=ROOMY)),
+        (2, replace(BESIDE, compute="bfloat16")),
+        (2, replace(BESIDE, placement={"parameters": "nvme"}, compute="bfloat16")),
+        (2, Case(3, {"master": "nvme", "moments": "nvme"}, compute="bfloat16", capacity=ROOMY)),
     ],
-    ids=["nvme", "gradients-on-host"],
+    ids=["nvme", "gradients-on-host", "host", "state-on-host", "weights-on-host"],
 )
 def test_whatever_comes_before_the_step_has_the_values_of_updates_after_it(
     count: int, case: Case, tmp_path: Path
 ) -> None:
     wanted = run_ranks(count, _events, replace(case, updates="deferred"), str(tmp_path))
     found = run_ranks(count, _events, replace(case, updates="both_passes"), str(tmp_path))
+    is_on_host = any(case.placement.get(kind, "host") == "host" for kind in STATE)
     kept, undone = dict.fromkeys(found[0][1], 0.0), dict.fromkeys(found[0][1], 0.0)
     for (values, early), (other, _) in zip(found, wanted, strict=True):
         assert values.keys() == other.keys()
@@ -197,7 +209,10 @@ def test_whatever_comes_before_the_step_has_the_values_of_updates_after_it(
             assert kept[name] and not undone[name], name
         elif name == "a look at state on one rank":
             assert kept[name], name
-        elif name in ("a need for memory", "no step", "gradients of two backwards, no step"):
+        elif name == "a need for memory":
+            # What is made gives memory back where it has some.
+            assert bool(undone[name]) == is_on_host, name
+        elif name in ("no step", "gradients of two backwards, no step"):
             assert not undone[name], name
         else:
             assert undone[name], name
@@ -238,7 +253,7 @@ def _failing(write: Callable[..., Any]) -> Callable[..., Any]:
 
 def _under_way(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
     """The step decides while an early update runs."""
-    run = EarlyRun(rank, case, Path())
+    run = EarlyRun(rank, case, Path(tempfile.gettempdir()))
     with _patched(ChunkUpdates, "_update", _slowly):
         for _ in range(3):
             run.ready()
@@ -250,25 +265,83 @@ def _under_way(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, f
             assert run.shards._pending._early, "an update runs, and others wait for it"
             run.step()
     found = read_weights(run.model), run._counts()
+    run.engine.flush()
+    while run.engine.pool._reclaim(1):
+        pass
+    assert OLD_STATE not in run.engine.pool._host.lent()
     infinity.close(run.model)
     return found
 
 
+def _half_made(rank: int, case: Case) -> dict[str, Any]:
+    """Rank 0 looks at all state, and rank 1 takes an update back, after the first of its chunks."""
+    run, goes_on = EarlyRun(rank, case, Path(tempfile.gettempdir())), threading.Event()
+
+    def stopping(update: Callable[..., Any]) -> Callable[..., Any]:
+        def stop(chunks: ChunkUpdates, of_unit: UnitUpdate, *arguments: Any) -> Any:
+            assert of_unit.num_done != 1 or goes_on.wait(PATIENCE_S)
+            return update(chunks, of_unit, *arguments)
+
+        return stop
+
+    run.ready()
+    run.engine.updater.apply_pending()
+    with _patched(ChunkUpdates, "_update", stopping if run.shards else lambda update: update):
+        run.backward()
+        dist.barrier()
+        if run.shards is not None:
+            run.begin_early(within_s=PATIENCE_S)
+            while not any(each.update.num_done == 1 for each in run.shards._early.values()):
+                time.sleep(0.001)
+        dist.barrier()
+        found: dict[str, Any] = {}
+        if rank == 0:
+            goes_on.set()
+            for name, parameter in run.model.named_parameters():
+                if parameter.requires_grad:
+                    found[f"master of {name}"] = run.engine.read_parameter(name, master=True)
+                    found[f"moments of {name}"] = {
+                        moment: run.optimizer.state[parameter][moment].clone()
+                        for moment in ("exp_avg", "exp_avg_sq")
+                    }
+        dist.barrier()
+        threading.Timer(0.2, goes_on.set).start()  # In the middle of `flush`.
+        run.engine.flush()
+        run.step()
+    found["weights"] = read_weights(run.model)
+    infinity.close(run.model)
+    return found
+
+
+@pytest.mark.parametrize("placement", [{}, {"moments": "nvme"}], ids=["host", "mixed"])
+def test_an_update_that_is_half_made_is_seen_by_nobody(placement: dict[str, str]) -> None:
+    case = replace(BESIDE, placement=placement, compute="bfloat16")
+    wanted, found = (
+        run_ranks(2, _half_made, replace(case, updates=updates))
+        for updates in ("deferred", "both_passes")
+    )
+    for on_rank, other in zip(found, wanted, strict=True):
+        assert on_rank.keys() == other.keys()
+        _assert_equal(on_rank, other, "half made")
+
+
 def _cannot_write(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
-    """No early update of rank 1 finds space for its writes."""
-    run = EarlyRun(rank, case, Path())
+    """No early update of rank 1 finds space for its writes, or for its old state on the host."""
+    if rank and not case.placement:
+        DistributedUpdater._spare_nbytes = lambda _: 0  # type: ignore[method-assign]
+    run = EarlyRun(rank, case, Path(tempfile.gettempdir()))
     with _patched(UndecidedState, "write", _failing if rank else lambda write: write):
         for number in range(3):
             with run.event(str(number)):
                 pass
-    kept = sum(kept for kept, _ in run.early.values())
-    found = read_weights(run.model), (kept, 0.0)
+    kept, undone = (sum(of_event) for of_event in zip(*run.early.values(), strict=True))
+    found = read_weights(run.model), (kept, undone)
     infinity.close(run.model)
     return found
 
 
 def _plainly(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
-    run = EarlyRun(rank, case, Path())
+    run = EarlyRun(rank, case, Path(tempfile.gettempdir()))
     for _ in range(9):
         run.backward()
         run.step()
@@ -277,9 +350,17 @@ def _plainly(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, flo
     return found
 
 
-def test_a_step_keeps_an_update_that_is_under_way_and_makes_one_that_failed(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
-    case = Case(3, NVME, capacity=ROOMY, updates="both_passes")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, NVME, capacity=ROOMY),
+        replace(BESIDE, compute="bfloat16"),
+        replace(BESIDE, placement={"moments": "nvme"}, compute="bfloat16"),
+    ],
+    ids=["nvme", "host", "mixed"],
+)
+def test_a_step_keeps_an_update_that_is_under_way_and_makes_one_that_failed(case: Case) -> None:
+    case = replace(case, updates="both_passes")
     wanted = run_ranks(2, _plainly, replace(case, updates="deferred"))
     under_way, failed = run_ranks(2, _under_way, case), run_ranks(2, _cannot_write, case)
     for found in (under_way, failed):
@@ -287,6 +368,7 @@ def test_a_step_keeps_an_update_that_is_under_way_and_makes_one_that_failed(tmp_
             _assert_equal(weights, other, "weights")
     assert all(kept and not undone for _, (kept, undone) in under_way)
     assert [bool(kept) for _, (kept, _) in failed] == [True, False]
+    assert not any(undone for _, (_, undone) in failed)
 
 
 def test_updates_in_the_backward_have_the_bits_of_plain_torch() -> None:
@@ -296,15 +378,17 @@ def test_updates_in_the_backward_have_the_bits_of_plain_torch() -> None:
         replace(case, model="experts", compute="bfloat16", optimizer="lion"),
         replace(case, layer_major=True, accumulation=2),
         replace(case, simulated=True, exchange="collective"),
+        replace(BESIDE, updates="both_passes", steps=6, compute="bfloat16", accumulation=2),
+        replace(BESIDE, updates="both_passes", steps=6, max_norm=0.5, exchange="collective"),
+        replace(BESIDE, updates="both_passes", steps=6, model="experts", optimizer="adam"),
     ]
     for rank, runs in enumerate(run_ranks(2, train_all, cases)):
         for each, found in zip(cases, runs, strict=True):
             assert_same_run(found, expected(each, 2)[rank], f"rank {rank}, {each}")
 
 
-def _dies(rank: int, directory: str, how: str) -> None:
+def _dies(rank: int, directory: str, case: Case, how: str) -> None:
     """Commits after each step; in an early update rank 1 dies, or its drive fails."""
-    case = Case(3, NVME, capacity=ROOMY, updates="both_passes")
     run = EarlyRun(rank, case, Path(directory), checkpoint={"durability": "step", "keep": 1})
     for _ in range(3):
         run.ready()
@@ -334,9 +418,8 @@ def _dies(rank: int, directory: str, how: str) -> None:
             run.step()
 
 
-def _goes_on(rank: int, directory: str, num_steps: int) -> dict[str, Tensor]:
-    """Nine steps, or those that are left after the last commit."""
-    case = Case(3, NVME, capacity=ROOMY, updates="both_passes")
+def _goes_on(rank: int, directory: str, case: Case, num_steps: int) -> dict[str, Tensor]:
+    """So many steps, or those that are left after the last commit."""
     commits = f"{directory}/swap-both_passes/commits"
     resume = commits if os.path.exists(commits) else None
     section = {"durability": "step", "keep": 1}
@@ -354,17 +437,26 @@ def _goes_on(rank: int, directory: str, num_steps: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("how", ["dies", "fails"])
+@pytest.mark.parametrize(
+    ("how", "case"),
+    [
+        ("dies", Case(3, NVME, capacity=ROOMY)),
+        ("fails", Case(3, NVME, capacity=ROOMY)),
+        ("fails", replace(BESIDE, placement={"moments": "nvme"}, compute="bfloat16")),
+    ],
+    ids=["dies", "fails", "fails-mixed"],
+)
 def test_a_rank_that_ends_in_an_early_update_leaves_the_last_commit(
-    how: str, tmp_path: Path
+    how: str, case: Case, tmp_path: Path
 ) -> None:
-    with Ranks(2, _dies, str(tmp_path), how) as ranks:
+    case = replace(case, updates="both_passes")
+    with Ranks(2, _dies, str(tmp_path), case, how) as ranks:
         outcomes = ranks.outcomes({0} if how == "dies" else {0, 1})
     assert outcomes[0][1][0].startswith("RankError: rank 1 "), outcomes[0]
     if how == "fails":
         assert "StorageError" in outcomes[1][1][1], outcomes[1]
-    found = run_ranks(2, _goes_on, str(tmp_path), 12)
+    found = run_ranks(2, _goes_on, str(tmp_path), case, 12)
     (tmp_path / "new").mkdir()
-    wanted = run_ranks(2, _goes_on, str(tmp_path / "new"), 12)
+    wanted = run_ranks(2, _goes_on, str(tmp_path / "new"), case, 12)
     for rank in range(2):
         _assert_equal(found[rank], wanted[rank], "weights")

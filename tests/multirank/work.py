@@ -62,6 +62,7 @@ class Case:
     shard_over: str = "all"
     update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
     updates: str = "auto"
+    update_chunk: str | None = None
 
     def __str__(self) -> str:
         where = "-".join(sorted(set(self.placement.values()))) or "host"
@@ -128,6 +129,8 @@ def offload_case(
     }
     if case.tile is not None:
         config["schedule"]["tile"] = case.tile
+    if case.update_chunk is not None:
+        config["schedule"]["update_chunk"] = case.update_chunk
     if "nvme" in case.placement.values():
         config["tiers"]["nvme"] = [{"path": str(swap), "capacity": "64MiB"}]
     if checkpoint is not None:

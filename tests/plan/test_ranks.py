@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from infinity.plan.model import model_of_shape
 from infinity.plan.report import idle_of_compute
 from infinity.simulate.job import Batch, load_of
 from infinity.simulate.rank_job import rank_loads
+from infinity.simulate.rates import Rates
 from infinity.simulate.spec import NOT_SHARDED, UnitLoad
+from infinity.simulate.step import EARLY_SHARES, predict, with_best_share
 from infinity.state.partition import STAGES, partition
 from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit
@@ -177,7 +180,8 @@ def _forecast_of_ranks(**changes: Any) -> Forecast:
     kinds = ("parameters", "master", "moments", "gradients")
     table: dict[str, Any] = {
         "tiers": {"host": {"capacity": changes.pop("host", "50%")}, "nvme": [{"path": "/nowhere"}]},
-        "placement": dict.fromkeys(kinds, changes.pop("tier", "nvme")),
+        "placement": dict.fromkeys(kinds, changes.pop("tier", "nvme"))
+        | changes.pop("placement", {}),
         "precision": {"compute": "bfloat16"},
         "schedule": changes.pop("schedule", {}),
         "distributed": changes.pop("distributed", {}),
@@ -216,6 +220,51 @@ def test_an_updated_shard_on_nvme_is_read_again_where_memory_does_not_keep_it(
     assert least * shard_nbytes <= again - read <= most * shard_nbytes
     assert after.moved_nbytes["nvme_write"] == inside.moved_nbytes["nvme_write"]
     assert after.step_s < inside.step_s
+
+
+def test_shards_on_the_host_are_updated_in_the_backward_beside_a_device() -> None:
+    """Where compute takes twice as long as the updates: the forward has a quarter of it."""
+    settings = {"updates": "deferred", "update_on": "host"}
+    job = _forecast_of_ranks(num_ranks=8, tier="host", schedule=settings).job
+    rates = Rates(flops=1e13, update=1e10, host=inf)
+    busy_s = predict(job, rates).busy_s
+    rates = replace(rates, flops=rates.flops * busy_s["compute"] / (2 * busy_s["update"]))
+    deferred = predict(job, rates)
+    both = predict(with_best_share(job, rates), rates)
+    assert both.step_s < 0.92 * deferred.step_s
+    assert both.moved_nbytes == deferred.moved_nbytes
+    # The copies before, and those home of the new weights, are updates' work.
+    shares = [replace(job, early_share=share) for share in EARLY_SHARES]
+    busy = [predict(share, rates).busy_s["update"] for share in shares]
+    assert busy == sorted(busy) and 1.8 * busy[0] < busy[-1] < 2.0 * busy[0]
+    for share in shares:
+        without_memory = predict(replace(share, weights_cache_nbytes=0), rates)
+        assert without_memory.step_s == pytest.approx(deferred.step_s)
+        where_the_host_computes = replace(share, device_cache_nbytes=None)
+        assert (
+            predict(where_the_host_computes, rates)
+            == predict(replace(where_the_host_computes, early_share=0.0), rates)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tiers", "stage", "num_spares", "is_early"),
+    [
+        ({}, 3, 0, True),
+        ({"moments": "nvme"}, 3, 1, True),
+        (dict.fromkeys(("parameters", "moments"), "nvme"), 3, 1, True),
+        ({"moments": "nvme"}, 2, 0, False),
+        ({}, 2, 0, False),
+    ],
+)
+def test_ranks_keep_a_generation_where_shards_on_nvme_are_updated_in_the_backward(
+    tiers: dict[str, str], stage: int, num_spares: int, is_early: bool
+) -> None:
+    found = _forecast_of_ranks(
+        num_ranks=8, tier="host", placement=tiers, distributed={"zero_stage": stage},
+        schedule={"updates": "both_passes", "update_on": "host"},
+    )  # fmt: skip
+    assert (found.num_spares, found.job.early_share > 0) == (num_spares, is_early)
 
 
 def test_updates_of_ranks_that_keep_all_weights_are_in_the_step() -> None:
