@@ -106,6 +106,10 @@ CASES = (
         for nodes, tokens in ((1, 16 << 10), (1, 64 << 10), (1, 256 << 10), (2, 64 << 10))
     ),
     *(
+        Case("llama-3-70b", "8xh100-8nvme", tokens, "host", 1.1, ranks=8, micro_batch=4)
+        for tokens in (8 << 10, 16 << 10)
+    ),
+    *(
         Case(
             "kimi-k2-int4", machine, tokens, "host", 1.1, ranks=8, nodes=nodes, micro_batch=8,
             lora=16,
