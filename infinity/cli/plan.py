@@ -157,7 +157,7 @@ def plan(
     """Predict a training step without running it: what fits, how long, and what would help.
 
     The model is that of CONFIG, one given by its shapes, or a directory that was downloaded. The
-    machine is this one, measured in a few seconds, or one described in a file. Nothing is trained
+    machine is this one, measured in some ten seconds, or one described in a file. Nothing is trained
     and nothing stays on the drives.
     """
     if show:

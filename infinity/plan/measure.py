@@ -1,4 +1,4 @@
-"""Measures this machine as a `Hardware`, in a few seconds.
+"""Measures this machine as a `Hardware`, in some ten seconds.
 
 The bandwidth of the drives is taken from the configuration file if `infinity tune` wrote it.
 Everything else is measured as training uses it: the training thread while the engine trains two of
@@ -139,16 +139,19 @@ def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
         BenchDirectory(arena, directories, _ARENA_NBYTES) as scratch,
         _files(config, scratch, arena) as files,
     ):
-        rates = [
-            statistics.median(
-                EngineTransfer(
-                    kind, files, kind, nbytes=_ARENA_NBYTES, extent_nbytes=_EXTENT_NBYTES
-                ).run().gb_per_s
-                for _ in range(_NUM_ROUNDS)
-            )
-            for kind in get_args(TransferKind)
-        ]  # fmt: skip
-    return rates[0], rates[1], rates[2]
+        read, write, mixed = (_transferred(kind, files) for kind in get_args(TransferKind))
+    return read, write, mixed
+
+
+def _transferred(kind: TransferKind, files: FileSet) -> float:
+    """Returns GB/s of the engine, over a time in which a drive that others use changes its rate."""
+    rates, begun_s = list[float](), time.perf_counter()
+    while len(rates) < _NUM_ROUNDS or time.perf_counter() - begun_s < _LONG_S:
+        transfer = EngineTransfer(
+            kind, files, kind, nbytes=_ARENA_NBYTES, extent_nbytes=_EXTENT_NBYTES
+        )
+        rates.append(transfer.run().gb_per_s)
+    return statistics.median(rates)
 
 
 @contextmanager

@@ -8,8 +8,10 @@ of these is timed by its track in the trace.
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ import torch
 from infinity.api import offload
 from infinity.config import SwapConfig
 from infinity.engine.registry import engine_of
-from infinity.errors import CapacityError
+from infinity.errors import CapacityError, ConfigError
 from infinity.observe.step_summary import summarize
 from infinity.observe.timeline import laid_out
 from infinity.observe.tracer import Span, Track
@@ -29,6 +31,7 @@ from infinity.optimizers.algorithms import AdamW
 from infinity.plan.model import PlannedModel
 from infinity.simulate.job import Batch, updated_nbytes
 from infinity.sizes import MIB
+from infinity.state.budgets import compute_budgets
 from infinity.storage.arena import available_host_nbytes
 from infinity.training.model import checkpoint_activations
 
@@ -36,7 +39,8 @@ _NUM_BLOCKS = 2
 _VOCABULARY = 256
 _MOST_TOKENS = 4096
 _NUM_WARM_UPS = 2
-_NUM_STEPS = 5
+# The speed of a machine that others use changes within a second.
+_LEAST_STEPS, _LEAST_S = 5, 3.0
 _STATE_NBYTES = 32  # Per parameter in any precision, and as much again as working memory.
 
 
@@ -60,21 +64,14 @@ def rehearse(
         return None
     if batch.recomputes:
         checkpoint_activations(own)
-    num_params = sum(parameter.numel() for parameter in own.parameters())
-    host_nbytes = _STATE_NBYTES * num_params + 64 * MIB
-    if host_nbytes > available_host_nbytes() // 2:
-        return None
     count, length = timed_shape(batch)
     with ExitStack() as stack:
         table = config.to_dict()
         table = {key: table[key] for key in ("tiers", "placement", "precision", "io", "schedule")}
-        table["tiers"]["host"]["capacity"] = host_nbytes
         for tier, directory in zip(table["tiers"]["nvme"], directories, strict=True):
             temporary = tempfile.TemporaryDirectory(dir=directory, prefix="infinity-plan-")
             tier |= {"path": stack.enter_context(temporary), "capacity": "100%"}
-        try:
-            offload(own, table)
-        except CapacityError:
+        if not _offload(own, table, _host_capacities(config, model, own)):
             return None
         engine = engine_of(own)
         stack.callback(engine.close)
@@ -92,6 +89,42 @@ def rehearse(
         update=updated / steps[Track.UPDATES],
         hold=2 * weight_nbytes / steps[Track.ENGINE],
     )
+
+
+def _host_capacities(config: SwapConfig, model: PlannedModel, own: Any) -> list[int]:
+    """Returns the host memory to try for the reduced model, in order.
+
+    Without memory to keep anything a training thread fetches all weights anew, and is slower for
+    that. So where the model has none, the reduced one gets none.
+    """
+    num_params = sum(parameter.numel() for parameter in own.parameters())
+    ample_nbytes = _STATE_NBYTES * num_params + 64 * MIB
+    available_nbytes = available_host_nbytes()
+    if ample_nbytes > available_nbytes // 2:
+        return []
+    try:
+        budgets = compute_budgets(
+            config, model.units, held_nbytes=model.held_nbytes, shares_host_memory=True,
+            device_nbytes=None, available_host_nbytes=available_nbytes,
+        )  # fmt: skip
+    except CapacityError:
+        return [ample_nbytes]
+    if not budgets.is_tight:
+        return [ample_nbytes]
+    resting_nbytes = budgets.placement.placed_nbytes["host"] * num_params // model.num_params
+    return [min(ample_nbytes, budgets.working_nbytes + resting_nbytes), ample_nbytes]
+
+
+def _offload(own: Any, table: dict[str, Any], capacities: Sequence[int]) -> bool:
+    """Offloads with the first of these capacities that suffices. Returns whether one does."""
+    for nbytes in capacities:
+        table["tiers"]["host"]["capacity"] = nbytes
+        try:
+            offload(own, table)
+        except (CapacityError, ConfigError):  # Of a chunk that is larger than the budget.
+            continue
+        return True
+    return False
 
 
 def timed_shape(batch: Batch) -> tuple[int, int]:
@@ -124,9 +157,13 @@ def _steps(model: Any, ids: torch.Tensor) -> dict[str, float]:
     """Returns the median seconds per step of the training thread's tracks."""
     tracer = engine_of(model).counters.tracer
     optimizer = AdamW(model, lr=1e-6)
-    for number in range(_NUM_WARM_UPS + _NUM_STEPS):
-        if number == _NUM_WARM_UPS:
+    begun_s = time.perf_counter()
+    for number in itertools.count(-_NUM_WARM_UPS):
+        if number == 0:
             tracer.start()
+            begun_s = time.perf_counter()
+        if number >= _LEAST_STEPS and time.perf_counter() - begun_s >= _LEAST_S:
+            break
         with tracer.step(number):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
