@@ -157,8 +157,8 @@ def plan(
     """Predict a training step without running it: what fits, how long, and what would help.
 
     The model is that of CONFIG, one given by its shapes, or a directory that was downloaded. The
-    machine is this one, measured in some ten seconds, or one described in a file. Nothing is trained
-    and nothing stays on the drives.
+    machine is this one, measured in some ten seconds, or one described in a file. Nothing is
+    trained and nothing stays on the drives.
     """
     if show:
         _list(as_json=as_json)
