@@ -52,6 +52,7 @@ class EarlyShards:
     ) -> None:
         """`is_beside`: the device that computes has memory of its own."""
         self._pending = store.pending
+        self._local = store.local
         self._shards = [shard.unit for shard in store.partition.local]
         self._sums = gradients.owned
         self._progress = gradients.progress
@@ -64,9 +65,6 @@ class EarlyShards:
                 if can_go_back(store.local, shard, is_beside=is_beside)
             }
         )
-        self._with_generations = {
-            index for index, shard in enumerate(self._shards) if has_generations(store.local, shard)
-        }
         self._planned: set[int] = set()
         self._left: dict[int, UnitUpdate] = {}  # By this rank's backward; sums may lack parts.
         self._early: dict[int, _EarlyShard] = {}  # With the thread, or made.
@@ -86,9 +84,10 @@ class EarlyShards:
         """This rank has a gradient of the unit."""
         if self.policy.note_gradient(unit):
             self._forward_wait_s = self._waited_s() - self._waits_before_s
-            self._planned = set(self.policy.plan())
+            planned = self.policy.plan()
             if not self._updates.has_space:
-                self._planned -= self._with_generations
+                planned = [u for u in planned if not has_generations(self._local, self._shards[u])]
+            self._planned = set(planned)
 
     def note_left(self, unit: int) -> bool:
         """This rank's backward has left the unit. Returns whether `begin` is to follow."""
