@@ -8,7 +8,6 @@ of these is timed by its track in the trace.
 from __future__ import annotations
 
 import copy
-import itertools
 import statistics
 import tempfile
 import time
@@ -157,17 +156,20 @@ def _steps(model: Any, ids: torch.Tensor) -> dict[str, float]:
     """Returns the median seconds per step of the training thread's tracks."""
     tracer = engine_of(model).counters.tracer
     optimizer = AdamW(model, lr=1e-6)
-    begun_s = time.perf_counter()
-    for number in itertools.count(-_NUM_WARM_UPS):
-        if number == 0:
-            tracer.start()
-            begun_s = time.perf_counter()
-        if number >= _LEAST_STEPS and time.perf_counter() - begun_s >= _LEAST_S:
-            break
+
+    def train(number: int) -> None:
         with tracer.step(number):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    for number in range(_NUM_WARM_UPS):
+        train(number)
+    tracer.start()
+    number, begun_s = 0, time.perf_counter()
+    while number < _LEAST_STEPS or time.perf_counter() - begun_s < _LEAST_S:
+        train(number)
+        number += 1
     tracer.stop()
     spans: list[Span] = laid_out(tracer.spans())
     busy: dict[str, list[float]] = {}
