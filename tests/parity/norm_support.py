@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
+import torch
+
 import infinity
+from infinity.state.units import TensorSpec
 from infinity.streaming.gradient_norms import CompleteSums
 from infinity.streaming.gradient_sums import TensorGradient
 
@@ -13,6 +17,18 @@ from .test_early_updates import Run
 
 def norms_of(run: Run) -> CompleteSums:
     return infinity.engine_of(run.model).gradients.norms
+
+
+def told_by(run: Run, names: list[str]) -> None:
+    """Appends the name of the thread that computes each norm."""
+    norms = norms_of(run)
+    measure = norms.measure
+
+    def told(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        names.append(threading.current_thread().name)
+        return measure(flat, spec)
+
+    norms.measure = told
 
 
 def tasks_of(run: Run) -> list[TensorGradient]:

@@ -21,7 +21,7 @@ from infinity.streaming.gradients import GradientStore
 from infinity.streaming.norm_tasks import THREAD_NAME
 from infinity.testing.simulated_device import SimulatedDevice
 
-from .norm_support import is_over, let_norms_finish, norms_of, tasks_of
+from .norm_support import is_over, let_norms_finish, norms_of, tasks_of, told_by
 from .test_early_updates import Run, config_of, loss_of, make, plain_run
 
 PATIENCE_S = 60.0
@@ -332,14 +332,7 @@ def test_norms_are_taken_beside_the_backward_where_nothing_is_updated_there(
 
     def body(run: Run) -> list[torch.Tensor]:
         if not run.is_plain:
-            norms = norms_of(run)
-            measure = norms.measure
-
-            def told(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-                threads.append(threading.current_thread().name)
-                return measure(flat, spec)
-
-            norms.measure = told
+            told_by(run, threads)
         for number in range(4):
             loss_of(run.model, number).backward()
             if not run.is_plain:

@@ -3,7 +3,6 @@ backward, with the bits of plain PyTorch on the host."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from infinity.streaming.norm_tasks import THREAD_NAME
 from infinity.streaming.resting_norms import RestingNorms
 from infinity.testing.simulated_device import SimulatedDevice
 
-from .norm_support import let_norms_finish, norms_of, tasks_of
+from .norm_support import let_norms_finish, tasks_of, told_by
 from .test_early_updates import Run, config_of, loss_of, make, plain_run
 from .test_norm_tasks import NUM_TENSORS, NUM_THREADS, Held, steps, until
 
@@ -105,18 +104,6 @@ def test_the_first_step_has_all_of_them_measured_together(swap_directory: Path) 
     run.step(1e-3)
     assert len(names) == NUM_TENSORS and any(name.startswith(THREAD_NAME) for name in names)
     infinity.close(run.model)
-
-
-def told_by(run: Run, names: list[str]) -> None:
-    """Appends the name of the thread that computes each norm."""
-    norms = norms_of(run)
-    measure = norms.measure
-
-    def told(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-        names.append(threading.current_thread().name)
-        return measure(flat, spec)
-
-    norms.measure = told
 
 
 def test_a_step_that_needs_no_norms_copies_nothing(swap_directory: Path) -> None:
