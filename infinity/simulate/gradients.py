@@ -98,7 +98,8 @@ class GradientTraffic:
         measures what rests there, in no time.
         """
         job, rates, load = self._log.job, self._log.rates, self._log.job.units[unit]
-        nbytes, name = load.gradient_nbytes, f"norms of {load.name}"
+        nbytes, largest_nbytes = load.gradient_nbytes, load.largest_nbytes
+        name = f"norms of {load.name}"
         if not job.takes_norms or not nbytes or unit in self.sums:
             return
         is_on_device = load.gradients == "device" and not job.shares_host_memory
@@ -106,13 +107,15 @@ class GradientTraffic:
             return
         after = [self._in_memory.get(unit)]
         if is_on_device:
+            if load.looked_up_nbytes is not None:
+                nbytes = largest_nbytes = load.looked_up_nbytes
             after = [self._log.move(D2H, name, nbytes, [self._log.last_on.get(COMPUTE)])]
         if job.shares_host_memory:
             duration_s = nbytes / min(rates.norm, rates.host)
             self._log.add(self._log.update_track, name, duration_s, after=after)
         else:
             self.norms.append(self._log.add(NORMS, name, rates.norms_s(nbytes), after=after))
-            self._last_norm_s = rates.last_norm_s(nbytes, load.largest_nbytes)
+            self._last_norm_s = rates.last_norm_s(nbytes, largest_nbytes)
 
     def end_backward(self) -> None:
         """Sends the sums of a rank that sums its own gradients of a step first, and adds the norms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
@@ -13,6 +13,7 @@ from infinity.simulate.spec import StepSpec, UnitLoad
 from infinity.state.budgets import Budgets
 from infinity.state.placement import STATE_KINDS, StatePlacement
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, Unit
+from infinity.streaming.nonzero_rows import may_have_rows_of_zeros, most_picked_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def make_job(
     if device_cache_nbytes is None and not budgets.shares_host_memory:
         device_cache_nbytes = float("inf")
     return StepSpec(
-        units=tuple(loads or _loads(config, units, budgets.placement, batch)),
+        units=tuple(loads or _loads(config, units, uses, budgets.placement, batch)),
         uses=tuple(uses),
         num_micro_batches=batch.num_micro_batches,
         num_fibers=num_fibers_of(config, batch),
@@ -103,10 +104,30 @@ def num_fibers_of(config: SwapConfig, batch: Batch) -> int:
 
 
 def _loads(
-    config: SwapConfig, units: Sequence[Unit], placement: StatePlacement, batch: Batch
+    config: SwapConfig,
+    units: Sequence[Unit],
+    uses: Sequence[Use],
+    placement: StatePlacement,
+    batch: Batch,
 ) -> Iterator[UnitLoad]:
     is_summed = num_fibers_of(config, batch) > 1
-    return (load_of(unit, placement, is_summed) for unit in units)
+    multiplied = {index for use in uses if use.forward_flops for index in use.units}
+    for unit in units:
+        load = load_of(unit, placement, is_summed)
+        if batch.num_tokens and unit.index not in multiplied:
+            load = replace(load, looked_up_nbytes=_looked_up_nbytes(unit, batch.tokens_per_step))
+        yield load
+
+
+def _looked_up_nbytes(unit: Unit, num_tokens: int) -> int | None:
+    """Returns the bytes of the rows of an embedding's gradient that tokens of a step look up at the
+    most; None where all of the gradient is measured."""
+    tensors = list(unit.trainable())
+    if len(tensors) != 1 or not may_have_rows_of_zeros(tensors[0]):
+        return None
+    _, num_columns = tensors[0].facts.shape
+    picked_nbytes = num_tokens * num_columns * STATE_ITEM_NBYTES
+    return picked_nbytes if picked_nbytes <= most_picked_nbytes(tensors[0]) else None
 
 
 def load_of(unit: Unit, placement: StatePlacement, is_summed: bool) -> UnitLoad:

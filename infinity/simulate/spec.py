@@ -75,6 +75,9 @@ class UnitLoad:
     leaving_nbytes: int  # Of a gradient that leaves a device, in its own dtype.
     # The fp32 bytes of the largest gradient that one thread measures; 0 of one that several do.
     largest_nbytes: int = 0
+    # Of an embedding's gradient that rests on a device, the bytes of the rows that were looked up;
+    # None: all of the gradients are measured.
+    looked_up_nbytes: int | None = None
     decoded_nbytes: int = 0  # Of stored weights, where the device computes with them.
     # The tier of an fp32 master that weights are made of; None: they are a part of their master.
     full_master: str | None = None

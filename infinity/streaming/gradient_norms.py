@@ -20,8 +20,10 @@ from infinity.tiers.device import Copy
 
 
 def norm_of(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Returns the 2-norm of a sum, fp32 (numel,): an fp32 scalar, the bits of plain PyTorch."""
-    norm: torch.Tensor = torch.linalg.vector_norm(shaped(flat, spec))
+    """Returns the 2-norm of a sum, an fp32 scalar with the bits of plain PyTorch. `flat`: fp32
+    (numel,), or fewer elements, which `nonzero_rows.py` has picked."""
+    elements = shaped(flat, spec) if flat.numel() == spec.numel else flat
+    norm: torch.Tensor = torch.linalg.vector_norm(elements)
     return norm
 
 
@@ -55,8 +57,8 @@ class CompleteSums:
         return self._threads is not None and not self.is_on_device
 
     def start(self, flat: torch.Tensor, spec: TensorSpec, *, after: Copy) -> NormTask:
-        """Has a sum measured when a copy is over. `flat`: fp32 (numel,) on the host, the copy's
-        target, valid until the task is over."""
+        """Has a sum measured when a copy is over. `flat`: fp32 on the host, as of `norm_of`, the
+        copy's target, valid until the task is over."""
         assert self._threads is not None
 
         def measure(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 The norm has the bits of plain PyTorch on the host wherever a gradient rests, and torch's own norm
 on a device has others. So a complete sum is copied to spare host memory, and a thread of
-`NormThreads` waits for the copy and measures what has come.
+`NormThreads` waits for the copy and measures what has come. Of an embedding's gradient, which is
+large and often the last one, the rows that are not all zero are copied (`nonzero_rows.py`).
 
 Note [Copies of a sum that changes]
   Nothing waits for a copy but its task. Who changes the sum ends the task first, as for a sum on
@@ -13,13 +14,18 @@ Note [Copies of a sum that changes]
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from infinity.state.units import STATE_ITEM_NBYTES, TensorSpec
 from infinity.streaming.gradient_norms import CompleteSums
 from infinity.streaming.gradient_sums import TensorGradient
+from infinity.streaming.nonzero_rows import (
+    RowSearch,
+    may_have_rows_of_zeros,
+    most_picked_nbytes,
+)
 from infinity.streaming.norm_tasks import NormTask
 from infinity.tiers.device import Copy, DeviceAdapter
 from infinity.tiers.host import Block
@@ -35,20 +41,33 @@ class _Due:
     known: TensorGradient
     stamp: tuple[int, int]
     flat: torch.Tensor
+    is_dense: bool = False  # Few of its rows are zeros, or none.
+
+
+@dataclass(frozen=True, slots=True)
+class _Searched:
+    """A sum whose rows of zeros are being found. The block is for the other rows."""
+
+    due: _Due
+    block: Block
+    search: RowSearch
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A sum that has a copy. The block is in use until the copy and the task are over."""
+    """A sum that has a copy. The block is in use until the copy and the task are over, `order` is
+    what the rows of the copy are picked by."""
 
     known: TensorGradient
     block: Block
     copy: Copy
     task: NormTask
+    order: torch.Tensor | None = None
 
 
 class RestingNorms:
-    """The sums that are to be measured, and those whose copies are. Under the engine's lock.
+    """The sums that are to be measured, and those that are searched or measured. Under the engine's
+    lock.
 
     `most_nbytes`: host memory of all copies; one sum may have more. Where memory is not free a sum
     has no copy, and its norm is not known before the step asks.
@@ -63,6 +82,7 @@ class RestingNorms:
         self._most_nbytes = most_nbytes
         self._nbytes = 0  # Of all blocks.
         self._due: dict[TensorSpec, _Due] = {}  # Without a copy, in the order in which they came.
+        self._searched: dict[TensorSpec, _Searched] = {}
         self._measured: deque[_Measured] = deque()  # The oldest first.
 
     def note(self, spec: TensorSpec, known: TensorGradient, flat: torch.Tensor) -> None:
@@ -77,51 +97,98 @@ class RestingNorms:
         Never waits."""
         while self._measured and self._is_over(self._measured[0]):
             self._free_oldest()
+        for spec, searched in list(self._searched.items()):
+            if searched.search.count.done():
+                self._end_search(spec)
         while self._due and self._start(next(iter(self._due))):
             pass
 
     def start(self, spec: TensorSpec) -> None:
         """Gives the sum a task, if it is due and memory can be had. Waits for others."""
         self.advance()
-        while spec in self._due:
-            if self._start(next(iter(self._due))):
+        while spec in self._due or spec in self._searched:
+            if spec in self._searched:
+                self._end_search(spec)
+            elif self._start(next(iter(self._due))):
                 continue
-            if not self._measured:
+            elif not self.reclaim():
                 del self._due[spec]  # There is no memory for it.
-                return
-            self._end_oldest()
 
     def reclaim(self) -> bool:
-        """Frees the oldest block, when its sum is measured. False when there is none."""
-        if not self._measured:
+        """Frees the oldest block, when its sum is measured; else one of a sum that has no task,
+        which the step measures. False when there is none."""
+        if self._measured:
+            self._end_oldest()
+        elif self._searched:
+            _, searched = self._searched.popitem()
+            searched.search.count.wait()
+            self._free(searched.block)
+        else:
             return False
-        self._end_oldest()
         return True
 
     def clear(self) -> None:
         """Forgets all sums; their tasks were ended. Who closes the device waits for the copies."""
         self._due.clear()
+        self._searched.clear()
         self._measured.clear()
 
     def _start(self, spec: TensorSpec) -> bool:
-        """Copies a sum that is due, and has it measured. False where memory is not free."""
+        """Searches or copies a sum that is due, and has a copy measured. False where memory is not
+        free."""
         due = self._due[spec]
         if due.known.stamp != due.stamp:
             del self._due[spec]
             return True
-        nbytes = spec.numel * STATE_ITEM_NBYTES
-        if self._nbytes and self._nbytes + nbytes > self._most_nbytes:
-            return False
-        block = self._pool.try_allocate(nbytes, _LABEL)
+        is_searched = not due.is_dense and may_have_rows_of_zeros(spec)
+        all_nbytes = spec.numel * STATE_ITEM_NBYTES
+        block = self._allocate(most_picked_nbytes(spec) if is_searched else all_nbytes)
         if block is None:
             return False
         del self._due[spec]
-        on_host = self._pool.tensor(block)[:nbytes].view(torch.float32)
-        copy = self._device.copy(due.flat, on_host)
-        due.known.task = task = self._norms.start(on_host, spec, after=copy)
-        self._measured.append(_Measured(due.known, block, copy, task))
-        self._nbytes += block.nbytes
+        if is_searched:
+            search = RowSearch(self._device, due.flat, spec, self._pool.tensor(block))
+            self._searched[spec] = _Searched(due, block, search)
+        else:
+            self._measure(spec, due, block, due.flat)
         return True
+
+    def _end_search(self, spec: TensorSpec) -> None:
+        """Copies the rows that are not all zero. Waits for their number."""
+        searched = self._searched.pop(spec)
+        due, search = searched.due, searched.search
+        rows = search.pick()
+        if due.known.stamp == due.stamp and rows is not None:
+            self._measure(spec, due, searched.block, rows.flatten(), search.order)
+            return
+        self._free(searched.block)
+        if rows is None:
+            self._due = {spec: replace(due, is_dense=True), **self._due}
+
+    def _measure(
+        self,
+        spec: TensorSpec,
+        due: _Due,
+        block: Block,
+        elements: torch.Tensor,
+        order: torch.Tensor | None = None,
+    ) -> None:
+        nbytes = elements.numel() * STATE_ITEM_NBYTES
+        on_host = self._pool.tensor(block)[:nbytes].view(torch.float32)
+        copy = self._device.copy(elements, on_host)
+        due.known.task = task = self._norms.start(on_host, spec, after=copy)
+        self._measured.append(_Measured(due.known, block, copy, task, order))
+
+    def _allocate(self, nbytes: int) -> Block | None:
+        if self._nbytes and self._nbytes + nbytes > self._most_nbytes:
+            return None
+        block = self._pool.try_allocate(nbytes, _LABEL)
+        self._nbytes += 0 if block is None else block.nbytes
+        return block
+
+    def _free(self, block: Block) -> None:
+        self._nbytes -= block.nbytes
+        self._pool.free(block)
 
     def _is_over(self, measured: _Measured) -> bool:
         return measured.task.is_over() and measured.copy.done()
@@ -135,6 +202,4 @@ class RestingNorms:
         self._free_oldest()
 
     def _free_oldest(self) -> None:
-        block = self._measured.popleft().block
-        self._nbytes -= block.nbytes
-        self._pool.free(block)
+        self._free(self._measured.popleft().block)

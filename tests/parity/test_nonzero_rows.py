@@ -1,0 +1,198 @@
+"""Of an embedding's gradient that rests on a device, the rows that a batch has looked up leave it
+to be measured, and the norm has the bits of all rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import infinity
+from infinity.state.units import TensorFacts, TensorSpec, Unit, layout_unit
+from infinity.streaming import nonzero_rows, resting_norms
+from infinity.streaming.gradient_norms import norm_of
+from infinity.streaming.gradients import GradientStore
+from infinity.streaming.nonzero_rows import COUNT_NBYTES, RowSearch, may_have_rows_of_zeros
+from infinity.tiers.device import FINISHED, Copy
+
+from .test_early_updates import VOCABULARY, WIDTH, Run, ids_of, loss_of, plain_run
+from .test_norm_tasks import steps
+from .test_resting_norms import (
+    CHANGES,
+    STATE,
+    lent_to_norms,
+    offloaded,
+    resting_of,
+    store_of,
+    values_after,
+)
+
+ROW_NBYTES = 4 * WIDTH
+
+
+@pytest.fixture
+def is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every matrix of the model is searched, which has few rows."""
+    monkeypatch.setattr(nonzero_rows, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(nonzero_rows, "_LEAST_RATIO", 2)
+
+
+def spec_of(*shape: int, stride: tuple[int, ...] | None = None) -> TensorSpec:
+    stride = stride or ((shape[1], 1) if len(shape) == 2 else (1,))
+    facts = TensorFacts("table", shape, stride, torch.float32, True)
+    [spec] = layout_unit(0, "unit", [facts]).tensors
+    return spec
+
+
+class CopiesAtOnce:
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
+        target.copy_(source)
+        return FINISHED
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 5),
+    st.floats(0, 1),
+    st.integers(-45, 38),
+    st.sampled_from([None, float("inf"), float("nan"), -0.0]),
+    st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=200)
+def test_the_norm_of_the_rows_is_that_of_all(
+    num_rows: int, width: int, share: float, exponent: int, special: float | None, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    spec = spec_of(num_rows, 64 * width)
+    table = torch.randn(spec.facts.shape, generator=generator) * 10.0**exponent
+    table[torch.rand(num_rows, generator=generator) >= share] = 0
+    if special is not None:
+        table[seed % num_rows, seed % (64 * width)] = special
+    on_host = torch.empty(COUNT_NBYTES, dtype=torch.uint8)
+    search = RowSearch(CopiesAtOnce(), table.flatten(), spec, on_host)  # type: ignore[arg-type]
+    rows = search.pick()
+    is_other = (table != 0).any(dim=1)
+    if rows is None:
+        assert nonzero_rows._LEAST_RATIO * max(int(is_other.sum()), 1) > num_rows
+    else:
+        assert torch.equal(rows[: is_other.sum()].isnan(), table[is_other].isnan())
+        picked, expected = norm_of(rows.flatten(), spec), norm_of(table.flatten(), spec)
+        assert torch.equal(picked.view(torch.int32), expected.view(torch.int32))
+
+
+def test_what_is_searched() -> None:
+    assert may_have_rows_of_zeros(spec_of(1 << 18, 64))
+    assert not may_have_rows_of_zeros(spec_of((1 << 18) - 1, 64))  # Too small.
+    assert not may_have_rows_of_zeros(spec_of(1 << 20, 96))  # Rows change the lanes of others.
+    assert not may_have_rows_of_zeros(spec_of(1 << 24))
+    assert not may_have_rows_of_zeros(spec_of(1 << 12, 1 << 12, stride=(1, 1 << 12)))
+
+
+@pytest.mark.parametrize("others", [{}, STATE], ids=["gradients-alone", "all-state"])
+def test_only_the_rows_that_were_looked_up_leave_the_device(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, str]
+) -> None:
+    def nbytes_out(searched: str) -> list[int]:
+        monkeypatch.setattr(nonzero_rows, "_LEAST_RATIO", 2)
+        monkeypatch.setattr(resting_norms, "may_have_rows_of_zeros", lambda s: s.name == searched)
+        run = offloaded(swap_directory, placement=others)
+        counters, totals = infinity.engine_of(run.model).counters, [0]
+        for number in range(4):
+            steps(run, 1, start=number)
+            totals.append(int(counters.snapshot()["device_out_nbytes"]))
+        assert all(map(torch.equal, plain_run(four_steps), run.values().values()))
+        infinity.close(run.model)
+        return [after - before for before, after in pairwise(totals)]
+
+    whole, searched = nbytes_out("none"), nbytes_out("embedding.weight")
+    for number in range(4):
+        num_rows = len(ids_of(number).unique())
+        assert 0 < num_rows < VOCABULARY // 2
+        left_nbytes = (VOCABULARY - num_rows) * ROW_NBYTES
+        assert whole[number] - searched[number] == left_nbytes - COUNT_NBYTES
+
+
+def test_a_gradient_without_rows_of_zeros_is_copied_whole(
+    swap_directory: Path, is_searched: None
+) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        for number in range(3):
+            every = torch.arange(VOCABULARY).view(2, -1)
+            out = run.model(every).flatten(0, 1)
+            nn.functional.cross_entropy(out, (every.flatten() + number) % VOCABULARY).backward()
+            run.step(1e-3)
+        return []
+
+    actual = values_after(offloaded(swap_directory), body)
+    assert all(map(torch.equal, plain_run(body), actual))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01], ids=["searched", "on-the-way"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_norm_is_that_of_the_content_when_the_step_asks(
+    swap_directory: Path, is_searched: None, name: str, delay_s: float
+) -> None:
+    run = offloaded(swap_directory, delay_s=delay_s)
+    steps(run, 2)
+    resting_of(run)._most_nbytes = 1 << 30
+    loss_of(run.model, 2).backward()
+    engine, store = infinity.engine_of(run.model), store_of(run)
+    [(unit, spec)] = table_of(store)
+    with engine._lock:
+        if delay_s:
+            assert spec in resting_of(run)._searched
+        CHANGES[name](store, unit, spec)
+        resting_of(run).advance()
+        if store.has(spec):
+            value = store.read(unit, spec)
+            assert torch.equal(store.norm(unit, spec), torch.linalg.vector_norm(value))
+        else:
+            assert name == "forget"
+    infinity.close(run.model)
+
+
+def test_memory_of_a_search_is_given_to_who_needs_it(
+    swap_directory: Path, is_searched: None
+) -> None:
+    run = offloaded(swap_directory, delay_s=0.01)
+    steps(run, 2)
+    loss_of(run.model, 2).backward()
+    engine, store, resting = infinity.engine_of(run.model), store_of(run), resting_of(run)
+    with engine._lock:
+        assert resting._searched and lent_to_norms(run)
+        while store.reclaim():
+            pass
+        assert not resting._searched and not lent_to_norms(run) and not resting._nbytes
+        for unit, spec in table_of(store):
+            expected = torch.linalg.vector_norm(store.read(unit, spec))
+            assert torch.equal(store.norm(unit, spec), expected)
+    run.step(1e-3)
+    assert not lent_to_norms(run) and not resting._nbytes
+    infinity.close(run.model)
+
+
+def test_closing_within_a_search_leaves_nothing(swap_directory: Path, is_searched: None) -> None:
+    run = offloaded(swap_directory, delay_s=0.01)
+    steps(run, 2)
+    loss_of(run.model, 2).backward()
+    assert resting_of(run)._searched
+    infinity.close(run.model)
+
+
+def four_steps(run: Run) -> list[torch.Tensor]:
+    steps(run, 4)
+    return []
+
+
+def table_of(store: GradientStore) -> list[tuple[Unit, TensorSpec]]:
+    return [
+        (unit, spec)
+        for unit in store._store.units
+        for spec in unit.trainable()
+        if spec.name == "embedding.weight"
+    ]
