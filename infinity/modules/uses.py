@@ -234,10 +234,19 @@ class UnitUses:
         """See `Uses.backward_ended`."""
         if self._passes.is_layer_major:
             return  # One of many small ones.
+        while (wait := self._next_wait()) is not None:
+            wait()
         with self._lock, self._tracer.during(Track.ENGINE, "end of backward"):
             self._left.clear()
             self._gradients.write_out_all()
         self._passes.end_backward()
+
+    def _next_wait(self) -> Callable[[], None] | None:
+        """The host may be far ahead of a device here. Units are updated early meanwhile."""
+        with self._lock:
+            wait = self._gradients.next_wait()
+            self._updater.advance()
+            return wait
 
     def begin_block_backward(self, units: list[int]) -> None:
         """Several gradients will come to each parameter of these units."""

@@ -63,6 +63,11 @@ class GradientSink(Protocol):
     def write_out(self, unit: Unit) -> None:
         """Starts the write of a unit's gradients to where they rest. Does not wait."""
 
+    def next_wait(self) -> Callable[[], None] | None:
+        """At the end of a backward: returns the wait for the next gradient that leaves the device.
+        The wait needs no lock, so that updates go on. None: all have come. Over ranks: None."""
+        return None
+
     def write_out_all(self) -> None:
         """Ends a backward: starts the writes of all gradients."""
 

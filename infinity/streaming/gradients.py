@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -314,6 +314,11 @@ class GradientStore:
             assert sums.array is not None and sums.block is not None
             self.norms.note_leaving(unit, self._tensors, sums.array)
             sums.begin_write(self._store.write(unit, StateKind.GRADIENTS, sums.block))
+
+    def next_wait(self) -> Callable[[], None] | None:
+        """See `GradientSink.next_wait`."""
+        self._end_sums()
+        return self.leaving.next_wait()
 
     def write_out_all(self) -> None:
         """End of a backward: every unit's gradients go to where they rest."""

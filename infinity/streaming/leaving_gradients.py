@@ -22,6 +22,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -135,6 +136,20 @@ class LeavingGradients:
             if not self._leaving[0].copy.done():
                 return
             self._end_oldest()
+
+    def next_wait(self) -> Callable[[], None] | None:
+        """Ends the copies that are over, with their additions. Returns the wait for the next one,
+        which needs no lock; None: no copy is left."""
+        while self._leaving:
+            copy = self._leaving[0].copy
+            if not copy.done():
+                return partial(self._wait, copy)
+            self._end_oldest()
+        return None
+
+    def _wait(self, copy: Copy) -> None:
+        with self._counters.timed("copy_wait_s", "gradients leave the device", (copy,)):
+            copy.wait()
 
     def end_all(self) -> None:
         """Waits for all copies; all additions are made."""

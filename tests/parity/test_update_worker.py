@@ -23,6 +23,7 @@ from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
 from infinity.testing.simulated_device import SimulatedDevice
 
 from .test_early_updates import (
+    BLOCKS,
     Run,
     config_of,
     layer_major_steps,
@@ -118,6 +119,27 @@ def test_a_worker_that_is_interrupted_anywhere_changes_no_bit(
         return seen
 
     compare(body, offloaded(swap_directory, seed))
+
+
+def test_units_are_updated_while_the_end_of_a_backward_waits_for_the_device(
+    swap_directory: Path,
+) -> None:
+    """The last hook has run long before most gradients are on the host."""
+
+    def body(run: Run) -> list[torch.Tensor]:
+        for number in range(6):
+            loss_of(run.model, number).backward()
+            run.step()
+        return []
+
+    device = SimulatedDevice(delay_s=3e-3)
+    config = config_of(swap_directory, gradients="host")
+    model = infinity.offload(make(), config, device=device)
+    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    counters = compare(body, run)
+    # Without the waits of the ends, hooks alone would have fed the worker.
+    assert counters["early_updates_kept"] >= 4 * (BLOCKS - 2)
+    assert not counters.get("early_updates_undone")
 
 
 def test_layer_major_backwards_feed_the_worker(swap_directory: Path) -> None:
