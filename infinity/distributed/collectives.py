@@ -80,7 +80,9 @@ class Collectives:
         groups: DeviceGroups,
         device: torch.device,
         counters: Counters,
+        begin_thread: Callable[[], None],
     ) -> None:
+        """`begin_thread`: see `DeviceAdapter.begin_thread`."""
         self._transport = transport
         self._groups = groups
         self.gathers = GroupOperations(groups.gathers, transport.count, self._told)
@@ -91,6 +93,7 @@ class Collectives:
             self.node_gathers = GroupOperations(of_node, of_node.size(), self._told)
         self._is_aborted = False
         self._device = device
+        self._begin_thread = begin_thread
         self._counters = counters
         self._coordinator = Coordinator(transport.count) if transport.rank == 0 else None
         self._changed = threading.Condition()  # Guards all that follows, and the coordinator.
@@ -402,8 +405,7 @@ class Collectives:
 
     # INV-22: operations begin in the order of the coordinator.
     def _run(self) -> None:
-        if self._device.index is not None:
-            torch.get_device_module(self._device).set_device(self._device)  # A thread's own matter.
+        self._begin_thread()
         while True:
             self._watch()
             try:

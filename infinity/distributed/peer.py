@@ -30,6 +30,9 @@ class Peer:
 class Service(Protocol):
     """The requests of other ranks. The threads of `PeerTransport` call it, several at a time."""
 
+    def begin_thread(self) -> None:
+        """Called first in each of these threads."""
+
     def serve(self, unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         """Returns the bytes of this rank's shard: the length, and the parts in order.
 

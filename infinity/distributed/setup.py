@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -146,7 +146,9 @@ class ShardingPlan:
         if self.buffers is None:
             return None, None, None
         assert isinstance(device, StreamDevice) and groups is not None
-        collectives = Collectives(store.transport, groups, device.torch_device, counters)
+        collectives = Collectives(
+            store.transport, groups, device.torch_device, counters, device.begin_thread
+        )
         resources.callback(collectives.close)
         exchange = DeviceExchange(
             device, collectives.gathers, collectives.sums, self.buffers, collectives.node_gathers
@@ -174,6 +176,7 @@ class ShardingPlan:
         resources: ExitStack,
         *,
         reduce_buffer_nbytes: int,
+        begin_thread: Callable[[], None],
     ) -> DistributedStore:
         """Returns the store of this rank, connected to the other ranks, closed with `resources`.
 
@@ -185,6 +188,7 @@ class ShardingPlan:
         store = DistributedStore(
             local, self.partition, transport,
             host=host, counters=counters, reduce_buffer_nbytes=reduce_buffer_nbytes,
+            begin_thread=begin_thread,
         )  # fmt: skip
         resources.callback(store.close)
         return store

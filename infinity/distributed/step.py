@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -167,7 +167,9 @@ class DistributedUpdater(StepRunner):
                 self._full_units.prefetch_anew()
 
     @override
-    def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
+    def start_worker(
+        self, lock: threading.RLock, begin_thread: Callable[[], None], resources: ExitStack
+    ) -> None:
         """Does nothing: `ShardUpdates` has a thread of its own."""
 
     @override

@@ -89,7 +89,10 @@ class DistributedStore:
         host: HostBlocks,
         counters: Counters,
         reduce_buffer_nbytes: int,
+        begin_thread: Callable[[], None],
     ) -> None:
+        """`begin_thread`: see `DeviceAdapter.begin_thread`."""
+        self.begin_thread = begin_thread
         self.local = local
         self.partition = partition
         self.transport = transport
@@ -109,7 +112,7 @@ class DistributedStore:
         self.pending = PendingShards()
         self.kept = KeptShards(host)
         self._old_copies: OldCopies | None = None
-        self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
+        self._own = ThreadPoolExecutor(1, "infinity-own-shard", begin_thread)
         # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
 

@@ -82,6 +82,10 @@ class RankSync(Service):
     # Requests of other ranks: see `peer.Service`.
 
     @override
+    def begin_thread(self) -> None:
+        self._store.begin_thread()
+
+    @override
     def serve(self, unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         return self._store.serve(unit, kind, to=to)
 

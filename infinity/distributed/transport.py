@@ -453,6 +453,7 @@ class PeerTransport:
         """Serves one other rank until it closes or is gone."""
         assert self._service is not None
         try:
+            self._service.begin_thread()
             while self._serve_one(peer, channel, self._service):
                 pass
         except RankError as error:  # Word of a failure, in place of the rest of a content.

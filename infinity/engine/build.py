@@ -313,7 +313,7 @@ def _share(
     groups = plan.join_devices(tiers.device, resources)
     store = plan.store(
         local, tiers.host, tiers.counters, resources,
-        reduce_buffer_nbytes=budgets.reduce_buffer_nbytes,
+        reduce_buffer_nbytes=budgets.reduce_buffer_nbytes, begin_thread=tiers.device.begin_thread,
     )  # fmt: skip
     exchange = plan.exchange(store, tiers.device, groups, tiers.counters, resources)
     return _Sharded(plan, store, *exchange)

@@ -169,8 +169,8 @@ class Engine:
         # A model that is dropped without close() releases its memory and its swap files, too.
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.resources)
         if not self.device.shares_host_memory:
-            self.gradients.norms.measure_beside()
-            self.updater.start_worker(self._lock, self.resources)
+            self.gradients.norms.measure_beside(self.device.begin_thread)
+            self.updater.start_worker(self._lock, self.device.begin_thread, self.resources)
         for param in self.params:
             param.handle.owner = self.handle_ops
             param.mark(self)

@@ -8,7 +8,7 @@ last step needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -44,12 +44,13 @@ class CompleteSums:
         self.counts = counts
         self._threads: NormThreads | None = None
 
-    def measure_beside(self) -> None:
-        """From now on norms are computed beside the thread that trains, until `close`.
+    def measure_beside(self, begin_thread: Callable[[], None]) -> None:
+        """From now on norms are computed beside the thread that trains, until `close`. Each thread
+        calls `begin_thread` first.
 
         For a device with memory of its own: the host's cores are free while it computes.
         """
-        self._threads = NormThreads()
+        self._threads = NormThreads(begin_thread)
 
     @property
     def follow_copies(self) -> bool:

@@ -60,9 +60,10 @@ class NormThreads:
     """The pool: a part of the threads that updates have. Each thread starts when a task finds none
     that is idle."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], None]) -> None:
+        """`begin` is called first in each thread."""
         count = norm_threads(threads_here(torch.get_num_threads()))
-        self._pool = ThreadPoolExecutor(count, THREAD_NAME, initializer=_note_thread)
+        self._pool = ThreadPoolExecutor(count, THREAD_NAME, _begin_thread, (begin,))
 
     def start(self, measure: Measure, flat: torch.Tensor, spec: TensorSpec) -> NormTask:
         """Computes `measure(flat, spec)` beside the caller, with the caller's number of threads."""
@@ -74,8 +75,9 @@ class NormThreads:
         self._pool.shutdown(wait=not hasattr(_here, "is_of_pool"), cancel_futures=True)
 
 
-def _note_thread() -> None:
+def _begin_thread(begin: Callable[[], None]) -> None:
     _here.is_of_pool = True
+    begin()
 
 
 def _measured(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 
@@ -114,8 +114,10 @@ class Updater(StepRunner):
         self._decided_s = time.monotonic()  # The last decision.
 
     @override
-    def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
-        self._worker = UpdateWorker(lock, self._turn)
+    def start_worker(
+        self, lock: threading.RLock, begin_thread: Callable[[], None], resources: ExitStack
+    ) -> None:
+        self._worker = UpdateWorker(lock, self._turn, begin_thread)
         self._gradients.leaving.has_worker = True
         resources.callback(self._worker.close)
         self._updates_beside = self._rides_along and self._is_on_host

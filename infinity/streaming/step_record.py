@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -82,10 +82,12 @@ class StepRunner(Protocol):
 
     chunk_nbytes: int  # The fp32 bytes of a unit that are updated at a time.
 
-    def start_worker(self, lock: threading.RLock, resources: ExitStack) -> None:
+    def start_worker(
+        self, lock: threading.RLock, begin_thread: Callable[[], None], resources: ExitStack
+    ) -> None:
         """From now on a thread adds gradients to sums on the host, and makes its updates, early and
         pending ones, if these follow the step, until `resources` are closed. `lock` is the
-        engine's."""
+        engine's; the thread calls `begin_thread` first."""
 
     def apply(self, record: StepRecord) -> None:
         """Updates every unit of the record.

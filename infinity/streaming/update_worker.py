@@ -37,17 +37,18 @@ Turn = Callable[[], Sequence[Waitable] | None]
 class UpdateWorker:
     """Runs turns of work under the engine's lock, one after the other, on a thread of its own.
 
-    `lock`: the engine's; it is free between two turns. `turn` is a bound method, which is held
-    weakly. A turn does a chunk of work and never waits; it returns the transfers that the next turn
-    needs, none if the next turn can follow at once, or None if there is nothing to do now: the next
-    turn follows a `wake`, or the next look, which is soon. The thread waits for the transfers, and
-    compares their checksums, without the lock. Whoever needs the bytes of a transfer meets its
-    error.
+    `begin` is called first in the thread. `lock`: the engine's; it is free between two turns.
+    `turn` is a bound method, which is held weakly. A turn does a chunk of work and never waits; it
+    returns the transfers that the next turn needs, none if the next turn can follow at once, or
+    None if there is nothing to do now: the next turn follows a `wake`, or the next look, which is
+    soon. The thread waits for the transfers, and compares their checksums, without the lock.
+    Whoever needs the bytes of a transfer meets its error.
 
     What a turn raises is raised by the next `wake`, and no turn follows.
     """
 
-    def __init__(self, lock: threading.RLock, turn: Turn) -> None:
+    def __init__(self, lock: threading.RLock, turn: Turn, begin: Callable[[], None]) -> None:
+        self._begin = begin
         self._lock = lock
         self._turn = weakref.WeakMethod(turn)
         self._is_woken = threading.Event()
@@ -72,6 +73,7 @@ class UpdateWorker:
             self._thread.join()
 
     def _run(self) -> None:
+        self._begin()
         while not self._is_closing and self._turn() is not None:
             # Work may become possible without a wake: a write that ends frees its staging slot.
             self._is_woken.wait(_POLL_S)

@@ -33,13 +33,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from infinity.observe import Counters
+from infinity.testing.stream_worker import StreamWorker
 from infinity.tiers.device import Copy, Region, ResizedRegion, all_of, tensor_over
 from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.streams import Event, Stream, StreamDevice, Streams
@@ -67,43 +67,6 @@ class _EventOrder:
             raise UnorderedAccess(f"{self.name} does not wait for {other}: {what}")
 
 
-class _Worker:
-    """A thread that runs one task after the other. The interpreter does not wait for it at exit, so
-    a failed run cannot block the exit."""
-
-    def __init__(self, name: str) -> None:
-        self._work: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], int]) -> Future[int]:
-        future: Future[int] = Future()
-        if self._thread.is_alive():
-            self._work.put((work, future))
-        else:  # All submitted tasks have ended.
-            future.set_result(work())
-        return future
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            work, future = item
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            del item, work, future  # References must not live until the next task arrives.
-
-    def close(self) -> None:
-        """Waits until all submitted tasks have ended."""
-        self._work.put(None)
-        if not self.is_current():
-            self._thread.join()
-
-    def is_current(self) -> bool:
-        """Whether the caller runs in this thread: garbage is collected on any thread."""
-        return self._thread is threading.current_thread()
-
-
 class SimulatedStream(_EventOrder, Stream):
     """One of the transfer streams, or (without a worker) the computing stream, which runs tasks
     immediately."""
@@ -113,7 +76,7 @@ class SimulatedStream(_EventOrder, Stream):
         self.brought: SimulatedMemory | None = None  # The memory of the last copy.
         self._queued: deque[Future[int]] = deque()  # Not known to be over; the oldest first.
         self._streams = streams
-        self._worker = _Worker(f"simulated-{name}") if has_worker else None
+        self._worker = StreamWorker(f"simulated-{name}") if has_worker else None
 
     def submit(self, work: Any) -> Future[int]:
         """Runs `work` after the tasks submitted so far. The result is its end time in
@@ -186,6 +149,7 @@ class SimulatedEvent(Event):
 
     @override
     def query(self) -> bool:
+        self._streams.check_thread()
         assert self._over is not None
         if not self._over.done():  # Asked once: the stream may end between two answers.
             return False
@@ -194,6 +158,7 @@ class SimulatedEvent(Event):
 
     @override
     def synchronize(self) -> None:
+        self._streams.check_thread()
         self.result()
         with self._streams.noting:
             self._streams.host.come_after(self.seen)
@@ -258,6 +223,15 @@ class SimulatedStreams(Streams):
         self._regions: dict[int, SimulatedMemory] = {}  # By address.
         # Copies whose end the host does not know: (first address, end, stream, moment).
         self.copies: list[tuple[int, int, str, int]] = []
+
+    @override
+    def begin_thread(self) -> None:
+        self._local.has_begun = True
+
+    def check_thread(self) -> None:
+        """Raises in a thread of the engine's that has not begun."""
+        name = threading.current_thread().name
+        assert not name.startswith("infinity-") or hasattr(self._local, "has_begun"), name
 
     def tick(self) -> int:
         """Returns the number of the next operation, which orders accesses."""

@@ -158,6 +158,11 @@ class CpuDevice(DeviceAdapter):
         target.copy_(source)
         return FINISHED
 
+    @property
+    @override
+    def begin_thread(self) -> Callable[[], None]:
+        return _do_nothing
+
     @override
     def synchronize(self) -> None:
         return None
@@ -172,3 +177,7 @@ class CpuDevice(DeviceAdapter):
 def _span_nbytes(region: WindowRegion) -> int:
     """All the pages of the block: a huge page that moves only in part would be split."""
     return rounded_nbytes(region.nbytes)
+
+
+def _do_nothing() -> None:
+    return None

@@ -103,6 +103,12 @@ class AcceleratorStreams(Streams):
         return StreamMemoryRegion(self._module, stream, nbytes)
 
     @override
+    def begin_thread(self) -> None:
+        # A thread begins with the first device. There even a look at an event of another one makes
+        # a context, of half a gigabyte.
+        self._module.set_device(self.device)
+
+    @override
     def synchronize(self) -> None:
         self._module.synchronize(self.device)
 

@@ -127,6 +127,11 @@ class DeviceAdapter(Protocol):
         """Starts copying between a host and a device tensor of one shape and dtype. The device
         tensor may be dropped at once; the host's lives until `Copy.wait`."""
 
+    @property
+    def begin_thread(self) -> Callable[[], None]:
+        """What a thread of the engine's calls first, if it looks at copies or starts some. A thread
+        keeps it, so it refers to nothing else of the engine."""
+
     def synchronize(self) -> None:
         """Blocks until the device has nothing left to do."""
 

@@ -103,6 +103,9 @@ class Streams(Protocol):
     def empty_region(self, stream: Any, nbytes: int) -> ResizedRegion:
         """A region that takes its memory on the stream."""
 
+    def begin_thread(self) -> None:
+        """Makes the device that of the calling thread."""
+
     def synchronize(self) -> None:
         """Blocks until nothing is left to do, on any stream."""
 
@@ -463,6 +466,11 @@ class StreamDevice(DeviceAdapter):
         return _TracedCopy(self._clock, self.streams.new_event(is_timed=True), nbytes)
 
     # -- The end -----------------------------------------------------------------------------------
+
+    @property
+    @override
+    def begin_thread(self) -> Callable[[], None]:
+        return self.streams.begin_thread
 
     @override
     def synchronize(self) -> None:

@@ -31,6 +31,9 @@ class Shelf:
     def __init__(self) -> None:
         self.delivered: list[tuple[int, int, int, int, bytes]] = []
 
+    def begin_thread(self) -> None:
+        return None
+
     def serve(self, unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         half = len(CONTENT) // 2
         return len(CONTENT), (memoryview(CONTENT)[:half], memoryview(CONTENT)[half:])

@@ -18,12 +18,13 @@ import torch
 import infinity
 from infinity.errors import InfinityError, StorageError
 from infinity.streaming.early_updates import EarlyUpdates
+from infinity.streaming.leaving_gradients import LeavingGradients
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
 from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tiers.device import Copy
 
 from .test_early_updates import (
-    BLOCKS,
     Run,
     config_of,
     layer_major_steps,
@@ -121,25 +122,35 @@ def test_a_worker_that_is_interrupted_anywhere_changes_no_bit(
     compare(body, offloaded(swap_directory, seed))
 
 
-def test_units_are_updated_while_the_end_of_a_backward_waits_for_the_device(
-    swap_directory: Path,
+def test_the_lock_is_free_while_the_end_of_a_backward_waits_for_the_device(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last hook has run long before most gradients are on the host."""
 
     def body(run: Run) -> list[torch.Tensor]:
-        for number in range(6):
+        for number in range(3):
             loss_of(run.model, number).backward()
             run.step()
         return []
 
-    device = SimulatedDevice(delay_s=3e-3)
+    device = SimulatedDevice(delay_s=2e-3)
     config = config_of(swap_directory, gradients="host")
     model = infinity.offload(make(), config, device=device)
-    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
-    counters = compare(body, run)
-    # Without the waits of the ends, hooks alone would have fed the worker.
-    assert counters["early_updates_kept"] >= 4 * (BLOCKS - 2)
-    assert not counters.get("early_updates_undone")
+    lock, wait, were_free = infinity.engine_of(model)._lock, LeavingGradients._wait, []
+
+    def look() -> None:
+        were_free.append(lock.acquire(timeout=30))
+        lock.release()
+
+    def watched(leaving: LeavingGradients, copy: Copy) -> None:
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        wait(leaving, copy)
+
+    monkeypatch.setattr(LeavingGradients, "_wait", watched)
+    compare(body, Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False))
+    assert were_free and all(were_free)
 
 
 def test_layer_major_backwards_feed_the_worker(swap_directory: Path) -> None:

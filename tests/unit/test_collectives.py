@@ -37,7 +37,9 @@ class Silent:
 
 def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
     transport: Any = Silent(count)
-    collectives = Collectives(transport, DeviceGroups(None, None), torch.device("cpu"), Counters())
+    collectives = Collectives(
+        transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
+    )
     monkeypatch.setattr(collectives, "_try", lambda: None)
     collectives.open()
     return collectives

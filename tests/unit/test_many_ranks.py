@@ -115,7 +115,7 @@ class Rank:
         FakeGroup.share_device([self.groups.gathers, self.groups.sums])
         self.counters = Counters()
         self.collectives = Collectives(
-            self.transport, self.groups, torch.device("cpu"), self.counters
+            self.transport, self.groups, torch.device("cpu"), self.counters, lambda: None
         )
         self.collectives.stand_in(GATHERING, self.gather_for_others)
         self.collectives.stand_in(SUMMING, self.sum_nothing, is_unanimous=True)
