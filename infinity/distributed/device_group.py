@@ -134,20 +134,21 @@ def _refuse_split(group: RankTopology) -> None:
 
 @contextlib.contextmanager
 def _watchdog_that_ends_no_process() -> Iterator[None]:
-    """Makes groups whose watchdog ends no process, in the block, unless the user has chosen.
+    """Makes groups whose watchdog ends no process, in the block.
 
-    By default NCCL's watchdog ends the process when another rank is gone, before the transport
-    has named that rank. 2: it aborts the communicators of the group only. Source: PyTorch's
+    The watchdog of NCCL would end the process when another rank is gone, before the transport has
+    named that rank. 2: it aborts the communicators of the group only. A value that is there is no
+    choice of the user for these groups: torchrun sets 1 in every process. Source: PyTorch's
     documentation of ProcessGroupNCCL's environment variables.
     """
-    if _WATCHDOG in os.environ:
-        yield
-        return
+    before = os.environ.get(_WATCHDOG)
     os.environ[_WATCHDOG] = "2"
     try:
         yield
     finally:
         del os.environ[_WATCHDOG]
+        if before is not None:
+            os.environ[_WATCHDOG] = before
 
 
 class GroupOperations:

@@ -133,15 +133,14 @@ def test_a_group_that_all_ranks_of_the_job_would_have_to_make_is_refused(
     device_group._refuse_split(_topology(2))
 
 
-def test_the_watchdog_is_told_to_end_no_process_unless_the_user_has_chosen(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("before", [None, "1"], ids=["unset", "as torchrun sets it"])
+def test_the_watchdog_of_the_groups_ends_no_process(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
     with device_group._watchdog_that_ends_no_process():
         assert os.environ[name] == "2"
-    assert name not in os.environ
-    monkeypatch.setenv(name, "1")
-    with device_group._watchdog_that_ends_no_process():
-        assert os.environ[name] == "1"
-    assert os.environ[name] == "1"
+    assert os.environ.get(name) == before
