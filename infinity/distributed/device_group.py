@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from infinity.distributed import transport
 from infinity.distributed.group import RankTopology
+from infinity.distributed.process_groups import new_group
 from infinity.errors import ConfigError
 
 # Of an operation that every rank has begun. A device may be far behind its host; the links find out
@@ -35,21 +35,12 @@ class DeviceGroups(NamedTuple):
 
 
 def device_groups(
-    group: RankTopology, device: torch.device, node: Sequence[int] = ()
+    group: RankTopology, device: torch.device, *, over_nodes: bool = False
 ) -> DeviceGroups:
-    """Returns the groups of the ranks' devices. As of `device_group`.
+    """Returns process groups of their own for the ranks' devices, which end with `leave`.
 
-    node: the ranks of this node, if they have a group of their own
-    """
-    gathers, sums = device_group(group, device), device_group(group, device)
-    return DeviceGroups(gathers, sums, device_group(group, device, node) if node else None)
-
-
-def device_group(group: RankTopology, device: torch.device, node: Sequence[int] = ()) -> Any:
-    """Returns a process group of its own for the ranks' devices, which ends with `leave`.
-
-    Operations of other groups are issued in another order. A collective call of all ranks, those of
-    other nodes too: each names its own `node`. Raises ConfigError.
+    `over_nodes`: the ranks of each node have a group, too. Operations of other groups are issued in
+    another order. A collective call. Raises ConfigError.
     """
     backend = dist.get_default_backend_for_device(device)
     if not dist.is_backend_available(backend):
@@ -60,21 +51,20 @@ def device_group(group: RankTopology, device: torch.device, node: Sequence[int] 
         )
     if backend == "nccl":
         _refuse_split(group)
-    ranks = node or range(group.count)
-    of_job = dist.get_process_group_ranks(group.process_group)
+    ranks = [range(group.count)]
+    return DeviceGroups(
+        _device_group(group, backend, ranks),
+        _device_group(group, backend, ranks),
+        _device_group(group, backend, group.nodes) if over_nodes else None,
+    )
+
+
+def _device_group(group: RankTopology, backend: str, divided: Sequence[Sequence[int]]) -> Any:
+    # An abort ends what NCCL waits for; gloo goes on to its timeout. Ranks enter operations
+    # within PATIENCE_S of each other, so one that lasts longer has lost a rank.
+    timeout_s = TIMEOUT_S if backend == "nccl" else transport.SILENCE_S
     with _watchdog_that_ends_no_process():
-        made = dist.new_group(
-            [of_job[rank] for rank in ranks],
-            # An abort ends what NCCL waits for; gloo goes on to its timeout. Ranks enter operations
-            # within PATIENCE_S of each other, so one that lasts longer has lost a rank.
-            timeout=timedelta(seconds=TIMEOUT_S if backend == "nccl" else transport.SILENCE_S),
-            backend=backend,
-            use_local_synchronization=True,
-            sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
-        )
-    # INV-19: row r of an operation is the part of rank r.
-    assert dist.get_rank(made) == ranks.index(group.rank), "ranks of the group were sorted"
-    return made
+        return new_group(group.process_group, divided, backend=backend, timeout_s=timeout_s)
 
 
 def leave(groups: DeviceGroups) -> None:

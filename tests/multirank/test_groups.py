@@ -72,6 +72,50 @@ def test_parts_are_in_the_order_of_the_callers_group() -> None:
         assert_same_run(found, wanted[place], f"rank {rank}")
 
 
+def _after_groups_of_some(rank: int) -> Any:
+    """Ranks 0 and 1 are in one more group when all three make the groups of the devices."""
+    dist.new_group([0, 1])
+    return train(rank, BETWEEN)
+
+
+def test_ranks_in_unequally_many_groups_find_each_other() -> None:
+    wanted = expected(BETWEEN, 3)
+    for rank, found in enumerate(run_ranks(3, _after_groups_of_some)):
+        assert_same_run(found, wanted[rank], f"rank {rank}")
+
+
+def _on_some_ranks(rank: int) -> Any:
+    """Ranks 0 and 1 offload a model, and rank 1 is in one more group than rank 0."""
+    both, _ = dist.new_group([0, 1]), dist.new_group([1, 2])
+    if rank == 2:
+        return None
+    try:
+        infinity.offload(build(BETWEEN), _config(), device=SimulatedDevice(7), group=both)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_ranks_of_a_part_of_the_job_that_would_not_find_each_other_are_refused() -> None:
+    for found in run_ranks(3, _on_some_ranks)[:2]:
+        assert "rank 0 is in 2 process groups and rank 1 in 3" in found
+
+
+def _some_ranks(rank: int) -> Any:
+    both = dist.new_group([2, 0], sort_ranks=False)
+    if rank == 1:
+        return None
+    model = infinity.offload(build(BETWEEN), _config(), device=SimulatedDevice(7), group=both)
+    run = train_model(model, dist.get_rank(both), BETWEEN)
+    infinity.engine_of(model).close()
+    return run
+
+
+def test_a_part_of_the_job_has_groups_of_its_own() -> None:
+    second, _, first = run_ranks(3, _some_ranks)
+    for rank, found in enumerate((first, second)):
+        assert_same_run(found, expected(BETWEEN, 2)[rank], f"rank {rank}")
+
+
 def _destroy_first(rank: int, exchange: str) -> dict[str, Tensor]:
     """The program destroys its groups, and then closes the engine."""
     case = replace(BETWEEN, simulated=exchange == "collective", exchange=exchange)
