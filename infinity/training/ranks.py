@@ -6,11 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
+
+# Of a wait in a barrier, such as that for the rank that tokenises the data: hours. NCCL's own 10
+# minutes would end the other ranks. The engine finds out much sooner which rank is gone.
+_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,9 @@ def job_rank(config: SwapConfig) -> Iterator[JobRank]:
     is_cuda = config.tiers.device.kind != "cpu" and torch.cuda.is_available()
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # Objects travel between hosts: the end of a rank leaves nothing of NCCL to wait for there.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+    # Objects travel between hosts. A barrier of TRL or accelerate is NCCL's.
+    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    dist.init_process_group(backend, timeout=_TIMEOUT)
     try:
         yield JobRank(dist.get_rank(), dist.get_world_size())
     finally:
