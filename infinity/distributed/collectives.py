@@ -27,7 +27,7 @@ from functools import partial
 import torch
 
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
-from infinity.distributed.device_group import DeviceGroups, GroupOperations, abort
+from infinity.distributed.device_group import DeviceGroups, GroupOperations
 from infinity.distributed.lockstep import AgreedLog, LogEntry, Report, next_log, report_of
 from infinity.distributed.transport import SILENCE_S, PeerTransport
 from infinity.errors import InfinityError, RankError
@@ -89,7 +89,6 @@ class Collectives:
         if groups.node_gathers is not None:
             of_node = groups.node_gathers
             self.node_gathers = GroupOperations(of_node, of_node.size(), self._told)
-        self._is_aborted = False
         self._device = device
         self._counters = counters
         self._coordinator = Coordinator(transport.count) if transport.rank == 0 else None
@@ -158,9 +157,9 @@ class Collectives:
         while not is_own and self._thread.is_alive():
             self._thread.join(_WATCH_S)
             if self._transport.is_broken:
-                self._abort()
+                self._groups.abort()
         if self._transport.is_broken:
-            self._abort()
+            self._groups.abort()
 
     # -- Proposals ---------------------------------------------------------------------------------
 
@@ -410,7 +409,7 @@ class Collectives:
                 proposal = self._begun.get(timeout=min(_WATCH_S, PATIENCE_S))
             except queue.Empty:
                 if self._transport.is_broken:
-                    self._abort()
+                    self._groups.abort()
                     return
                 continue
             if proposal is None:
@@ -426,7 +425,7 @@ class Collectives:
                 self._error = error  # The links take no word when all others have left.
                 if not isinstance(error, RankError):  # Else the links know of it.
                     self._transport.abort(f"{type(error).__name__}: {error}")
-                self._abort()
+                self._groups.abort()
                 return
             with self._changed:
                 proposal.act, proposal.is_issued = None, True
@@ -460,7 +459,7 @@ class Collectives:
     def _told(self) -> Iterator[None]:
         """Returns the error of the transport, which names the rank that is gone, for one of a
         backend."""
-        if self._is_aborted:  # An operation on an aborted group may wait for ever.
+        if self._groups.is_aborted:  # An operation on an aborted group may wait for ever.
             self._transport.check()
             raise InfinityError("between devices of ranks: the operations were ended")
         try:
@@ -471,11 +470,6 @@ class Collectives:
                 self._transport.check()
                 time.sleep(_LOOK_S)
             raise InfinityError(f"between devices of ranks: {error}") from error
-
-    def _abort(self) -> None:
-        """Ends every wait in an operation, and refuses further ones."""
-        self._is_aborted = True
-        abort(self._groups)
 
 
 def _is_over(copy: Copy) -> bool:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,75 @@ _ABORT_S = 60.0  # An abort may wait for an operation of the program's own that 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-class DeviceGroups(NamedTuple):
+class DeviceGroups:
     """Process groups: operations of one group do not wait for those of another. `gathers` and
-    `sums` have all ranks, `node_gathers` those of this node, where they gather by themselves."""
+    `sums` have all ranks, `node_gathers` those of this node, where they gather by themselves. Any
+    thread."""
 
-    gathers: Any
-    sums: Any
-    node_gathers: Any = None
+    def __init__(self, gathers: Any, sums: Any, node_gathers: Any = None) -> None:
+        self.gathers = gathers
+        self.sums = sums
+        self.node_gathers = node_gathers
+        self._lock = threading.Lock()
+        self._is_aborted = False
+        self._ending: list[threading.Thread] = []
+        self._end_s = 0.0
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether `abort` was called: an operation may wait for ever."""
+        return self._is_aborted
+
+    def leave(self) -> None:
+        """Shuts the groups down, which frees the memory of their communicators, after all ranks
+        have made their last operation. Does nothing for a group that the backend or the program has
+        shut down, and after an abort: a shutdown of NCCL waits for one, without a limit.
+
+        A group of gloo is left as it is: it holds no device memory, and its shutdown would wait for
+        a rank that is stuck in an operation. The group stays registered: `destroy_process_group`
+        would free its name, and the next group of these ranks would meet under the same keys of the
+        store, where the addresses of this one are.
+        """
+        for group in () if self._is_aborted else self._all:
+            with contextlib.suppress(Exception):
+                if dist.get_backend(group) != "gloo":
+                    group.shutdown()
+
+    def abort(self) -> None:
+        """Ends every wait of this rank in an operation of the groups. Waits until the aborts are
+        over, at most until a minute after the first call.
+
+        All at once, each in a thread of its own: an abort of NCCL waits for what is on the device,
+        and may wait there for an operation of another group, which only that group's abort ends.
+        `ncclGroupStart` in this thread would not join them: PyTorch calls NCCL in further threads.
+        """
+        with self._lock:
+            if not self._is_aborted:
+                self._is_aborted, self._end_s = True, time.monotonic() + _ABORT_S
+                for group in self._all:
+                    thread = threading.Thread(
+                        target=_abort, args=(group,), name="infinity-abort", daemon=True
+                    )
+                    thread.start()
+                    self._ending.append(thread)
+        for thread in self._ending:
+            thread.join(max(0.0, self._end_s - time.monotonic()))
+
+    @property
+    def _all(self) -> list[Any]:
+        groups = (self.gathers, self.sums, self.node_gathers)
+        return [group for group in groups if group is not None]
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(Exception):
+        group.abort()
 
 
 def device_groups(
     group: RankTopology, device: torch.device, *, over_nodes: bool = False
 ) -> DeviceGroups:
-    """Returns process groups of their own for the ranks' devices, which end with `leave`.
+    """Returns process groups of their own for the ranks' devices; `leave` ends them.
 
     `over_nodes`: the ranks of each node have a group, too. Operations of other groups are issued in
     another order. A collective call. Raises ConfigError.
@@ -65,46 +121,6 @@ def _device_group(group: RankTopology, backend: str, divided: Sequence[Sequence[
     timeout_s = TIMEOUT_S if backend == "nccl" else transport.SILENCE_S
     with _watchdog_that_ends_no_process():
         return new_group(group.process_group, divided, backend=backend, timeout_s=timeout_s)
-
-
-def leave(groups: DeviceGroups) -> None:
-    """Shuts the groups down, which frees the memory of their communicators, after all ranks have
-    made their last operation. Does nothing for a group that the backend or the program has shut
-    down.
-
-    A group of gloo is left as it is: it holds no device memory, and its shutdown would wait for a
-    rank that is stuck in an operation. The group stays registered: `destroy_process_group` would
-    free its name, and the next group of these ranks would meet under the same keys of the store,
-    where the addresses of this one are.
-    """
-    for group in filter(None, groups):
-        with contextlib.suppress(Exception):
-            if dist.get_backend(group) != "gloo":
-                group.shutdown()
-
-
-def abort(groups: DeviceGroups) -> None:
-    """Ends every wait of this rank in an operation of the groups. Waits until the aborts are over,
-    a minute at most.
-
-    All at once, each in a thread of its own: an abort of NCCL waits for what is on the device, and
-    may wait there for an operation of another group, which only that group's abort ends.
-    `ncclGroupStart` in this thread would not join them: PyTorch calls NCCL in further threads.
-    """
-
-    def end(group: Any) -> None:
-        with contextlib.suppress(Exception):
-            group.abort()
-
-    threads = [
-        threading.Thread(target=end, args=(group,), name="infinity-abort", daemon=True)
-        for group in filter(None, groups)
-    ]
-    for thread in threads:
-        thread.start()
-    deadline_s = time.monotonic() + _ABORT_S
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def _refuse_split(group: RankTopology) -> None:

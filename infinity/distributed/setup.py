@@ -18,7 +18,7 @@ from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.distributed.buckets import GradientBuckets
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.device_group import DeviceGroups, device_groups, leave
+from infinity.distributed.device_group import DeviceGroups, device_groups
 from infinity.distributed.exchange import Buffers, DeviceExchange, choose_round
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
@@ -125,7 +125,7 @@ class ShardingPlan:
         prepare(self.partition.count, device.torch_device)
         over_nodes = self.partition.over_node
         groups = device_groups(self.group, device.torch_device, over_nodes=over_nodes)
-        resources.callback(leave, groups)
+        resources.callback(groups.leave)
         return groups
 
     def exchange(

@@ -4,6 +4,7 @@ differ by more than their names."""
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
-from infinity.distributed import addresses, device_group, group, setup
+from infinity.distributed import addresses, device_group, group
+from infinity.distributed.device_group import DeviceGroups
 from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
 from infinity.testing import SimulatedDevice
@@ -27,13 +29,13 @@ BETWEEN = Case(3, simulated=True, exchange="collective", steps=2)
 
 def _one_after_the_other(rank: int) -> list[tuple[Any, int]]:
     """Three engines, and after each one the number of device groups that were left."""
-    left, leave = [0], device_group.leave
+    left, leave = [0], DeviceGroups.leave
 
-    def counted(device_group: Any) -> None:
+    def counted(groups: DeviceGroups) -> None:
         left[0] += 1
-        leave(device_group)
+        leave(groups)
 
-    setup.leave = counted
+    DeviceGroups.leave = counted  # type: ignore[method-assign]
     return [(train(rank, BETWEEN), left[0]) for _ in range(3)]
 
 
@@ -188,3 +190,37 @@ def test_the_watchdog_of_the_groups_ends_no_process(
     with device_group._watchdog_that_ends_no_process():
         assert os.environ[name] == "2"
     assert os.environ.get(name) == before
+
+
+class Stuck:
+    """A group whose abort does not end, and whose shutdown waits for it, as NCCL's."""
+
+    def __init__(self) -> None:
+        self.is_shut_down, self.end = False, threading.Event()
+
+    def abort(self) -> None:
+        self.end.wait()
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+        self.end.wait()
+
+
+def test_groups_whose_abort_has_not_ended_are_left_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_group, "_ABORT_S", 0.1)
+    monkeypatch.setattr(device_group.dist, "get_backend", lambda group: "nccl")
+    stuck = Stuck()
+    groups = DeviceGroups(stuck, None)
+    groups.abort()
+    groups.abort()
+    leaving = threading.Thread(target=groups.leave, daemon=True)
+    leaving.start()
+    leaving.join(5)
+    assert not leaving.is_alive() and not stuck.is_shut_down
+    stuck.end.set()
+    other = Stuck()
+    other.end.set()
+    DeviceGroups(other, None).leave()
+    assert other.is_shut_down
