@@ -33,8 +33,10 @@ class JobRank:
 
 @contextmanager
 def job_rank(config: SwapConfig) -> Iterator[JobRank]:
-    """Joins the process group of the job, an existing one or that of torchrun, for a `with`
-    block."""
+    """Joins the process group of the job, an existing one or that of torchrun, for a `with` block.
+
+    After an exception the group of torchrun stays, and ends with the process.
+    """
     is_joined = dist.is_initialized()
     if not is_joined and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield JobRank()
@@ -50,10 +52,9 @@ def job_rank(config: SwapConfig) -> Iterator[JobRank]:
     # Objects travel between hosts. A barrier of TRL or accelerate is NCCL's.
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, timeout=_TIMEOUT)
-    try:
-        yield JobRank(dist.get_rank(), dist.get_world_size())
-    finally:
-        dist.destroy_process_group()
+    yield JobRank(dist.get_rank(), dist.get_world_size())
+    # Not after an exception: it waits for aborts that wait for a rank that is gone.
+    dist.destroy_process_group()
 
 
 @contextmanager

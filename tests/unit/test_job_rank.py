@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
+from infinity.errors import RankError
 from infinity.training.ranks import JobRank, job_rank
 
 CUDA = SwapConfig(tiers={"device": {"kind": "cuda"}, "host": {"capacity": "64MiB"}})
@@ -47,3 +48,9 @@ def test_ranks_wait_for_one_that_tokenises_for_hours(calls: dict[str, Any]) -> N
     assert backend == "cpu:gloo,cuda:nccl"
     assert options["timeout"].total_seconds() >= 12 * 3600
     assert calls["destroy"]
+
+
+def test_after_an_error_no_group_is_waited_for(calls: dict[str, Any]) -> None:
+    with pytest.raises(RankError), job_rank(CUDA):
+        raise RankError(1, "rank 1 is gone")
+    assert "destroy" not in calls
