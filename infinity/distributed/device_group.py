@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from infinity.errors import ConfigError
 # much sooner who is gone.
 TIMEOUT_S = 600.0
 _ABORT_S = 60.0  # An abort may wait for an operation of the program's own that lost a rank.
+_MOST_CTAS = 16  # Of a kernel. Gathers, sums and 32 of the program's own fit 64 multiprocessors.
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -118,9 +120,26 @@ def device_groups(
 def _device_group(group: RankTopology, backend: str, divided: Sequence[Sequence[int]]) -> Any:
     # An abort ends what NCCL waits for; gloo goes on to its timeout. Ranks enter operations
     # within PATIENCE_S of each other, so one that lasts longer has lost a rank.
-    timeout_s = TIMEOUT_S if backend == "nccl" else transport.SILENCE_S
+    timeout = timedelta(seconds=TIMEOUT_S if backend == "nccl" else transport.SILENCE_S)
+    options = _nccl_options(timeout) if backend == "nccl" else None
     with _watchdog_that_ends_no_process():
-        return new_group(group.process_group, divided, backend=backend, timeout_s=timeout_s)
+        return new_group(
+            group.process_group, divided, backend=backend, timeout=timeout, options=options
+        )
+
+
+def _nccl_options(timeout: timedelta) -> Any:
+    """Returns the options of a group whose kernels fit on a device beside those of others.
+
+    Kernels of two communicators that wait for other ranks must be on the device at once, or each
+    may wait for what the other one keeps off it. NCCL takes up to 32 CTAs for each, about one for a
+    multiprocessor, which the device may not have for gathers, sums and the program's own. Source:
+    NCCL's user guide, "Using multiple NCCL communicators concurrently".
+    """
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MOST_CTAS
+    options._timeout = timeout  # noqa: SLF001  PyTorch warns where it is not the group's.
+    return options
 
 
 def _refuse_split(group: RankTopology) -> None:

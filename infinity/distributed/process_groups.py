@@ -13,12 +13,17 @@ from infinity.errors import ConfigError
 
 
 def new_group(
-    group: Any, divided: Sequence[Sequence[int]], *, backend: str, timeout_s: float
+    group: Any,
+    divided: Sequence[Sequence[int]],
+    *,
+    backend: str,
+    timeout: timedelta,
+    options: Any = None,
 ) -> Any:
     """Returns the new process group that this rank is in. Its ranks keep the order of `divided`.
 
     A collective call of all ranks of `group`. `divided`: the ranks of each new group, by their
-    number in `group`; every rank is in one of them.
+    number in `group`; every rank is in one of them. `options`: of the backend.
 
     PyTorch finds the members of a group under its name. If `group` has all ranks of the job, each
     of them makes all of the groups, and their names are numbers that all ranks count alike. Else
@@ -33,8 +38,9 @@ def new_group(
             continue
         made = dist.new_group(
             [of_job[rank] for rank in ranks],
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
             backend=backend,
+            pg_options=options,
             use_local_synchronization=not is_all_of_job,
             sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
         )

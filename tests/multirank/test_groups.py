@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -177,6 +178,37 @@ def test_a_group_that_all_ranks_of_the_job_would_have_to_make_is_refused(
         device_group._refuse_split(_topology(2))
     bound.bound_device_id = None
     device_group._refuse_split(_topology(2))
+
+
+def test_groups_of_nccl_share_a_device_with_the_programs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 of four on two nodes."""
+    made: list[tuple[list[int], dict[str, Any]]] = []
+
+    def new_group(ranks: list[int], **words: Any) -> Any:
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        made.append((ranks, words))
+        return ranks
+
+    options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: "nccl")
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: True)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda made: 2 if made is None else made.index(2))
+    topology: Any = SimpleNamespace(
+        process_group=None, count=4, job_count=4, nodes=((0, 1), (2, 3))
+    )
+    groups = device_group.device_groups(topology, torch.device("cuda"), over_nodes=True)
+    assert [ranks for ranks, _ in made] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3]]
+    assert groups.node_gathers == [2, 3]
+    for _, words in made:
+        assert words["backend"] == "nccl" and words["pg_options"].config.max_ctas == 16
+        assert words["pg_options"]._timeout == words["timeout"]
+        assert not words["use_local_synchronization"], "names that ranks count unlike"
 
 
 @pytest.mark.parametrize("before", [None, "1"], ids=["unset", "as torchrun sets it"])
