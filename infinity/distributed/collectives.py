@@ -100,6 +100,7 @@ class Collectives:
         self._paused_steps = 0
         self._pause = 1
         self._error: BaseException | None = None  # Of the thread that carries out what is begun.
+        self._trial: Callable[[], Sequence[Copy]] | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._proposals: list[Proposal] = []  # Of this rank in this step, in order.
@@ -114,11 +115,17 @@ class Collectives:
         self._waits_since_s = 0.0
         self._patience_s: float | None = None  # None: PATIENCE_S.
 
+    def try_first(self, act: Callable[[], Sequence[Copy]]) -> None:
+        """Gives the operations that `open` tries. `act` issues operations of every kind, of the
+        least and of the most bytes."""
+        self._trial = act
+
     def open(self) -> None:
         """Checks that the backend works, and starts the thread. Called after the transport is open.
 
-        Backends connect in their first operation, which waits for all ranks. It runs here, where
-        all ranks come, and not in the middle of a step. Raises InfinityError.
+        Backends connect devices in the first operation of a kind and size, which waits for all
+        ranks. It runs here, where all ranks come, and not in the middle of a step. Raises
+        InfinityError.
         """
         trial = Proposal(_NO_KEY, self._try)
         self._num_begun += 1
@@ -129,10 +136,10 @@ class Collectives:
             self._wait(lambda: trial.is_issued)
 
     def _try(self) -> None:
-        for operations in filter(None, (self.gathers, self.sums, self.node_gathers)):
-            rows = torch.zeros((operations.count, 1), dtype=torch.uint8, device=self._device)
-            operations.all_gather(torch.empty_like(rows).flatten(), rows[0])
-            operations.all_to_all(torch.empty_like(rows), rows)
+        copies = [] if self._trial is None else self._trial()
+        for copy in copies:
+            self.await_copy(copy)
+            copy.wait()  # Raises what has failed.
 
     def close(self) -> None:
         """Withdraws all proposals, without waiting for other ranks, and ends the thread.

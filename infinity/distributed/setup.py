@@ -148,6 +148,7 @@ class ShardingPlan:
         exchange = DeviceExchange(
             device, collectives.gathers, collectives.sums, self.buffers, collectives.node_gathers
         )
+        collectives.try_first(exchange.try_all)
         buckets = GradientBuckets(collectives, exchange, self.partition, counters)
         gathering = DeviceUnshard(
             store, collectives=collectives, exchange=exchange, counters=counters
