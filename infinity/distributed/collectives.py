@@ -40,6 +40,8 @@ PATIENCE_S = 10.0
 _LOOK_S = 0.02
 _POLL_S = 0.001
 _WATCH_S = 0.5  # A thread that waits in an operation notices within this time that a rank is gone.
+# NCCL may be making a communicator, which waits for a rank that is gone and which no abort reaches.
+_GIVE_UP_S = 5.0
 # If what ranks proposed in a step makes no log, they propose nothing for some steps, twice as many
 # every time.
 _MOST_PAUSED = 64
@@ -146,7 +148,7 @@ class Collectives:
 
         With a log, issues the rest of it, which the threads of the other ranks do then too. Aborts
         operations that wait for a rank that is gone. Called before the transport closes.
-        Idempotent.
+        Idempotent. A thread that an abort does not release is given up, and ends with the process.
         """
         if self._thread is None or self._is_closed:
             return
@@ -161,10 +163,12 @@ class Collectives:
                 self.end_step()
         self._is_closed = True
         self._begun.put(None)
-        while not is_own and self._thread.is_alive():
+        end_s = float("inf")
+        while not is_own and self._thread.is_alive() and time.monotonic() < end_s:
             self._thread.join(_WATCH_S)
             if self._transport.is_broken:
                 self._groups.abort()
+                end_s = min(end_s, time.monotonic() + _GIVE_UP_S)
         if self._transport.is_broken:
             self._groups.abort()
 

@@ -63,7 +63,8 @@ class DeviceGroups:
 
     def abort(self) -> None:
         """Ends every wait of this rank in an operation of the groups. Waits until the aborts are
-        over, at most until a minute after the first call.
+        over, at most until a minute after the first call. A later call also ends operations that
+        the first one has not reached: those of a communicator that NCCL was still making.
 
         All at once, each in a thread of its own: an abort of NCCL waits for what is on the device,
         and may wait there for an operation of another group, which only that group's abort ends.
@@ -72,6 +73,8 @@ class DeviceGroups:
         with self._lock:
             if not self._is_aborted:
                 self._is_aborted, self._end_s = True, time.monotonic() + _ABORT_S
+            if not any(thread.is_alive() for thread in self._ending):
+                self._ending = []
                 for group in self._all:
                     thread = threading.Thread(
                         target=_abort, args=(group,), name="infinity-abort", daemon=True
