@@ -27,7 +27,7 @@ from functools import partial
 import torch
 
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
-from infinity.distributed.device_group import DeviceGroups, GroupOperations, abort
+from infinity.distributed.device_group import DeviceGroups, GroupOperations
 from infinity.distributed.lockstep import AgreedLog, LogEntry, Report, next_log, report_of
 from infinity.distributed.transport import SILENCE_S, PeerTransport
 from infinity.errors import InfinityError, RankError
@@ -40,6 +40,8 @@ PATIENCE_S = 10.0
 _LOOK_S = 0.02
 _POLL_S = 0.001
 _WATCH_S = 0.5  # A thread that waits in an operation notices within this time that a rank is gone.
+# NCCL may be making a communicator, which waits for a rank that is gone and which no abort reaches.
+_GIVE_UP_S = 5.0
 # If what ranks proposed in a step makes no log, they propose nothing for some steps, twice as many
 # every time.
 _MOST_PAUSED = 64
@@ -91,7 +93,6 @@ class Collectives:
         if groups.node_gathers is not None:
             of_node = groups.node_gathers
             self.node_gathers = GroupOperations(of_node, of_node.size(), self._told)
-        self._is_aborted = False
         self._device = device
         self._begin_thread = begin_thread
         self._counters = counters
@@ -104,6 +105,7 @@ class Collectives:
         self._paused_steps = 0
         self._pause = 1
         self._error: BaseException | None = None  # Of the thread that carries out what is begun.
+        self._trial: Callable[[], Sequence[Copy]] | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._proposals: list[Proposal] = []  # Of this rank in this step, in order.
@@ -118,11 +120,17 @@ class Collectives:
         self._waits_since_s = 0.0
         self._patience_s: float | None = None  # None: PATIENCE_S.
 
+    def try_first(self, act: Callable[[], Sequence[Copy]]) -> None:
+        """Gives the operations that `open` tries. `act` issues operations of every kind, of the
+        least and of the most bytes."""
+        self._trial = act
+
     def open(self) -> None:
         """Checks that the backend works, and starts the thread. Called after the transport is open.
 
-        Backends connect in their first operation, which waits for all ranks. It runs here, where
-        all ranks come, and not in the middle of a step. Raises InfinityError.
+        Backends connect devices in the first operation of a kind and size, which waits for all
+        ranks. It runs here, where all ranks come, and not in the middle of a step. Raises
+        InfinityError.
         """
         trial = Proposal(_NO_KEY, self._try)
         self._num_begun += 1
@@ -133,17 +141,17 @@ class Collectives:
             self._wait(lambda: trial.is_issued)
 
     def _try(self) -> None:
-        for operations in filter(None, (self.gathers, self.sums, self.node_gathers)):
-            rows = torch.zeros((operations.count, 1), dtype=torch.uint8, device=self._device)
-            operations.all_gather(torch.empty_like(rows).flatten(), rows[0])
-            operations.all_to_all(torch.empty_like(rows), rows)
+        copies = [] if self._trial is None else self._trial()
+        for copy in copies:
+            self.await_copy(copy)
+            copy.wait()  # Raises what has failed.
 
     def close(self) -> None:
         """Withdraws all proposals, without waiting for other ranks, and ends the thread.
 
         With a log, issues the rest of it, which the threads of the other ranks do then too. Aborts
         operations that wait for a rank that is gone. Called before the transport closes.
-        Idempotent.
+        Idempotent. A thread that an abort does not release is given up, and ends with the process.
         """
         if self._thread is None or self._is_closed:
             return
@@ -158,12 +166,14 @@ class Collectives:
                 self.end_step()
         self._is_closed = True
         self._begun.put(None)
-        while not is_own and self._thread.is_alive():
+        end_s = float("inf")
+        while not is_own and self._thread.is_alive() and time.monotonic() < end_s:
             self._thread.join(_WATCH_S)
             if self._transport.is_broken:
-                self._abort()
+                self._groups.abort()
+                end_s = min(end_s, time.monotonic() + _GIVE_UP_S)
         if self._transport.is_broken:
-            self._abort()
+            self._groups.abort()
 
     # -- Proposals ---------------------------------------------------------------------------------
 
@@ -412,7 +422,7 @@ class Collectives:
                 proposal = self._begun.get(timeout=min(_WATCH_S, PATIENCE_S))
             except queue.Empty:
                 if self._transport.is_broken:
-                    self._abort()
+                    self._groups.abort()
                     return
                 continue
             if proposal is None:
@@ -428,7 +438,7 @@ class Collectives:
                 self._error = error  # The links take no word when all others have left.
                 if not isinstance(error, RankError):  # Else the links know of it.
                     self._transport.abort(f"{type(error).__name__}: {error}")
-                self._abort()
+                self._groups.abort()
                 return
             with self._changed:
                 proposal.act, proposal.is_issued = None, True
@@ -462,7 +472,7 @@ class Collectives:
     def _told(self) -> Iterator[None]:
         """Returns the error of the transport, which names the rank that is gone, for one of a
         backend."""
-        if self._is_aborted:  # An operation on an aborted group may wait for ever.
+        if self._groups.is_aborted:  # An operation on an aborted group may wait for ever.
             self._transport.check()
             raise InfinityError("between devices of ranks: the operations were ended")
         try:
@@ -473,11 +483,6 @@ class Collectives:
                 self._transport.check()
                 time.sleep(_LOOK_S)
             raise InfinityError(f"between devices of ranks: {error}") from error
-
-    def _abort(self) -> None:
-        """Ends every wait in an operation, and refuses further ones."""
-        self._is_aborted = True
-        abort(self._groups)
 
 
 def _is_over(copy: Copy) -> bool:

@@ -9,47 +9,99 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from infinity.distributed import transport
 from infinity.distributed.group import RankTopology
+from infinity.distributed.process_groups import new_group
 from infinity.errors import ConfigError
 
 # Of an operation that every rank has begun. A device may be far behind its host; the links find out
 # much sooner who is gone.
 TIMEOUT_S = 600.0
 _ABORT_S = 60.0  # An abort may wait for an operation of the program's own that lost a rank.
+_MOST_CTAS = 16  # Of a kernel. Gathers, sums and 32 of the program's own fit 64 multiprocessors.
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-class DeviceGroups(NamedTuple):
+class DeviceGroups:
     """Process groups: operations of one group do not wait for those of another. `gathers` and
-    `sums` have all ranks, `node_gathers` those of this node, where they gather by themselves."""
+    `sums` have all ranks, `node_gathers` those of this node, where they gather by themselves. Any
+    thread."""
 
-    gathers: Any
-    sums: Any
-    node_gathers: Any = None
+    def __init__(self, gathers: Any, sums: Any, node_gathers: Any = None) -> None:
+        self.gathers = gathers
+        self.sums = sums
+        self.node_gathers = node_gathers
+        self._lock = threading.Lock()
+        self._is_aborted = False
+        self._ending: list[threading.Thread] = []
+        self._end_s = 0.0
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether `abort` was called: an operation may wait for ever."""
+        return self._is_aborted
+
+    def leave(self) -> None:
+        """Shuts the groups down, which frees the memory of their communicators, after all ranks
+        have made their last operation. Does nothing for a group that the backend or the program has
+        shut down, and after an abort: a shutdown of NCCL waits for one, without a limit.
+
+        A group of gloo is left as it is: it holds no device memory, and its shutdown would wait for
+        a rank that is stuck in an operation. The group stays registered: `destroy_process_group`
+        would free its name, and the next group of these ranks would meet under the same keys of the
+        store, where the addresses of this one are.
+        """
+        for group in () if self._is_aborted else self._all:
+            with contextlib.suppress(Exception):
+                if dist.get_backend(group) != "gloo":
+                    group.shutdown()
+
+    def abort(self) -> None:
+        """Ends every wait of this rank in an operation of the groups. Waits until the aborts are
+        over, at most until a minute after the first call. A later call also ends operations that
+        the first one has not reached: those of a communicator that NCCL was still making.
+
+        All at once, each in a thread of its own: an abort of NCCL waits for what is on the device,
+        and may wait there for an operation of another group, which only that group's abort ends.
+        `ncclGroupStart` in this thread would not join them: PyTorch calls NCCL in further threads.
+        """
+        with self._lock:
+            if not self._is_aborted:
+                self._is_aborted, self._end_s = True, time.monotonic() + _ABORT_S
+            if not any(thread.is_alive() for thread in self._ending):
+                self._ending = []
+                for group in self._all:
+                    thread = threading.Thread(
+                        target=_abort, args=(group,), name="infinity-abort", daemon=True
+                    )
+                    thread.start()
+                    self._ending.append(thread)
+        for thread in self._ending:
+            thread.join(max(0.0, self._end_s - time.monotonic()))
+
+    @property
+    def _all(self) -> list[Any]:
+        groups = (self.gathers, self.sums, self.node_gathers)
+        return [group for group in groups if group is not None]
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(Exception):
+        group.abort()
 
 
 def device_groups(
-    group: RankTopology, device: torch.device, node: Sequence[int] = ()
+    group: RankTopology, device: torch.device, *, over_nodes: bool = False
 ) -> DeviceGroups:
-    """Returns the groups of the ranks' devices. As of `device_group`.
+    """Returns process groups of their own for the ranks' devices; `leave` ends them.
 
-    node: the ranks of this node, if they have a group of their own
-    """
-    gathers, sums = device_group(group, device), device_group(group, device)
-    return DeviceGroups(gathers, sums, device_group(group, device, node) if node else None)
-
-
-def device_group(group: RankTopology, device: torch.device, node: Sequence[int] = ()) -> Any:
-    """Returns a process group of its own for the ranks' devices, which ends with `leave`.
-
-    Operations of other groups are issued in another order. A collective call of all ranks, those of
-    other nodes too: each names its own `node`. Raises ConfigError.
+    `over_nodes`: the ranks of each node have a group, too. Operations of other groups are issued in
+    another order. A collective call. Raises ConfigError.
     """
     backend = dist.get_default_backend_for_device(device)
     if not dist.is_backend_available(backend):
@@ -60,61 +112,37 @@ def device_group(group: RankTopology, device: torch.device, node: Sequence[int] 
         )
     if backend == "nccl":
         _refuse_split(group)
-    ranks = node or range(group.count)
-    of_job = dist.get_process_group_ranks(group.process_group)
+    ranks = [range(group.count)]
+    return DeviceGroups(
+        _device_group(group, backend, ranks),
+        _device_group(group, backend, ranks),
+        _device_group(group, backend, group.nodes) if over_nodes else None,
+    )
+
+
+def _device_group(group: RankTopology, backend: str, divided: Sequence[Sequence[int]]) -> Any:
+    # An abort ends what NCCL waits for; gloo goes on to its timeout. Ranks enter operations
+    # within PATIENCE_S of each other, so one that lasts longer has lost a rank.
+    timeout = timedelta(seconds=TIMEOUT_S if backend == "nccl" else transport.SILENCE_S)
+    options = _nccl_options(timeout) if backend == "nccl" else None
     with _watchdog_that_ends_no_process():
-        made = dist.new_group(
-            [of_job[rank] for rank in ranks],
-            # An abort ends what NCCL waits for; gloo goes on to its timeout. Ranks enter operations
-            # within PATIENCE_S of each other, so one that lasts longer has lost a rank.
-            timeout=timedelta(seconds=TIMEOUT_S if backend == "nccl" else transport.SILENCE_S),
-            backend=backend,
-            use_local_synchronization=True,
-            sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
+        return new_group(
+            group.process_group, divided, backend=backend, timeout=timeout, options=options
         )
-    # INV-19: row r of an operation is the part of rank r.
-    assert dist.get_rank(made) == ranks.index(group.rank), "ranks of the group were sorted"
-    return made
 
 
-def leave(groups: DeviceGroups) -> None:
-    """Shuts the groups down, which frees the memory of their communicators, after all ranks have
-    made their last operation. Does nothing for a group that the backend or the program has shut
-    down.
+def _nccl_options(timeout: timedelta) -> Any:
+    """Returns the options of a group whose kernels fit on a device beside those of others.
 
-    A group of gloo is left as it is: it holds no device memory, and its shutdown would wait for a
-    rank that is stuck in an operation. The group stays registered: `destroy_process_group` would
-    free its name, and the next group of these ranks would meet under the same keys of the store,
-    where the addresses of this one are.
+    Kernels of two communicators that wait for other ranks must be on the device at once, or each
+    may wait for what the other one keeps off it. NCCL takes up to 32 CTAs for each, about one for a
+    multiprocessor, which the device may not have for gathers, sums and the program's own. Source:
+    NCCL's user guide, "Using multiple NCCL communicators concurrently".
     """
-    for group in filter(None, groups):
-        with contextlib.suppress(Exception):
-            if dist.get_backend(group) != "gloo":
-                group.shutdown()
-
-
-def abort(groups: DeviceGroups) -> None:
-    """Ends every wait of this rank in an operation of the groups. Waits until the aborts are over,
-    a minute at most.
-
-    All at once, each in a thread of its own: an abort of NCCL waits for what is on the device, and
-    may wait there for an operation of another group, which only that group's abort ends.
-    `ncclGroupStart` in this thread would not join them: PyTorch calls NCCL in further threads.
-    """
-
-    def end(group: Any) -> None:
-        with contextlib.suppress(Exception):
-            group.abort()
-
-    threads = [
-        threading.Thread(target=end, args=(group,), name="infinity-abort", daemon=True)
-        for group in filter(None, groups)
-    ]
-    for thread in threads:
-        thread.start()
-    deadline_s = time.monotonic() + _ABORT_S
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MOST_CTAS
+    options._timeout = timeout  # noqa: SLF001  PyTorch warns where it is not the group's.
+    return options
 
 
 def _refuse_split(group: RankTopology) -> None:
@@ -134,20 +162,21 @@ def _refuse_split(group: RankTopology) -> None:
 
 @contextlib.contextmanager
 def _watchdog_that_ends_no_process() -> Iterator[None]:
-    """Makes groups whose watchdog ends no process, in the block, unless the user has chosen.
+    """Makes groups whose watchdog ends no process, in the block.
 
-    By default NCCL's watchdog ends the process when another rank is gone, before the transport
-    has named that rank. 2: it aborts the communicators of the group only. Source: PyTorch's
+    The watchdog of NCCL would end the process when another rank is gone, before the transport has
+    named that rank. 2: it aborts the communicators of the group only. A value that is there is no
+    choice of the user for these groups: torchrun sets 1 in every process. Source: PyTorch's
     documentation of ProcessGroupNCCL's environment variables.
     """
-    if _WATCHDOG in os.environ:
-        yield
-        return
+    before = os.environ.get(_WATCHDOG)
     os.environ[_WATCHDOG] = "2"
     try:
         yield
     finally:
         del os.environ[_WATCHDOG]
+        if before is not None:
+            os.environ[_WATCHDOG] = before
 
 
 class GroupOperations:

@@ -195,6 +195,23 @@ class DeviceExchange:
         region.memory.take_memory()
         return region
 
+    def try_all(self) -> list[StreamCopy]:
+        """Issues gathers and sums of the least and of the most bytes, of nothing, in the order of
+        all ranks. Each of their process groups carries out its own kinds only: NCCL keeps memory
+        for each kind that a group has carried out.
+        """
+        nothing = all_of(self._gathered.memory)[:0]
+        copies = []
+        for gathers in filter(None, (self._of_all, self._of_node)):
+            for nbytes in sorted({_ALIGNED_NBYTES, gathers.part_nbytes}):
+                ranges = [PlacedRange(0, 0, 0, nbytes)]
+                copies.append(self.give(nothing, ranges, is_of_node=gathers is self._of_node))
+        most = self._sum_part_nbytes // torch.float32.itemsize
+        return [
+            *copies,
+            *(self.sum_nothing(SumLayout(torch.float32, n)) for n in sorted({1, most})),
+        ]
+
     def take(self, region: Region) -> None:
         """Takes the memory of a region that an all-gather will fill. For the thread that
         attaches."""

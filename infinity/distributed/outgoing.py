@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from infinity.distributed.channel import Channel
-from infinity.distributed.messages import NOTHING, MessageType
+from infinity.distributed.messages import MOST_NBYTES, NOTHING, MessageType
 from infinity.distributed.peer import Peer, RemoteRequest
+from infinity.errors import RankError
 
 
 @dataclass(slots=True)
@@ -48,6 +50,12 @@ class Outgoing:
         """Sends a message. Content that is lent may be taken later."""
         with self.sending:
             message.num_lent = self.channel.post(message.kind, message.numbers, message.content)
+
+    def tell(self, error: RankError) -> None:
+        """Sends a failure to the peer, past the queue, which may be long."""
+        with contextlib.suppress(OSError, RankError), self.sending:
+            content = memoryview(str(error).encode()[: MOST_NBYTES[MessageType.CLOSE]])
+            self.channel.post(MessageType.CLOSE, (error.rank + 1, 0, 0), content)
 
     @property
     def is_empty(self) -> bool:

@@ -18,10 +18,11 @@ from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.distributed.buckets import GradientBuckets
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.device_group import DeviceGroups, device_groups, leave
+from infinity.distributed.device_group import DeviceGroups, device_groups
 from infinity.distributed.exchange import Buffers, DeviceExchange, choose_round
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
+from infinity.distributed.process_groups import number_of_groups, refuse_unequal_names
 from infinity.distributed.store import DistributedStore, serving_nbytes
 from infinity.distributed.sync import Ranks
 from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
@@ -95,11 +96,6 @@ class ShardingPlan:
         """
         return 2 * sum(unit.trainable_nbytes for unit in self.partition.full_units)
 
-    @property
-    def _node(self) -> tuple[int, ...]:
-        """The ranks of this node, if their devices gather frozen weights by themselves."""
-        return self.partition.node if self.partition.over_node else ()
-
     def budgets(self, config: SwapConfig, *, device_nbytes: int | None, **sizes: Any) -> Budgets:
         """Returns this rank's budgets; `sizes` are those of `compute_budgets` that ranks do not
         change.
@@ -127,8 +123,9 @@ class ShardingPlan:
             return None
         # Here, where no rank waits for a connection: to compile takes seconds.
         prepare(self.partition.count, device.torch_device)
-        groups = device_groups(self.group, device.torch_device, self._node)
-        resources.callback(leave, groups)
+        over_nodes = self.partition.over_node
+        groups = device_groups(self.group, device.torch_device, over_nodes=over_nodes)
+        resources.callback(groups.leave)
         return groups
 
     def exchange(
@@ -153,6 +150,7 @@ class ShardingPlan:
         exchange = DeviceExchange(
             device, collectives.gathers, collectives.sums, self.buffers, collectives.node_gathers
         )
+        collectives.try_first(exchange.try_all)
         buckets = GradientBuckets(collectives, exchange, self.partition, counters)
         gathering = DeviceUnshard(
             store, collectives=collectives, exchange=exchange, counters=counters
@@ -289,7 +287,8 @@ def agree_on_exchange(
     devices.
 
     `identity`: see `device_identity`. A collective call. Raises ConfigError as
-    `exchanges_on_devices`, if ranks differ, and if two of them have one device.
+    `exchanges_on_devices`, if ranks differ, if two of them have one device, and as
+    `refuse_unequal_names`.
     """
     local, refusal = None, None
     has_nccl = is_cuda and dist.is_nccl_available()
@@ -301,11 +300,11 @@ def agree_on_exchange(
     # A rank that refuses sends None to the others: they would wait for it.
     division = config.distributed.shard_over, config.distributed.zero_stage
     kind = *division, config.placement.parameters  # What the sizes of rounds depend on.
-    own = local, kind, identity, device_nbytes
+    own = local, kind, identity, device_nbytes, number_of_groups()
     dist.all_gather_object(of_all, own, group=group.process_group)
     if refusal is not None:
         raise refusal
-    refuse_shared_devices([device for _, _, device, _ in of_all])
+    refuse_shared_devices([device for _, _, device, *_ in of_all])
     for rank, remote in enumerate(of_all):
         if remote[:2] != of_all[0][:2]:
             raise ConfigError(
@@ -314,7 +313,9 @@ def agree_on_exchange(
                 "devices of one kind"
             )
     assert local is not None
-    limits = [nbytes for *_, nbytes in of_all if nbytes is not None]
+    if local:
+        refuse_unequal_names(group.process_group, [number for *_, number in of_all])
+    limits = [nbytes for *_, nbytes, _ in of_all if nbytes is not None]
     return AgreedDevices(local, min(limits, default=None))
 
 

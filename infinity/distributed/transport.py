@@ -19,7 +19,7 @@ secret that the process group has exchanged.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import socket
 import sys
 import threading
@@ -35,6 +35,8 @@ from infinity.distributed.outgoing import Message, Outgoing
 from infinity.distributed.peer import Peer, RemoteRequest, Service
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
+
+_log = logging.getLogger("infinity")
 
 HEARTBEAT_S = 2.0
 SILENCE_S = 20.0  # A process that sends nothing for so long does not compute, it is stuck.
@@ -205,23 +207,20 @@ class PeerTransport:
         The failed rank receives it too if it `is_alive`.
         """
         with self._changed:
-            if self._failure is None and not self._is_done():
+            is_first = self._failure is None and not self._is_done()
+            if is_first:
                 self._failure = error
                 self._changed.notify_all()
                 for (rank, purpose), link in list(self._outgoing.items()):
                     if purpose is Purpose.GIVING and (is_alive or rank != error.rank):
-                        tell = threading.Thread(target=self._tell, args=(link, error), daemon=True)
+                        tell = threading.Thread(target=link.tell, args=(error,), daemon=True)
                         tell.start()
                         self._telling.append(tell)
+        if is_first:  # At once: this process may end, or wait for its device, before it raises.
+            _log.error("%s (seen by rank %d)", error, self.rank)
         deadline_s = time.monotonic() + _TELLING_S
         for thread in self._telling:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-
-    def _tell(self, link: Outgoing, error: RankError) -> None:
-        # Not through the queue, which may be long.
-        with contextlib.suppress(OSError, RankError), link.sending:
-            content = memoryview(str(error).encode()[: MOST_NBYTES[MessageType.CLOSE]])
-            link.channel.post(MessageType.CLOSE, (error.rank + 1, 0, 0), content)
 
     def _is_done(self) -> bool:
         """Whether all other ranks have closed. A socket that closes then is no failure."""

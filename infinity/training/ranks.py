@@ -6,11 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
+
+# Of a wait in a barrier, such as that for the rank that tokenises the data: hours. NCCL's own 10
+# minutes would end the other ranks. The engine finds out much sooner which rank is gone.
+_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +33,10 @@ class JobRank:
 
 @contextmanager
 def job_rank(config: SwapConfig) -> Iterator[JobRank]:
-    """Joins the process group of the job, an existing one or that of torchrun, for a `with`
-    block."""
+    """Joins the process group of the job, an existing one or that of torchrun, for a `with` block.
+
+    After an exception the group of torchrun stays, and ends with the process.
+    """
     is_joined = dist.is_initialized()
     if not is_joined and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield JobRank()
@@ -42,12 +49,12 @@ def job_rank(config: SwapConfig) -> Iterator[JobRank]:
     is_cuda = config.tiers.device.kind != "cpu" and torch.cuda.is_available()
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # Objects travel between hosts: the end of a rank leaves nothing of NCCL to wait for there.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
-    try:
-        yield JobRank(dist.get_rank(), dist.get_world_size())
-    finally:
-        dist.destroy_process_group()
+    # Objects travel between hosts. A barrier of TRL or accelerate is NCCL's.
+    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    dist.init_process_group(backend, timeout=_TIMEOUT)
+    yield JobRank(dist.get_rank(), dist.get_world_size())
+    # Not after an exception: it waits for aborts that wait for a rank that is gone.
+    dist.destroy_process_group()
 
 
 @contextmanager

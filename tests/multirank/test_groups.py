@@ -4,17 +4,20 @@ differ by more than their names."""
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import infinity
-from infinity.distributed import addresses, device_group, group, setup
+from infinity.distributed import addresses, device_group, group
+from infinity.distributed.device_group import DeviceGroups
 from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
 from infinity.testing import SimulatedDevice
@@ -27,13 +30,13 @@ BETWEEN = Case(3, simulated=True, exchange="collective", steps=2)
 
 def _one_after_the_other(rank: int) -> list[tuple[Any, int]]:
     """Three engines, and after each one the number of device groups that were left."""
-    left, leave = [0], device_group.leave
+    left, leave = [0], DeviceGroups.leave
 
-    def counted(device_group: Any) -> None:
+    def counted(groups: DeviceGroups) -> None:
         left[0] += 1
-        leave(device_group)
+        leave(groups)
 
-    setup.leave = counted
+    DeviceGroups.leave = counted  # type: ignore[method-assign]
     return [(train(rank, BETWEEN), left[0]) for _ in range(3)]
 
 
@@ -70,6 +73,50 @@ def test_parts_are_in_the_order_of_the_callers_group() -> None:
     for rank, (place, found) in enumerate(run_ranks(3, _reversed)):
         assert place == [2, 0, 1].index(rank)
         assert_same_run(found, wanted[place], f"rank {rank}")
+
+
+def _after_groups_of_some(rank: int) -> Any:
+    """Ranks 0 and 1 are in one more group when all three make the groups of the devices."""
+    dist.new_group([0, 1])
+    return train(rank, BETWEEN)
+
+
+def test_ranks_in_unequally_many_groups_find_each_other() -> None:
+    wanted = expected(BETWEEN, 3)
+    for rank, found in enumerate(run_ranks(3, _after_groups_of_some)):
+        assert_same_run(found, wanted[rank], f"rank {rank}")
+
+
+def _on_some_ranks(rank: int) -> Any:
+    """Ranks 0 and 1 offload a model, and rank 1 is in one more group than rank 0."""
+    both, _ = dist.new_group([0, 1]), dist.new_group([1, 2])
+    if rank == 2:
+        return None
+    try:
+        infinity.offload(build(BETWEEN), _config(), device=SimulatedDevice(7), group=both)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_ranks_of_a_part_of_the_job_that_would_not_find_each_other_are_refused() -> None:
+    for found in run_ranks(3, _on_some_ranks)[:2]:
+        assert "rank 0 is in 2 process groups and rank 1 in 3" in found
+
+
+def _some_ranks(rank: int) -> Any:
+    both = dist.new_group([2, 0], sort_ranks=False)
+    if rank == 1:
+        return None
+    model = infinity.offload(build(BETWEEN), _config(), device=SimulatedDevice(7), group=both)
+    run = train_model(model, dist.get_rank(both), BETWEEN)
+    infinity.engine_of(model).close()
+    return run
+
+
+def test_a_part_of_the_job_has_groups_of_its_own() -> None:
+    second, _, first = run_ranks(3, _some_ranks)
+    for rank, found in enumerate((first, second)):
+        assert_same_run(found, expected(BETWEEN, 2)[rank], f"rank {rank}")
 
 
 def _destroy_first(rank: int, exchange: str) -> dict[str, Tensor]:
@@ -133,15 +180,79 @@ def test_a_group_that_all_ranks_of_the_job_would_have_to_make_is_refused(
     device_group._refuse_split(_topology(2))
 
 
-def test_the_watchdog_is_told_to_end_no_process_unless_the_user_has_chosen(
+def test_groups_of_nccl_share_a_device_with_the_programs_own(
     monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 of four on two nodes."""
+    made: list[tuple[list[int], dict[str, Any]]] = []
+
+    def new_group(ranks: list[int], **words: Any) -> Any:
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        made.append((ranks, words))
+        return ranks
+
+    options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: "nccl")
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: True)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda made: 2 if made is None else made.index(2))
+    topology: Any = SimpleNamespace(
+        process_group=None, count=4, job_count=4, nodes=((0, 1), (2, 3))
+    )
+    groups = device_group.device_groups(topology, torch.device("cuda"), over_nodes=True)
+    assert [ranks for ranks, _ in made] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3]]
+    assert groups.node_gathers == [2, 3]
+    for _, words in made:
+        assert words["backend"] == "nccl" and words["pg_options"].config.max_ctas == 16
+        assert words["pg_options"]._timeout == words["timeout"]
+        assert not words["use_local_synchronization"], "names that ranks count unlike"
+
+
+@pytest.mark.parametrize("before", [None, "1"], ids=["unset", "as torchrun sets it"])
+def test_the_watchdog_of_the_groups_ends_no_process(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
     with device_group._watchdog_that_ends_no_process():
         assert os.environ[name] == "2"
-    assert name not in os.environ
-    monkeypatch.setenv(name, "1")
-    with device_group._watchdog_that_ends_no_process():
-        assert os.environ[name] == "1"
-    assert os.environ[name] == "1"
+    assert os.environ.get(name) == before
+
+
+class Stuck:
+    """A group whose abort does not end, and whose shutdown waits for it, as NCCL's."""
+
+    def __init__(self) -> None:
+        self.is_shut_down, self.end = False, threading.Event()
+
+    def abort(self) -> None:
+        self.end.wait()
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+        self.end.wait()
+
+
+def test_groups_whose_abort_has_not_ended_are_left_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_group, "_ABORT_S", 0.1)
+    monkeypatch.setattr(device_group.dist, "get_backend", lambda group: "nccl")
+    stuck = Stuck()
+    groups = DeviceGroups(stuck, None)
+    groups.abort()
+    groups.abort()
+    leaving = threading.Thread(target=groups.leave, daemon=True)
+    leaving.start()
+    leaving.join(5)
+    assert not leaving.is_alive() and not stuck.is_shut_down
+    stuck.end.set()
+    other = Stuck()
+    other.end.set()
+    DeviceGroups(other, None).leave()
+    assert other.is_shut_down

@@ -239,6 +239,31 @@ def test_a_thread_that_fails_later_does_not_end_before_the_cause_is_sent(
         transport[1].check()
 
 
+def test_a_failure_is_logged_before_anything_waits_for_its_end(
+    pair: tuple[list[PeerTransport], list[Shelf]], caplog: pytest.LogCaptureFixture
+) -> None:
+    (first, second), _ = pair
+    failing = [
+        threading.Thread(target=first.abort, args=(cause,), daemon=True)
+        for cause in ("cause", "later")
+    ]
+    with first._outgoing[1, Purpose.GIVING].sending:  # So nobody is told yet.
+        for thread in failing:
+            thread.start()
+            assert first._wait_until(lambda: first.is_broken, TIME_LIMIT_S)
+        deadline_s = time.monotonic() + 2
+        while not caplog.records and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert all(thread.is_alive() for thread in failing)
+    for thread in failing:
+        thread.join(TIME_LIMIT_S)
+    assert second._wait_until(lambda: second.is_broken, TIME_LIMIT_S)
+    second.close()  # Its thread has logged what it was told.
+    wanted = [f"rank 0 (process 0 on here) failed: cause (seen by rank {at})" for at in (0, 1)]
+    assert [record.getMessage() for record in caplog.records] == wanted
+    assert all(record.levelname == "ERROR" for record in caplog.records)
+
+
 def test_a_rank_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_module, "SILENCE_S", 1.0)
     first, second = make(2)

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.distributed.exchange import DeviceExchange, PlacedRange
+from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange
+from infinity.observe import Counters
 from infinity.ops.mean import mean_of
+from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
+from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamCopy, StreamDevice, _Staging
 from tests.support.loopback import Loopback, LoopbackRank
 
@@ -78,6 +81,43 @@ def test_a_unit_of_equal_parts_and_one_round_is_gathered_where_it_is_used(
     targets.clear()
     run(round_nbytes=whole_nbytes // 2)
     assert (0, whole_nbytes) not in targets, "a round of a part of each row is no row"
+
+
+def test_a_trial_has_each_kind_of_operation_in_the_groups_that_need_it() -> None:
+    """Of the least and of the most bytes of a rank: 512, and those of a round."""
+    issued: list[tuple[str, str, int]] = []
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            issued.append((self.name, "all_gather", source.nbytes))
+
+        def all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            issued.append((self.name, "all_to_all", source[0].nbytes))
+
+    counters = Counters()
+    with Arena(1 << 22) as arena:
+        device = simulated(HostBlocks(arena, counters), counters)
+        exchange = DeviceExchange(
+            device,
+            Group("all"),
+            Group("sums"),
+            Buffers(4, 4096, 8192, 2048, 2, 8192),
+            Group("node"),
+        )
+        for copy in exchange.try_all():
+            copy.wait()
+        device.close()
+    gathers = [
+        (of, "all_gather", n) for of, most in (("all", 1024), ("node", 2048)) for n in (512, most)
+    ]
+    assert [found for found in issued if found[0] != "sums"] == gathers
+    assert [found for found in issued if found[0] == "sums"] == [
+        ("sums", "all_to_all", 4), ("sums", "all_gather", 512),
+        ("sums", "all_to_all", 1024), ("sums", "all_gather", 512),
+    ]  # fmt: skip
 
 
 def test_a_mean_is_summed_by_the_tree_of_the_reduce_buffer() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from infinity.distributed import collectives as collectives_module
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.coordinator import Verb
 from infinity.distributed.device_group import DeviceGroups
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 
 
@@ -40,7 +42,6 @@ def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
     collectives = Collectives(
         transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
     )
-    monkeypatch.setattr(collectives, "_try", lambda: None)
     collectives.open()
     return collectives
 
@@ -54,6 +55,46 @@ def test_close_withdraws_proposals_that_no_other_rank_made(
     closing.start()
     closing.join(10)
     assert not closing.is_alive() and propose.is_cancelled
+
+
+def test_close_gives_up_a_trial_that_no_abort_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes a communicator, and another rank is gone."""
+    monkeypatch.setattr(collectives_module, "_GIVE_UP_S", 0.5)
+    transport: Any = Silent(2)
+    collectives = Collectives(transport, DeviceGroups(None, None), torch.device("cpu"), Counters())
+    is_tried, never = threading.Event(), threading.Event()
+
+    def act() -> list[Any]:
+        is_tried.set()
+        never.wait(60)
+        return []
+
+    def check() -> None:
+        if transport.is_broken:
+            raise RankError(1, "rank 1 is gone")
+
+    transport.check = check
+    collectives.try_first(act)
+    opening = threading.Thread(target=lambda: failures.append(error_of(collectives.open)))
+    failures: list[BaseException | None] = []
+    opening.start()
+    assert is_tried.wait(10)
+    transport.is_broken = True
+    opening.join(10)
+    assert isinstance(failures[0], RankError)
+    closing = threading.Thread(target=collectives.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    never.set()
+
+
+def error_of(call: Callable[[], None]) -> BaseException | None:
+    try:
+        call()
+    except InfinityError as error:
+        return error
+    return None
 
 
 def test_a_failing_operation_raises_on_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from infinity.distributed import collectives
 from infinity.distributed.buckets import SUMMING
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.coordinator import Key
-from infinity.distributed.device_group import DeviceGroups, abort
+from infinity.distributed.device_group import DeviceGroups
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 from infinity.tiers.device import Copy
@@ -432,11 +432,11 @@ def test_groups_of_one_device_end_only_if_both_are_aborted_at_once() -> None:
     """As NCCL: an abort waits for the kernels of the other communicator."""
 
     def stuck() -> DeviceGroups:
-        groups = DeviceGroups(*(FakeCommunicator(of, 2, duration_s).rank(0) for of in ("g", "s")))
-        FakeGroup.share_device(groups[:2])
-        for group in groups[:2]:
-            group.all_gather_single(torch.zeros(2, 8), torch.zeros(8), None)
-        return groups
+        sides = [FakeCommunicator(of, 2, duration_s).rank(0) for of in ("g", "s")]
+        FakeGroup.share_device(sides)
+        for side in sides:
+            side.all_gather_single(torch.zeros(2, 8), torch.zeros(8), None)
+        return DeviceGroups(*sides)
 
     one_by_one = stuck()
     first = threading.Thread(target=one_by_one.gathers.abort, daemon=True)
@@ -447,7 +447,7 @@ def test_groups_of_one_device_end_only_if_both_are_aborted_at_once() -> None:
     first.join(5)
     assert not first.is_alive()
     begun_s = time.monotonic()
-    abort(stuck())
+    stuck().abort()
     assert time.monotonic() - begun_s < 5
 
 
