@@ -3,6 +3,7 @@ next meets the cause."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 import infinity
@@ -19,6 +21,7 @@ from infinity import api
 from infinity.distributed.kept_shards import KeptShards
 from infinity.distributed.pending import PendingShards
 from infinity.engine.build import build
+from infinity.errors import InfinityError
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from tests.fault.harness import EIO, Trap
 from tests.support.bits import differences
@@ -32,6 +35,7 @@ CASE = Case(
 )
 VICTIM = 1
 NUM_RUNGS = 32
+COMMITS = {"durability": "step", "keep": 1}
 
 
 class EarlyTrap(Trap):
@@ -154,3 +158,76 @@ def test_an_early_update_whose_read_fails_once_is_made_after_the_step(keeps: boo
         shard for rung in of_failures for shard, is_made in rung.made.items() if not is_made
     }
     assert not_made == rungs[-1].made.keys(), "reads of every early update have failed"
+
+
+class LostBytes(NamedTuple):
+    """`error`: what ended the rank. `committed`: weights that the rank had resumed with. The rest is
+    as in `Rung`."""
+
+    error: str
+    failed: str | None
+    made: dict[int, bool]
+    committed: dict[str, Tensor]
+
+
+def _resumed(rank: int, directory: str) -> TrappedRun:
+    commits = f"{directory}/swap-{CASE.updates}/commits"
+    run = TrappedRun(rank, CASE, Path(directory), stays=True, checkpoint=COMMITS, resume=commits)
+    assert infinity.checkpoint.load(commits, run.model, run.optimizer).step == 2
+    return run
+
+
+def _lose_bytes(rank: int, directory: str, nth: int) -> LostBytes:
+    """Resumes, and loses the bytes of the `nth` read of early updates."""
+    run = _resumed(rank, directory)
+    committed = read_weights(run.model)
+    run.ready()
+    made = run.backward_with(nth)
+    with pytest.raises(InfinityError) as caught:
+        for _ in range(3):
+            run.step()
+            run.backward()
+    failed = None if run.trap.error is None else str(run.trap.error)
+    with contextlib.suppress(InfinityError):
+        infinity.close(run.model)
+    dist.barrier()
+    return LostBytes(f"{type(caught.value).__name__}: {caught.value}", failed, made, committed)
+
+
+def _commit_and_lose(
+    rank: int, directory: str, nths: range
+) -> tuple[list[dict[str, Tensor]], list[LostBytes]]:
+    """Weights at the commit, those two steps later, and the same after the losses."""
+    run = EarlyRun(rank, CASE, Path(directory), checkpoint=COMMITS)
+    run.ready()
+    infinity.checkpoint.commit(run.model, run.optimizer)
+    weights = [read_weights(run.model)]
+    run.ready()
+    weights.append(read_weights(run.model))
+    infinity.close(run.model)
+    losses = [_lose_bytes(rank, directory, nth) for nth in nths]
+    run = _resumed(rank, directory)
+    run.seed = 20  # Of two steps.
+    run.ready()
+    weights.append(read_weights(run.model))
+    infinity.close(run.model)
+    return weights, losses
+
+
+def test_bytes_that_early_updates_cannot_read_end_all_ranks_and_leave_the_last_commit(
+    tmp_path: Path,
+) -> None:
+    nths = range(1, 12, 2)
+    found = run_ranks(2, _commit_and_lose, str(tmp_path), nths)
+    for (committed, later, again), losses in found:
+        assert not differences(later, again) and differences(committed, later)
+        for loss in losses:
+            assert not differences(committed, loss.committed)
+    (_, of_other), (_, of_victim) = found
+    for other, victim in zip(of_other, of_victim, strict=True):
+        assert victim.failed is not None and "[Errno 5] read of " in victim.failed
+        assert victim.failed in victim.error and "update beside training" in victim.error
+        assert victim.failed in other.error and other.error.startswith("RankError: rank 1 ")
+        assert list(victim.made.values()).count(False) == 1, "an early update was begun, not made"
+        assert other.failed is None and other.made and all(other.made.values())
+    assert len({victim.failed for victim in of_victim}) == len(nths), "other bytes each time"
