@@ -16,6 +16,7 @@ publishes those that the step keeps; the thread publishes one that the step foun
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,13 @@ class _Slot:
 
     block: Block
     unit: int | None = None  # Whose weights are read ahead or checked out.
-    transfer: Transfer = FINISHED
+    transfer: Transfer = FINISHED  # A read for the unit; without one, a write.
+
+    def drop_read(self) -> None:
+        """Waits for a read, which may have failed: nobody needs its bytes."""
+        with contextlib.suppress(StorageError):
+            self.transfer.wait()
+        self.unit, self.transfer = None, FINISHED
 
 
 class RestingWeights(UpdatedWeights):
@@ -141,11 +148,17 @@ class RestingWeights(UpdatedWeights):
             return resting
         slot = self._slot_for(unit)
         if slot.unit != unit:
-            slot.transfer.wait()  # A write, or a read ahead for a later update.
+            if slot.unit is not None:
+                slot.drop_read()  # Ahead, for a later update.
+            slot.transfer.wait()
             slot.unit, slot.transfer = unit, FINISHED
             if read:
                 self._start_read(slot, shard)
-        slot.transfer.wait()
+        try:
+            slot.transfer.wait()
+        except StorageError:
+            slot.drop_read()  # Who needs the bytes next reads them again.
+            raise
         return self._memory(slot, shard)
 
     def _slot_for(self, unit: int) -> _Slot:
@@ -171,12 +184,13 @@ class RestingWeights(UpdatedWeights):
         """Drops what was read ahead of a unit."""
         for slot in self._slots:
             if slot.unit == unit:
-                slot.unit = None
+                slot.drop_read()
 
     def finish_writes(self) -> None:
-        """Waits for all transfers. Raises StorageError."""
+        """Waits for all transfers. Raises StorageError if a write has failed."""
         for slot in self._slots:
-            slot.unit = None
+            if slot.unit is not None:
+                slot.drop_read()
             slot.transfer.wait()
 
 

@@ -26,95 +26,22 @@ from infinity.state.old_copies import _LABEL as OLD_STATE
 from infinity.state.undecided import UndecidedState
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
 
-from .models import batch, loss_of
+from .early_run import PATIENCE_S, EarlyRun
 from .processes import Ranks, run_ranks
-from .work import LR, NVME, Case, assert_same_run, expected, offload_case, read_weights, train_all
+from .work import (
+    LR,
+    NVME,
+    Case,
+    assert_same_run,
+    expected,
+    read_weights,
+    train_all,
+)
 
 STATE = dict.fromkeys(("parameters", "master", "moments"), "nvme")
 ROOMY = "96MiB"
 # All state on the host, and several chunks of it in a shard.
 BESIDE = Case(3, simulated=True, exchange="one_sided", capacity=ROOMY, update_chunk="8KiB")
-PATIENCE_S = 20.0
-
-
-class EarlyRun:
-    """One rank's training. `names` has the values that were seen, `early` the early updates that an
-    event has kept and undone."""
-
-    def __init__(self, rank: int, case: Case, directory: Path, **options: Any) -> None:
-        self.rank, self.case = rank, case
-        self.model = offload_case(case, directory / f"swap-{case.updates}", **options)
-        self.engine = infinity.engine_of(self.model)
-        half = [list(self.model.blocks.parameters()), list(self.model.head.parameters())]
-        self.optimizer = infinity.AdamW([{"params": params} for params in half], lr=LR)
-        self.shards: Any = getattr(self.engine.updater, "_early", None)
-        assert (self.shards is not None) == (case.updates == "both_passes")
-        self.seed = 0
-        self.values: dict[str, Any] = {}
-        self.early: dict[str, tuple[float, float]] = {}
-
-    def batch(self) -> Tensor:
-        self.seed += 10
-        return batch(self.seed + self.rank, self.model.width).to(getattr(torch, self.case.compute))
-
-    def backward(self, skip: tuple[int, ...] = ()) -> None:
-        loss_of(self.model, self.batch(), skip).backward()
-
-    def await_early(self, *, is_complete: bool = True) -> None:
-        """Lets the parts of all ranks come, and the updates that may begin be made."""
-        dist.barrier()
-        if self.shards is not None:
-            self.begin_early(within_s=PATIENCE_S if is_complete else 0.3)
-            assert not (is_complete and self.shards._left)
-            while self.shards._pending._early:
-                self.shards._pending.check()
-                time.sleep(0.001)
-        dist.barrier()
-
-    def begin_early(self, *, within_s: float) -> None:
-        """Begins the updates whose parts come within this time. Waits for no rank."""
-        deadline_s = time.monotonic() + within_s
-        while self.shards._left and time.monotonic() < deadline_s:
-            with self.engine._lock:
-                self.engine.gradients.take_in()
-                self.engine.updater.advance()
-            time.sleep(0.001)
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def ready(self) -> None:
-        """Two plain steps, after which every unit is updated early if it can be."""
-        for _ in range(2):
-            self.backward()
-            self.step()
-        if self.shards is not None:
-            self.plan_all()
-
-    def plan_all(self) -> None:
-        """The next backward is to update every unit that it can."""
-        self.shards.policy._num_wanted_steps = 0
-        self.shards.policy.share = 1.0
-
-    @contextmanager
-    def event(self, name: str, *, ends: bool = True) -> Iterator[None]:
-        """Runs its block between a backward that has updated shards early and the step."""
-        self.ready()
-        self.backward()
-        before = self._counts()
-        self.await_early()
-        yield
-        if ends:
-            self.step()
-        self.values[name] = read_weights(self.model)
-        self.early[name] = tuple(
-            now - then for now, then in zip(self._counts(), before, strict=True)
-        )
-
-    def _counts(self) -> tuple[float, float]:
-        counters = self.engine.counters.snapshot()
-        return counters.get("early_updates_kept", 0), counters.get("early_updates_undone", 0)
 
 
 def _events(rank: int, case: Case, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -18,6 +18,7 @@ from infinity.distributed.coordinator import Key
 from infinity.distributed.pending import PendingShards
 from infinity.distributed.unshard import DeviceUnshard
 
+from .early_run import EarlyRun, EarlyStep
 from .models import DeepBlocks
 from .processes import run_ranks
 from .test_deferred import slow_updates
@@ -38,7 +39,7 @@ from .work import (
 COUNT = 3
 FIRST_AGREED = 3  # The steps before it make the first log.
 # More steps than an entry of no use stays in a log.
-ONE_SIDED = Case(3, NVME, "deep", steps=9, drops=True, capacity="144MiB", updates="deferred")
+ONE_SIDED = Case(3, NVME, "deep", steps=9, drops=2, capacity="144MiB", updates="deferred")
 LOCKSTEP = replace(ONE_SIDED, simulated=True, exchange="collective")
 BLOCKS = set(range(DeepBlocks.num_blocks))  # The indices of their units, too.
 LAST_BLOCK = max(BLOCKS)  # Nobody uses it after the first step.
@@ -56,6 +57,10 @@ class LoggedStep(NamedTuple):
 class DroppingRun(NamedTuple):
     run: Run
     steps: list[LoggedStep]
+
+
+# All ranks use blocks 0, 3 and 4.
+BOTH_PASSES = replace(ONE_SIDED, steps=FIRST_AGREED + 3, drops=4, updates="both_passes")
 
 
 def _train(rank: int, cases: list[Case]) -> list[DroppingRun]:
@@ -166,3 +171,34 @@ def test_gathers_of_the_log_have_no_bytes_of_before_an_update() -> None:
     for case, *of_case_runs in zip(cases, *of_ranks, strict=True):
         assert sum(found.num_waits for found in of_case_runs), case
         assert sum(found.num_pending_stand_ins for found in of_case_runs), case
+
+
+def _train_in_both_passes(rank: int, cases: list[Case]) -> list[tuple[Run, list[EarlyStep]]]:
+    directory, dropped = Path(tempfile.gettempdir()), BLOCKS - _used_by_all()
+    return [
+        # Before ranks have a log, they would wait for one that waits for early updates.
+        EarlyRun(rank, case, directory).train(first=FIRST_AGREED, but=dropped)
+        for case in cases
+    ]
+
+
+def _used_by_all() -> set[int]:
+    return BLOCKS.difference(
+        *(dropped_blocks(rank, 1, len(BLOCKS), BOTH_PASSES.drops) for rank in range(COUNT))
+    )
+
+
+def test_of_blocks_that_ranks_drop_only_those_that_all_use_are_updated_in_the_backward() -> None:
+    """The sum of a block that a rank drops lacks that rank until the step. The first block is left
+    at the end of the backward, and updated after it."""
+    lockstep = replace(BOTH_PASSES, simulated=True, exchange="collective")
+    cases = [BOTH_PASSES, lockstep, replace(lockstep, placement={})]
+    of_ranks = run_ranks(COUNT, _train_in_both_passes, cases)
+    of_case = [expected(case, COUNT) for case in cases]
+    for rank, runs in enumerate(of_ranks):
+        for case, wanted, (found, steps) in zip(cases, of_case, runs, strict=True):
+            assert_same_run(found, wanted[rank], f"rank {rank}, {case}, {case.exchange}")
+            assert len(steps) == case.steps - FIRST_AGREED
+            for step in steps:
+                assert step.units & BLOCKS == _used_by_all() - {0} == {3, 4}, steps
+                assert (step.num_kept, step.num_undone) == (len(step.units), 0), steps

@@ -35,7 +35,8 @@ MIXED = {"parameters": "device", "master": "nvme", "moments": "host", "gradients
 @dataclass(frozen=True)
 class Case:
     """One way of training. `lazy_ranks` have no batch in the last step; `is_shared`: all ranks have
-    the batches of rank 0; `drops`: ranks leave out the blocks of `dropped_blocks`."""
+    the batches of rank 0; `drops`: ranks leave out the blocks of `dropped_blocks`, of which each
+    rank leaves out every so many."""
 
     stage: int = 3
     placement: dict[str, str] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Case:
     max_norm: float | None = None
     compute: str = "float32"
     skips: bool = False
-    drops: bool = False
+    drops: int = 0
     lazy_ranks: tuple[int, ...] = ()
     is_shared: bool = False
     simulated: bool = False
@@ -74,10 +75,10 @@ def build(case: Case) -> nn.Module:
     return MODELS[case.model]()
 
 
-def dropped_blocks(rank: int, step: int, num_blocks: int) -> tuple[int, ...]:
-    """Rank 0 uses every block, and each other rank every second one, the same in all steps. No rank
-    uses the last block after the first step."""
-    dropped = {block for block in range(num_blocks) if rank and block % 2 == rank % 2}
+def dropped_blocks(rank: int, step: int, num_blocks: int, every: int = 2) -> tuple[int, ...]:
+    """Rank 0 uses every block, and each other rank leaves out every second one, or every so many,
+    the same in all steps. No rank uses the last block after the first step."""
+    dropped = {block for block in range(num_blocks) if rank and block % every == rank % every}
     return tuple(sorted(dropped | {num_blocks - 1} if step else dropped - {num_blocks - 1}))
 
 
@@ -89,7 +90,7 @@ def micro_batches(case: Case, rank: int, step: int) -> Iterator[tuple[Tensor, tu
         seed = 1000 * step + 10 * rank * (not case.is_shared) + micro
         skip = (seed % 3, (rank + micro) % 3) if case.skips else ()
         if case.drops:
-            skip = dropped_blocks(rank, step, MODELS[case.model].num_blocks)
+            skip = dropped_blocks(rank, step, MODELS[case.model].num_blocks, case.drops)
         yield batch(seed, MODELS[case.model].width), skip
 
 
