@@ -61,7 +61,9 @@ def test_close_gives_up_a_trial_that_no_abort_ends(monkeypatch: pytest.MonkeyPat
     """NCCL makes a communicator, and another rank is gone."""
     monkeypatch.setattr(collectives_module, "_GIVE_UP_S", 0.5)
     transport: Any = Silent(2)
-    collectives = Collectives(transport, DeviceGroups(None, None), torch.device("cpu"), Counters())
+    collectives = Collectives(
+        transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
+    )
     is_tried, never = threading.Event(), threading.Event()
 
     def act() -> list[Any]:
