@@ -14,6 +14,7 @@ Note [Copies of a sum that changes]
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,11 +37,13 @@ _LABEL = "gradients that are measured"
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """A sum that has no copy yet. `stamp`: that of the content that is complete."""
+    """A sum that has no copy yet. `stamp`: that of the content that is complete. `stream`: the one
+    that has written it; None for a device without streams."""
 
     known: TensorGradient
     stamp: tuple[int, int]
     flat: torch.Tensor
+    stream: Hashable | None
     is_dense: bool = False  # Few of its rows are zeros, or none.
 
 
@@ -89,29 +92,38 @@ class RestingNorms:
         """The norm of a sum is wanted. `flat`: fp32 (numel,) on the device, written by what the
         current stream has to do. Never waits."""
         if known.norm is None and known.task is None:
-            self._due[spec] = _Due(known, known.stamp, flat)
+            stream = self._device.current_stream()
+            self._due[spec] = _Due(known, known.stamp, flat, stream)
             self.advance()
 
     def advance(self) -> None:
-        """Frees the memory of copies that were measured, and copies as many sums as have memory.
-        Never waits."""
+        """Frees the memory of copies that were measured, and copies as many sums as have memory and
+        were written by the current stream, because a copy follows that one. Never waits."""
         while self._measured and self._is_over(self._measured[0]):
             self._free_oldest()
         for spec, searched in list(self._searched.items()):
             if searched.search.count.done():
                 self._end_search(spec)
-        while self._due and self._start(next(iter(self._due))):
-            pass
+        stream = self._device.current_stream()
+        while self._due:
+            first = next(iter(self._due))
+            if self._due[first].stream != stream or not self._start(first):
+                return
 
     def start(self, spec: TensorSpec) -> None:
-        """Gives the sum a task, if it is due and memory can be had. Waits for others."""
+        """Gives the sum a task, if it is due and memory can be had. Waits for others. The backward
+        has ended: the current stream follows all of its streams."""
         self.advance()
         while spec in self._due or spec in self._searched:
             if spec in self._searched:
                 self._end_search(spec)
             elif self._start(next(iter(self._due))):
                 continue
-            elif not self.reclaim():
+            elif self._measured:
+                self._end_oldest()
+            elif self._searched:
+                self._end_search(next(iter(self._searched)))
+            else:
                 del self._due[spec]  # There is no memory for it.
 
     def reclaim(self) -> bool:

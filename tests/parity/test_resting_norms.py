@@ -237,3 +237,24 @@ def test_a_failed_copy_reaches_the_step(
         run.step(1e-3)
     monkeypatch.undo()
     infinity.close(run.model)
+
+
+def test_a_sum_that_waited_for_memory_is_copied_behind_the_stream_that_wrote_it(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = offloaded(swap_directory)
+    steps(run, 2)
+    resting, device = resting_of(run), infinity.engine_of(run.model).device
+    assert isinstance(device, SimulatedDevice)
+    with monkeypatch.context() as patched:
+        patched.setattr(resting._pool, "try_allocate", lambda nbytes, label, **more: None)
+        loss_of(run.model, 2).backward()
+    assert resting._due and not resting._measured
+    with infinity.engine_of(run.model)._lock:
+        with device.streams.computing_on(device.streams.new_computing("side")):
+            resting.advance()
+            assert not resting._measured
+        resting.advance()
+        assert resting._measured
+    run.step(1e-3)
+    infinity.close(run.model)
