@@ -28,6 +28,15 @@ from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
 from infinity.streaming.step_record import StepRecord, StepRunner
 
+_DEVICE_TYPES = ("cpu", "cuda", "xpu")
+
+
+def _drop_casts() -> None:
+    """Autocast keeps a copy of each fp32 weight until its context ends. Without gradients nothing
+    but memory depends on it; with them, the gradient of a weight that is used twice does."""
+    if torch.is_autocast_cache_enabled() and current_backward() == OUTSIDE_BACKWARD:
+        torch.clear_autocast_cache()
+
 
 def _ignore(hooked: HookedModule) -> None:
     return None
@@ -128,6 +137,8 @@ class UnitUses:
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""
         self._tracer.end(tuple(units))
+        if not torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, _DEVICE_TYPES)):
+            _drop_casts()
         refusal = None
         with UNINTERRUPTED, self._lock, self._tracer.during(Track.ENGINE, "leave"):
             for unit in units:
