@@ -38,6 +38,7 @@ from common import environment, progress, say
 WARM_UP = 3  # Ranks that exchange between devices play the log of a step from the third one on.
 COUNTED = ("ranks_cancelled", "ranks_stand_ins", "ranks_control_messages", "ranks_collectives")
 WAITED = ("ranks_wait_s", "copy_wait_s", "update_s")
+_VARIABLES = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "OMP_", "INFINITY_")
 _DEATH_STEPS = 20  # Of the others, who notice long before.
 
 
@@ -84,6 +85,7 @@ def main() -> None:
     document: dict[str, Any] = {
         "settings": {k: str(v) for k, v in vars(words).items() if k != "worker"},
         "environment": environment(),
+        "variables": {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)},
         "runs": [],
     }
     for launch in launches(words):
@@ -169,6 +171,8 @@ def work(words: argparse.Namespace) -> None:
     if is_cuda:
         torch.cuda.set_device(local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+    # Of the hosts: another communicator on the devices would be in all times.
+    hosts = dist.new_group(backend="gloo")
     there = torch.device("cuda", local_rank) if is_cuda else torch.device("cpu")
     model, engine, optimizer, sequence = _model(words, rank, there)
     ids = batch_of(words.tokens, sequence, there)
@@ -187,7 +191,7 @@ def work(words: argparse.Namespace) -> None:
     for number in range(WARM_UP + words.steps):
         if number == WARM_UP:
             before = engine.counters.snapshot()
-        dist.barrier(device_ids=[local_rank] if is_cuda else None)
+        dist.barrier(hosts)
         times_s.append(step())
         if rank == 0:
             print(f"step {number}: {times_s[-1]:.3f} s", flush=True)
@@ -201,7 +205,7 @@ def work(words: argparse.Namespace) -> None:
         "binding": _binding(there),
     }  # fmt: skip
     _write(words, rank, answer)
-    dist.barrier(device_ids=[local_rank] if is_cuda else None)
+    dist.barrier(hosts)
     if words.dies:
         answer["death"] = _death(model, step, rank, words, terminated_s)
         _write(words, rank, answer)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from infinity.distributed import transport
 from infinity.distributed.group import RankTopology
@@ -118,6 +119,23 @@ def device_groups(
         _device_group(group, backend, ranks),
         _device_group(group, backend, group.nodes) if over_nodes else None,
     )
+
+
+def refuse_blocking_calls() -> None:
+    """Raises ConfigError where PyTorch would not issue the operations of the devices' groups at
+    once, or could not make these groups. Where an operation waits on the host for all ranks, the
+    thread that issues it does not play the log that another rank waits for."""
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        raise ConfigError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes each operation between devices wait on the host "
+            "for all ranks, expected one that is only issued; set it to INFO, or set "
+            'distributed.exchange to "one_sided"'
+        )
+    if distributed_c10d._use_torchcomms_enabled():  # noqa: SLF001  Whether it is installed, too.
+        raise ConfigError(
+            "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 sorts the ranks of a new group, expected the order "
+            'of the engine; set it to 0, or set distributed.exchange to "one_sided"'
+        )
 
 
 def _device_group(group: RankTopology, backend: str, divided: Sequence[Sequence[int]]) -> Any:

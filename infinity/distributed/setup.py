@@ -18,7 +18,7 @@ from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.distributed.buckets import GradientBuckets
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.device_group import DeviceGroups, device_groups
+from infinity.distributed.device_group import DeviceGroups, device_groups, refuse_blocking_calls
 from infinity.distributed.exchange import Buffers, DeviceExchange, choose_round
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
@@ -287,13 +287,15 @@ def agree_on_exchange(
     devices.
 
     `identity`: see `device_identity`. A collective call. Raises ConfigError as
-    `exchanges_on_devices`, if ranks differ, if two of them have one device, and as
-    `refuse_unequal_names`.
+    `exchanges_on_devices`, `refuse_blocking_calls` and `refuse_unequal_names`, if ranks differ, and
+    if two of them have one device.
     """
     local, refusal = None, None
     has_nccl = is_cuda and dist.is_nccl_available()
     try:
         local = exchanges_on_devices(config, has_own_memory=has_own_memory, has_nccl=has_nccl)
+        if local:
+            refuse_blocking_calls()
     except ConfigError as error:
         refusal = error
     of_all: list[Any] = [None] * group.count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from infinity.sizes import HUGE_PAGE_NBYTES, MIB, format_nbytes
 from infinity.storage.arena import Arena, can_share
 from infinity.storage.probe import find_uring_refusal
 
+_SHARED_FILES_NBYTES = 1024 * MIB  # NCCL's user guide, "Troubleshooting", asks for it in Docker.
 _TRIAL_ARENA_NBYTES = 16 * MIB
 # Pinning more than this to test a limit would take noticeable memory and time.
 _MAX_TRIAL_NBYTES = 256 * MIB
@@ -32,6 +34,7 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
         share=_huge_page_share() if config.tiers.host.huge_pages else None,
     )
     yield check_sharing(can_share(huge_pages=config.tiers.host.huge_pages))
+    yield check_shared_files(_size_nbytes(root / "dev/shm"))
     limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield check_memlock(
         None if limit_nbytes == resource.RLIM_INFINITY else limit_nbytes,
@@ -111,6 +114,20 @@ def check_sharing(is_as_good: bool) -> Finding:
     )
 
 
+def check_shared_files(nbytes: int | None) -> Finding:
+    """`nbytes`: the size of the file system at /dev/shm; None if there is none."""
+    subject = "/dev/shm"
+    found = "there is none" if nbytes is None else format_nbytes(nbytes)
+    if nbytes is not None and nbytes >= _SHARED_FILES_NBYTES:
+        return ok(subject, found)
+    return degraded(
+        subject,
+        f"{found}; several GPUs may need {format_nbytes(_SHARED_FILES_NBYTES)}",
+        cost="NCCL may not start: it keeps segments there; one GPU is not concerned",
+        remedy="'docker run --shm-size=1g' or '--ipc=host'; a memory volume in Kubernetes.",
+    )
+
+
 def check_memlock(
     limit_nbytes: int | None, *, arena_nbytes: int, is_exempt: bool, has_ring: bool
 ) -> Finding:
@@ -130,6 +147,14 @@ def check_memlock(
         remedy="Raise it to the arena's size: 'ulimit -l', LimitMEMLOCK= of a systemd unit, or "
         "'docker run --ulimit memlock=-1'.",
     )
+
+
+def _size_nbytes(path: Path) -> int | None:
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return None
+    return stat.f_frsize * stat.f_blocks
 
 
 def _huge_page_share() -> float | None:

@@ -30,6 +30,7 @@ _log = logging.getLogger("infinity")
 # cudaHostRegisterPortable: pinned for every context of the process.
 _HOST_REGISTER_PORTABLE = 1
 _LONG_S = 2.0
+_PRIORITY = -1  # Of the streams of transfers; those that compute have 0.
 
 
 class StreamMemoryRegion(ResizedRegion):
@@ -63,15 +64,19 @@ def _on_stream(module: Any, stream: Any) -> Iterator[None]:
 
 
 class AcceleratorStreams(Streams):
-    """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`)."""
+    """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`).
 
-    def __init__(self, device: torch.device) -> None:
+    priority: of new streams; lower numbers run first
+    """
+
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
         self.device = device
+        self._priority = priority
         self._module: Any = torch.get_device_module(device)
 
     @override
     def new_stream(self) -> Any:
-        return self._module.Stream(self.device)
+        return self._module.Stream(self.device, priority=self._priority)
 
     @override
     def new_event(self, *, is_timed: bool = False) -> Any:
@@ -124,7 +129,10 @@ class CudaDevice(StreamDevice):
             )
         number = torch.cuda.current_device() if index is None else index
         device = torch.device("cuda", number)
-        super().__init__("cuda", host, counters, AcceleratorStreams(device))
+        # What arrives is awaited: kernels of the exchange and of decoding go before those that
+        # compute, as in FSDP2.
+        streams = AcceleratorStreams(device, priority=_PRIORITY)
+        super().__init__("cuda", host, counters, streams)
         pin(host.arena, torch.cuda.cudart(), device)
 
     @override

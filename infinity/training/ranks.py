@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
+from infinity.distributed.group import find_group
 
 # Of a wait in a barrier, such as that for the rank that tokenises the data: hours. NCCL's own 10
 # minutes would end the other ranks. The engine finds out much sooner which rank is gone.
@@ -48,7 +49,8 @@ def job_rank(config: SwapConfig) -> Iterator[JobRank]:
         return
     is_cuda = config.tiers.device.kind != "cpu" and torch.cuda.is_available()
     if is_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # A process may see its own device alone: SLURM's --gpus-per-task.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     # Objects travel between hosts. A barrier of TRL or accelerate is NCCL's.
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, timeout=_TIMEOUT)
@@ -60,8 +62,10 @@ def job_rank(config: SwapConfig) -> Iterator[JobRank]:
 @contextmanager
 def _torchrun_variables(rank: JobRank) -> Iterator[None]:
     """Sets the variables of torchrun that are missing: accelerate reads ranks from them, not from
-    the process group."""
-    wanted = {"RANK": rank.rank, "WORLD_SIZE": rank.count, "LOCAL_RANK": rank.rank}
+    the process group. A collective call."""
+    topology = find_group()
+    local_rank = topology.node_rank if topology is not None else 0
+    wanted = {"RANK": rank.rank, "WORLD_SIZE": rank.count, "LOCAL_RANK": local_rank}
     missing = {name: str(value) for name, value in wanted.items() if name not in os.environ}
     os.environ.update(missing)
     try:

@@ -20,6 +20,14 @@ def test_the_kernel_has_the_bits_of_the_tree(
     assert mean.has_bits(count, dtype, torch.device("cpu"))
 
 
+def test_a_trial_has_every_form_that_triton_compiles_apart() -> None:
+    """Of each number: a multiple of 16, another one, and 1 of the elements that are read."""
+    forms = {
+        ("1" if numel == 1 else numel % 16 == 0, stride % 16 == 0) for numel, stride in mean._TRIALS
+    }
+    assert forms == {(numel, stride) for numel in ("1", True, False) for stride in (True, False)}
+
+
 def test_another_order_of_the_sum_is_noticed(
     interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,22 @@ def test_a_group_that_all_ranks_of_the_job_would_have_to_make_is_refused(
     device_group._refuse_split(_topology(2))
 
 
+def test_what_makes_each_operation_wait_for_all_ranks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device_group.refuse_blocking_calls()
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with pytest.raises(ConfigError, match="set it to INFO"):
+            device_group.refuse_blocking_calls()
+    finally:
+        dist.set_debug_level(level)
+    monkeypatch.setattr(device_group.distributed_c10d, "_use_torchcomms_enabled", lambda: True)
+    with pytest.raises(ConfigError, match="TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
+        device_group.refuse_blocking_calls()
+
+
 def test_groups_of_nccl_share_a_device_with_the_programs_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.training import program
+from infinity.training.ranks import job_rank
 from infinity.training.run import Run
 from infinity.training.trainer import RunTrainer
 
-from .processes import run_ranks
+from .processes import run_ranks, seem_on_node
 
 MODEL = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64,
@@ -171,3 +172,15 @@ def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step 1/3") == 1, "one rank prints"
+
+
+def _local_rank(rank: int) -> str:
+    """Ranks 0 and 1 are on one node, rank 2 on another; no variable of torchrun is set."""
+    seem_on_node(rank // 2)
+    os.environ.pop("LOCAL_RANK", None)
+    with job_rank(SwapConfig(tiers={"host": {"capacity": "64MiB"}})):
+        return os.environ["LOCAL_RANK"]
+
+
+def test_a_rank_that_was_not_started_by_torchrun_is_counted_on_its_node() -> None:
+    assert run_ranks(3, _local_rank) == ["0", "1", "0"]

@@ -32,7 +32,7 @@ from infinity.streaming.leaving_gradients import LeavingGradients
 from infinity.streaming.weight_moves import WeightMoves
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
-from infinity.tiers.cuda import pin, unpin
+from infinity.tiers.cuda import CudaDevice, pin, unpin
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
@@ -340,3 +340,22 @@ def test_a_long_trace_times_each_copy_by_a_young_clock(monkeypatch: pytest.Monke
             assert nbytes == there.nbytes
             assert begun_ns <= start_ns <= end_ns <= time.monotonic_ns() + 10**7
         device.close()
+
+
+def test_streams_of_transfers_on_cuda_go_before_those_that_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def new_stream(device: torch.device, *, priority: int) -> object:
+        made.append(priority)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(0))
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    with Arena(1 << 20) as arena:
+        device = CudaDevice(HostBlocks(arena, Counters()), Counters(), index=0)
+        device.streams.new_stream()
+        unpin(arena, Runtime(0))
+    assert made == [-1, -1, -1]

@@ -140,6 +140,12 @@ def test_sharing() -> None:
     expect(memory.check_sharing(False), "degraded", "copied twice", "shmem_enabled")
 
 
+def test_shared_files() -> None:
+    expect(memory.check_shared_files(GIB), "ok", "1.0 GiB")
+    expect(memory.check_shared_files(64 * MIB), "degraded", "64.0 MiB", "--shm-size")
+    expect(memory.check_shared_files(None), "degraded", "there is none")
+
+
 @pytest.mark.parametrize(
     ("limit_nbytes", "is_exempt", "has_ring", "status", "word"),
     [
@@ -438,7 +444,7 @@ def test_json_holds_every_subject_once(tmp_path: Path) -> None:
     assert len(names) == len(set(names))
     assert {
         "kernel", "io_uring", "liburing binding", "host memory", "huge pages",
-        "memory of ranks", "memlock limit",
+        "memory of ranks", "/dev/shm", "memlock limit",
         f"{tmp_path}: direct I/O", f"{tmp_path}: free space", "cores", "instruction sets", "NUMA",
         "torch", "CUDA",
     } <= set(names)  # fmt: skip

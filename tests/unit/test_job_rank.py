@@ -54,3 +54,8 @@ def test_after_an_error_no_group_is_waited_for(calls: dict[str, Any]) -> None:
     with pytest.raises(RankError), job_rank(CUDA):
         raise RankError(1, "rank 1 is gone")
     assert "destroy" not in calls
+
+
+def test_a_process_that_sees_its_own_device_alone_takes_that(calls: dict[str, Any]) -> None:
+    with job_rank(CUDA):
+        assert calls["device"] == 0
