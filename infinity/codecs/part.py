@@ -127,7 +127,7 @@ def check_decode(
     codec: Codec, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor
 ) -> None:
     """Raises ConfigError if the sizes of parts, shape and `out` contradict each other."""
-    expected = codec.parts(shape)
+    expected = parts_of(codec, shape)
     if len(parts) != len(expected):
         raise ConfigError(f"{codec.format} needs {len(expected)} parts, got {len(parts)}")
     for part, tensor in zip(expected, parts, strict=True):
