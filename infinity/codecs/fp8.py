@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from infinity.codecs import native, on_device
 from infinity.codecs.part import (
-    Codec,
     Encoding,
+    FusedCodec,
     Shape,
     StoredPart,
     check_decode,
@@ -22,18 +22,17 @@ from infinity.codecs.part import (
     typed,
 )
 from infinity.codecs.rounding import (
-    decode_by_values,
     exponents_of,
     fp32_to_e8m0,
     scales_to_fp32,
 )
-from infinity.fused import decode as fused
+from infinity.fused.decode import EightBits
 
 _LARGEST = 448.0  # Of E4M3.
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Blocks(Codec):
+class Fp8Blocks(FusedCodec):
     """Codes F8_E4M3 of the weight's shape, and one scale per block of rows and columns.
 
     block: rows and columns that share a scale; 0 is the full length, so (1, 0) has a scale per row
@@ -76,19 +75,17 @@ class Fp8Blocks(Codec):
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
             native.decode_fp8(parts, shape, out, block=self._block(shape), scale=self.scale)
-        elif on_device.runs(self, parts, shape, out):
-            self.decode_fused(parts, shape, out)
         else:
-            decode_by_values(self, parts, shape, out)
+            on_device.decode(self, parts, shape, out)
 
     @property
+    @override
     def trial_shape(self) -> Shape:
-        """See `FusedCodec.trial_shape`."""
         return 2, min(self.block[0], 128) + 5, min(self.block[1], 128) + 70
 
-    def decode_fused(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
-        """See `FusedCodec.decode_fused`."""
-        fused.decode_fp8(parts, shape, out, block=self._block(shape), scale=self.scale)
+    @override
+    def form(self, shape: Shape) -> EightBits:
+        return EightBits(self._block(shape), self.scale)
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from infinity.codecs import native, on_device
 from infinity.codecs.part import (
-    Codec,
     Encoding,
+    FusedCodec,
     Shape,
     StoredPart,
     check_decode,
@@ -22,9 +22,8 @@ from infinity.codecs.part import (
     matrix_of,
     typed,
 )
-from infinity.codecs.rounding import decode_by_values
 from infinity.errors import ConfigError
-from infinity.fused import decode as fused
+from infinity.fused.decode import FourBits
 
 _CODES_PER_WORD = 8
 _ZERO = 8  # The code of 0: codes are 0 to 15, values -8 to 7.
@@ -32,7 +31,7 @@ _SCALE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.floa
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Groups(Codec):
+class Int4Groups(FusedCodec):
     """Eight codes per I32, lowest bits first, and scales of rows x (columns / group).
 
     group: columns that share a scale
@@ -69,22 +68,17 @@ class Int4Groups(Codec):
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
             native.decode_int4(parts, shape, out, group=self.group, scale=self.scale)
-        elif on_device.runs(self, parts, shape, out):
-            self.decode_fused(parts, shape, out)
         else:
-            decode_by_values(self, parts, shape, out)
+            on_device.decode(self, parts, shape, out)
 
     @property
+    @override
     def trial_shape(self) -> Shape:
-        """See `FusedCodec.trial_shape`."""
         return 2, 35, 3 * math.lcm(self.group, _CODES_PER_WORD)
 
-    def decode_fused(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
-        """See `FusedCodec.decode_fused`."""
-        fused.decode_four_bits(
-            parts, shape, out,
-            group=self.group, values="INT4", scale=self.scale, product=self.scale,
-        )  # fmt: skip
+    @override
+    def form(self, shape: Shape) -> FourBits:
+        return FourBits(self.group, "INT4", self.scale, self.scale)
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from infinity.codecs import native, on_device
 from infinity.codecs.part import (
-    Codec,
     Encoding,
+    FusedCodec,
     Shape,
     StoredPart,
     check_decode,
@@ -20,9 +20,9 @@ from infinity.codecs.part import (
     flat_bytes,
     matrix_of,
 )
-from infinity.codecs.rounding import decode_by_values, e8m0_to_fp32, exponents_of, fp32_to_e8m0
+from infinity.codecs.rounding import e8m0_to_fp32, exponents_of, fp32_to_e8m0
 from infinity.errors import ConfigError
-from infinity.fused import decode as fused
+from infinity.fused.decode import FourBits
 
 BLOCK = 32
 # By code: sign, two bits of exponent, one of mantissa.
@@ -35,7 +35,7 @@ _TIES_DOWN = (0.25, 1.25, 2.5, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Blocks(Codec):
+class Mxfp4Blocks(FusedCodec):
     """Two codes per byte, lowest bits first, and one E8M0 scale per 32 codes of a row.
 
     is_transposed: the stored matrix is the transpose of the weight, in blocks of 16 bytes:
@@ -83,23 +83,18 @@ class Mxfp4Blocks(Codec):
         if native.runs(parts, out):
             stored, turned = self._stored(shape), self._turned(out)
             native.decode_mxfp4(parts, stored, turned, block=BLOCK, values=E2M1_VALUES)
-        elif on_device.runs(self, parts, shape, out):
-            self.decode_fused(parts, shape, out)
         else:
-            decode_by_values(self, parts, shape, out)
+            on_device.decode(self, parts, shape, out)
 
     @property
+    @override
     def trial_shape(self) -> Shape:
-        """See `FusedCodec.trial_shape`."""
         stored = (2, 35, 3 * BLOCK)
         return self._stored(stored)
 
-    def decode_fused(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
-        """See `FusedCodec.decode_fused`."""
-        fused.decode_four_bits(
-            parts, self._stored(shape), self._turned(out),
-            group=BLOCK, values="E2M1", scale="F8_E8M0", product="F32",
-        )  # fmt: skip
+    @override
+    def form(self, shape: Shape) -> FourBits:
+        return FourBits(BLOCK, "E2M1", "F8_E8M0", "F32", is_transposed=self.is_transposed)
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

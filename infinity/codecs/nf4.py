@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from infinity.codecs import native, on_device
 from infinity.codecs.part import (
-    Codec,
     Encoding,
+    FusedCodec,
     Shape,
     StoredPart,
     check_decode,
@@ -21,13 +21,12 @@ from infinity.codecs.part import (
     flat_bytes,
     typed,
 )
-from infinity.codecs.rounding import decode_by_values
-from infinity.fused import decode as fused
+from infinity.fused.decode import FourBits
 
 STATE_SUFFIX = ".quant_state.bitsandbytes__nf4"
 NUM_CODES = 16
 NUM_NESTED_CODES = 256
-_TRIAL_OFFSET = 0.04  # Every weight has its own offset, which the kernel is not compiled for.
+_TRIAL_OFFSETS = (0.04, -0.3)  # Every weight has its own.
 
 # Quantiles of a normal distribution, symmetric about an exact zero: Dettmers et al., "QLoRA", 2023,
 # appendix E.
@@ -40,7 +39,7 @@ NF4_VALUES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Nf4(Codec):
+class Nf4(FusedCodec):
     """Two codes per byte, highest bits first, in blocks of the flattened weight.
 
     block: codes that share a scale; the last block may be short
@@ -90,24 +89,22 @@ class Nf4(Codec):
         if native.runs(parts, out):
             scales = self._scales(parts)
             native.decode_nf4(parts, scales, shape, out, block=self.block, stored=self.stored)
-        elif on_device.runs(replace(self, offset=_TRIAL_OFFSET), parts, shape, out):
-            self.decode_fused(parts, shape, out)
         else:
-            decode_by_values(self, parts, shape, out)
+            on_device.decode(self, parts, shape, out)
 
     @property
+    @override
     def trial_shape(self) -> Shape:
-        """See `FusedCodec.trial_shape`."""
         return 37, 2 * self.block + 1
 
-    def decode_fused(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
-        """See `FusedCodec.decode_fused`."""
-        offset = float(torch.tensor(self.offset, dtype=torch.float32))
-        fused.decode_four_bits(
-            parts, shape, out,
-            group=self.block, values="TABLE", scale="F32", product=self.stored,
-            nested=(self.nested_block, offset),
-        )  # fmt: skip
+    @override
+    def form(self, shape: Shape) -> FourBits:
+        return FourBits(self.block, "TABLE", "F32", self.stored, self.nested_block)
+
+    @property
+    @override
+    def trial_codecs(self) -> tuple[FusedCodec, ...]:
+        return tuple(replace(self, offset=offset) for offset in _TRIAL_OFFSETS)
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

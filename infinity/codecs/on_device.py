@@ -2,70 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from infinity.codecs.part import Codec, Shape
+from infinity.codecs.batches import DecodeBatch, WeightPlace, batches_of, places_on
+from infinity.codecs.part import FusedCodec, Shape
 from infinity.codecs.rounding import decode_by_values
-from infinity.fused import decode
 from infinity.fused.choice import Trials
+from infinity.fused.decode import launch_of, place_of
 
 trials = Trials()
+_TRIAL_WEIGHTS = 3
 
 
-class FusedCodec(Codec, Protocol):
-    """A codec that has a Triton kernel."""
+def decode(
+    codec: FusedCodec, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor
+) -> None:
+    """`Codec.decode` where no native kernel does: one weight alone. A batch is faster."""
+    device = out.device
+    is_there = device.type == "cuda" and all(part.device == device for part in parts)
+    launch = launch_of(codec.form(shape), shape, out.stride(), out.dtype) if is_there else None
+    if launch is None or explain_refusal(codec, out.dtype, device, launch.order):
+        decode_by_values(codec, parts, shape, out)
+        return
+    row = place_of(0, codec.offset, [0] * len(parts))
+    with made_current(device):
+        launch.run(parts, places_on(device, [row]), out)
 
-    @property
-    def trial_shape(self) -> Shape:
-        """The shape of a weight that shows the borders of groups, blocks and tiles."""
 
-    def decode_fused(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
-        """As `decode`, by the Triton kernel."""
-
-
-def runs(codec: FusedCodec, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> bool:
-    """Whether the Triton kernel decodes these tensors. The first call per device, codec and dtype
+def runs(batch: DecodeBatch, device: torch.device) -> bool:
+    """Whether a launch decodes the batch on the device. The first call per device and kernel
     compiles the kernel and compares its bits with those of the reference, which takes seconds."""
-    if out.device.type != "cuda" or any(part.device != out.device for part in parts):
+    if batch.launch is None or device.type != "cuda":
         return False
-    return decode.can_run(shape, out) and not explain_refusal(codec, out.dtype, out.device)
+    codec, dtype = batch.first.codec, batch.first.dtype
+    assert isinstance(codec, FusedCodec)
+    return not explain_refusal(codec, dtype, device, batch.launch.order)
 
 
-def explain_refusal(codec: FusedCodec, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns why the reference decodes on the device, "" if the Triton kernel does."""
+def explain_refusal(
+    codec: FusedCodec, dtype: torch.dtype, device: torch.device, order: str = "ROWS"
+) -> str:
+    """Returns why the reference decodes on the device, "" if the Triton kernel does. `order`: see
+    `DecodeLaunch.order`."""
     return trials.explain_refusal(
         f"decoding of {codec.format} to {dtype}",
-        (codec, dtype),
+        (codec.trial_codecs, dtype, order),
         device,
-        lambda: has_reference_bits(codec, dtype, device),
+        lambda: has_reference_bits(codec, dtype, device, order),
     )
 
 
-def has_reference_bits(codec: FusedCodec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Decodes random bytes, densely and transposed, with kernel and reference."""
-    # Triton compiles apart for addresses that are multiples of 16.
-    return all(_has_reference_bits(codec, dtype, device, offset) for offset in (0, 1))
-
-
-def _has_reference_bits(
-    codec: FusedCodec, dtype: torch.dtype, device: torch.device, offset: int
+def has_reference_bits(
+    codec: FusedCodec, dtype: torch.dtype, device: torch.device, order: str
 ) -> bool:
+    """Decodes weights of random bytes by one launch, and each by the reference."""
     source = torch.Generator().manual_seed(0)  # Not the program's own generator.
-    shape = codec.trial_shape
-    parts = []
-    for part in codec.parts(shape):
-        content = torch.randint(256, (part.nbytes + offset,), generator=source, dtype=torch.uint8)
-        parts.append(content.to(device)[offset:])
-    expected = torch.zeros(shape, dtype=dtype, device=device)
-    decode_by_values(codec, parts, shape, expected)
-    dense = torch.zeros_like(expected)
-    turned = torch.zeros_like(expected.mT.contiguous()).mT
+    stored, weights, numel = _trial_weights(codec, dtype, order)
+    block = torch.randint(256, (stored,), generator=source, dtype=torch.uint8).to(device)
     bits = torch.int32 if dtype is torch.float32 else torch.int16
-    for out in (dense, turned):
-        codec.decode_fused(parts, shape, out)
-        if not torch.equal(out.view(bits), expected.view(bits)):
-            return False
-    return True
+    found = torch.full((numel,), 21845, dtype=bits, device=device)
+    expected = found.clone()
+    (batch,) = batches_of(weights)
+    with made_current(device):
+        batch.decode_at_once(block, found.view(torch.uint8), places_on(device, batch.rows()))
+    for weight in weights:
+        assert isinstance(weight.codec, FusedCodec)
+        parts = [block[start : start + nbytes] for start, nbytes in weight.parts]
+        out = expected.view(dtype)[weight.start :].as_strided(weight.shape, weight.stride)
+        decode_by_values(weight.codec, parts, weight.shape, out)
+    return torch.equal(found, expected)
+
+
+def _trial_weights(
+    codec: FusedCodec, dtype: torch.dtype, order: str
+) -> tuple[int, list[WeightPlace], int]:
+    """Returns the bytes of a block, weights of which it has parts at odd addresses, and the number
+    of elements of the memory for them."""
+    shape = codec.trial_shape
+    stride = next(
+        stride
+        for stride in _trial_strides(shape)
+        if (launch := launch_of(codec.form(shape), shape, stride, dtype)) and launch.order == order
+    )
+    span = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    stored_nbytes, numel, weights = 1, 3, []
+    for number in range(_TRIAL_WEIGHTS):
+        member = codec.trial_codecs[number % len(codec.trial_codecs)]
+        parts = []
+        for part in member.parts(shape):
+            parts.append((stored_nbytes, part.nbytes))
+            stored_nbytes += part.nbytes + 3
+        weights.append(WeightPlace(member, shape, tuple(parts), dtype, numel, stride))
+        numel += span + 5
+    return stored_nbytes, weights[::-1], numel
+
+
+def _trial_strides(shape: Shape) -> Iterator[tuple[int, ...]]:
+    """Yields strides with gaps: columns side by side, rows side by side, neither."""
+    *_, rows, columns = shape
+    for row_stride, column_stride in ((columns + 3, 1), (1, rows + 3), (2 * columns + 1, 2)):
+        matrix_stride = max(rows * row_stride, columns * column_stride) + 5
+        yield (matrix_stride, row_stride, column_stride)[-len(shape) :]
+
+
+def made_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a CUDA device the current one, as a launch needs it."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

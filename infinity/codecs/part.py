@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,7 @@ from typing import Protocol
 import torch
 
 from infinity.errors import ConfigError
+from infinity.fused.decode import CodeForm
 
 Shape = tuple[int, ...]
 
@@ -59,7 +61,32 @@ class Encoding:
     aside: Mapping[str, torch.Tensor]
 
 
-class Codec(Protocol):
+class Decoder(Protocol):
+    """The part of a codec that makes elements of bytes."""
+
+    def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
+        """Fills `out` with the weight.
+
+        parts: per part one flat uint8 tensor of its bytes, at any alignment, on any device; only
+            read
+        shape: of the weight
+        out: bfloat16, float16 or float32 of this shape, of any strides that do not overlap
+
+        CPU tensors are decoded by the native kernel on torch's number of threads, without the GIL;
+        other ones by a kernel of their device or by `Codec.values`, with the same bits. A NaN has
+        the bits of the positive quiet NaN. Raises ConfigError if the sizes of the parts do not fit
+        the shape.
+        """
+
+    def rows(self, shape: Shape, start: int, stop: int) -> Sequence[tuple[int, int]] | None:
+        """Returns per part the range of bytes that holds elements [start, stop) of dimension 0.
+
+        Those bytes decode with the shape (stop - start, *shape[1:]). None if elements outside the
+        range share a byte or a scale with elements inside.
+        """
+
+
+class Codec(Decoder, Protocol):
     """Decodes and encodes the weights of one format. Frozen and hashable; holds no tensor."""
 
     def __hash__(self) -> int:  # Each codec is a frozen dataclass, which has its own.
@@ -77,19 +104,6 @@ class Codec(Protocol):
         """Returns the parts of a weight of this shape. Raises ConfigError for a shape that cannot
         be stored in the format."""
 
-    def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
-        """Fills `out` with the weight.
-
-        parts: per part one flat uint8 tensor of its bytes, at any alignment, on any device; only
-            read
-        shape: of the weight
-        out: bfloat16, float16 or float32 of this shape, of any strides that do not overlap
-
-        CPU tensors are decoded by the native kernel on torch's number of threads, without the GIL;
-        other ones by `values`, with the same bits. A NaN has the bits of the positive quiet NaN.
-        Raises ConfigError if the sizes of the parts do not fit the shape.
-        """
-
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         """Returns the weight before its last rounding, new: the reference of `decode`.
 
@@ -103,12 +117,28 @@ class Codec(Protocol):
         finite.
         """
 
-    def rows(self, shape: Shape, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
-        """Returns per part the range of bytes that holds elements [start, stop) of dimension 0.
 
-        Those bytes decode with the shape (stop - start, *shape[1:]). None if elements outside the
-        range share a byte or a scale with elements inside.
-        """
+class FusedCodec(Codec):
+    """A codec that has a Triton kernel."""
+
+    @abstractmethod
+    def form(self, shape: Shape) -> CodeForm:
+        """Returns how the kernel decodes a weight of this shape."""
+
+    @property
+    def offset(self) -> float:
+        """A number that the kernel takes for each weight: that of NF4."""
+        return 0.0
+
+    @property
+    @abstractmethod
+    def trial_shape(self) -> Shape:
+        """The shape of a weight that shows the borders of groups, blocks and tiles."""
+
+    @property
+    def trial_codecs(self) -> tuple[FusedCodec, ...]:
+        """Codecs that differ in `offset` only. Equal for all codecs that one kernel decodes."""
+        return (self,)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,20 +153,26 @@ def stored_nbytes(codec: Codec, shape: Shape) -> int:
     return sum(part.nbytes for part in codec.parts(shape))
 
 
+def check_sizes(codec: Codec, sizes_nbytes: Sequence[int], shape: Shape) -> None:
+    """Raises ConfigError if parts of these sizes do not make a weight of the shape."""
+    expected = parts_of(codec, shape)
+    if len(sizes_nbytes) != len(expected):
+        raise ConfigError(f"{codec.format} needs {len(expected)} parts, got {len(sizes_nbytes)}")
+    for part, nbytes in zip(expected, sizes_nbytes, strict=True):
+        if nbytes != part.nbytes:
+            raise ConfigError(
+                f"{codec.format}: a weight of shape {shape} needs {part.nbytes} bytes of "
+                f"'*{part.suffix}' ({part.dtype} {part.shape}), got {nbytes}"
+            )
+
+
 def check_decode(
     codec: Codec, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor
 ) -> None:
     """Raises ConfigError if the sizes of parts, shape and `out` contradict each other."""
-    expected = codec.parts(shape)
-    if len(parts) != len(expected):
-        raise ConfigError(f"{codec.format} needs {len(expected)} parts, got {len(parts)}")
-    for part, tensor in zip(expected, parts, strict=True):
+    check_sizes(codec, [tensor.numel() for tensor in parts], shape)
+    for tensor in parts:
         assert tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous()
-        if tensor.numel() != part.nbytes:
-            raise ConfigError(
-                f"{codec.format}: a weight of shape {shape} needs {part.nbytes} bytes of "
-                f"'*{part.suffix}' ({part.dtype} {part.shape}), got {tensor.numel()}"
-            )
     if tuple(out.shape) != shape:
         raise ConfigError(f"{codec.format}: expected an output of {shape}, got {tuple(out.shape)}")
 

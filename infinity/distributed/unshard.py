@@ -20,7 +20,6 @@ from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
 from infinity.state.units import StateKind
-from infinity.streaming.weight_decoding import decoder_into
 from infinity.streaming.weight_provider import Arrival, WeightProvider
 from infinity.tiers.device import FINISHED, Copy, Region
 
@@ -99,10 +98,15 @@ class DeviceUnshard:
         return self._store.take_rewritten(unit)
 
     def begin(
-        self, unit: int, region: Region | None, local: torch.Tensor, reading: Transfer | None
+        self,
+        unit: int,
+        region: Region | None,
+        local: torch.Tensor,
+        reading: Transfer | None,
+        decode: Callable[[torch.Tensor], None] | None,
     ) -> AllGather:
         """See `WeightProvider.begin`."""
-        ranges, full = self._ranges(unit), self._partition.full_units[unit]
+        ranges = self._ranges(unit)
         is_of_node = self._partition.is_of_node(unit)
         if region is not None:
             self._exchange.take(region)
@@ -114,9 +118,8 @@ class DeviceUnshard:
             self._count(unit)
             if region is None:
                 return self._exchange.gather_ahead(local, ranges, is_of_node=is_of_node)
-            if full.stored is None:
+            if decode is None:
                 return self._exchange.gather(region, local, ranges, is_of_node=is_of_node)
-            decode = decoder_into(region, full)
             return self._exchange.gather_decoded(
                 region, local, ranges, decode, is_of_node=is_of_node
             )
@@ -202,9 +205,14 @@ class UnshardedWeights(WeightProvider):
 
     @override
     def begin(
-        self, unit: int, region: Region | None, local: torch.Tensor, reading: Transfer | None
+        self,
+        unit: int,
+        region: Region | None,
+        local: torch.Tensor,
+        reading: Transfer | None,
+        decode: Callable[[torch.Tensor], None] | None,
     ) -> Arrival:
-        return _InTraining(self._unshard.begin(unit, region, local, reading), self)
+        return _InTraining(self._unshard.begin(unit, region, local, reading, decode), self)
 
     @property
     def is_training(self) -> bool:

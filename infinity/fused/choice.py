@@ -74,7 +74,7 @@ class Trials:
             called once per key and device, if at all
         Raises UnsupportedError if the environment asks for Triton and a trial fails.
         """
-        known = (key, device, asked())  # Asked once a tensor: an expert is one.
+        known = (key, device, asked())
         if known in self._outcomes:
             return self._outcomes[known]
         reason = explain_no_triton(device)

@@ -1,121 +1,149 @@
-"""Launches the Triton kernels that decode: one launch per tensor, on the stream that is current.
+"""Launches the Triton kernels that decode: one launch for many weights, on the current stream.
 
-Tensors are those of `Codec.decode`: flat uint8 parts at any alignment and an output of any strides,
-all on one CUDA device (or on the CPU under Triton's interpreter). Nothing waits for the device.
+The weights of a launch have one format, shape, dtype and strides. Their parts are flat uint8
+tensors at any alignment, all on one CUDA device (or on the CPU under Triton's interpreter), which
+is the current one. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+MOST_WEIGHTS = 65_535  # Of one launch: the length of the second axis of a grid.
+PLACE_WIDTH = 7
+_MOST_PARTS = 5
+_MOST_ROWS = 1 << 30  # Rows and columns are counted in 32 bits, to the end of a tile.
 _FORMS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _TILE = (32, 64)  # Rows and columns of a program. Both cover whole sectors of 32 bytes, so that an
 # output may be transposed.
 
 
-def can_run(shape: Sequence[int], out: torch.Tensor) -> bool:
-    """Whether the kernels can decode this weight: at least a vector, dtype and strides of `out`."""
-    leading = _leading(out)
-    is_uniform = all(
-        outer[1] == inner[1] * inner[0] for outer, inner in itertools.pairwise(leading)
-    )
-    programs = _programs(*_matrices(shape)) if shape else 0
-    return out.dtype in _FORMS and is_uniform and 0 < programs < 1 << 31
+@dataclass(frozen=True, slots=True)
+class EightBits:
+    """`Fp8Blocks`. `block`: rows and columns that share a scale, no zeros. `scale`: their dtype."""
+
+    block: tuple[int, int]
+    scale: str
 
 
-def decode_fp8(
-    parts: Sequence[torch.Tensor],
-    shape: Sequence[int],
-    out: torch.Tensor,
-    *,
-    block: tuple[int, int],
-    scale: str,
-) -> None:
-    """Decodes `Fp8Blocks`; `block` has no zeros."""
-    from infinity.fused import decode_kernels as kernels
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """`Int4Groups`, `Mxfp4Blocks` and `Nf4`: see the kernel. `nested_block`: NF4's scales that
+    share a scale, 0 if they are not nested. `is_transposed`: stored matrices are transposes."""
 
-    codes, scales = parts
-    rows, columns = _matrices(shape)[1:]
-    _launch(
-        kernels.decode_fp8, shape, out, codes, scales, _as_bits(out), rows, columns,
-        *_strides(out), *block, scale_form=scale,
-    )  # fmt: skip
+    group: int
+    values: str
+    scale: str
+    product: str
+    nested_block: int = 0
+    is_transposed: bool = False
 
 
-def decode_four_bits(
-    parts: Sequence[torch.Tensor],
-    shape: Sequence[int],
-    out: torch.Tensor,
-    *,
-    group: int,
-    values: str,
-    scale: str,
-    product: str,
-    nested: tuple[int, float] = (0, 0.0),
-) -> None:
-    """Decodes `Int4Groups`, `Mxfp4Blocks` and `Nf4`: see the kernel.
+CodeForm = EightBits | FourBits
 
-    parts: codes, scales; for NF4 the table too; if its scales are nested, their scales and table
-    nested: NF4's scales that share a scale, and the offset, an fp32 value; (0, 0.0) if not nested
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaunch:
+    """The facts about a launch that do not change.
+
+    kernel: its name. programs: of one weight. numbers: arguments behind the addresses. constants:
+    those that the kernel is compiled for, with the options of the compiler
     """
-    from infinity.fused import decode_kernels as kernels
 
-    nested_block, offset = nested
-    codes, scales, table, nested_scales, nested_map = (*parts, *[parts[0]] * (5 - len(parts)))
-    rows, columns = _matrices(shape)[1:]
-    _launch(
-        kernels.decode_four_bits, shape, out, codes, scales, table, nested_scales, nested_map,
-        offset, _as_bits(out), rows, columns, *_strides(out), group=group,
-        nested_block=max(1, nested_block), values=values,
-        scale_form="NESTED" if nested_block else scale, product_form=product,
-    )  # fmt: skip
+    kernel: str
+    num_parts: int
+    programs: int
+    numbers: tuple[int, ...]
+    constants: Mapping[str, object]
 
+    @property
+    def order(self) -> str:
+        """The elements that lie side by side in an output: ROWS, COLUMNS or STRIDED."""
+        return str(self.constants["order"])
 
-def _launch(
-    kernel: Any, shape: Sequence[int], out: torch.Tensor, *operands: object, **constants: object
-) -> None:
-    device = torch.cuda.device(out.device) if out.is_cuda else contextlib.nullcontext()
-    with device:
-        kernel[(_programs(*_matrices(shape)),)](
-            *operands,
-            **constants,
-            out_form=_FORMS[out.dtype],
-            tile_rows=_TILE[0],
-            tile_columns=_TILE[1],
-            num_warps=4,
-            enable_fp_fusion=False,  # A product and a sum are rounded each.
+    def run(self, parts: Sequence[torch.Tensor], places: torch.Tensor, out: torch.Tensor) -> None:
+        """Decodes a weight for each row of `places` (`place_of`).
+
+        parts: the memory of each part of all weights; several may lie in one
+        out: the memory of all outputs, of their dtype
+        """
+        from infinity.fused import decode_kernels
+
+        operands = (*parts, *[parts[0]] * (self.num_parts - len(parts)))
+        bits = out.view(torch.int32 if out.dtype is torch.float32 else torch.int16)
+        kernel = getattr(decode_kernels, self.kernel)
+        kernel[(self.programs, len(places))](
+            *operands, places, bits, *self.numbers, **self.constants
         )
 
 
-def _matrices(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Returns matrices, rows and columns; a vector is one row."""
-    rows = shape[-2] if len(shape) > 1 else 1
-    return math.prod(shape[:-2]), rows, shape[-1]
+def place_of(target: int, offset: float, starts: Sequence[int]) -> tuple[int, ...]:
+    """Returns the row of a weight in the table of a launch, int64.
+
+    target: the first element of the output; starts: the first byte of each part; both from the
+        beginning of the tensors that `DecodeLaunch.run` takes
+    offset: NF4's fp32 number
+    """
+    bits = int(torch.tensor(offset, dtype=torch.float32).view(torch.int32))
+    return target, bits, *starts, *[0] * (_MOST_PARTS - len(starts))
 
 
-def _programs(matrices: int, rows: int, columns: int) -> int:
-    return matrices * -(-rows // _TILE[0]) * -(-columns // _TILE[1])
+def launch_of(
+    form: CodeForm, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> DecodeLaunch | None:
+    """Returns the launch for weights of this shape, dtype and strides; None if no kernel decodes
+    them: at least a vector, and one stride that leads from matrix to matrix."""
+    if not shape or dtype not in _FORMS:
+        return None
+    leading = [
+        (length, step) for length, step in zip(shape[:-2], stride[:-2], strict=True) if length != 1
+    ]
+    if any(outer[1] != inner[1] * inner[0] for outer, inner in itertools.pairwise(leading)):
+        return None
+    matrices, matrix_stride = math.prod(shape[:-2]), leading[-1][1] if leading else 0
+    rows, row_stride = (shape[-2], stride[-2]) if len(shape) > 1 else (1, 0)
+    columns, column_stride = shape[-1], stride[-1]
+    if isinstance(form, FourBits) and form.is_transposed:
+        rows, columns, row_stride, column_stride = columns, rows, column_stride, row_stride
+    programs = matrices * -(-rows // _TILE[0]) * -(-columns // _TILE[1])
+    if max(rows, columns) > _MOST_ROWS or not 0 < programs < 1 << 31:
+        return None
+    kernel, num_parts, extra, constants = _kernel_of(form, rows, columns)
+    order = "ROWS" if column_stride == 1 else "COLUMNS" if row_stride == 1 else "STRIDED"
+    return DecodeLaunch(
+        kernel,
+        num_parts,
+        programs,
+        (rows, columns, matrix_stride, row_stride, column_stride, *extra),
+        {
+            **constants,
+            "out_form": _FORMS[dtype],
+            "order": order,
+            "tile_rows": _TILE[0],
+            "tile_columns": _TILE[1],
+            "num_warps": 4,
+            "enable_fp_fusion": False,  # A product and a sum are rounded each.
+        },
+    )
 
 
-def _as_bits(out: torch.Tensor) -> torch.Tensor:
-    """Returns the output as integers of its size."""
-    return out.view(torch.int32 if out.dtype is torch.float32 else torch.int16)
-
-
-def _leading(out: torch.Tensor) -> list[tuple[int, int]]:
-    """Returns (length, stride) of the dimensions that count matrices, without those of length 1."""
-    pairs = zip(out.shape[:-2], out.stride()[:-2], strict=True)
-    return [(length, stride) for length, stride in pairs if length != 1]
-
-
-def _strides(out: torch.Tensor) -> tuple[int, int, int]:
-    """Returns the strides of matrices, rows and columns in elements."""
-    leading = _leading(out)
-    row = out.stride(-2) if out.dim() > 1 else 0
-    return leading[-1][1] if leading else 0, row, out.stride(-1)
+def _kernel_of(
+    form: CodeForm, rows: int, columns: int
+) -> tuple[str, int, tuple[int, ...], dict[str, object]]:
+    """Returns name, number of parts, numbers of its own and constants of the kernel."""
+    if isinstance(form, EightBits):
+        block = min(form.block[0], rows), min(form.block[1], columns)
+        return "decode_fp8", 2, block, {"scale_form": form.scale}
+    constants: dict[str, object] = {
+        "group": form.group,
+        "nested_block": max(1, form.nested_block),
+        "values": form.values,
+        "scale_form": "NESTED" if form.nested_block else form.scale,
+        "product_form": form.product,
+    }
+    return "decode_four_bits", _MOST_PARTS, (), constants

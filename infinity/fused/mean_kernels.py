@@ -9,6 +9,9 @@ import triton.language as tl
 
 from infinity.fused.number_kernels import widened
 
+# Nothing is compiled apart for these: a trial compiles what every later launch runs.
+_ARRAYS = ("out", "rows", "numel", "stride")
+
 
 @triton.jit
 def _tree(
@@ -29,9 +32,9 @@ def _tree(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ARRAYS, do_not_specialize_on_alignment=_ARRAYS)
 def mean(
-    out, rows, numel, stride, scale,
+    out, rows, numel: tl.int64, stride: tl.int64, scale,
     count: tl.constexpr, form: tl.constexpr, program_numel: tl.constexpr,
 ):  # fmt: skip
     """out: fp32, `numel` elements. rows: bits (int32 or int16), `count` rows of `stride` elements.

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 _REFERENCE_LANES = tl.constexpr(8)
+# Nothing is compiled apart for these: a trial compiles what every later launch runs.
+_ARRAYS = ("weights", "residuals", "gradients", "states0", "states1", "numel")
 
 
 @triton.jit
@@ -74,14 +76,14 @@ def _stepped(
     return weight, state0, state1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ARRAYS, do_not_specialize_on_alignment=_ARRAYS)
 def update(
     weights,
     residuals,
     gradients,
     states0,
     states1,
-    numel,
+    numel: tl.int64,
     grad_scale,
     c0,
     c1,

@@ -16,7 +16,7 @@ from infinity.ops.span import StateSpan
 from infinity.ops.split_master import split
 
 trials = Trials()
-# Whole programs; a part of one, and a tail. Triton compiles multiples of 16 apart.
+# Whole programs; a part of one, and a tail.
 _TRIALS = (8192, 8192 + 1024 + 5)
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from typing_extensions import override
 
+from infinity.codecs.part import Decoder
 from infinity.plan.formats import PLAIN, stored_nbytes
 from infinity.plan.shapes import ModelShape, linears, norms, numel_of
-from infinity.state.stored import Decoder, StoredSlice, StoredTensor
+from infinity.state.stored import StoredSlice, StoredTensor
 from infinity.storage.shards import ShardRange
 
 

@@ -5,7 +5,7 @@ ranges of a unit lie anywhere in the files. `lay_out_stored` covers them with *r
 because O_DIRECT moves whole pages (open(2)); neighbours share a run. A host block holds the runs
 one behind the other, and a range starts in the block at the offset that it has in its page.
 
-Pure: names, offsets and shapes. `StoredWeights.decode` computes on the tensors that it is given.
+Pure: names, offsets and shapes. `StoredWeights.decoded` computes on the tensors that it is given.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
+from infinity.codecs.part import Decoder
 from infinity.sizes import KIB, PAGE_NBYTES, align_down, align_up
 from infinity.storage.shards import ShardRange, ShardRun
 
@@ -26,24 +25,6 @@ from infinity.storage.shards import ShardRange, ShardRun
 _GAP_NBYTES = 16 * KIB
 
 Box = tuple[int | slice, ...]
-
-
-class Decoder(Protocol):
-    """The part of a codec (`infinity.codecs`) that makes elements of bytes."""
-
-    def decode(
-        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], out: torch.Tensor
-    ) -> None:
-        """Fills `out`, shape `shape` and any strides, from the stored parts.
-
-        Parts are flat, uint8, at any alignment, on the device of `out`.
-        """
-
-    def rows(
-        self, shape: tuple[int, ...], start: int, stop: int
-    ) -> Sequence[tuple[int, int]] | None:
-        """Returns the byte range [first, end) of each part that makes rows [start, stop) of the
-        first axis; None if these rows have no bytes of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +120,17 @@ class StoredWeights:
         ]
         return replace(self, runs=tuple(runs))
 
-    def decode(self, block: torch.Tensor, parameter: Callable[[str], torch.Tensor]) -> None:
-        """Fills the parameters from the bytes of the block: uint8, shape (nbytes,).
-
-        `parameter(name)` returns the tensor to fill, on the device of `block`.
-        """
-        known = cache(parameter)
-        for _ in self.decoded(block, lambda name, stored_slice: stored_slice.target(known(name))):
-            pass
-
     def decoded(
-        self, block: torch.Tensor, target: Callable[[str, StoredSlice], torch.Tensor]
-    ) -> Iterator[tuple[str, StoredSlice, torch.Tensor]]:
-        """Yields (parameter, slice, its elements), each decoded into `target(parameter, slice)`: a
-        tensor in the shape of the slice's source, on the device of `block`."""
+        self, block: torch.Tensor, dtype: Callable[[str], torch.dtype]
+    ) -> Iterator[torch.Tensor]:
+        """Yields the elements of each slice, in the shape of its source, decoded from the block:
+        uint8, shape (nbytes,), on the host. `dtype(name)`: of a parameter."""
         for name, stored_slice, parts in self.slices:
             stored = [block[start : start + nbytes] for start, nbytes in parts]
-            elements = target(name, stored_slice)
+            elements = torch.empty(stored_slice.shape, dtype=dtype(name))
             with torch.no_grad():
                 stored_slice.codec.decode(stored, stored_slice.shape, elements)
-            yield name, stored_slice, elements
+            yield elements
 
 
 def lay_out_stored(tensors: Mapping[str, StoredTensor]) -> StoredWeights:

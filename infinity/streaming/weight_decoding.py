@@ -33,11 +33,12 @@ from typing import Any
 
 import torch
 
+from infinity.codecs.decode_plan import DecodePlan
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.state.store import StateStore
-from infinity.state.stored import StoredSlice
-from infinity.state.units import StateKind, Unit, weight_of
+from infinity.state.units import StateKind, Unit
+from infinity.state.weight_places import weight_places
 from infinity.storage.protocol import Priority
 from infinity.streaming.weight_state import Weights
 from infinity.tiers.device import Copy, DeviceAdapter, Region
@@ -67,6 +68,7 @@ class WeightDecoding:
         self._reclaim: Callable[[], bool] = lambda: False
         self._stages_ahead = False
         self._staged: Weights | None = None
+        self._plans: dict[int, DecodePlan] = {}  # By unit.
         self._absent_nbytes: Callable[[], int] = lambda: 0
 
     def prepare(
@@ -77,11 +79,19 @@ class WeightDecoding:
         *,
         stages_ahead: bool,
     ) -> None:
-        """Takes device memory for the stored bytes of the largest unit, if there are any, and host
-        memory for the zone. `reclaim()` drops the blocks of the zone that are not in use, and
-        returns whether there were any. `absent_nbytes()`: host memory that weights still need until
-        all of them are kept. `stages_ahead`: as much device memory for `stage`."""
-        stored = [unit.stored.nbytes for unit in self._store.units if unit.stored is not None]
+        """Plans how each unit is decoded, and takes device memory for the stored bytes of the
+        largest unit, if there are any, and host memory for the zone.
+
+        `reclaim()` drops the blocks of the zone that are not in use, and returns whether there were
+        any. `absent_nbytes()`: host memory that weights still need until all of them are kept.
+        `stages_ahead`: as much device memory for `stage`.
+        """
+        units = [unit for unit in self._store.units if unit.stored is not None]
+        self._plans = {unit.index: DecodePlan(weight_places(unit)) for unit in units}
+        if not self._device.shares_host_memory:
+            for plan in self._plans.values():
+                plan.prepare(self._device.torch_device)
+        stored = [unit.stored.nbytes for unit in units if unit.stored is not None]
         self._stages_ahead = stages_ahead and bool(stored)
         if stored:
             self._device.prepare_decoding(max(stored), is_ahead=self._stages_ahead)
@@ -187,14 +197,21 @@ class WeightDecoding:
         unit, region, block = weights.unit, weights.region, weights.block
         if self._staged is weights:
             assert unit.stored is not None
-            decode = decoder_into(region, unit)
+            decode = self.decoder(weights)
             copy = self._device.attach_staged(region, unit.stored.nbytes, decode)
             self.free_staging()
             return copy
         assert block is not None
         if self._device.shares_host_memory:
             return self._device.attach(region, self.decode(weights, block))
-        return self._device.attach_decoded(region, block, decoder_into(region, unit))
+        return self._device.attach_decoded(region, block, self.decoder(weights))
+
+    def decoder(self, weights: Weights) -> Callable[[torch.Tensor], None]:
+        """Returns a function that fills the region from stored bytes: uint8, on the device."""
+        plan, region = self._plans[weights.unit.index], weights.region
+        return lambda stored: plan.decode(
+            stored, region.tensor(0, (region.nbytes,), (1,), torch.uint8)
+        )
 
     def decode(self, weights: Weights, block: Block) -> Block:
         """Makes the weights of the stored bytes in `block`, in another block, until `drop`."""
@@ -205,12 +222,10 @@ class WeightDecoding:
             decoded = self._allocate(weights)
         finally:
             weights.is_decoding = False
-        memory = self._pool.tensor(decoded)
         try:
             with self._counters.timed("decode_s", f"parameters of {unit.name} are decoded"):
-                unit.stored.decode(
-                    self._pool.tensor(block), lambda name: _tensor_among(memory, unit, name)
-                )
+                plan = self._plans[unit.index]
+                plan.decode(self._pool.tensor(block), self._pool.tensor(decoded))
         except BaseException:
             self._free(decoded)
             raise
@@ -250,14 +265,12 @@ class WeightDecoding:
             if is_own:
                 kind, urgency = StateKind.PARAMETERS, Priority.STATE
                 self._store.read(unit, kind, block, priority=urgency).wait()
-
-            def target(name: str, stored_slice: StoredSlice) -> torch.Tensor:
-                return torch.empty(stored_slice.shape, dtype=unit.spec(name).facts.dtype)
-
-            decoded = stored.decoded(self._pool.tensor(block), target)
+            decoded = stored.decoded(
+                self._pool.tensor(block), lambda name: unit.spec(name).facts.dtype
+            )
             return any(
                 _digest(expected) != digest
-                for (_, _, expected), digest in zip(decoded, digests, strict=True)
+                for expected, digest in zip(decoded, digests, strict=True)
             )
         finally:
             if is_own:
@@ -282,21 +295,8 @@ def refuse_change(unit: Unit) -> None:
         )
 
 
-def decoder_into(region: Region, unit: Unit) -> Callable[[torch.Tensor], None]:
-    """Returns a function that fills a unit's region from its stored bytes: uint8, on the device."""
-    stored = unit.stored
-    assert stored is not None
-    return lambda content: stored.decode(content, lambda name: _tensor_in(region, unit, name))
-
-
 def _tensor_in(region: Region, unit: Unit, name: str) -> torch.Tensor:
     """Returns a parameter of the unit over its device region."""
     spec = unit.spec(name)
     facts = spec.facts
     return region.tensor(spec.weight_offset_nbytes, facts.shape, facts.stride, facts.dtype)
-
-
-def _tensor_among(weights: torch.Tensor, unit: Unit, name: str) -> torch.Tensor:
-    """Returns a parameter of the unit, in its shape, among weight bytes (uint8) of the unit."""
-    spec = unit.spec(name)
-    return weight_of(weights, spec).as_strided(spec.facts.shape, spec.facts.stride)

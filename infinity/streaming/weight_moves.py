@@ -307,8 +307,10 @@ class WeightMoves:
         self.attached_nbytes += weights.unit.weight_nbytes
 
     def _start_arrival(self, weights: Weights, feeder: Weights, region: Region | None) -> None:
+        unit = weights.unit
+        decode = None if unit.stored is None else self.decoding.decoder(weights)
         weights.arrival = self._source.begin(
-            weights.unit.index, region, self._bytes_of(feeder), feeder.reading
+            unit.index, region, self._bytes_of(feeder), feeder.reading, decode
         )
         weights.feeder, feeder.fills = feeder, weights
         self._there[weights.unit.index] = weights

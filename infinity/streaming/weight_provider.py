@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -52,11 +52,17 @@ class WeightProvider(Protocol):
         """Whether the feeder was written past the cache since the last call."""
 
     def begin(
-        self, unit: int, region: Region | None, local: torch.Tensor, reading: Transfer | None
+        self,
+        unit: int,
+        region: Region | None,
+        local: torch.Tensor,
+        reading: Transfer | None,
+        decode: Callable[[torch.Tensor], None] | None,
     ) -> Arrival:
         """Gives the region its memory, and begins to fill it. `local`: the feeder's bytes, which
-        are being read until `reading` is over. Without a region, the stored bytes go to the
-        device's memory for them (`DeviceAdapter.stage`), which nobody else uses."""
+        are being read until `reading` is over. `decode` fills the region from the unit's stored
+        bytes, if it has any. Without a region, they go to the device's memory for them
+        (`DeviceAdapter.stage`), which nobody else uses."""
 
 
 class TierWeights(WeightProvider):
@@ -82,6 +88,11 @@ class TierWeights(WeightProvider):
 
     @override
     def begin(
-        self, unit: int, region: Region | None, local: torch.Tensor, reading: Transfer | None
+        self,
+        unit: int,
+        region: Region | None,
+        local: torch.Tensor,
+        reading: Transfer | None,
+        decode: Callable[[torch.Tensor], None] | None,
     ) -> Arrival:
         raise AssertionError("no unit has a feeder")

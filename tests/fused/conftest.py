@@ -14,7 +14,8 @@ import infinity.fused
 KERNELS = ("number_kernels", "decode_kernels", "update_kernels", "mean_kernels")
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Makes the next import define the kernels anew."""
     for name in KERNELS:
         sys.modules.pop(f"infinity.fused.{name}", None)
         vars(infinity.fused).pop(name, None)
@@ -25,10 +26,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that are launched are interpreted: Triton looks at the variable at their import."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    _forget()
+    forget()
     with numpy.errstate(all="ignore"):
         yield
-    _forget()
+    forget()
 
 
 @pytest.fixture
@@ -37,6 +38,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    _forget()
+    forget()
     yield
-    _forget()
+    forget()

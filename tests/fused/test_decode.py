@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, on_device
+from infinity.codecs.part import FusedCodec, Shape
 from infinity.errors import UnsupportedError
-from infinity.fused import choice, decode
+from infinity.fused import choice
+from infinity.fused.decode import EightBits, launch_of, place_of
 from tests.decode.cases import bits, name_of, random_parts
 from tests.fused.compiled import float_operations
 
@@ -42,30 +44,40 @@ def reference(
     return out
 
 
+def decode_alone(
+    codec: FusedCodec, parts: list[torch.Tensor], shape: tuple[int, ...], out: torch.Tensor
+) -> None:
+    """Decodes one weight by a launch, from parts in memory of their own."""
+    launch = launch_of(codec.form(shape), shape, out.stride(), out.dtype)
+    assert launch is not None
+    launch.run(parts, torch.tensor([place_of(0, codec.offset, [0] * len(parts))]), out)
+
+
 @pytest.mark.parametrize(("codec", "shape"), CASES, ids=map(name_of, CASES))
 def test_a_kernel_has_the_bits_of_the_reference_at_any_alignment(
-    interpreter: None, codec: on_device.FusedCodec, shape: tuple[int, ...]
+    interpreter: None, codec: FusedCodec, shape: tuple[int, ...]
 ) -> None:
     for offset, dtype in enumerate(DTYPES):
         parts = random_parts(codec, shape, offset, offset)
         out = torch.full(shape, 7.0, dtype=dtype)
-        assert decode.can_run(shape, out)
-        codec.decode_fused(parts, shape, out)
+        decode_alone(codec, parts, shape, out)
         assert torch.equal(bits(out), bits(reference(codec, parts, shape, dtype)))
 
 
 @pytest.mark.parametrize("codec", [Fp8Blocks(), Int4Groups(), Mxfp4Blocks(True), Nf4()], ids=str)
 def test_an_output_may_have_strides_and_nothing_beside_it_changes(
-    interpreter: None, codec: on_device.FusedCodec
+    interpreter: None, codec: FusedCodec
 ) -> None:
     shape = (2, 3, 32, 64)
     parts = random_parts(codec, shape, 1, 1)
     memory = torch.full((2, 3, 64, 70), 7.0, dtype=torch.bfloat16)
     out = memory[..., 3:35].mT
-    codec.decode_fused(parts, shape, out)
+    decode_alone(codec, parts, shape, out)
     assert torch.equal(bits(out), bits(reference(codec, parts, shape, out.dtype)))
     assert (memory[..., :3] == 7.0).all() and (memory[..., 35:] == 7.0).all()
-    assert not decode.can_run(shape, memory[:, :2].mT)  # No one stride from matrix to matrix.
+    shape = (2, 2, 32, 64)
+    strides = memory[:, :2].mT.stride()  # No one of them leads from matrix to matrix.
+    assert launch_of(codec.form(shape), shape, strides, out.dtype) is None
 
 
 def test_every_code_meets_every_kind_of_scale(interpreter: None) -> None:
@@ -77,7 +89,7 @@ def test_every_code_meets_every_kind_of_scale(interpreter: None) -> None:
     powers = every_byte.repeat_interleave(16)  # E8M0: a block of 32 codes each, of all 16.
     of_powers = (torch.arange(16) * 17).to(torch.uint8).repeat(256)
     assert len(powers) == len(of_powers)
-    cases: tuple[tuple[on_device.FusedCodec, tuple[int, int], list[torch.Tensor]], ...] = (
+    cases: tuple[tuple[FusedCodec, tuple[int, int], list[torch.Tensor]], ...] = (
         (Fp8Blocks((1, 0)), (len(SCALE_BITS), 256), [pairs, scales]),
         (Int4Groups(512, "F32"), (len(SCALE_BITS), 512), [pairs, scales]),
         (Nf4(512, 0, stored="BF16"), (len(SCALE_BITS), 512), [pairs, scales, table]),
@@ -86,7 +98,7 @@ def test_every_code_meets_every_kind_of_scale(interpreter: None) -> None:
     for codec, shape, parts in cases:
         for dtype in DTYPES:
             out = torch.empty(shape, dtype=dtype)
-            codec.decode_fused(parts, shape, out)
+            decode_alone(codec, parts, shape, out)
             assert torch.equal(bits(out), bits(reference(codec, parts, shape, dtype))), codec
 
 
@@ -97,8 +109,9 @@ def test_no_product_is_contracted_and_no_denormal_is_flushed(compiler: None) -> 
     from infinity.fused import decode_kernels
 
     pointers = dict.fromkeys(("codes", "scales", "table", "nested", "nested_map"), "*u8")
-    types = {**pointers, "out": "*i16", "offset": "fp32"}
-    tile = {"tile_rows": 32, "tile_columns": 64}
+    strides = ("matrix_stride", "row_stride", "column_stride")
+    types = {**pointers, "out": "*i16", "places": "*i64", **dict.fromkeys(strides, "i64")}
+    tile = {"tile_rows": 32, "tile_columns": 64, "order": "ROWS"}
     eight = float_operations(
         decode_kernels.decode_fp8, types, {**tile, "scale_form": "F32", "out_form": "BF16"}
     )
@@ -127,18 +140,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     "codec", [Fp8Blocks((16, 16)), Int4Groups(), Mxfp4Blocks(True), Nf4()], ids=str
 )
 def test_a_kernel_that_passes_its_trial_is_used(
-    interpreter: None, device: torch.device, codec: on_device.FusedCodec
+    interpreter: None, device: torch.device, codec: FusedCodec
 ) -> None:
     assert on_device.explain_refusal(codec, torch.bfloat16, device) == ""
 
 
 class Wrong(Fp8Blocks):
-    def decode_fused(self, parts: object, shape: object, out: torch.Tensor) -> None:
-        out.fill_(1.0)
+    def form(self, shape: Shape) -> EightBits:
+        return EightBits((shape[-2], shape[-1]), self.scale)
 
 
 class Broken(Fp8Blocks):
-    def decode_fused(self, parts: object, shape: object, out: torch.Tensor) -> None:
+    @property
+    def trial_shape(self) -> Shape:
         raise RuntimeError("no C compiler")
 
 
@@ -146,7 +160,8 @@ class Broken(Fp8Blocks):
     ("codec", "reason"), [(Wrong(), "its bits are not"), (Broken(), "no C compiler")]
 )
 def test_a_kernel_that_fails_its_trial_is_refused_and_logged_once(
-    codec: on_device.FusedCodec,
+    interpreter: None,
+    codec: FusedCodec,
     reason: str,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,

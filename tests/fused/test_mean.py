@@ -10,6 +10,8 @@ import torch
 from infinity.fused.mean import mean_
 from infinity.ops import mean
 from tests.fused.compiled import float_operations
+from tests.fused.conftest import forget
+from tests.fused.variants import Variants
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 8, 17])
@@ -20,12 +22,19 @@ def test_the_kernel_has_the_bits_of_the_tree(
     assert mean.has_bits(count, dtype, torch.device("cpu"))
 
 
-def test_a_trial_has_every_form_that_triton_compiles_apart() -> None:
-    """Of each number: a multiple of 16, another one, and 1 of the elements that are read."""
-    forms = {
-        ("1" if numel == 1 else numel % 16 == 0, stride % 16 == 0) for numel, stride in mean._TRIALS
-    }
-    assert forms == {(numel, stride) for numel in ("1", True, False) for stride in (True, False)}
+def test_a_trial_compiles_what_later_means_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    launched = Variants("infinity.fused.mean_kernels", monkeypatch, forget)
+    for dtype in (torch.float32, torch.bfloat16):
+        launched.found.clear()
+        assert mean.has_bits(3, dtype, torch.device("cpu"))
+        tried = set(launched.found)
+        assert len(tried) == 1
+        for numel, stride, offset in ((1, 1, 0), (1, 16, 3), (16, 16, 1), (33, 48, 4), (5, 7, 0)):
+            rows = torch.zeros(offset + 3 * stride, dtype=dtype)[offset:].view(3, stride)
+            mean_(torch.zeros(offset + numel)[offset:], rows)
+        assert launched.found == tried
+    forget()
 
 
 def test_another_order_of_the_sum_is_noticed(

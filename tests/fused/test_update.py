@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 
@@ -18,6 +19,8 @@ from infinity.ops.optimizers import Settings, update_
 from infinity.ops.sgd import SGDSettings
 from infinity.ops.span import StateSpan
 from tests.fused.compiled import float_operations
+from tests.fused.conftest import forget
+from tests.fused.variants import Variants
 from tests.ops.state import RANGES, assert_same_bits, clone, make_span
 
 COMMON = {"lr": 3e-3, "weight_decay": 0.01}
@@ -110,6 +113,32 @@ def test_a_kernel_that_passes_its_trial_is_used(
     cpu = torch.device("cpu")
     for recipe, is_split in ((RECIPES[0], True), (RECIPES[6], False)):
         assert on_device.explain_refusal(recipe, cpu, torch.float32, is_split=is_split) == ""
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[4], RECIPES[8]], ids=lambda r: r.rule)
+def test_a_trial_compiles_what_later_updates_run(
+    recipe: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    launched = Variants("infinity.fused.update_kernels", monkeypatch, forget)
+    cpu = torch.device("cpu")
+    for is_split, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        launched.found.clear()
+        with numpy.errstate(all="ignore"):
+            assert on_device.has_host_bits(recipe, cpu, dtype, is_split=is_split)
+            tried = set(launched.found)
+            assert len(tried) == 1
+            for numel, start in ((1, 0), (1, 3), (16, 0), (48, 4), (33, 1)):
+                span = make_span(start + numel, 0, recipe, is_split=is_split, gradient_dtype=dtype)
+                behind = StateSpan(
+                    span.weight[start:],
+                    span.gradient[start:],
+                    tuple(each[start:] for each in span.states if isinstance(each, torch.Tensor)),
+                    None if span.residual is None else span.residual[start:],
+                )
+                on_device.fused_span_(behind, recipe, 0.5)
+        assert launched.found == tried
+    forget()
 
 
 def test_a_kernel_with_other_bits_fails_its_trial(

@@ -22,8 +22,8 @@ from infinity.checkpoint.huggingface.weight_files import INDEX_NAME, find_files
 from infinity.codecs import Plain
 from infinity.codecs.detect import logical_tensors
 from infinity.codecs.found import Encoded
+from infinity.codecs.part import Decoder
 from infinity.errors import CorruptionError
-from infinity.state.stored import Decoder
 from infinity.storage.shards import ShardIdentity, ShardRange
 
 
