@@ -78,6 +78,7 @@ class LeavingGradients:
         self.has_worker = False  # Which calls `add_next`.
         self._most_kept_nbytes = most_kept_nbytes
         self._leaving: deque[LeavingGradient] = deque()  # Not on the host, or not known to be.
+        self._awaited: Copy | None = None  # By the end of a backward.
         self._keeping: deque[LeavingGradient] = deque()  # Those whose device memory is kept.
 
     def __bool__(self) -> bool:
@@ -139,10 +140,11 @@ class LeavingGradients:
 
     def next_wait(self) -> Callable[[], None] | None:
         """Ends the copies that are over, with their additions. Returns the wait for the next one,
-        which needs no lock; None: no copy is left."""
+        which needs no lock and is to follow at once; None: no copy is left."""
         while self._leaving:
             copy = self._leaving[0].copy
-            if not copy.done():
+            if copy is not self._awaited and not copy.done():
+                self._awaited = copy  # Over when this is called again.
                 return partial(self._wait, copy)
             self._end_oldest()
         return None

@@ -109,8 +109,8 @@ class AcceleratorStreams(Streams):
 
     @override
     def begin_thread(self) -> None:
-        # A thread begins with the first device. There even a look at an event of another one makes
-        # a context, of half a gigabyte.
+        # INV-25: a thread begins with the first device. There even a look at an event of another
+        # one makes a context, of half a gigabyte.
         self._module.set_device(self.device)
 
     @override
