@@ -73,7 +73,11 @@ class UpdateWorker:
             self._thread.join()
 
     def _run(self) -> None:
-        self._begin()
+        try:
+            self._begin()
+        except BaseException as error:
+            self._failure = error
+            return
         while not self._is_closing and self._turn() is not None:
             # Work may become possible without a wake: a write that ends frees its staging slot.
             self._is_woken.wait(_POLL_S)

@@ -51,6 +51,7 @@ def register(library: Path) -> torch.device:
         is_available=lambda: True,
         device_count=lambda: 1,
         current_device=lambda: 0,
+        set_device=torch.accelerator.set_device_index,
         _is_in_bad_fork=lambda: False,
         manual_seed_all=lambda seed: None,
         get_rng_state=lambda device: torch.empty(0),  # It has no generator.
