@@ -30,6 +30,14 @@ class WeightPlace:
     start: int
     stride: tuple[int, ...]
 
+    def stored_in(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the bytes of each part in a block: uint8."""
+        return [block[start : start + nbytes] for start, nbytes in self.parts]
+
+    def elements_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the weight in memory of its dtype."""
+        return memory[self.start :].as_strided(self.shape, self.stride)
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
@@ -59,8 +67,7 @@ class DecodeBatch:
         """Decodes the weights by their codecs, from bytes of `block` to `memory` (both uint8)."""
         elements = memory.view(self.first.dtype)
         for weight in self.weights:
-            stored = [block[start : start + nbytes] for start, nbytes in weight.parts]
-            target = elements[weight.start :].as_strided(weight.shape, weight.stride)
+            stored, target = weight.stored_in(block), weight.elements_in(elements)
             weight.codec.decode(stored, weight.shape, target)
 
     def decode_at_once(

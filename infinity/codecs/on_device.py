@@ -70,9 +70,8 @@ def has_reference_bits(
         batch.decode_at_once(block, found.view(torch.uint8), places_on(device, batch.rows()))
     for weight in weights:
         assert isinstance(weight.codec, FusedCodec)
-        parts = [block[start : start + nbytes] for start, nbytes in weight.parts]
-        out = expected.view(dtype)[weight.start :].as_strided(weight.shape, weight.stride)
-        decode_by_values(weight.codec, parts, weight.shape, out)
+        out = weight.elements_in(expected.view(dtype))
+        decode_by_values(weight.codec, weight.stored_in(block), weight.shape, out)
     return torch.equal(found, expected)
 
 

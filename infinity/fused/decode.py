@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 MOST_WEIGHTS = 65_535  # Of one launch: the length of the second axis of a grid.
-PLACE_WIDTH = 7
 _MOST_PARTS = 5
 _MOST_ROWS = 1 << 30  # Rows and columns are counted in 32 bits, to the end of a tile.
 _FORMS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}

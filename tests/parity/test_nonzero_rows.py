@@ -25,6 +25,7 @@ from .test_norm_tasks import steps
 from .test_resting_norms import (
     CHANGES,
     STATE,
+    check_norm,
     lent_to_norms,
     offloaded,
     resting_of,
@@ -148,11 +149,7 @@ def test_the_norm_is_that_of_the_content_when_the_step_asks(
             assert spec in resting_of(run)._searched
         CHANGES[name](store, unit, spec)
         resting_of(run).advance()
-        if store.has(spec):
-            value = store.read(unit, spec)
-            assert torch.equal(store.norm(unit, spec), torch.linalg.vector_norm(value))
-        else:
-            assert name == "forget"
+        check_norm(store, unit, spec, name)
     infinity.close(run.model)
 
 

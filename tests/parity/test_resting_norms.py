@@ -172,6 +172,15 @@ CHANGES: dict[str, Callable[[GradientStore, Unit, TensorSpec], object]] = {
 }
 
 
+def check_norm(store: GradientStore, unit: Unit, spec: TensorSpec, name: str) -> None:
+    """After a change of CHANGES."""
+    if store.has(spec):
+        value = store.read(unit, spec)
+        assert torch.equal(store.norm(unit, spec), torch.linalg.vector_norm(value))
+    else:
+        assert name == "forget"
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.05], ids=["copied", "on-the-way"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_norm_is_that_of_the_content_when_the_step_asks(
@@ -188,11 +197,7 @@ def test_the_norm_is_that_of_the_content_when_the_step_asks(
         for unit, spec in units:
             CHANGES[name](store, unit, spec)
         for unit, spec in units:
-            if store.has(spec):
-                value = store.read(unit, spec)
-                assert torch.equal(store.norm(unit, spec), torch.linalg.vector_norm(value))
-            else:
-                assert name == "forget"
+            check_norm(store, unit, spec, name)
     infinity.close(run.model)
 
 

@@ -37,7 +37,7 @@ class Silent:
         pass
 
 
-def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
+def make(count: int) -> Collectives:
     transport: Any = Silent(count)
     collectives = Collectives(
         transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
@@ -46,10 +46,8 @@ def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
     return collectives
 
 
-def test_close_withdraws_proposals_that_no_other_rank_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    collectives = make(2, monkeypatch)
+def test_close_withdraws_proposals_that_no_other_rank_made() -> None:
+    collectives = make(2)
     propose = collectives.propose((1, 0, 0), lambda: None)
     closing = threading.Thread(target=collectives.close, daemon=True)
     closing.start()
@@ -99,20 +97,18 @@ def error_of(call: Callable[[], None]) -> BaseException | None:
     return None
 
 
-def test_a_failing_operation_raises_on_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_operation_raises_on_the_only_rank() -> None:
     def fail() -> None:
         raise OSError("of the test")
 
-    collectives = make(1, monkeypatch)
+    collectives = make(1)
     with pytest.raises(InfinityError, match="of the test"):
         collectives.settle(collectives.propose((0, 0, 0), fail))
     collectives.close()
 
 
-def test_a_rank_plays_the_log_of_what_it_and_others_wanted_in_the_step_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    collectives = make(1, monkeypatch)
+def test_a_rank_plays_the_log_of_what_it_and_others_wanted_in_the_step_before() -> None:
+    collectives = make(1)
     issued: list[str] = []
     collectives.stand_in(0, lambda key, size: issued.append(f"stand-in {key[1]} {size}"))  # type: ignore[arg-type, return-value]
 
@@ -150,9 +146,9 @@ def test_a_rank_plays_the_log_of_what_it_and_others_wanted_in_the_step_before(
     collectives.close()
 
 
-def test_ranks_that_propose_in_vain_pause_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_propose_in_vain_pause_for_some_steps() -> None:
     """Three other ranks use nothing that this one uses, and nobody else asks for anything."""
-    collectives = make(4, monkeypatch)
+    collectives = make(4)
     is_on = []
     for _ in range(14):
         is_on.append(collectives.is_on)
