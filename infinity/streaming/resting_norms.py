@@ -91,10 +91,10 @@ class RestingNorms:
     def note(self, spec: TensorSpec, known: TensorGradient, flat: torch.Tensor) -> None:
         """The norm of a sum is wanted. `flat`: fp32 (numel,) on the device, written by what the
         current stream has to do. Never waits."""
-        if known.norm is None and known.task is None:
+        if known.norm is None and known.task is None and self._stamp(spec) != known.stamp:
             stream = self._device.current_stream()
             self._due[spec] = _Due(known, known.stamp, flat, stream)
-            self.advance()
+        self.advance()
 
     def advance(self) -> None:
         """Frees the memory of copies that were measured, and copies as many sums as have memory and
@@ -145,13 +145,21 @@ class RestingNorms:
         self._searched.clear()
         self._measured.clear()
 
+    def _stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
+        """That of the sum's content that is due, or else searched."""
+        if spec in self._due:
+            return self._due[spec].stamp
+        return self._searched[spec].due.stamp if spec in self._searched else None
+
     def _start(self, spec: TensorSpec) -> bool:
         """Searches or copies a sum that is due, and has a copy measured. False where memory is not
-        free."""
+        free, or another content of the sum is still searched."""
         due = self._due[spec]
         if due.known.stamp != due.stamp:
             del self._due[spec]
             return True
+        if spec in self._searched:
+            return False
         is_searched = not due.is_dense and may_have_rows_of_zeros(spec)
         all_nbytes = spec.numel * STATE_ITEM_NBYTES
         block = self._allocate(most_picked_nbytes(spec) if is_searched else all_nbytes)

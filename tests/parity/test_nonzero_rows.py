@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,19 @@ class CopiesAtOnce:
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         target.copy_(source)
         return FINISHED
+
+
+class LateCopy(Copy):
+    """Over when it is waited for."""
+
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._copy.wait()
 
 
 @given(
@@ -150,6 +164,34 @@ def test_the_norm_is_that_of_the_content_when_the_step_asks(
         CHANGES[name](store, unit, spec)
         resting_of(run).advance()
         check_norm(store, unit, spec, name)
+    infinity.close(run.model)
+
+
+def test_a_sum_that_is_searched_is_not_searched_again(
+    swap_directory: Path, is_searched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Search(RowSearch):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.count = LateCopy(self.count)
+
+    monkeypatch.setattr(resting_norms, "RowSearch", Search)
+    run = offloaded(swap_directory, delay_s=0)
+    steps(run, 2)
+    resting_of(run)._most_nbytes = 1 << 30
+    loss_of(run.model, 2).backward()
+    engine, store, resting = infinity.engine_of(run.model), store_of(run), resting_of(run)
+    [(unit, spec)] = table_of(store)
+    with engine._lock:
+        searched = resting._searched[spec]
+        store.expect_norms([(unit, spec)])  # As the step does.
+        assert resting._searched[spec] is searched
+        CHANGES["put"](store, unit, spec)
+        store.expect_norms([(unit, spec)])  # Another content waits for the end of the search.
+        assert resting._searched[spec] is searched
+        check_norm(store, unit, spec, "put")
+    run.step(1e-3)
+    assert not lent_to_norms(run) and not resting._nbytes
     infinity.close(run.model)
 
 
