@@ -27,6 +27,6 @@ def in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return gradient.as_strided((spec.numel,), (1,))
 
 
-def put(target: torch.Tensor, flat: torch.Tensor, *, first: bool) -> None:
-    """Copies `flat` to `target`, or adds it if it is not the first gradient there."""
-    _ = target.copy_(flat) if first else target.add_(flat)
+def put(target: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
+    """Copies a gradient to `target`, or adds it if it is not the first one there."""
+    _ = target.copy_(gradient) if first else target.add_(gradient)

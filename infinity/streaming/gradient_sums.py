@@ -17,7 +17,7 @@ summed on the device (`device_sums.py`): they leave it for the place on the host
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
@@ -136,6 +136,18 @@ class UnitGradients:
     block: Block | None = None
     array: torch.Tensor | None = None  # The block: fp32 (state_numel,).
     writing: Transfer | None = None  # While WRITING.
+    _places: dict[TensorSpec, torch.Tensor] = field(default_factory=dict)  # Of the array.
+
+    def place(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of one tensor in the parameter's shape and strides. `array`: `on_host` or
+        the block's; its views are kept as long as it, because every gradient asks for one."""
+        place = self._places.get(spec)
+        if place is None:
+            facts = spec.facts
+            start = array.storage_offset() + spec.state_offset
+            place = array.as_strided(facts.shape, facts.stride, start)
+            self._places[spec] = place
+        return place
 
     def lend(self, block: Block, array: torch.Tensor) -> None:
         """AT_REST -> ON_HOST; the array has the sum."""
@@ -166,6 +178,7 @@ class UnitGradients:
         """Any state with a block -> AT_REST. The block is the caller's from now on."""
         block = self.block
         assert block is not None
+        self._places.clear()
         self.block = self.array = self.writing = None
         self.state = SumState.AT_REST
         return block

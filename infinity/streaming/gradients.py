@@ -92,11 +92,11 @@ class GradientStore:
         if spec.numel == 0:
             known.is_present = True
             return
-        flat = in_memory_order(gradient.detach(), spec)  # Autograd records nothing here.
+        gradient = gradient.detach() if gradient.requires_grad else gradient  # Not recorded.
         if sums.on_device is not None:
             self._rescale_resting(unit, sums.on_device)
-            flat, place = flat.to(self._device.torch_device), flat_of(sums.on_device, spec)
-            put(place, flat, first=first)
+            place = flat_of(sums.on_device, spec)
+            put(place, in_memory_order(gradient, spec).to(place.device), first=first)
             if known.is_due and self.norms.follow_copies:
                 self._resting.note(spec, known, place)
         elif is_on_host or self._device.shares_host_memory:
@@ -104,12 +104,12 @@ class GradientStore:
                 self._await_more(sums)
             if (not first or self.leaving.num_additions) and self.leaving.has(spec):
                 self.leaving.end_all()  # The last one may be on its way to this place.
-            place = flat_of(self._array(unit), spec)
-            _ = place.copy_(flat) if first else place.add_(flat)
+            place = sums.place(spec, self._array(unit))
+            _ = place.copy_(gradient) if first else place.add_(gradient)
             if known.is_due:
-                self.norms.note(spec, known, place)
+                self.norms.note(spec, known, in_memory_order(place, spec))
         else:
-            self._take_off_device(sums, spec, flat, first=first)
+            self._take_off_device(sums, spec, in_memory_order(gradient, spec), first=first)
             return
         known.is_present = True
 
