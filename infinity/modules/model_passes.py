@@ -103,6 +103,7 @@ class ModelPasses:
         if is_inside or self._uses.is_closed or current_backward() != OUTSIDE_BACKWARD:
             return
         kind = "train" if torch.is_grad_enabled() else "eval"
+        passes.is_graded = passes.is_graded or kind == "train"
         with uninterrupted(), self._lock:
             is_new = passes.beginnings.ask_hooked(kind, hooked.name)
             if is_new and not any(hooks.is_running for _, hooks in self._hooks):

@@ -31,10 +31,15 @@ from infinity.streaming.step_record import StepRecord, StepRunner
 _DEVICE_TYPES = ("cpu", "cuda", "xpu")
 
 
-def _drop_casts() -> None:
+def _drop_casts(passes: Passes) -> None:
     """Autocast keeps a copy of each fp32 weight until its context ends. Without gradients nothing
-    but memory depends on it; with them, the gradient of a weight that is used twice does."""
-    if torch.is_autocast_cache_enabled() and current_backward() == OUTSIDE_BACKWARD:
+    but memory depends on it; with them, the gradient of a weight that is used twice does, also
+    around a part without gradients."""
+    if current_backward() != OUTSIDE_BACKWARD:
+        return
+    if torch.is_grad_enabled():
+        passes.is_graded = True
+    elif not (passes.is_graded or passes.is_layer_major) and torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
 
 
@@ -137,8 +142,8 @@ class UnitUses:
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""
         self._tracer.end(tuple(units))
-        if not torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, _DEVICE_TYPES)):
-            _drop_casts()
+        if any(map(torch.is_autocast_enabled, _DEVICE_TYPES)):
+            _drop_casts(self._passes)
         refusal = None
         with UNINTERRUPTED, self._lock, self._tracer.during(Track.ENGINE, "leave"):
             for unit in units:

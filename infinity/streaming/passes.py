@@ -24,18 +24,21 @@ class Passes:
 
     `is_in_forward`: the model's own code may change weights. `is_layer_major`: `forward_backward`
     takes several micro-batches through one block after the other. It marks the beginning and the
-    end of the pass; the many small backward passes in it do not count.
+    end of the pass; the many small backward passes in it do not count. `is_graded`: a forward with
+    gradients has begun since the last backward.
     """
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self.is_in_forward = False
         self.is_layer_major = False
+        self.is_graded = False
         self.beginnings = Beginnings()
 
     def begin_forward(self, kind: str) -> None:
         """`kind` is "train" or "eval"."""
         self.is_in_forward = True
+        self.is_graded = self.is_graded or kind == "train"
         self._tracer.begin("forward", Track.PHASES, f"forward ({kind})")
 
     def end_forward(self) -> None:
@@ -49,7 +52,8 @@ class Passes:
         self.is_in_forward = False
 
     def begin_backward(self) -> None:
-        """Begins a backward in the trace."""
+        """Begins a backward."""
+        self.is_graded = False
         self._tracer.begin("backward", Track.PHASES, "backward")
 
     def end_backward(self) -> None:
