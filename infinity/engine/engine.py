@@ -409,6 +409,7 @@ class Engine:
         with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "optimizer step"):
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
+            self.updater.apply_pending()  # Their clip factor is one of the scales of kept sums.
             changed = [param for param in self.params if param.spec in record.settings]
             for unit in dict.fromkeys([param.unit for param in changed]):
                 self.gradients.apply_scales(unit)

@@ -131,7 +131,6 @@ class Updater(StepRunner):
         """Makes every unit with a parameter in the record pending, but for those that were updated
         in the backward; nothing is moved yet."""
         self._make_space_for_weights()
-        self.apply_pending()  # May fail; nothing is decided then.
         kept = self._decide(record)
         self._updated, self._next, self._before_backward = {}, None, None
         for unit in self._store.units:

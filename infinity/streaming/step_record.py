@@ -96,7 +96,8 @@ class StepRunner(Protocol):
         """
 
     def defer(self, record: StepRecord) -> None:
-        """Marks every unit of the record as pending. No state moves yet."""
+        """Marks every unit of the record as pending. No state moves yet, and nothing is pending:
+        see `apply_pending`."""
 
     def is_pending(self, unit: int) -> bool:
         """Whether the unit waits for its update."""

@@ -1,0 +1,39 @@
+"""Steps over gradients of which an earlier step has kept the sum: `zero_grad` was left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.testing.simulated_device import SimulatedDevice
+
+from .test_early_updates import Run, config_of, loss_of, make, plain_run
+
+
+def clipped_then_not(run: Run) -> list[torch.Tensor]:
+    """Three steps over one sum; a clip factor stays in the sum that the next one uses."""
+    zero_grad, run.optimizer.zero_grad = run.optimizer.zero_grad, lambda: None
+    for number in range(2):
+        loss_of(run.model, number).backward()
+        for max_norm in (1e-3, None, None):
+            run.step(max_norm)
+        zero_grad()
+    return []
+
+
+@pytest.mark.parametrize("updates", ["at_step", "deferred", "both_passes"])
+@pytest.mark.parametrize("gradients", ["host", "nvme", "device"])
+def test_a_step_uses_the_sum_that_the_last_one_has_clipped(
+    swap_directory: Path, gradients: str, updates: str
+) -> None:
+    device = SimulatedDevice() if gradients == "device" else None
+    config = config_of(swap_directory, gradients=gradients, schedule={"updates": updates})
+    model = infinity.offload(make(), config, device=device)
+    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    clipped_then_not(run)
+    actual = list(run.values().values())
+    infinity.close(model)
+    assert all(map(torch.equal, plain_run(clipped_then_not), actual))
