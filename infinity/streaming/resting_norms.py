@@ -13,8 +13,10 @@ Note [Copies of a sum that changes]
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +46,7 @@ class _Due:
     stamp: tuple[int, int]
     flat: torch.Tensor
     stream: Hashable | None
-    is_dense: bool = False  # Few of its rows are zeros, or none.
+    is_dense: bool = False  # It is copied whole.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,12 @@ class RestingNorms:
     def note(self, spec: TensorSpec, known: TensorGradient, flat: torch.Tensor) -> None:
         """The norm of a sum is wanted. `flat`: fp32 (numel,) on the device, written by what the
         current stream has to do. Never waits."""
-        if known.norm is None and known.task is None and self._stamp(spec) != known.stamp:
+        if known.norm is None and known.task is None:
             stream = self._device.current_stream()
-            self._due[spec] = _Due(known, known.stamp, flat, stream)
+            if self._stamp(spec) != known.stamp:
+                self._due[spec] = _Due(known, known.stamp, flat, stream)
+            elif spec in self._due:  # The step asks: its stream follows those of the backward.
+                self._due[spec] = replace(self._due[spec], stream=stream)
         self.advance()
 
     def advance(self) -> None:
@@ -106,8 +111,9 @@ class RestingNorms:
                 self._end_search(spec)
         stream = self._device.current_stream()
         while self._due:
-            first = next(iter(self._due))
-            if self._due[first].stream != stream or not self._start(first):
+            first, due = next(iter(self._due.items()))
+            is_elsewhere = due.known.stamp == due.stamp and due.stream != stream
+            if is_elsewhere or not self._start(first):
                 return
 
     def start(self, spec: TensorSpec) -> None:
@@ -166,24 +172,47 @@ class RestingNorms:
         if block is None:
             return False
         del self._due[spec]
-        if is_searched:
-            search = RowSearch(self._device, due.flat, spec, self._pool.tensor(block))
-            self._searched[spec] = _Searched(due, block, search)
-        else:
-            self._measure(spec, due, block, due.flat)
+        with self._freed_after_error(block):
+            if not is_searched:
+                self._measure(spec, due, block, due.flat)
+                return True
+            with contextlib.suppress(torch.OutOfMemoryError):
+                search = RowSearch(self._device, due.flat, spec, self._pool.tensor(block))
+                self._searched[spec] = _Searched(due, block, search)
+                return True
+        self._copy_whole(spec, due, block)
         return True
 
     def _end_search(self, spec: TensorSpec) -> None:
         """Copies the rows that are not all zero. Waits for their number."""
         searched = self._searched.pop(spec)
-        due, search = searched.due, searched.search
-        rows = search.pick()
-        if due.known.stamp == due.stamp and rows is not None:
-            self._measure(spec, due, searched.block, rows.flatten(), search.order)
+        due, block, search = searched.due, searched.block, searched.search
+        search.count.wait()
+        if due.known.stamp != due.stamp:
+            self._free(block)
             return
-        self._free(searched.block)
-        if rows is None:
-            self._due = {spec: replace(due, is_dense=True), **self._due}
+        with self._freed_after_error(block):
+            rows = None
+            with contextlib.suppress(torch.OutOfMemoryError):
+                rows = search.pick()
+            if rows is not None:
+                self._measure(spec, due, block, rows.flatten(), search.order)
+                return
+        self._copy_whole(spec, due, block)
+
+    def _copy_whole(self, spec: TensorSpec, due: _Due, block: Block) -> None:
+        """The sum is due without a search: many of its rows are not zero, or the device has no
+        memory to search. Frees the block of the search."""
+        self._free(block)
+        self._due = {spec: replace(due, is_dense=True), **self._due}
+
+    @contextmanager
+    def _freed_after_error(self, block: Block) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._free(block)
+            raise
 
     def _measure(
         self,
@@ -196,7 +225,11 @@ class RestingNorms:
         nbytes = elements.numel() * STATE_ITEM_NBYTES
         on_host = self._pool.tensor(block)[:nbytes].view(torch.float32)
         copy = self._device.copy(elements, on_host)
-        due.known.task = task = self._norms.start(on_host, spec, after=copy)
+        try:
+            due.known.task = task = self._norms.start(on_host, spec, after=copy)
+        except BaseException:
+            copy.wait()  # The block is its own until then.
+            raise
         self._measured.append(_Measured(due.known, block, copy, task, order))
 
     def _allocate(self, nbytes: int) -> Block | None:

@@ -195,6 +195,59 @@ def test_a_sum_that_is_searched_is_not_searched_again(
     infinity.close(run.model)
 
 
+@pytest.mark.parametrize("name", ["__init__", "pick"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_search_that_fails_keeps_no_memory_and_one_without_memory_is_left_out(
+    swap_directory: Path,
+    is_searched: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: type[Exception],
+) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        steps(run, 3)
+        return []
+
+    real, failures = getattr(RowSearch, name), [error("simulated")]
+
+    def fail_once(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*arguments)
+
+    run = offloaded(swap_directory)
+    monkeypatch.setattr(RowSearch, name, fail_once)
+    if error is RuntimeError:
+        with pytest.raises(RuntimeError, match="simulated"):
+            body(run)
+        while resting_of(run).reclaim():
+            pass
+    else:
+        body(run)
+        assert all(map(torch.equal, plain_run(body), run.values().values()))
+    assert not failures and not lent_to_norms(run) and not resting_of(run)._nbytes
+    infinity.close(run.model)
+
+
+def test_a_search_of_another_content_picks_no_rows(
+    swap_directory: Path, is_searched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = offloaded(swap_directory, delay_s=0.01)
+    steps(run, 2)
+    resting_of(run)._most_nbytes = 1 << 30
+    loss_of(run.model, 2).backward()
+    engine, store, resting = infinity.engine_of(run.model), store_of(run), resting_of(run)
+    [(unit, spec)] = table_of(store)
+    with engine._lock:
+        searched = resting._searched[spec].search
+        monkeypatch.setattr(searched, "pick", lambda: pytest.fail("rows were picked"))
+        CHANGES["put"](store, unit, spec)
+        check_norm(store, unit, spec, "put")
+    run.step(1e-3)
+    assert not lent_to_norms(run) and not resting._nbytes
+    infinity.close(run.model)
+
+
 def test_memory_of_a_search_is_given_to_who_needs_it(
     swap_directory: Path, is_searched: None
 ) -> None:
