@@ -319,11 +319,17 @@ class StreamDevice(DeviceAdapter):
         """Fills the region from the stored bytes of a block; None: from those of `stage`."""
         self.take(region)
         assert isinstance(region, StreamRegion)
-        with self.using_staging(self._in, is_ahead=block is None) as staging:
-            stored = all_of(staging)[:nbytes]
-            if block is not None:
-                self._issue(self._in, self.host.tensor(block), stored)
-            self.streams.run(self._in, lambda: decode(stored), used=[staging], made=region.memory)
+        try:
+            with self.using_staging(self._in, is_ahead=block is None) as staging:
+                stored = all_of(staging)[:nbytes]
+                if block is not None:
+                    self._issue(self._in, self.host.tensor(block), stored)
+                self.streams.run(
+                    self._in, lambda: decode(stored), used=[staging], made=region.memory
+                )
+        except BaseException:
+            self.detach(region)  # Without memory for the arithmetic the next use tries again.
+            raise
         return self.watch_link(self._in, None)
 
     @override

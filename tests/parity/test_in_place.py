@@ -88,6 +88,29 @@ def test_a_unit_whose_staging_failed_is_not_made_of_the_bytes_of_another(
     assert_same(base.expected, seen, is_ordered=False)
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("base", FEW[:1], indirect=True)
+def test_a_unit_whose_decoding_had_no_memory_is_decoded_in_its_next_use(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    device, calls = SimulatedDevice(3), []
+    run = device.streams.run
+
+    def failing(*arguments: Any, **names: Any) -> Any:
+        calls.append(None)
+        if len(calls) == number:
+            raise torch.OutOfMemoryError("simulated")
+        return run(*arguments, **names)
+
+    monkeypatch.setattr(device.streams, "run", failing)
+    with over(base, one_decoded_block_of(base, tmp_path), device=device) as (model, _):
+        with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+            loss_of(model, batches(0, 1)[0])
+        seen = train(model, infinity.AdamW(model, lr=1e-2))
+    assert len(calls) > number
+    assert_same(base.expected, seen, is_ordered=False)
+
+
 @pytest.mark.parametrize("base", FEW, indirect=True)
 def test_tiles_in_place_train_as_tiles_of_copied_weights(base: Base, tmp_path: Path) -> None:
     """Tiles round as tiles do (docs/design/0007-tiling.md); where they rest changes no bit."""
