@@ -394,6 +394,8 @@ class ShardUpdates:
             update.num_done = 0  # It was not made.
         self._chunks.drop(update)
         if not update.is_done:
+            # What was read ahead of it has gradients, which may change before the next attempt.
+            self._ring.drop_reads(lambda chunk: chunk.unit.index == shard)
             self._drop(update.unit)
         is_decided = self._pending.end_early(shard, is_made=update.is_done)
         if update.is_done and is_decided:

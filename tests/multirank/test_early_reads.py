@@ -160,6 +160,35 @@ def test_an_early_update_whose_read_fails_once_is_made_after_the_step(keeps: boo
     assert not_made == rungs[-1].made.keys(), "reads of every early update have failed"
 
 
+def _reads_fail_before_more_gradients(
+    rank: int, case: Case, skips: bool
+) -> tuple[dict[str, Tensor], int]:
+    """A failed read, then another sum than the early update was to use: of one more backward, or of
+    a step that is left out and made again. Returns the number of early updates that failed."""
+    run, num_failed = TrappedRun(rank, case, Path(tempfile.gettempdir())), 0
+    for nth in range(1, NUM_RUNGS, 2):
+        run.ready()
+        num_failed += list(run.backward_with(nth).values()).count(False)
+        if skips:
+            run.optimizer.zero_grad()
+        run.backward()
+        run.await_early(is_complete=False)
+        run.step()
+    found = read_weights(run.model)
+    infinity.close(run.model)
+    return found, num_failed
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["one-more", "again"])
+def test_an_update_after_a_failed_read_uses_the_gradients_of_its_step(skips: bool) -> None:
+    train = partial(_reads_fail_before_more_gradients, skips=skips)
+    wanted = run_ranks(2, train, replace(CASE, updates="deferred"))
+    found = run_ranks(2, train, CASE)
+    assert found[VICTIM][1] > 8, "few early updates have failed"
+    for (weights, _), (other, _) in zip(found, wanted, strict=True):
+        assert not differences(other, weights)
+
+
 class LostBytes(NamedTuple):
     """`error`: what ended the rank. `committed`: weights that the rank had resumed with. The rest is
     as in `Rung`."""
