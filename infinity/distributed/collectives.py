@@ -21,15 +21,15 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
-from infinity.distributed.device_group import DeviceGroups, GroupOperations
+from infinity.distributed.device_group import DeviceGroups, GroupOperations, naming_lost_ranks
 from infinity.distributed.lockstep import AgreedLog, LogEntry, Report, next_log, report_of
-from infinity.distributed.transport import SILENCE_S, PeerTransport
+from infinity.distributed.transport import PeerTransport
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 from infinity.tiers.device import Copy
@@ -87,12 +87,13 @@ class Collectives:
         """`begin_thread`: see `DeviceAdapter.begin_thread`."""
         self._transport = transport
         self._groups = groups
-        self.gathers = GroupOperations(groups.gathers, transport.count, self._told)
-        self.sums = GroupOperations(groups.sums, transport.count, self._told)
+        told = partial(naming_lost_ranks, groups, transport)
+        self.gathers = GroupOperations(groups.gathers, transport.count, told)
+        self.sums = GroupOperations(groups.sums, transport.count, told)
         self.node_gathers: GroupOperations | None = None
         if groups.node_gathers is not None:
             of_node = groups.node_gathers
-            self.node_gathers = GroupOperations(of_node, of_node.size(), self._told)
+            self.node_gathers = GroupOperations(of_node, of_node.size(), told)
         self._device = device
         self._begin_thread = begin_thread
         self._counters = counters
@@ -112,6 +113,8 @@ class Collectives:
         self._trace: list[LogEntry] = []  # What began in this step, without a log.
         self._log: AgreedLog | None = None
         self._log_step = 0
+        self._aside: AgreedLog | None = None  # The log of the next step, see `set_aside`.
+        self._is_aside = False
         self._played = (0, 0)  # Step, and entries that another rank wants to be issued.
         self._stand_ins: dict[int, Callable[[Key, int], Copy]] = {}  # By kind.
         self._unanimous: set[int] = set()  # Kinds that are of no use without every rank.
@@ -180,7 +183,7 @@ class Collectives:
     @property
     def is_on(self) -> bool:
         """Whether operations are proposed in this step. The same on all ranks."""
-        return self._paused_steps == 0
+        return self._paused_steps == 0 and not self._is_aside
 
     @property
     def is_in_lockstep(self) -> bool:
@@ -311,7 +314,7 @@ class Collectives:
     def decision(self) -> bytes:
         """Returns what all ranks receive for `sync_weights`: the `Report` of this rank. Empty on
         all ranks where they propose nothing."""
-        if self._paused_steps:
+        if not self.is_on:
             return b""
         with self._changed:
             known = [p for p in self._proposals if p.is_needed or p.index is not None]
@@ -329,6 +332,10 @@ class Collectives:
         for some steps, since proposals only cost time then.
         """
         with self._changed:
+            if self._is_aside:
+                self._log, self._aside, self._is_aside = self._aside, None, False
+                self._play_asked()
+                return
             played, has_log = self._played_now(), self._log is not None
             self._log, self._trace, self._patience_s = None, [], None
             self._proposals.clear()
@@ -345,6 +352,12 @@ class Collectives:
                 self._play_asked()
             elif not has_log and any(report.lacking for report in reports):
                 self._paused_steps, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSED)
+
+    def set_aside(self) -> None:
+        """Keeps the choice of `sync_weights` for its next call: the step has yet to be made. Until
+        then this rank proposes nothing. All ranks call it."""
+        with self._changed:
+            self._log, self._aside, self._is_aside = None, self._log, True
 
     # -- Words -------------------------------------------------------------------------------------
 
@@ -415,36 +428,38 @@ class Collectives:
 
     # INV-22: operations begin in the order of the coordinator.
     def _run(self) -> None:
-        self._begin_thread()
-        while True:
-            self._watch()
-            try:
-                proposal = self._begun.get(timeout=min(_WATCH_S, PATIENCE_S))
-            except queue.Empty:
-                if self._transport.is_broken:
-                    self._groups.abort()
-                    return
-                continue
-            if proposal is None:
-                return
-            try:
-                assert proposal.act is not None
-                copy = proposal.act()
-                if copy is not None and self._log is not None:
-                    if not self._under_way:
-                        self._waits_since_s = time.monotonic()
-                    self._under_way.append(copy)
-            except BaseException as error:
-                self._error = error  # The links take no word when all others have left.
-                if not isinstance(error, RankError):  # Else the links know of it.
-                    self._transport.abort(f"{type(error).__name__}: {error}")
+        try:
+            self._begin_thread()
+            while self._issue_next():
+                pass
+        except BaseException as error:
+            self._error = error  # The links take no word when all others have left.
+            if not isinstance(error, RankError):  # Else the links know of it.
+                self._transport.abort(f"{type(error).__name__}: {error}")
+            self._groups.abort()
+
+    def _issue_next(self) -> bool:
+        """Issues the next operation, if one comes soon. Returns whether another one may come."""
+        self._watch()
+        try:
+            proposal = self._begun.get(timeout=min(_WATCH_S, PATIENCE_S))
+        except queue.Empty:
+            if self._transport.is_broken:
                 self._groups.abort()
-                return
-            with self._changed:
-                proposal.act, proposal.is_issued = None, True
-                self._num_begun -= 1
-                self._changed.notify_all()
-            del proposal, copy
+            return not self._transport.is_broken
+        if proposal is None:
+            return False
+        assert proposal.act is not None
+        copy = proposal.act()
+        if copy is not None and self._log is not None:
+            if not self._under_way:
+                self._waits_since_s = time.monotonic()
+            self._under_way.append(copy)
+        with self._changed:
+            proposal.act, proposal.is_issued = None, True
+            self._num_begun -= 1
+            self._changed.notify_all()
+        return True
 
     def await_copy(self, copy: Copy) -> None:
         """Waits until an operation of the log is over on the device. For stand-ins, in the thread
@@ -467,22 +482,6 @@ class Collectives:
                 if self._log is not None:
                     self._patience_s, self._waits_since_s = _WATCH_S, now_s
                     self._ask_to_play(self._log.head)
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Returns the error of the transport, which names the rank that is gone, for one of a
-        backend."""
-        if self._groups.is_aborted:  # An operation on an aborted group may wait for ever.
-            self._transport.check()
-            raise InfinityError("between devices of ranks: the operations were ended")
-        try:
-            yield
-        except RuntimeError as error:
-            deadline_s = time.monotonic() + SILENCE_S
-            while time.monotonic() < deadline_s:
-                self._transport.check()
-                time.sleep(_LOOK_S)
-            raise InfinityError(f"between devices of ranks: {error}") from error
 
 
 def _is_over(copy: Copy) -> bool:

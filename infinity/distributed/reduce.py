@@ -14,6 +14,7 @@ import torch
 from typing_extensions import override
 
 from infinity.distributed.buckets import Contribution, GradientBuckets
+from infinity.distributed.endings import ending_all
 from infinity.distributed.grad_memory import SumsMemory
 from infinity.distributed.norms import measured_shards, norms_of
 from infinity.distributed.ordered_sum import OrderedReduction
@@ -36,6 +37,7 @@ from infinity.tiers.pool import HostPool
 
 _LEAD_S = 10.0  # A rank that is ahead waits so long for the others, once in a step.
 _ALL = 2**32 - 1  # More backward passes than a step has.
+_IN_SUMS = "in the sums of gradients"  # What is lost there other ranks have given.
 
 
 class DistributedGradients(GradientSink):
@@ -136,15 +138,16 @@ class DistributedGradients(GradientSink):
         """
         if self._buckets is None:
             return
-        for answered in self._buckets.take(all_of_them=all_of_them):
-            contributions = answered.bucket.contributions
-            if answered.means is None:
-                for contribution in contributions:
-                    self._give(contribution)
-            else:
-                for contribution, mean in zip(contributions, answered.means, strict=True):
-                    self._add_sum(contribution, mean)
-                self.owned.write_out(self._partition.local[answered.bucket.unit.index].unit)
+        with ending_all(self._transport, _IN_SUMS):
+            for answered in self._buckets.take(all_of_them=all_of_them):
+                contributions = answered.bucket.contributions
+                if answered.means is None:
+                    for contribution in contributions:
+                        self._give(contribution)
+                else:
+                    for contribution, mean in zip(contributions, answered.means, strict=True):
+                        self._add_sum(contribution, mean)
+                    self.owned.write_out(self._partition.local[answered.bucket.unit.index].unit)
 
     def _add_sum(self, contribution: Contribution, mean: torch.Tensor) -> None:
         """Adds the means over all ranks of a bucket's contributions, of the part that this rank
@@ -235,13 +238,14 @@ class DistributedGradients(GradientSink):
 
     def _sum_up(self, *, all_are_there: bool) -> None:
         taken = self._reduce_buffer.take(all_are_there=all_are_there)
-        for tensor, of_tensor in itertools.groupby(taken, key=itemgetter(0)):
-            unit, share = self._local_shares[tensor]
-            for _, partial in of_tensor:
-                self._pending.await_update(unit.index)
-                self.owned.add(unit, share.part, self._part_of_mean(partial), is_on_host=True)
-                self._partials.drop(partial)
-            self._note_added(tensor)
+        with ending_all(self._transport, _IN_SUMS):
+            for tensor, of_tensor in itertools.groupby(taken, key=itemgetter(0)):
+                unit, share = self._local_shares[tensor]
+                for _, partial in of_tensor:
+                    self._pending.await_update(unit.index)
+                    self.owned.add(unit, share.part, self._part_of_mean(partial), is_on_host=True)
+                    self._partials.drop(partial)
+                self._note_added(tensor)
 
     def _note_added(self, tensor: int) -> None:
         """A sum has grown. Its norm is taken while it is in memory, if it is complete."""
@@ -302,11 +306,8 @@ class DistributedGradients(GradientSink):
         )
         generations = [self._reduce_buffer.generation(index) for index in range(len(self._specs))]
         local = numpy.array(generations, dtype=numpy.int64)
-        remote = self._transport.all_gather(
-            "optimizer.step()",
-            present.tobytes() + local.tobytes() + decision,
-            meanwhile=self.take_in,
-        )
+        own = present.tobytes() + local.tobytes() + decision
+        remote = self._transport.all_gather("optimizer.step()", own, meanwhile=self.take_in)
         for request in self._sending:  # The next backward changes the sums.
             request.wait()
         self._sending.clear()
@@ -387,12 +388,10 @@ class DistributedGradients(GradientSink):
 
     def _exchange_norms(self) -> dict[TensorSpec, torch.Tensor]:
         wanted = [spec for spec in self._specs if spec in self._known]
-        sums = []
-        for spec in wanted:
-            local = self._local_shares.get(self._index[spec])
-            if local is not None and local[1].part.numel:
-                unit, share = local
-                sums.append(self.owned.norm(unit, share.part))
+        indexes = (self._index[spec] for spec in wanted)
+        local = [self._local_shares[index] for index in indexes if index in self._local_shares]
+        with ending_all(self._transport, "in the norms of gradients"):
+            sums = [self.owned.norm(unit, s.part) for unit, s in local if s.part.numel]
         content = torch.cat(sums).numpy().tobytes() if sums else b""
         return norms_of(wanted, self._shares, self._transport.all_gather("gradient norms", content))
 

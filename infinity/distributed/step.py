@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from infinity.distributed.shard_updates import ShardUpdates, can_update_beside
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sync import flush_owned, pull_updated
 from infinity.distributed.unshard import DeviceUnshard
-from infinity.errors import RankError
 from infinity.observe import Counters
 from infinity.ops.split_master import join, split
 from infinity.state.old_copies import OldCopies
@@ -153,18 +152,17 @@ class DistributedUpdater(StepRunner):
         A failure ends all ranks: the other ranks have made a step that this one has not.
         """
         transport = self._store.transport
-        with self._failing_all():
-            self._full_units.finish_writes()  # Weights that the program has set since.
-            # INV-18: all ranks have entered the step, and none leaves it before all are here.
-            self.local.apply(self._local_of(record))
-            changed = self._changed_by(record)
-            flush_owned(self._store, self._full_units, changed)
-            if not self._store.partition.shards_parameters:
-                transport.all_gather("shards are updated", b"")
-            pull_updated(self._store, self._full_units, changed, self._gathering)
-            transport.all_gather("optimizer.step() is over", b"")
-            if self._store.partition.shards_parameters:
-                self._full_units.prefetch_anew()
+        self._full_units.finish_writes()  # Weights that the program has set since.
+        # INV-18: all ranks have entered the step, and none leaves it before all are here.
+        self.local.apply(self._local_of(record))
+        changed = self._changed_by(record)
+        flush_owned(self._store, self._full_units, changed)
+        if not self._store.partition.shards_parameters:
+            transport.all_gather("shards are updated", b"")
+        pull_updated(self._store, self._full_units, changed, self._gathering)
+        transport.all_gather("optimizer.step() is over", b"")
+        if self._store.partition.shards_parameters:
+            self._full_units.prefetch_anew()
 
     @override
     def start_worker(
@@ -179,17 +177,16 @@ class DistributedUpdater(StepRunner):
         if self.deferred is None:
             self.apply(record)
             return
-        with self._failing_all():
-            self._full_units.finish_writes()  # Weights that the program has set since.
-            self._store.pending.await_all()
-            for unit in self._changed_by(record):
-                self._full_units.discard(unit.index)
-                self._full_units.discard(self._num_full + unit.index)
-            self._start(self.deferred, self._local_of(record))
-            # INV-18: all ranks have entered the step, so none reads the old shards any more; none
-            # reads the new ones before they are pending on every rank.
-            self._store.transport.all_gather("optimizer.step() is over", b"")
-            self._full_units.prefetch_anew()
+        self._full_units.finish_writes()  # Weights that the program has set since.
+        self._store.pending.await_all()
+        for unit in self._changed_by(record):
+            self._full_units.discard(unit.index)
+            self._full_units.discard(self._num_full + unit.index)
+        self._start(self.deferred, self._local_of(record))
+        # INV-18: all ranks have entered the step, so none reads the old shards any more; none
+        # reads the new ones before they are pending on every rank.
+        self._store.transport.all_gather("optimizer.step() is over", b"")
+        self._full_units.prefetch_anew()
 
     def _start(self, deferred: ShardUpdates, record: StepRecord) -> None:
         now_s = time.monotonic()
@@ -214,18 +211,6 @@ class DistributedUpdater(StepRunner):
                     used = [s for s in update.unit.trainable() if s in record.settings]
                     self._gradients.note_clipped(used, record.clip_factor)
         return updates
-
-    @contextmanager
-    def _failing_all(self) -> Iterator[None]:
-        """Ends all ranks if the block fails: they make a step that this rank does not make."""
-        try:
-            yield
-        except RankError:
-            raise
-        except BaseException as error:
-            cause = f"in optimizer.step(): {type(error).__name__}: {error}"
-            self._store.transport.abort(cause)
-            raise
 
     @override
     def is_pending(self, unit: int) -> bool:

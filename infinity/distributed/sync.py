@@ -6,7 +6,7 @@ docs/design/0005-one-sided-exchange.md explains why there are few barriers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from infinity.distributed.channel import Fill
 from infinity.distributed.collectives import Collectives
+from infinity.distributed.endings import ending_all
 from infinity.distributed.partials import from_wire_code
 from infinity.distributed.peer import Service
 from infinity.distributed.reduce import DistributedGradients
@@ -68,8 +69,9 @@ class RankSync(Service):
         """Returns how contents go from this rank to the other ranks, in words."""
         return self.transport.memory.routes(self.num_ranks - 1)
 
-    def begin_step(self) -> None:
-        """Enters the step, with all ranks: everything that they have sent each other has come."""
+    def begin_step(self, *, makes_step: bool = True) -> None:
+        """Enters the step, with all ranks: everything that they have sent each other has come.
+        Without `makes_step` the ranks only look at the gradients, and enter it again."""
         collectives = self._collectives
         if collectives is None:
             self._gradients.begin_step(b"")
@@ -78,6 +80,13 @@ class RankSync(Service):
         collectives.end_step(self._gradients.take_in)
         self._weight_cache.end_training()
         collectives.sync_weights(self._gradients.begin_step(collectives.decision()))
+        if not makes_step:  # Else all would play the log of the next step when they enter this one.
+            collectives.set_aside()
+
+    def making_step(self) -> AbstractContextManager[None]:
+        """Returns a block that ends all ranks if it fails: they make a step that this rank does not
+        make."""
+        return ending_all(self.transport, "in optimizer.step()")
 
     # Requests of other ranks: see `peer.Service`.
 
@@ -211,8 +220,12 @@ class OneRank:
         """Returns "": there is no other rank."""
         return ""
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, makes_step: bool = True) -> None:
         """Does nothing: there is no other rank."""
+
+    def making_step(self) -> AbstractContextManager[None]:
+        """Returns a block that does nothing: there is no other rank."""
+        return nullcontext()
 
     def sync_weights(self) -> None:
         """Does nothing: there is no other rank."""

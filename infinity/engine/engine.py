@@ -381,9 +381,9 @@ class Engine:
 
     # -- The step ----------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, makes_step: bool = True) -> None:
         """Enters the optimizer's step with all ranks. Afterwards gradients are sums over all
-        ranks."""
+        ranks. `makes_step`: see `RankSync.begin_step`."""
         self.refuse_closed("optimizer.step()")
         with self._lock:
             self.reset()
@@ -392,7 +392,7 @@ class Engine:
         if self.num_ranks == 1:
             return
         with self._lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):
-            self.ranks.begin_step()
+            self.ranks.begin_step(makes_step=makes_step)
 
     def refuse_closed(self, what: str) -> None:
         """Raises InfinityError, which names the caller, if the engine is closed or belongs to
@@ -409,22 +409,25 @@ class Engine:
         with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "optimizer step"):
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
-            self.updater.apply_pending()  # Their clip factor is one of the scales of kept sums.
-            changed = [param for param in self.params if param.spec in record.settings]
-            for unit in dict.fromkeys([param.unit for param in changed]):
-                self.gradients.apply_scales(unit)
-            self.gradients.prepare_step()
-            self.passes.beginnings.end_backward()
-            if self.config.schedule.updates == "at_step":
-                self.updater.apply(record)
-            else:
-                self.updater.defer(record)
-                self.updater.advance()
-            increment_versions(changed)
+            with self.ranks.making_step():
+                self._make_step(record)
+
+    def _make_step(self, record: StepRecord) -> None:
+        self.updater.apply_pending()  # Their clip factor is one of the scales of kept sums.
+        changed = [param for param in self.params if param.spec in record.settings]
+        for unit in dict.fromkeys([param.unit for param in changed]):
+            self.gradients.apply_scales(unit)
+        self.gradients.prepare_step()
+        self.passes.beginnings.end_backward()
+        if self.config.schedule.updates == "at_step":
+            self.updater.apply(record)
+        else:
+            self.updater.defer(record)
+            self.updater.advance()
+        increment_versions(changed)
 
     def gradient_norms(self, params: Iterable[OffloadedParam]) -> dict[str, torch.Tensor]:
-        """Returns the 2-norm of every existing gradient, as fp32 scalars on the host, in the given
-        order."""
+        """Returns the 2-norm of every existing gradient, as fp32 scalars on the host, in order."""
         self.refuse_closed("gradient norms")
         with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
             self.reset()

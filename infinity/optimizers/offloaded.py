@@ -242,7 +242,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         backward of the step.
         """
         if self.engine.num_ranks > 1:
-            self.engine.begin_step()  # Else this rank has its own gradients only.
+            self.engine.begin_step(makes_step=False)  # Else this rank has its own gradients only.
         self.max_grad_norm = max_norm if max_norm and math.isfinite(max_norm) else None
         kept = self.always_norm, self.error_if_nonfinite, self.skip_if_nonfinite
         self.always_norm = True

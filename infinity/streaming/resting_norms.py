@@ -180,7 +180,7 @@ class RestingNorms:
                 search = RowSearch(self._device, due.flat, spec, self._pool.tensor(block))
                 self._searched[spec] = _Searched(due, block, search)
                 return True
-        self._copy_whole(spec, due, block)
+        self._leave_search_out(spec, due, block)
         return True
 
     def _end_search(self, spec: TensorSpec) -> None:
@@ -198,9 +198,9 @@ class RestingNorms:
             if rows is not None:
                 self._measure(spec, due, block, rows.flatten(), search.order)
                 return
-        self._copy_whole(spec, due, block)
+        self._leave_search_out(spec, due, block)
 
-    def _copy_whole(self, spec: TensorSpec, due: _Due, block: Block) -> None:
+    def _leave_search_out(self, spec: TensorSpec, due: _Due, block: Block) -> None:
         """The sum is due without a search: many of its rows are not zero, or the device has no
         memory to search. Frees the block of the search."""
         self._free(block)

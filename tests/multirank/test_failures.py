@@ -130,6 +130,44 @@ def test_a_killed_rank_is_named_by_all_others(phase: str, exchange: str, tmp_pat
         assert "killed or has crashed" in message
 
 
+def _catch_in(rank: int, phase: str, note: str) -> None:
+    """Rank VICTIM fails in the second step, catches the error, and lives on without a step."""
+    case = Case(2, capacity="128MiB", max_norm=1e-2)
+    model = offload_case(case, None)  # type: ignore[arg-type]
+    engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
+    optimizer.max_grad_norm = case.max_norm
+    gradients: Any = engine.gradients
+
+    def fail(*unused: Any, **named: Any) -> None:
+        _write_time(note)
+        raise MemoryError("of the test")
+
+    for step in range(5):
+        try:
+            if rank == VICTIM and step == 1:
+                store = gradients if phase == "prepare_step" else gradients.owned
+                setattr(store, phase, fail)
+            for x, skip in micro_batches(case, rank, step):
+                loss_of(model, x, skip).backward()
+            optimizer.step()
+        except MemoryError:
+            time.sleep(600)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("phase", ["add", "norm", "prepare_step"])
+def test_an_exception_that_a_rank_catches_is_reported_by_all_others(
+    phase: str, tmp_path: Path
+) -> None:
+    others, note = {0, 1}, tmp_path / "failure"
+    with Ranks(3, _catch_in, phase, str(note)) as ranks:
+        outcomes = ranks.outcomes(others)
+        assert time.monotonic() - float(note.read_text()) < TIME_LIMIT_S
+    for _, (message, _) in outcomes.values():
+        assert message.startswith(f"RankError: rank {VICTIM} "), message
+        assert "MemoryError: of the test" in message
+
+
 @pytest.mark.parametrize("phase", ["backward", "update"])
 def test_an_exception_on_one_rank_is_reported_by_all_others(phase: str, tmp_path: Path) -> None:
     for message in _deaths(tmp_path, phase, None):

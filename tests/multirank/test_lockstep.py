@@ -115,6 +115,37 @@ def test_ranks_in_lockstep_send_nothing_and_have_the_bits_of_one_sided_ranks(
         assert not differing, steps
 
 
+def _clip(rank: int, stage: int, by_call: bool) -> tuple[list[dict[str, float]], Any]:
+    """Clipped steps, alike on all ranks: what was counted in each, and the weights."""
+    model = offload_case(Case(stage, simulated=True, exchange="collective"), Path("unused"))
+    engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
+    optimizer.max_grad_norm = 1e-2
+    counted = []
+    for step in range(FIRST_AGREED + 4):
+        before = engine.counters.snapshot()
+        loss_of(model, batch(10 * step + rank, model.width)).backward()
+        if by_call:
+            optimizer.clip_grad_norm_(1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+        now = engine.counters.snapshot()
+        counted.append({name: now.get(name, 0) - before.get(name, 0) for name in NAMES})
+    found = read_weights(model)
+    engine.close()
+    return counted, found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_look_at_the_norm_before_the_step_costs_ranks_in_lockstep_no_operation(
+    stage: int,
+) -> None:
+    wanted, found = (run_ranks(2, _clip, stage, by_call) for by_call in (False, True))
+    for (steps, weights), (expected, reference) in zip(found, wanted, strict=True):
+        assert all(torch.equal(weights[name], reference[name]) for name in reference)
+        assert steps[FIRST_AGREED:] == expected[FIRST_AGREED:]
+        assert steps[-1]["ranks_collectives"] > 0 and not steps[-1]["ranks_stand_ins"]
+
+
 def _closes_within_a_step(rank: int, exchange: str) -> tuple[float, str, float, int]:
     """Rank 1 closes behind its forward. The others run their backward, and come to the step. Returns
     the loss, what the step says, the messages of this rank until it closes, and the entries of the

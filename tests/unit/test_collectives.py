@@ -97,6 +97,24 @@ def error_of(call: Callable[[], None]) -> BaseException | None:
     return None
 
 
+def test_a_thread_that_cannot_begin_or_ask_ends_all_operations() -> None:
+    """A training thread may wait in one of them."""
+
+    def fail() -> None:
+        raise RankError(1, "rank 1 is gone")
+
+    for cause in ("begin", "watch"):
+        transport: Any = Silent(1)
+        groups = DeviceGroups(None, None)
+        begin = fail if cause == "begin" else lambda: None
+        collectives = Collectives(transport, groups, torch.device("cpu"), Counters(), begin)
+        if cause == "watch":
+            collectives._watch = fail  # type: ignore[method-assign]
+        with pytest.raises(InfinityError, match="rank 1 is gone"):
+            collectives.open()
+        assert groups.is_aborted
+
+
 def test_a_failing_operation_raises_on_the_only_rank() -> None:
     def fail() -> None:
         raise OSError("of the test")
