@@ -45,7 +45,8 @@ class FioSettings:
 # From few large to many small requests in flight; the best is found by trying.
 CANDIDATES = tuple(
     FioSettings(block_mib * MIB, depth)
-    for block_mib, depth in ((1, 8), (1, 16), (4, 2), (4, 4), (8, 1), (8, 2), (16, 1), (16, 2))
+    for block_mib, depths in {1: (8, 16), 4: (2, 4, 8), 8: (1, 2), 16: (1, 2)}.items()
+    for depth in depths
 )
 
 
