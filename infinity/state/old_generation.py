@@ -24,11 +24,16 @@ class OldGeneration:
         """Whether the volume has a spare generation that nothing else holds."""
         return store.volume is not None and len(store.volume.frozen) < store.volume.num_spares
 
-    def keep(self, unit: Unit) -> None:
-        """Remembers what `bring_back` needs. Before the first write to the unit."""
+    def keep(self, unit: Unit) -> bool:
+        """Remembers what `bring_back` needs, before the first write that it is to undo. Returns
+        whether it can: what was written since this object was made is in no old generation."""
         for kind, location in self._changing(unit):
             if (unit.index, kind) not in self._checksums:
-                self._checksums[unit.index, kind] = self._volume.checksums(location.extents)
+                extents = location.extents
+                if self._volume.locate(extents) != self._volume.locate(extents, self._frozen):
+                    return False
+                self._checksums[unit.index, kind] = self._volume.checksums(extents)
+        return True
 
     def bring_back(self, unit: Unit) -> None:
         """Makes the old bytes of a unit the current ones. No byte moves. The unit's writes are

@@ -231,15 +231,11 @@ class EarlyUpdates:
         assert update is not None
         if not self._can_update(early):
             return False
-        if not self._copies.reserve(early.unit):
+        if not (self._keep_old(early.unit) and self._copies.reserve(early.unit)):
             del self._complete[index]
             self._chunks.check_in(update, write_now=False)
             early.update = None  # The step makes it.
             return True
-        if has_generations(self._store, early.unit):
-            if self._old is None:
-                self._old = OldGeneration(self._store)
-            self._old.keep(early.unit)
         try:
             if not self._chunks.try_next(update, self._copies.keep):
                 return False
@@ -253,6 +249,15 @@ class EarlyUpdates:
             self._chunks.check_in(update, write_now=True)
             self._done[index] = self._complete.pop(index)
         return True
+
+    def _keep_old(self, unit: Unit) -> bool:
+        """Keeps the state of a unit that has generations. Returns whether it can: weights that were
+        in use at the turn may be written when some unit is already updated early."""
+        if not has_generations(self._store, unit):
+            return True
+        if self._old is None:
+            self._old = OldGeneration(self._store)
+        return self._old.keep(unit)
 
     def _read_ahead(self) -> None:
         self._ring.start_more(self._to_read(), with_gradients=False)

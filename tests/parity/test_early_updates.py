@@ -60,6 +60,32 @@ class Tied(Model):
         self.head.weight = self.embedding.weight
 
 
+class Around(nn.Module):
+    """Blocks in a module with a parameter of its own, which is in use before and after all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.out = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.out)
+
+
+class Parent(Model):
+    """The backward leaves the body's parameter last, and begins with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(), nn.Identity()
+        self.body = Around()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(self.embedding(ids))
+
+
 def make(kind: type[Model] = Model) -> Model:
     torch.manual_seed(3)
     return kind()
@@ -253,6 +279,17 @@ def test_a_step_that_is_clipped_undoes_early_updates(swap_directory: Path) -> No
     check(
         lambda run: steps(run, 9, lambda n: 1e-3 if n == 4 else 1e6), swap_directory,
         kept=True, undone=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_weights_that_are_written_among_early_updates_are_those_that_come_back(
+    swap_directory: Path, gradients: str
+) -> None:
+    """Those of a module around the blocks: no write of them delays their use in the backward."""
+    check(
+        lambda run: steps(run, 10, lambda number: 1e-3 if number in (5, 8) else 1e6),
+        swap_directory, kept=True, undone=True, kind=Parent, gradients=gradients,
     )  # fmt: skip
 
 
