@@ -231,7 +231,10 @@ class EarlyUpdates:
         assert update is not None
         if not self._can_update(early):
             return False
-        if not (self._keep_old(early.unit) and self._copies.reserve(early.unit)):
+        is_kept = self._keep_old(early.unit)
+        if not is_kept:
+            del self._planned[index]  # A smaller share would not help.
+        if not (is_kept and self._copies.reserve(early.unit)):
             del self._complete[index]
             self._chunks.check_in(update, write_now=False)
             early.update = None  # The step makes it.

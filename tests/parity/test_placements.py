@@ -143,12 +143,14 @@ class Way:
         return f"{self.engine}-{fetch}-{device}-{self.updates}"
 
 
+# Of updates that are not at the step, by the storage engine.
+LATER = {"io_uring": "deferred", "threads": "both_passes"}
 WAYS = [
     Way(engine, prefetch, simulated, updates)
-    for engine in ("io_uring", "threads")
+    for engine in LATER
     for prefetch in (True, False)
     for simulated in (False, True)
-    for updates in ("deferred", "at_step")
+    for updates in (LATER[engine], "at_step")
 ]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from infinity.streaming import early_policy
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import in_turn, sampled
 from tests.support.offloading import offloaded, swap_config
@@ -110,9 +111,13 @@ def test_trains_like_plain_pytorch(name: str, where: str, swap_directory: Path) 
 
 
 @pytest.mark.parametrize("name", sampled(CHECKPOINTING, lambda name: name in CHECKPOINTING[::2]))
-def test_trains_like_plain_pytorch_with_checkpointing(name: str, swap_directory: Path) -> None:
-    """`gradient_checkpointing_enable(use_reentrant=False)` on both sides."""
-    config = swap_config(swap_directory, placement="nvme")
+def test_trains_like_plain_pytorch_with_checkpointing(
+    name: str, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gradient_checkpointing_enable(use_reentrant=False)` on both sides. The backward updates all
+    units that it can, and takes back what a clipped step decides otherwise."""
+    monkeypatch.setattr(early_policy, "_FIRST_SHARE", 1.0)
+    config = swap_config(swap_directory, placement="nvme", updates="both_passes")
     assert_same_run(reference(name, True), offloaded_run(ZOO[name], plan_for(name, True), config))
 
 
