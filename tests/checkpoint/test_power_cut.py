@@ -93,9 +93,9 @@ def noting_early(recorder: Recorder, noted: list[int]) -> Iterator[None]:
     first: list[int] = []
     keep, decide = OldGeneration.keep, EarlyUpdates.decide
 
-    def noting_keep(old: OldGeneration, unit: Unit) -> None:
+    def noting_keep(old: OldGeneration, unit: Unit) -> bool:
         first.append(len(recorder.events))
-        keep(old, unit)
+        return keep(old, unit)
 
     def noting_decide(updates: EarlyUpdates, *decision: Any) -> Any:
         if first:
