@@ -170,14 +170,23 @@ class RankSync(Service):
 
     @contextmanager
     def setting(self, units: Iterable[int]) -> Iterator[None]:
-        """A block in which the program changes weights, in the same way on all ranks."""
+        """A block in which the program changes weights, in the same way on all ranks. All ranks
+        leave it without an error, or all with one, and with the owners' weights."""
         if self._is_filling:
             yield
             return
         if self._collectives is not None:  # What it gathers later would be the old weights.
             self._collectives.end_log()
         self.barrier("weights are about to be set")
-        yield
+        try:
+            with self.collective_section("setting weights"):
+                yield
+        except Exception:
+            self._agree(units)
+            raise
+        self._agree(units)
+
+    def _agree(self, units: Iterable[int]) -> None:
         self._unagreed.update(units)
         self.sync_weights()
 

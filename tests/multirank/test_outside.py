@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -78,6 +79,37 @@ def test_weights_are_read_and_set_as_on_one_rank(tmp_path: Path) -> None:
         for rank, seen in enumerate(run_ranks(3, _look, stage, compute, str(tmp_path / "swap"))):
             assert all(seen.values()), (stage, rank, seen)
             assert rank != 0 or {"gather", "export"} <= seen.keys()
+
+
+def _fail_while_setting(rank: int, stage: int) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    """Rank 1 fails in a block that sets weights. What is said, and weights then and a step later."""
+    case = Case(stage, steps=1)
+    model = offload_case(case, Path("unused"))
+    optimizer, said = make_optimizer(model, case), ""
+    try:
+        with infinity.gather(model.head, modify=True), torch.no_grad():
+            model.head.weight.fill_(0.5)
+            if rank == 1:
+                raise ValueError("of the test")
+    except (ValueError, InfinityError) as error:
+        said = f"{type(error).__name__}: {error}"
+    then = read_weights(model)
+    one_step(model, optimizer, rank, case, 0)
+    after = read_weights(model)
+    infinity.close(model)
+    return said, then, after
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_while_weights_are_set_is_one_of_all_ranks_and_leaves_them_alike(
+    stage: int,
+) -> None:
+    found = run_ranks(3, _fail_while_setting, stage)
+    assert found[1][0] == "ValueError: of the test"
+    for rank in (0, 2):
+        assert found[rank][0].startswith("InfinityError: setting weights failed on rank 1")
+    for _, *weights in found[1:]:
+        assert all(map(_same, weights, found[0][1:]))
 
 
 def _moments(rank: int, stage: int, moments: str, swap: str) -> dict[str, Any]:
