@@ -147,15 +147,28 @@ def test_a_gradient_without_rows_of_zeros_is_copied_whole(
     assert all(map(torch.equal, plain_run(body), actual))
 
 
+def behind_a_backward(directory: Path, *, delay_s: float) -> Run:
+    """A run whose third step has yet to be made, with memory to measure all sums at once."""
+    run = offloaded(directory, delay_s=delay_s)
+    steps(run, 2)
+    resting_of(run)._most_nbytes = 1 << 30
+    loss_of(run.model, 2).backward()
+    return run
+
+
+def end_step(run: Run) -> None:
+    """Makes the step, which leaves no memory to the norms."""
+    run.step(1e-3)
+    assert not lent_to_norms(run) and not resting_of(run)._nbytes
+    infinity.close(run.model)
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.01], ids=["searched", "on-the-way"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_norm_is_that_of_the_content_when_the_step_asks(
     swap_directory: Path, is_searched: None, name: str, delay_s: float
 ) -> None:
-    run = offloaded(swap_directory, delay_s=delay_s)
-    steps(run, 2)
-    resting_of(run)._most_nbytes = 1 << 30
-    loss_of(run.model, 2).backward()
+    run = behind_a_backward(swap_directory, delay_s=delay_s)
     engine, store = infinity.engine_of(run.model), store_of(run)
     [(unit, spec)] = table_of(store)
     with engine._lock:
@@ -176,10 +189,7 @@ def test_a_sum_that_is_searched_is_not_searched_again(
             self.count = LateCopy(self.count)
 
     monkeypatch.setattr(resting_norms, "RowSearch", Search)
-    run = offloaded(swap_directory, delay_s=0)
-    steps(run, 2)
-    resting_of(run)._most_nbytes = 1 << 30
-    loss_of(run.model, 2).backward()
+    run = behind_a_backward(swap_directory, delay_s=0)
     engine, store, resting = infinity.engine_of(run.model), store_of(run), resting_of(run)
     [(unit, spec)] = table_of(store)
     with engine._lock:
@@ -190,9 +200,7 @@ def test_a_sum_that_is_searched_is_not_searched_again(
         store.expect_norms([(unit, spec)])  # Another content waits for the end of the search.
         assert resting._searched[spec] is searched
         check_norm(store, unit, spec, "put")
-    run.step(1e-3)
-    assert not lent_to_norms(run) and not resting._nbytes
-    infinity.close(run.model)
+    end_step(run)
 
 
 @pytest.mark.parametrize("name", ["__init__", "pick"])
@@ -232,10 +240,7 @@ def test_a_search_that_fails_keeps_no_memory_and_one_without_memory_is_left_out(
 def test_a_search_of_another_content_picks_no_rows(
     swap_directory: Path, is_searched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = offloaded(swap_directory, delay_s=0.01)
-    steps(run, 2)
-    resting_of(run)._most_nbytes = 1 << 30
-    loss_of(run.model, 2).backward()
+    run = behind_a_backward(swap_directory, delay_s=0.01)
     engine, store, resting = infinity.engine_of(run.model), store_of(run), resting_of(run)
     [(unit, spec)] = table_of(store)
     with engine._lock:
@@ -243,9 +248,7 @@ def test_a_search_of_another_content_picks_no_rows(
         monkeypatch.setattr(searched, "pick", lambda: pytest.fail("rows were picked"))
         CHANGES["put"](store, unit, spec)
         check_norm(store, unit, spec, "put")
-    run.step(1e-3)
-    assert not lent_to_norms(run) and not resting._nbytes
-    infinity.close(run.model)
+    end_step(run)
 
 
 def test_memory_of_a_search_is_given_to_who_needs_it(
@@ -263,9 +266,7 @@ def test_memory_of_a_search_is_given_to_who_needs_it(
         for unit, spec in table_of(store):
             expected = torch.linalg.vector_norm(store.read(unit, spec))
             assert torch.equal(store.norm(unit, spec), expected)
-    run.step(1e-3)
-    assert not lent_to_norms(run) and not resting._nbytes
-    infinity.close(run.model)
+    end_step(run)
 
 
 def test_closing_within_a_search_leaves_nothing(swap_directory: Path, is_searched: None) -> None:
