@@ -5,20 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
+from infinity.distributed.transport import PeerTransport
 from infinity.errors import RankError
 
 
-class Aborts(Protocol):
-    """The part of `Transport` that a block needs."""
-
-    def abort(self, cause: str) -> None:
-        """Ends all ranks, which get a RankError with the cause."""
-
-
 @contextmanager
-def ending_all(transport: Aborts, where: str) -> Iterator[None]:
+def ending_all(transport: PeerTransport, where: str) -> Iterator[None]:
     """Ends all ranks if the block fails. The error goes on, so that a program that catches it does
     not keep the others waiting."""
     try:

@@ -147,10 +147,8 @@ class DistributedUpdater(StepRunner):
         return self._pool.free_nbytes - needed_nbytes
 
     def apply(self, record: StepRecord) -> None:
-        """Updates this rank's shards, and makes the new weights visible to every rank.
-
-        A failure ends all ranks: the other ranks have made a step that this one has not.
-        """
+        """Updates this rank's shards, and makes the new weights visible to every rank. In a
+        `RankSync.making_step`."""
         transport = self._store.transport
         self._full_units.finish_writes()  # Weights that the program has set since.
         # INV-18: all ranks have entered the step, and none leaves it before all are here.
@@ -178,7 +176,6 @@ class DistributedUpdater(StepRunner):
             self.apply(record)
             return
         self._full_units.finish_writes()  # Weights that the program has set since.
-        self._store.pending.await_all()
         for unit in self._changed_by(record):
             self._full_units.discard(unit.index)
             self._full_units.discard(self._num_full + unit.index)

@@ -181,7 +181,7 @@ class RankSync(Service):
         try:
             with self.collective_section("setting weights"):
                 yield
-        except Exception:
+        except Exception:  # An interrupt is of this rank alone: no other one would come.
             self._agree(units)
             raise
         self._agree(units)

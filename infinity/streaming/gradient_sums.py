@@ -27,6 +27,7 @@ from typing_extensions import override
 from infinity.errors import UnsupportedError
 from infinity.state.store import DeviceLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
+from infinity.streaming.gradient_memory import flat_of, shaped
 from infinity.streaming.norm_tasks import NormTask
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -143,10 +144,7 @@ class UnitGradients:
         the block's; its views are kept as long as it, because every gradient asks for one."""
         place = self._places.get(spec)
         if place is None:
-            facts = spec.facts
-            start = array.storage_offset() + spec.state_offset
-            place = array.as_strided(facts.shape, facts.stride, start)
-            self._places[spec] = place
+            place = self._places[spec] = shaped(flat_of(array, spec), spec)
         return place
 
     def lend(self, block: Block, array: torch.Tensor) -> None:
