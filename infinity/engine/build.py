@@ -254,7 +254,7 @@ def _assemble(
     sharing = 1 if sharding is None else sharding.group.node_count
     tiers = open_tiers(
         config, units, budgets, own_device, wrap_storage, adopted, identities, resources,
-        num_spares=num_spares, num_sharing=sharing,
+        num_spares=num_spares, num_private=in_backward.num_spares, num_sharing=sharing,
         has_neighbours=sharding is not None and sharding.group.has_neighbours,
     )  # fmt: skip
     device, counters = tiers.device, tiers.counters

@@ -55,13 +55,15 @@ def open_tiers(
     resources: ExitStack,
     *,
     num_spares: int,
+    num_private: int,
     num_sharing: int,
     has_neighbours: bool,
 ) -> OpenTiers:
     """Opens what the budgets need; `resources` closes it, in the opposite order.
 
     `identities`: the files of a checkpoint; those that `units` rest in are opened. `num_spares`:
-    generations of the volume beside the current one. `num_sharing`: ranks of the machine, with a
+    generations of the volume beside the current one, `num_private` of them for early updates.
+    `num_sharing`: ranks of the machine, with a
     directory each in a swap directory. `has_neighbours`: other ranks of the machine read the arena.
     Raises StorageError, CapacityError.
     """
@@ -75,7 +77,10 @@ def open_tiers(
     resources.callback(arena.close)
     read = {run.path for unit in units if unit.stored is not None for run in unit.stored.runs}
     storage = _open_storage(config, arena, budgets, wrap_storage, resources, is_needed=bool(read))
-    volume = _open_volume(config, storage, budgets, num_spares, num_sharing, adopted, resources)
+    volume = _open_volume(
+        config, storage, budgets, adopted, resources,
+        num_spares=num_spares, num_private=num_private, num_sharing=num_sharing,
+    )  # fmt: skip
     shards = None
     if read:
         assert storage is not None
@@ -123,10 +128,12 @@ def _open_volume(
     config: SwapConfig,
     storage: StorageEngine | None,
     budgets: Budgets,
-    num_spares: int,
-    num_sharing: int,
     adopted: Adopted | None,
     resources: ExitStack,
+    *,
+    num_spares: int,
+    num_private: int,
+    num_sharing: int,
 ) -> Volume | None:
     if storage is None or not _uses_volume(config, budgets):
         return None
@@ -147,6 +154,7 @@ def _open_volume(
         verify=config.io.verify,
         num_threads=threads_here(torch.get_num_threads()),
         num_spares=num_spares,
+        num_private=num_private,
         adopted=adopted,
     )
     resources.callback(volume.close)

@@ -45,7 +45,7 @@ from infinity.simulate.step import Prediction, predict, with_best_share
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.state.budgets import Budgets
 from infinity.state.spare_generations import (
-    spare_generation_nbytes,
+    spares_nbytes,
     updates_in_backward,
     wanted_spares,
 )
@@ -139,7 +139,7 @@ def forecast(
         free_nbytes=0.0 if machine.nvme is None else machine.nvme.capacity,
     )  # fmt: skip
     num_spares += in_backward.num_spares
-    spare_nbytes = num_spares * spare_generation_nbytes(units, placement)
+    spare_nbytes = spares_nbytes(units, placement, num_spares, in_backward.num_spares)
     refuse_full_tiers(model, units, machine, budgets, spare_nbytes, num_ranks, shard_drives)
     saved = saved_inputs(config, model, batch, budgets)
     chunks = chunk_traffic(config, model, machine, batch, window_nbytes)

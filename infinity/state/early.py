@@ -7,13 +7,12 @@ from infinity.state.store import (
     LocalStore,
     NvmeLocation,
     changing_kinds,
-    rewritten_nbytes,
 )
 from infinity.state.units import Unit
 
 
 def can_go_back(store: LocalStore, unit: Unit, *, is_beside: bool) -> bool:
-    """Whether all that an update of the unit changes can be brought back: state on NVMe that has
+    """Whether all that an update of the unit changes can be brought back: state on NVMe, which has
     generations, and state on the host, which is copied before.
 
     Units that have nothing on NVMe are updated early only beside a device: where the device is the
@@ -25,10 +24,7 @@ def can_go_back(store: LocalStore, unit: Unit, *, is_beside: bool) -> bool:
         bool(kinds)
         and (is_beside or has_generations(store, unit))
         and all(
-            isinstance(location, HostLocation)
-            or (isinstance(location, NvmeLocation) and rewritten_nbytes(unit, kind) is not None)
-            for kind in kinds
-            for location in [store.location(unit, kind)]
+            isinstance(store.location(unit, kind), HostLocation | NvmeLocation) for kind in kinds
         )
     )
 

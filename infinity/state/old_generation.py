@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.state.store import LocalStore, NvmeLocation, changing_kinds, rewritten_nbytes
+from infinity.state.store import LocalStore, NvmeLocation, changing_kinds
 from infinity.state.units import StateKind, Unit
 from infinity.storage.volume import Volume
 
@@ -52,7 +52,7 @@ class OldGeneration:
         found = []
         for kind in changing_kinds(unit):
             location = self._store.location(unit, kind)
-            if isinstance(location, NvmeLocation) and rewritten_nbytes(unit, kind) is not None:
+            if isinstance(location, NvmeLocation):
                 found.append((kind, location))
         return found
 

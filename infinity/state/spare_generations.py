@@ -12,7 +12,7 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.state.budgets import Budgets
 from infinity.state.placement import StatePlacement
-from infinity.state.store import changing_kinds, rewritten_nbytes
+from infinity.state.store import changing_kinds, spared
 from infinity.state.units import StateKind, Unit
 
 
@@ -58,21 +58,12 @@ def wanted_spares(config: SwapConfig, *, is_linked: bool, num_ranks: int = 1) ->
     return (kept if is_linked else num_copying) + (checkpoint.durability == "step")
 
 
-def spare_generation_nbytes(units: Sequence[Unit], placement: StatePlacement) -> int:
-    """Returns the bytes on NVMe that steps rewrite and commits keep, for one generation."""
-    return sum(
-        rewritten_nbytes(units[index], state_kind) or 0
-        for (index, state_kind), tier in placement.tiers.items()
-        if tier == "nvme"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class BackwardUpdates:
     """Whether units are updated in the backward, too, and the spare generations that this takes."""
 
     is_on: bool
-    num_spares: int
+    num_spares: int  # 0 or 1.
 
 
 _NOT_IN_BACKWARD = BackwardUpdates(is_on=False, num_spares=0)
@@ -115,7 +106,7 @@ def updates_in_backward(
         for (index, kind), tier in placement.tiers.items()
         if tier == "nvme"
     )
-    generations_nbytes = (num_spares + 1) * spare_generation_nbytes(units, placement)
+    generations_nbytes = spares_nbytes(units, placement, num_spares + 1, 1)
     kind = StateKind.PARAMETERS  # Ranks keep their shards alone.
     left_nbytes = sum(unit.nbytes(kind) for unit in units if (unit.index, kind) in placement.tiers)
     if free_nbytes < resting_nbytes + generations_nbytes + left_nbytes:
@@ -125,14 +116,20 @@ def updates_in_backward(
 
 def tiers_of_old_state(unit: Unit, placement: StatePlacement) -> set[str]:
     """Returns the tiers of everything that an update of the unit changes; none if some of it can
-    not be brought back: state on a device, and moments of eight bits on NVMe."""
+    not be brought back: state on a device."""
     kinds = changing_kinds(unit) if unit.state_numel else []
-    tiers = {kind: placement.tiers.get((unit.index, kind), "") for kind in kinds}
-    can_go_back = all(
-        tier == "host" or (tier == "nvme" and rewritten_nbytes(unit, kind) is not None)
-        for kind, tier in tiers.items()
-    )
-    return set(tiers.values()) if can_go_back else set()
+    tiers = {placement.tiers.get((unit.index, kind), "") for kind in kinds}
+    return tiers if tiers <= {"host", "nvme"} else set()
+
+
+def spares_nbytes(
+    units: Sequence[Unit], placement: StatePlacement, num_spares: int, num_private: int
+) -> int:
+    """Returns the bytes that all spare generations take; `num_private` of them are of early
+    updates."""
+    placed = placement.tiers.items()
+    heads = [spared(units[index], kind) for (index, kind), tier in placed if tier == "nvme"]
+    return sum(head.nbytes * head.num_files(num_spares, num_private) for head in heads if head)
 
 
 def free_nvme_nbytes(config: SwapConfig) -> float:

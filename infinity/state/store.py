@@ -21,7 +21,7 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.shards import ShardFiles
 from infinity.storage.undecided import UndecidedContent
-from infinity.storage.volume import Extent, Volume
+from infinity.storage.volume import Extent, Spared, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
 from infinity.tiers.host import Block, HostBlocks
 
@@ -76,15 +76,16 @@ def changing_kinds(unit: Unit) -> list[StateKind]:
     return [kind for kind in kinds if unit.nbytes(kind)]
 
 
-def rewritten_nbytes(unit: Unit, kind: StateKind) -> int | None:
-    """Returns the bytes at the head of a state kind that every step rewrites and a commit keeps.
+def spared(unit: Unit, kind: StateKind) -> Spared | None:
+    """Returns what needs space in spare files of a state kind: the bytes that every step rewrites.
 
-    None for kinds of which a commit keeps copies: gradients, which seldom exist between steps, and
-    moments of eight bits.
+    None for gradients, which seldom exist between steps. Commits have copies of moments of eight
+    bits, so early updates alone need their old bytes.
     """
-    if kind is StateKind.GRADIENTS or unit.is_8bit(kind):
+    if kind is StateKind.GRADIENTS:
         return None
-    return unit.trainable_nbytes if kind is StateKind.PARAMETERS else unit.nbytes(kind)
+    nbytes = unit.trainable_nbytes if kind is StateKind.PARAMETERS else unit.nbytes(kind)
+    return Spared(nbytes, is_private=unit.is_8bit(kind))
 
 
 def show(
@@ -210,7 +211,7 @@ class LocalStore:
             assert self._volume is not None
             extents = self._volume.reserve(
                 [unit.nbytes(kind) for unit, kind in on_nvme],
-                spared_nbytes=[rewritten_nbytes(unit, kind) for unit, kind in on_nvme],
+                spared=[spared(unit, kind) for unit, kind in on_nvme],
             )
             for (unit, kind), taken in zip(on_nvme, extents, strict=True):
                 self._locations[unit.index, kind] = NvmeLocation(tuple(taken))

@@ -55,15 +55,6 @@ class GenerationMap:
         other._starts, other._generations = self._starts.copy(), self._generations.copy()
         return other
 
-    def assign(self, other: GenerationMap, *, where_nowhere: int) -> None:
-        """Becomes a copy of `other`, with another generation where that has none."""
-        self._starts, self._generations = [], []
-        for start, generation in zip(other._starts, other._generations, strict=True):
-            known = where_nowhere if generation == NOWHERE else generation
-            if not self._generations or self._generations[-1] != known:
-                self._starts.append(start)
-                self._generations.append(known)
-
     def at(self, offset_nbytes: int) -> int:
         """Returns the generation that holds the byte at the offset."""
         return self._generations[bisect_right(self._starts, offset_nbytes) - 1]

@@ -40,7 +40,7 @@ class ScratchSpace:
             missing = count - len(self._free)
             if missing > 0:
                 sizes_nbytes = [SLOT_NBYTES] * missing
-                self._free += self._volume.reserve(sizes_nbytes, spared_nbytes=[None] * missing)
+                self._free += self._volume.reserve(sizes_nbytes, spared=[None] * missing)
             kept = len(self._free) - count
             slots = tuple(self._free[kept:])
             del self._free[kept:]

@@ -99,10 +99,11 @@ class SwapDirectory:
         reserve_nbytes = min(GIB, found.f_blocks * found.f_frsize // 20)
         return max(0, found.f_bavail * found.f_frsize - reserve_nbytes)
 
-    def grow(self, size_nbytes: int, *, spared: Sequence[tuple[int, int]] = ()) -> None:
+    def grow(self, size_nbytes: int, *, spared: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
         """Preallocates up to `size_nbytes`; new ranges read as zeros.
 
-        Spare files get the same length, but blocks only for the ranges (offset, bytes) in `spared`.
+        Spare files get the same length, but blocks only for their ranges (offset, bytes) in
+        `spared`; by default none.
         On failure the files have their old size again. fallocate(2); written once where there is
         none.
         """
@@ -111,10 +112,11 @@ class SwapDirectory:
         try:
             together = list(zip(self._fds, self._adopted_sizes, strict=True))
             own = [(self.size_nbytes, size_nbytes - self.size_nbytes)]
+            ranges = [own, *(spared or [()] * (len(self._fds) - 1))]
             for number, (fd, adopted_nbytes) in enumerate(together):
                 if number and adopted_nbytes < size_nbytes:
                     os.ftruncate(fd, size_nbytes)
-                for offset_nbytes, nbytes in spared if number else own:
+                for offset_nbytes, nbytes in ranges[number]:
                     _allocate(fd, offset_nbytes, nbytes, adopted_nbytes=adopted_nbytes)
         except OSError as error:
             for fd, adopted_nbytes in zip(self._fds, self._adopted_sizes, strict=True):

@@ -29,7 +29,14 @@ from infinity.storage.protocol import Operation, Priority, Segment, StorageEngin
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume_checksums import BufferChecksums
-from infinity.storage.volume_layout import Extent, share_with_spares, slice_extents, stripe
+from infinity.storage.volume_layout import (
+    Extent,
+    Spared,
+    growths_of,
+    share_with_spares,
+    slice_extents,
+    stripe,
+)
 from infinity.storage.volume_paths import (
     OpenPath,
     VolumePath,
@@ -40,7 +47,7 @@ from infinity.storage.volume_paths import (
 )
 from infinity.storage.write_failures import WriteFailures
 
-__all__ = ["Adopted", "Extent", "Volume", "VolumePath"]
+__all__ = ["Adopted", "Extent", "Spared", "Volume", "VolumePath"]
 
 
 class Volume:
@@ -55,6 +62,7 @@ class Volume:
 
     `num_spares` further files per path let as many contents be frozen at a time. Then checksums are
     always kept, for checkpoints of frozen content, and reads of frozen pages are always checked.
+    `num_private` of these contents are not of commits: only this process needs them.
     With `adopted` swap files fresh buffers hold their former bytes, for a caller that will
     `restore` a content.
     """
@@ -68,6 +76,7 @@ class Volume:
         verify: bool = True,
         num_threads: int = 1,
         num_spares: int = 0,
+        num_private: int = 0,
         adopted: Adopted | None = None,
     ) -> None:
         if not paths:
@@ -80,8 +89,10 @@ class Volume:
         self._verify = verify
         self._num_threads = num_threads
         self.num_spares = num_spares
+        self._num_private = num_private
         self._jobs = adopted.jobs if adopted is not None else {}
-        self._scratch: list[Extent] = []  # Buffers that a commit does not keep.
+        self._scratch: list[Extent] = []  # Buffers that no frozen content keeps.
+        self._private: list[Extent] = []  # Buffers that contents of commits do not keep.
         self._open: list[OpenPath] = []
         # Checksums of the current bytes of each path, in any generation.
         self._checksums: BufferChecksums | None = None
@@ -130,55 +141,39 @@ class Volume:
         return next(opened.path.path for opened in self._open if file in opened.files)
 
     def reserve(
-        self, sizes_nbytes: Sequence[int], *, spared_nbytes: Sequence[int | None] | None = None
+        self, sizes_nbytes: Sequence[int], *, spared: Sequence[Spared | None] | None = None
     ) -> list[tuple[Extent, ...]]:
         """Reserves one buffer per size, rounded up to 4096 bytes, and preallocates the files.
 
-        spared_nbytes: the bytes of each buffer that are preallocated in the spare files too, all by
-            default. The rest may be written during a freeze as well, but gets its space only then.
-            None: the buffer is scratch, always written in place and never frozen
+        spared: what frozen contents keep of each buffer, all by default. The rest may be written
+            during a freeze as well, but gets its space only then. None: the buffer is scratch,
+            always written in place and never frozen
 
         Fresh buffers read as zeros. Raises CapacityError, with the numbers of each path, before any
         file grows. May be called again, by any thread; a buffer is never freed.
         """
         self._check_usable()
+        if spared is None:
+            spared = [Spared(nbytes) for nbytes in sizes_nbytes]
+        num_spares, num_private = self.num_spares, self._num_private
+        heads = [(s.num_files(num_spares, num_private), s.nbytes) if s else (0, 0) for s in spared]
+        spare_nbytes = sum(num_files * nbytes for num_files, nbytes in heads)
         with self._reserving:
-            return self._reserve(sizes_nbytes, spared_nbytes)
-
-    def _reserve(
-        self, sizes_nbytes: Sequence[int], spared_nbytes: Sequence[int | None] | None
-    ) -> list[tuple[Extent, ...]]:
-        kept = sizes_nbytes if spared_nbytes is None else spared_nbytes
-        heads = [(head or 0) if self.num_spares else 0 for head in kept]
-        free = spaces_of(self._open, self._weights)
-        spaces = share_with_spares(free, sizes_nbytes, heads, num_spares=self.num_spares)
-        buffers = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
-        ends = [opened.directory.size_nbytes for opened in self._open]
-        spared: list[list[tuple[int, int]]] = [[] for _ in self._paths]
-        for extents, head_nbytes in zip(buffers, heads, strict=True):
-            for extent in extents:
-                end_nbytes = extent.offset_nbytes + extent.nbytes
-                ends[extent.path_index] = max(ends[extent.path_index], end_nbytes)
-            for extent, _ in slice_extents(extents, offset_nbytes=0, nbytes=head_nbytes):
-                spared[extent.path_index].append((extent.offset_nbytes, extent.nbytes))
-        self._scratch += [
-            extent
-            for extents, head in zip(buffers, kept, strict=True)
-            for extent in extents
-            if head is None
-        ]
-        growths = [
-            end
-            - opened.directory.size_nbytes
-            + self.num_spares * sum(nbytes for _, nbytes in ranges)
-            for end, opened, ranges in zip(ends, self._open, spared, strict=True)
-        ]
-        check_growths(self._open, growths, free, num_spares=self.num_spares)
-        for opened, end_nbytes, ranges in zip(self._open, ends, spared, strict=True):
-            opened.directory.grow(end_nbytes, spared=ranges)
-        if self._checksums is not None:
-            for index, end_nbytes in enumerate(ends):
-                self._checksums.grow(index, end_nbytes)
+            free = spaces_of(self._open, self._weights)
+            spaces = share_with_spares(free, sizes_nbytes, spare_nbytes, num_spares=num_spares)
+            buffers = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
+            before = [opened.directory.size_nbytes for opened in self._open]
+            growths = growths_of(buffers, heads, before, num_spares=num_spares)
+            added = [growth.added_nbytes for growth in growths]
+            check_growths(self._open, added, free, num_spares=num_spares)
+            for opened, growth in zip(self._open, growths, strict=True):
+                opened.directory.grow(growth.size_nbytes, spared=growth.spared)
+            if self._checksums is not None:
+                for index, growth in enumerate(growths):
+                    self._checksums.grow(index, growth.size_nbytes)
+            for extents, head in zip(buffers, spared, strict=True):
+                if head is None or head.is_private:
+                    (self._scratch if head is None else self._private).extend(extents)
         return buffers
 
     def read(
@@ -255,12 +250,13 @@ class Volume:
     def freeze(self, label: str = "") -> FrozenContent:
         """Keeps the present bytes of every buffer until `thaw`; later writes go elsewhere.
 
-        All writes are done, durable only after a sync. `label`: see `FrozenContent`.
+        Of scratch it keeps nothing, and with a label nothing of private buffers. All writes are
+        done, durable only after a sync. `label`: see `FrozenContent`.
         """
         self._check_usable()
         with self._lock:
             maps = tuple(generation_map.copy() for generation_map in self._maps)
-            for extent in self._scratch:
+            for extent in (*self._scratch, *(self._private if label else ())):
                 maps[extent.path_index].put(
                     GenerationRun(NOWHERE, extent.offset_nbytes, extent.nbytes)
                 )
@@ -271,15 +267,18 @@ class Volume:
     def restore(self, frozen: FrozenContent) -> None:
         """Sets every buffer back to the bytes of `frozen`, which stays frozen. No byte moves.
 
-        No request is in flight, and the caller drops its copies of buffers. Scratch is unchanged.
+        No request is in flight, and the caller drops its copies of buffers. What `frozen` does not
+        keep is unchanged.
         """
         self._check_usable()
         assert self._checksums is not None
         with self._lock:
             for index, (current, kept) in enumerate(zip(self._maps, frozen.maps, strict=True)):
                 before = current.copy()
-                current.assign(kept, where_nowhere=0)
                 size_nbytes = self._open[index].directory.size_nbytes
+                for run in kept.of(0, size_nbytes):
+                    if run.generation != NOWHERE:
+                        current.put(run)
                 for run in changed_runs(before, current, size_nbytes):
                     self._checksums.forget(index, run)  # See `put_checksums`.
 

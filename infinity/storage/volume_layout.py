@@ -22,6 +22,30 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class Spared:
+    """What frozen contents keep of a buffer: its first `nbytes` have space in spare files. Contents
+    of commits do not keep a buffer that `is_private`; those that only this process needs do."""
+
+    nbytes: int
+    is_private: bool = False
+
+    def num_files(self, num_spares: int, num_private: int) -> int:
+        """Returns the number of spare files with space for it, the first ones of `num_spares`.
+        `num_private` contents that only this process needs are frozen at a time."""
+        return num_private if self.is_private else num_spares
+
+
+@dataclass(frozen=True, slots=True)
+class PathGrowth:
+    """What new buffers take of one path: its file grows to `size_nbytes`, and each spare file gets
+    space for ranges (offset, bytes). `added_nbytes`: of all files."""
+
+    size_nbytes: int
+    spared: Sequence[Sequence[tuple[int, int]]]
+    added_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PathSpace:
     """Space of one path: the next free offset of its file, the bytes by which it may grow, and its
     weight, a number proportional to its bandwidth. `name`: the directory, for errors."""
@@ -73,18 +97,17 @@ def stripe(
 def share_with_spares(
     spaces: Sequence[PathSpace],
     sizes_nbytes: Sequence[int],
-    spared_nbytes: Sequence[int],
+    spare_nbytes: int,
     *,
     num_spares: int,
 ) -> list[PathSpace]:
     """Returns the capacities without the space that spare files take.
 
-    Each of `num_spares` takes `spared_nbytes` of every buffer. Worked example, buffers of 6 and 2
-    GiB, all of the first spared once. That is 14 GiB for 8, so a capacity of 28 GiB counts as one
-    of 16 GiB. Raises CapacityError if all paths together are too small.
+    `spare_nbytes`: of all `num_spares` together. Worked example, buffers of 6 and 2 GiB, all of the
+    first spared once. That is 14 GiB for 8, so a capacity of 28 GiB counts as one of 16 GiB. Raises
+    CapacityError if all paths together are too small.
     """
     needed_nbytes = sum(align_up(nbytes, PAGE_NBYTES) for nbytes in sizes_nbytes)
-    spare_nbytes = num_spares * sum(spared_nbytes)
     if not spare_nbytes:
         return list(spaces)
     available_nbytes = sum(max(0, space.space_nbytes) for space in spaces)
@@ -97,7 +120,7 @@ def share_with_spares(
             remedy=SPARES_REMEDY,
             detail=f"the swap paths are too small for {format_nbytes(needed_nbytes)} of state and "
             f"{num_spares} spare generations of what training rewrites, "
-            f"{format_nbytes(spare_nbytes // num_spares)} each",
+            f"{format_nbytes(spare_nbytes)} in all",
         )
     share = needed_nbytes / (needed_nbytes + spare_nbytes)
     # Rounding must not make a sum that fits look as if it did not.
@@ -145,6 +168,33 @@ def _append(extents: list[Extent], extent: Extent) -> None:
         extents[-1] = Extent(last.path_index, last.offset_nbytes, last.nbytes + extent.nbytes)
     else:
         extents.append(extent)
+
+
+def growths_of(
+    buffers: Sequence[tuple[Extent, ...]],
+    heads: Sequence[tuple[int, int]],
+    sizes_nbytes: Sequence[int],
+    *,
+    num_spares: int,
+) -> list[PathGrowth]:
+    """Returns what new buffers take of each path.
+
+    `heads`: of each buffer, the number of spare files with space for it, and for how many bytes.
+    `sizes_nbytes`: of the file of each path, before.
+    """
+    ends = list(sizes_nbytes)
+    spared = [[list[tuple[int, int]]() for _ in range(num_spares)] for _ in sizes_nbytes]
+    for extents, (num_files, head_nbytes) in zip(buffers, heads, strict=True):
+        for extent in extents:
+            end_nbytes = extent.offset_nbytes + extent.nbytes
+            ends[extent.path_index] = max(ends[extent.path_index], end_nbytes)
+        for extent, _ in slice_extents(extents, offset_nbytes=0, nbytes=head_nbytes):
+            for ranges in spared[extent.path_index][:num_files]:
+                ranges.append((extent.offset_nbytes, extent.nbytes))
+    return [
+        PathGrowth(end, of_path, end - size + sum(nbytes for one in of_path for _, nbytes in one))
+        for size, end, of_path in zip(sizes_nbytes, ends, spared, strict=True)
+    ]
 
 
 def slice_extents(

@@ -16,7 +16,7 @@ from infinity.storage.arena import Arena
 from infinity.storage.frozen_content import Adopted, FrozenContent
 from infinity.storage.protocol import Priority
 from infinity.storage.swap_directory import job_of
-from infinity.storage.volume import Extent, Volume, VolumePath
+from infinity.storage.volume import Extent, Spared, Volume, VolumePath
 
 SIZE = 512 * KIB
 
@@ -153,7 +153,7 @@ def test_spares_are_preallocated_for_what_is_rewritten_only(
     open_any, drives: list[VolumePath]
 ) -> None:
     with Volume(open_any("threads"), drives[:1], num_spares=2) as volume:
-        volume.reserve([MIB, 4 * MIB], spared_nbytes=[MIB, 64 * KIB])
+        volume.reserve([MIB, 4 * MIB], spared=[Spared(MIB), Spared(64 * KIB)])
         base, *spares = sorted(Path(drives[0].path).glob("*.swap"), key=lambda path: len(path.name))
         assert {os.stat(path).st_size for path in (base, *spares)} == {5 * MIB}
         assert os.stat(base).st_blocks * 512 >= 5 * MIB
@@ -171,10 +171,10 @@ def test_spares_are_counted_before_anything_is_taken(
     drives = [VolumePath(str(tmp_path / str(i)), capacity_nbytes=room_nbytes) for i in range(paths)]
     with Volume(open_any("threads"), drives, stripe_nbytes=PAGE_NBYTES, num_spares=3) as volume:
         if not missing_nbytes:
-            volume.reserve([2 * MIB], spared_nbytes=[MIB])
+            volume.reserve([2 * MIB], spared=[Spared(MIB)])
             return
         with pytest.raises(CapacityError, match=r"checkpoint\.keep") as refused:
-            volume.reserve([2 * MIB], spared_nbytes=[MIB])
+            volume.reserve([2 * MIB], spared=[Spared(MIB)])
         assert "3 spare generations" in str(refused.value)
         assert [os.path.getsize(path) for path in volume.file_paths] == [0] * paths
 
@@ -185,7 +185,7 @@ def test_one_full_path_is_named_although_the_others_have_space(open_any, tmp_pat
     with Volume(open_any("threads"), [small, large], num_spares=1) as volume:
         # What is rewritten all comes to lie on the small path.
         with pytest.raises(CapacityError, match="small") as refused:
-            volume.reserve([MIB, 40 * MIB], spared_nbytes=[MIB, 0])
+            volume.reserve([MIB, 40 * MIB], spared=[Spared(MIB), Spared(0)])
         assert refused.value.needed_nbytes > refused.value.available_nbytes
         assert [os.path.getsize(path) for path in volume.file_paths] == [0, 0]
 
@@ -219,7 +219,7 @@ def test_frozen_contents_survive_and_are_restored(
     drawn = random.Random(0)
     contents, checksums, data = {}, {}, {}
     volume = Volume(open_any("threads"), [drive], num_spares=2)
-    (extents, scratch) = volume.reserve([SIZE, SIZE], spared_nbytes=[SIZE, None])
+    (extents, scratch) = volume.reserve([SIZE, SIZE], spared=[Spared(SIZE), None])
     for label in ("first", "second"):
         data[label] = drawn.randbytes(SIZE)
         write(volume, arena, extents, 0, data[label])
@@ -235,7 +235,7 @@ def test_frozen_contents_survive_and_are_restored(
     adopted = Adopted({drive.path: job}, contents)
     with Volume(open_any("threads"), [drive], num_spares=2, verify=True, adopted=adopted) as later:
         assert os.path.getsize(later.file_paths[0]) == size, "probing has left it as it was"
-        (again, scratch) = later.reserve([SIZE, SIZE], spared_nbytes=[SIZE, None])
+        (again, scratch) = later.reserve([SIZE, SIZE], spared=[Spared(SIZE), None])
         assert again == extents
         write(later, arena, again, 0, b"y" * SIZE)
         for label in ("second", "first", "second"):
@@ -253,7 +253,7 @@ def test_scratch_is_written_in_place_whatever_is_frozen(
     open_any, arena: Arena, tmp_path: Path
 ) -> None:
     with Volume(open_any("threads"), [VolumePath(str(tmp_path / "d"))], num_spares=1) as volume:
-        extents, scratch = volume.reserve([SIZE, 4 * MIB], spared_nbytes=[SIZE, None])
+        extents, scratch = volume.reserve([SIZE, 4 * MIB], spared=[Spared(SIZE), None])
         taken = [os.stat(path).st_blocks for path in (tmp_path / "d").glob("*.swap")]
         for number in range(3):
             write(volume, arena, extents, 0, bytes([number]) * SIZE)
@@ -264,3 +264,34 @@ def test_scratch_is_written_in_place_whatever_is_frozen(
             assert {each.path for each in volume.locate(scratch)} == {volume.file_paths[0]}
         now = [os.stat(path).st_blocks for path in (tmp_path / "d").glob("*.swap")]
         assert now == taken, "no block beyond those that were reserved"
+
+
+def test_a_private_buffer_is_kept_by_contents_of_this_process_alone(
+    open_any, arena: Arena, tmp_path: Path
+) -> None:
+    """It takes the space of one spare file of three; a commit does not keep it; `restore` of one
+    leaves it as it is; an unlabelled content brings it back."""
+    drive = VolumePath(str(tmp_path / "d"))
+    with Volume(open_any("threads"), [drive], num_spares=3, num_private=1) as volume:
+        spared = [Spared(SIZE), Spared(SIZE, is_private=True)]
+        extents, private = volume.reserve([SIZE, SIZE], spared=spared)
+        files = list((tmp_path / "d").glob("*.swap"))
+        taken = [os.stat(path).st_blocks for path in files]
+        assert sorted(blocks * 512 // SIZE for blocks in taken) == [1, 1, 2, 2]
+        for number in range(4):
+            data = bytes([number]) * SIZE
+            write(volume, arena, extents, 0, data)
+            write(volume, arena, private, 0, data)
+            commit = volume.freeze("a commit")
+            assert {each.path for each in volume.locate(private, commit)} == {""}
+            old, checksums = volume.freeze(), volume.checksums(private)
+            write(volume, arena, private, 0, b"x" * SIZE)
+            volume.restore(commit)
+            assert read(volume, arena, private) == b"x" * SIZE
+            assert read(volume, arena, extents) == data
+            volume.roll_back(private, old, checksums)
+            assert read(volume, arena, private) == data
+            volume.thaw(old)
+            write(volume, arena, private, 0, b"y" * SIZE)
+            volume.thaw(commit)
+        assert [os.stat(path).st_blocks for path in files] == taken

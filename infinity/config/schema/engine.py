@@ -86,7 +86,7 @@ class Schedule(Section):
         "the step did not expect (clipping, other settings, a second backward) is undone. That "
         "is for units whose state rests on NVMe (over ranks in stage 3), and takes the space of "
         "their state once more; beside a device also for state on the host, which is copied to "
-        "free memory; units with moments of eight bits on NVMe wait for the forward. "
+        "free memory. "
         '"auto" is "both_passes" where the weights still fit beside it, '
         'else "deferred". "at_step" updates all units at once. Over ranks a thread of each rank '
         "makes these updates, of its shards, in stage 3; stages 1 and 2 update at the step. "
