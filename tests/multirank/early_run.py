@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
+from infinity.distributed.shard_updates import ShardUpdates
+from infinity.engine.engine import Engine
+from infinity.streaming.unit_update import UnitUpdate
 
 from .models import batch, loss_of
 from .work import LR, Case, Run, offload_case, one_step, read_weights
@@ -29,28 +32,18 @@ class EarlyStep(NamedTuple):
     num_undone: float
 
 
-class EarlyRun:
-    """One rank's training. `names` has the values that were seen, `early` the early updates that an
-    event has kept and undone."""
+class RankUpdates:
+    """Early updates of one rank, made when a test lets them. `shards`: what chooses them; None where
+    the engine makes none."""
 
-    def __init__(self, rank: int, case: Case, directory: Path, **options: Any) -> None:
-        self.rank, self.case = rank, case
-        self.model = offload_case(case, directory / f"swap-{case.updates}", **options)
-        self.engine = infinity.engine_of(self.model)
-        half = [list(self.model.blocks.parameters()), list(self.model.head.parameters())]
-        self.optimizer = infinity.AdamW([{"params": params} for params in half], lr=LR)
-        self.shards: Any = getattr(self.engine.updater, "_early", None)
-        assert (self.shards is not None) == (case.updates == "both_passes")
-        self.seed = 0
-        self.values: dict[str, Any] = {}
-        self.early: dict[str, tuple[float, float]] = {}
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.shards: Any = getattr(engine.updater, "_early", None)
 
-    def batch(self) -> Tensor:
-        self.seed += 10
-        return batch(self.seed + self.rank, self.model.width).to(getattr(torch, self.case.compute))
-
-    def backward(self, skip: tuple[int, ...] = ()) -> None:
-        loss_of(self.model, self.batch(), skip).backward()
+    def plan_all(self) -> None:
+        """The next backward is to update every unit that it can."""
+        self.shards.policy._num_wanted_steps = 0
+        self.shards.policy.share = 1.0
 
     def await_early(self, *, is_complete: bool = True, but: Set[int] = frozenset()) -> None:
         """Lets the parts of all ranks come, and the updates that may begin be made. `but`: units
@@ -81,6 +74,45 @@ class EarlyRun:
         gradients._take_buckets()
         gradients.owned._take_in_copies()
 
+    def counts(self) -> tuple[float, float]:
+        counters = self.engine.counters.snapshot()
+        return counters.get("early_updates_kept", 0), counters.get("early_updates_undone", 0)
+
+
+def counted_updates() -> list[int]:
+    """Counts the updates after a step that threads of this process make from now on."""
+    updated, update = [0], ShardUpdates._update
+
+    def counted(self: ShardUpdates, unit_update: UnitUpdate) -> None:
+        update(self, unit_update)
+        updated[0] += 1
+
+    ShardUpdates._update = counted  # type: ignore[method-assign]
+    return updated
+
+
+class EarlyRun(RankUpdates):
+    """One rank's training. `names` has the values that were seen, `early` the early updates that an
+    event has kept and undone."""
+
+    def __init__(self, rank: int, case: Case, directory: Path, **options: Any) -> None:
+        self.rank, self.case = rank, case
+        self.model = offload_case(case, directory / f"swap-{case.updates}", **options)
+        super().__init__(infinity.engine_of(self.model))
+        half = [list(self.model.blocks.parameters()), list(self.model.head.parameters())]
+        self.optimizer = infinity.AdamW([{"params": params} for params in half], lr=LR)
+        assert (self.shards is not None) == (case.updates == "both_passes")
+        self.seed = 0
+        self.values: dict[str, Any] = {}
+        self.early: dict[str, tuple[float, float]] = {}
+
+    def batch(self) -> Tensor:
+        self.seed += 10
+        return batch(self.seed + self.rank, self.model.width).to(getattr(torch, self.case.compute))
+
+    def backward(self, skip: tuple[int, ...] = ()) -> None:
+        loss_of(self.model, self.batch(), skip).backward()
+
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -108,38 +140,27 @@ class EarlyRun:
                 self.optimizer.register_step_pre_hook(before_step)
             if step >= first and self.shards is not None:
                 self.plan_all()
-            before = self._counts()
+            before = self.counts()
             run.losses += one_step(self.model, self.optimizer, self.rank, self.case, step)
             if step >= first:
-                kept, undone = (
-                    now - then for now, then in zip(self._counts(), before, strict=True)
-                )
+                kept, undone = (now - then for now, then in zip(self.counts(), before, strict=True))
                 steps.append(EarlyStep(frozenset(units), kept, undone))
                 units.clear()
         run.weights, run.counters = read_weights(self.model), self.engine.counters.snapshot()
         infinity.close(self.model)
         return run, steps
 
-    def plan_all(self) -> None:
-        """The next backward is to update every unit that it can."""
-        self.shards.policy._num_wanted_steps = 0
-        self.shards.policy.share = 1.0
-
     @contextmanager
     def event(self, name: str, *, ends: bool = True) -> Iterator[None]:
         """Runs its block between a backward that has updated shards early and the step."""
         self.ready()
         self.backward()
-        before = self._counts()
+        before = self.counts()
         self.await_early()
         yield
         if ends:
             self.step()
         self.values[name] = read_weights(self.model)
         self.early[name] = tuple(
-            now - then for now, then in zip(self._counts(), before, strict=True)
+            now - then for now, then in zip(self.counts(), before, strict=True)
         )
-
-    def _counts(self) -> tuple[float, float]:
-        counters = self.engine.counters.snapshot()
-        return counters.get("early_updates_kept", 0), counters.get("early_updates_undone", 0)

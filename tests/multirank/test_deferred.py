@@ -23,6 +23,7 @@ from infinity.distributed.shard_updates import ShardUpdates
 from infinity.errors import InfinityError, RankError
 from infinity.streaming.unit_update import UnitUpdate
 
+from .early_run import counted_updates
 from .models import batch, loss_of
 from .processes import Ranks, run_ranks
 from .work import (
@@ -60,21 +61,10 @@ def slow_updates(seconds: float) -> None:
     ShardUpdates._update = slowly  # type: ignore[method-assign]
 
 
-def _count_updates() -> list[int]:
-    updated, update = [0], ShardUpdates._update
-
-    def counted(self: ShardUpdates, unit_update: UnitUpdate) -> None:
-        update(self, unit_update)
-        updated[0] += 1
-
-    ShardUpdates._update = counted  # type: ignore[method-assign]
-    return updated
-
-
 def train_and_count(rank: int, cases: list[Case]) -> list[tuple[Any, int]]:
     """The run of each case, and the number of updates after its steps. Updates of the ranks take
     different times."""
-    updated, found = _count_updates(), []
+    updated, found = counted_updates(), []
     slow_updates(0.004 * rank)
     for case in cases:
         before = updated[0]

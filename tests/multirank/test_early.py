@@ -191,7 +191,7 @@ def _under_way(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, f
                     run.engine.updater.advance()
             assert run.shards._pending._early, "an update runs, and others wait for it"
             run.step()
-    found = read_weights(run.model), run._counts()
+    found = read_weights(run.model), run.counts()
     run.engine.flush()
     while run.engine.pool._reclaim(1):
         pass
@@ -272,7 +272,7 @@ def _plainly(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, flo
     for _ in range(9):
         run.backward()
         run.step()
-    found = read_weights(run.model), run._counts()
+    found = read_weights(run.model), run.counts()
     infinity.close(run.model)
     return found
 
@@ -323,7 +323,7 @@ def _dies(rank: int, directory: str, case: Case, how: str) -> None:
         run.await_early()
         run.step()
         infinity.checkpoint.commit(run.model, run.optimizer)
-    assert run._counts()[0] > 0
+    assert run.counts()[0] > 0
 
     def die(write: Callable[..., Any]) -> Callable[..., Any]:
         def dying(state: UndecidedState, unit: Any, *arguments: Any, **options: Any) -> Any:

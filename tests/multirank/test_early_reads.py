@@ -128,11 +128,11 @@ def _reads_fail_once(
     run, rungs = TrappedRun(rank, case, Path(tempfile.gettempdir())), list[Rung]()
     run.ready()
     for nth in range(1, NUM_RUNGS + 1):
-        before = run._counts()
+        before = run.counts()
         made = run.backward_with(nth)
         error = run.trap.error
         run.step()
-        kept, undone = (now - then for now, then in zip(run._counts(), before, strict=True))
+        kept, undone = (now - then for now, then in zip(run.counts(), before, strict=True))
         rungs.append(Rung(None if error is None else str(error), made, kept, undone))
     found = read_weights(run.model)
     infinity.close(run.model)
