@@ -43,7 +43,8 @@ BASES = {  # Architecture and layout.
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training over a base. `tile`: as of `schedule.tile`; `frozen`: of `placement`."""
+    """One way of training over a base. `tile`, `updates`: as of `schedule`; `frozen`: of `placement`;
+    `adapters`: where their weights, masters and moments rest."""
 
     stage: int = 3
     layer_major: bool = False
@@ -55,6 +56,8 @@ class Case:
     device_capacity: str = "auto"
     is_simulated: bool = False
     shard_over: str = "all"
+    updates: str = "auto"
+    adapters: str = "auto"
 
     @property
     def device(self) -> SimulatedDevice | None:
@@ -97,8 +100,10 @@ def model_over(base: Path, case: Case, swap: Path, **options: Any) -> Any:
             "nvme": [{"path": str(swap)}],
         },
         "placement": {"gradients": "host", "frozen": case.frozen},
-        "schedule": {} if case.tile is None else {"tile": case.tile},
+        "schedule": {"updates": case.updates} | ({} if case.tile is None else {"tile": case.tile}),
     }  # fmt: skip
+    if case.adapters != "auto":
+        config["placement"] |= dict.fromkeys(("parameters", "master", "moments"), case.adapters)
     options = {"weights": base, "device": case.device, **options}
     infinity.offload(model, config, **options)
     return model
