@@ -206,6 +206,7 @@ COUNTED = ("ranks_socket_nbytes", "ranks_gathered_nbytes", "ranks_reduced_nbytes
 # content beside its header; meetings.
 WORDS_NBYTES = 8 * (HEADER.size + 1)
 STEP_NBYTES = 16 * (HEADER.size + 64)
+ON_DEVICE = dict.fromkeys(("parameters", "master", "moments", "gradients"), "device")
 STEADY = [
     *(
         Case(stage, placement, model="wide", capacity="128MiB")
@@ -216,10 +217,14 @@ STEADY = [
     Case(2, model="wide", capacity="128MiB", simulated=True, exchange="collective"),
     Case(1, model="wide", capacity="128MiB", simulated=True, exchange="collective"),
     Case(3, model="wide", capacity="128MiB", simulated=True, exchange="collective"),
+    *(
+        Case(stage, ON_DEVICE, model="wide", capacity="128MiB", simulated=True, exchange=exchange)
+        for stage, exchange in [(1, "one_sided"), (3, "one_sided"), (3, "collective")]
+    ),
 ]
 
 
-def _count(rank: int, cases: list[Case]) -> list[tuple[dict[str, float], int, int, str]]:
+def _count(rank: int, cases: list[Case]) -> list[tuple[dict[str, float], int, int, str, set[str]]]:
     found = []
     for case in cases:
         model = offload_case(case, Path(tempfile.gettempdir(), "swap"))
@@ -227,7 +232,9 @@ def _count(rank: int, cases: list[Case]) -> list[tuple[dict[str, float], int, in
         counted = counted_in_a_step(model, rank, case, COUNTED)
         units = engine.store.partition.full_units  # type: ignore[attr-defined]
         described = str(infinity.describe(model))
-        found.append((counted, len(units), sum(len(unit.tensors) for unit in units), described))
+        tiers = {tier for of_kind in engine.placed_nbytes().values() for tier in of_kind}
+        num_tensors = sum(len(unit.tensors) for unit in units)
+        found.append((counted, len(units), num_tensors, described, tiers))
         engine.close()
         maps = Path("/proc/self/maps").read_text().splitlines()
         assert not [line for line in maps if "r--s" in line and "infinity-arena" in line]
@@ -239,7 +246,9 @@ def test_only_control_words_go_through_sockets_in_every_stage_and_placement(coun
     cases = STEADY if count == 2 else [STEADY[0], STEADY[4], STEADY[6]]
     where = "arena" if can_share(huge_pages=True) else "bounce buffers"
     for results in run_ranks(count, _count, cases):
-        for case, (counted, num_units, num_tensors, described) in zip(cases, results, strict=True):
+        for case, result in zip(cases, results, strict=True):
+            counted, num_units, num_tensors, described, tiers = result
+            assert (tiers == {"device"}) == (case.placement == ON_DEVICE), case
             words = (num_units + num_tensors) * (WORDS_NBYTES + INLINE_NBYTES // 2) + STEP_NBYTES
             assert counted["ranks_socket_nbytes"] < (count - 1) * words, case
             moved = counted["ranks_gathered_nbytes"] + counted["ranks_reduced_nbytes"]
