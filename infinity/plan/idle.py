@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from infinity.simulate.clock import Timeline
 
@@ -17,14 +17,14 @@ def idle_by_cause(timeline: Timeline, track: str, step_s: float) -> Mapping[tupl
     An operation that starts after a gap started because another one ended at that moment, which in
     turn was started by the end of a third: the path to the gap's end. The gap is counted for the
     track on this path that was busiest since the operation before the gap began, because a faster
-    one of the others would only wait for it. A gap without such a path is counted for the step
-    before. The simulated clock starts an operation at the very time of an end, so times are
-    compared for equality.
+    one of the others would only wait for it; of equally busy ones for the last on the path. A gap
+    without such a path is counted for the step before. The simulated clock starts an operation at
+    the very time of an end, so times are compared for equality.
     """
     loads = _Loads(timeline)
     idle_s: dict[tuple[str, str], float] = defaultdict(float)
     for begin_s, start_s, end_s in _gaps(timeline, track, step_s):
-        on_path = loads.path(end_s, begin_s) - {track}
+        on_path = [other for other in loads.path(end_s, begin_s) if other != track]
         busy_s = loads.between(begin_s, end_s, on_path)
         if busy_s:
             slowest = max(on_path, key=lambda other: sum(busy_s[other].values()))
@@ -53,15 +53,18 @@ class _Loads:
             for track, indexes in self._of_track.items()
         }
 
-    def path(self, at_s: float, from_s: float) -> set[str]:
-        """Returns the tracks of the operations that led, one after the other, to `at_s`."""
-        tracks: set[str] = set()
+    def path(self, at_s: float, from_s: float) -> Iterable[str]:
+        """Returns the tracks of the operations that led, one after the other, to `at_s`, the last
+        first."""
+        tracks: dict[str, None] = {}
         while at_s > from_s and (ended := self._ended_at.get(at_s)):
-            tracks.add(self._timeline.operations[ended[0]].track)
+            tracks.setdefault(self._timeline.operations[ended[0]].track)
             at_s = self._timeline.start_s[ended[0]]
         return tracks
 
-    def between(self, from_s: float, to_s: float, tracks: set[str]) -> dict[str, dict[str, float]]:
+    def between(
+        self, from_s: float, to_s: float, tracks: Sequence[str]
+    ) -> dict[str, dict[str, float]]:
         """Returns the busy seconds of tracks in a time, by what they moved."""
         busy_s: dict[str, dict[str, float]] = {track: defaultdict(float) for track in tracks}
         for track in tracks:

@@ -50,6 +50,18 @@ def test_the_slower_link_is_the_cause_though_the_faster_one_comes_last(
     assert found[binding, "weights"] > 0.85 * sum(found.values()) > 0.5 * end_s
 
 
+def test_of_links_that_are_equally_busy_the_last_is_the_cause() -> None:
+    """Many of them: an order by the hashes of names is another one in each process."""
+    links = [f"link {number}" for number in range(20)]
+    operations = [
+        Operation(link, "forward: weights of 0", 1.0, (number - 1,) if number else ())
+        for number, link in enumerate(links)
+    ]
+    operations.append(Operation("compute", "forward: 0", 1.0, (len(links) - 1,)))
+    found, _ = idle_of(simulate(operations))
+    assert found == {(links[-1], "weights"): len(links)}
+
+
 def test_compute_that_waits_only_for_the_first_block_is_idle_only_then() -> None:
     found, _ = idle_of(pipeline(0.2, 0.1, 1.0))
     assert sum(found.values()) == pytest.approx(0.3)
