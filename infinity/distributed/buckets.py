@@ -23,7 +23,7 @@ from infinity.observe import Counters
 from infinity.state.partition import Partition
 from infinity.state.units import TensorSpec, Unit
 from infinity.tiers.device import Copy
-from infinity.tiers.streams import Stream
+from infinity.tiers.stream_runtime import Stream
 
 SUMMING = 1  # The kind of these proposals; see coordinator.Key.
 

@@ -30,7 +30,8 @@ import torch
 from infinity.ops.mean import write_mean
 from infinity.sizes import MIB, align_up
 from infinity.tiers.device import Region, ResizedRegion, all_of
-from infinity.tiers.streams import Event, Stream, StreamCopy, StreamDevice, StreamRegion
+from infinity.tiers.stream_runtime import Event, Stream
+from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
 
 # Of all ranks together in a round. A round costs some launches from Python, and a unit of one round
 # with equal parts no copy on the device; buffers take memory from weights.

@@ -42,7 +42,8 @@ from infinity.observe import Counters
 from infinity.testing.stream_worker import StreamWorker
 from infinity.tiers.device import Copy, Region, ResizedRegion, all_of, tensor_over
 from infinity.tiers.host import Block, HostBlocks
-from infinity.tiers.streams import Event, Stream, StreamDevice, Streams
+from infinity.tiers.stream_runtime import Event, Stream, Streams
+from infinity.tiers.streams import StreamDevice
 
 _POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
 

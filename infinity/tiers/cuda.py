@@ -23,7 +23,8 @@ from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
 from infinity.tiers.device import ResizedRegion
 from infinity.tiers.host import MAX_REGISTERED_NBYTES, HostBlocks
-from infinity.tiers.streams import StreamDevice, Streams
+from infinity.tiers.stream_runtime import Streams
+from infinity.tiers.streams import StreamDevice
 
 _log = logging.getLogger("infinity")
 

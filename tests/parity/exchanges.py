@@ -15,7 +15,8 @@ from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena
 from infinity.tiers.device import all_of
 from infinity.tiers.host import HostBlocks
-from infinity.tiers.streams import Event, StreamDevice, StreamRegion
+from infinity.tiers.stream_runtime import Event
+from infinity.tiers.streams import StreamDevice, StreamRegion
 from tests.support.loopback import Loopback
 
 WHOLE_NBYTES = 40_000
