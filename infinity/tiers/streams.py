@@ -225,12 +225,23 @@ class StreamDevice(DeviceAdapter):
         assert isinstance(region, StreamRegion) and not region.is_attached and not region.uses
         region.memory.take_memory()
 
-    @override
-    def attach(self, region: Region, block: Block) -> Copy:
+    @contextmanager
+    def _taking(self, region: Region) -> Iterator[ResizedRegion]:
+        """Gives the region its memory for work that is issued to fill it. Where that fails, such as
+        without memory for the arithmetic, the region is detached, and the next use tries again."""
         self.take(region)
         assert isinstance(region, StreamRegion)
-        on_host = self.host.tensor(block, nbytes=region.nbytes)
-        return self._issue(self._in, on_host, all_of(region.memory))
+        try:
+            yield region.memory
+        except BaseException:
+            self.detach(region)
+            raise
+
+    @override
+    def attach(self, region: Region, block: Block) -> Copy:
+        with self._taking(region) as memory:
+            on_host = self.host.tensor(block, nbytes=region.nbytes)
+            return self._issue(self._in, on_host, all_of(memory))
 
     @override
     def attach_decoded(
@@ -258,20 +269,15 @@ class StreamDevice(DeviceAdapter):
         block: Block | None,
     ) -> Copy:
         """Fills the region from the stored bytes of a block; None: from those of `stage`."""
-        self.take(region)
-        assert isinstance(region, StreamRegion)
-        try:
-            with self.using_staging(self._in, is_ahead=block is None) as staging:
-                stored = all_of(staging)[:nbytes]
-                if block is not None:
-                    self._issue(self._in, self.host.tensor(block), stored)
-                self.streams.run(
-                    self._in, lambda: decode(stored), used=[staging], made=region.memory
-                )
-        except BaseException:
-            self.detach(region)  # Without memory for the arithmetic the next use tries again.
-            raise
-        return self.watch_link(self._in, None)
+        with (
+            self._taking(region) as memory,
+            self.using_staging(self._in, is_ahead=block is None) as staging,
+        ):
+            stored = all_of(staging)[:nbytes]
+            if block is not None:
+                self._issue(self._in, self.host.tensor(block), stored)
+            self.streams.run(self._in, lambda: decode(stored), used=[staging], made=memory)
+            return self.watch_link(self._in, None)
 
     @override
     def prepare_decoding(self, nbytes: int, *, is_ahead: bool) -> None:

@@ -264,6 +264,34 @@ def test_gradients_that_leave_the_device_in_parts_have_the_same_bits(
     assert same(expected, train(swap_directory, SimulatedDevice(1)))
 
 
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_unit_whose_copy_could_not_start_is_copied_in_its_next_use(
+    number: int, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, count = SimulatedDevice(1), itertools.count(1)
+    copy = device.streams.copy
+
+    def failing(stream: SimulatedStream, source: torch.Tensor, target: torch.Tensor) -> None:
+        if target.data_ptr() in device.streams._regions and next(count) == number:
+            raise torch.OutOfMemoryError("simulated")
+        copy(stream, source, target)
+
+    monkeypatch.setattr(device.streams, "copy", failing)
+    torch.manual_seed(0)
+    plain = Mlp(WIDTH, LAYERS)
+    torch.manual_seed(0)
+    config = swap_config(swap_directory, device_nbytes=WINDOW_NBYTES)
+    with offloaded(Mlp(WIDTH, LAYERS), config, device=device) as model, torch.no_grad():
+        inputs = model.inputs(0)
+        with pytest.raises(torch.OutOfMemoryError, match="simulated"):
+            model(**inputs)
+        assert torch.equal(model(**inputs), plain(**inputs))
+        units = infinity.engine_of(model).weight_cache.weights
+        assert device.attached == sum(weights.region.is_attached for weights in units)
+        assert device.attached_high_water_nbytes <= WINDOW_NBYTES
+    assert next(count) > number
+
+
 class Runtime:
     """The functions of `torch.cuda.cudart()` that pinning uses."""
 
