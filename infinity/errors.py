@@ -7,6 +7,7 @@ InfinityError
     CorruptionError              checksum, header or length mismatch
     SwapLockedError              the swap directory belongs to a living process
   UnsupportedError(RuntimeError) a kernel, hardware or PyTorch feature is missing, and the remedy
+  DeviceError(RuntimeError)      the device failed: its error, the units that have left it last
   ParameterNotResident(RuntimeError)  a released parameter was used: full name, tier, the fix
   NonFiniteError(ArithmeticError)     a loss or a gradient is not finite: step, unit
   RankError(RuntimeError)        another rank is gone or out of step: rank, cause
@@ -161,6 +162,17 @@ class SwapLockedError(StorageError):
 
 class UnsupportedError(InfinityError, RuntimeError):
     """A feature of the kernel, the hardware or PyTorch is missing. The message names the remedy."""
+
+
+class DeviceError(InfinityError, RuntimeError):
+    """The device reported an error of work that was issued before; its own error is the cause.
+
+    `released` are the units whose weights left the device last, the latest first.
+    """
+
+    def __init__(self, message: str, released: Sequence[str]) -> None:
+        self.released = tuple(released)
+        super().__init__(message)
 
 
 class ParameterNotResident(InfinityError, RuntimeError):

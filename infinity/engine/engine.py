@@ -196,20 +196,20 @@ class Engine:
 
     def uninstall(self) -> None:
         """Restores the original parameters after a failed set-up."""
-        self._remove_hooks()
-        self._raw_access.uninstall()
+        self._leave_model()
         self._param_table.restore()
-        ENGINES.pop(self.model, None)
 
     def forget_originals(self) -> None:
         """Drops the model's own parameters. The tiers have their values."""
         for param in self.params:
             param.original = None
 
-    def _remove_hooks(self) -> None:
+    def _leave_model(self) -> None:
         for removable in self._removable:
             removable.remove()
         self._removable.clear()
+        self._raw_access.uninstall()
+        ENGINES.pop(self.model, None)
 
     # -- Passes ------------------------------------------------------------------------------------
 
@@ -475,16 +475,16 @@ class Engine:
             if self.is_closed:
                 return
             self._uses.close()
-            self._remove_hooks()
-            self._raw_access.uninstall()
+            self._leave_model()
             try:
                 self.gradients.settle()
                 self.updater.abandon()
             except Exception:
                 _log.debug("while closing", exc_info=True)
-            self.weight_cache.close()
-            self._finalizer()
-            ENGINES.pop(self.model, None)
+            try:
+                self.weight_cache.close()  # A device that has failed fails here, too.
+            finally:
+                self._finalizer()
 
     def __enter__(self) -> Engine:
         return self

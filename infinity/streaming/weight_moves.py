@@ -83,7 +83,7 @@ class WeightMoves:
         if isinstance(location, DeviceLocation):
             region = self._device.reserve_resident(location.memory)
             return Weights(unit, region, False, True, WeightState.ATTACHED)
-        region = self._device.reserve(unit.weight_nbytes)
+        region = self._device.reserve(unit.weight_nbytes, unit.name)
         if isinstance(location, HostLocation):
             return Weights(unit, region, True, False, WeightState.READY, block=location.block)
         weights = Weights(unit, region, False, False)

@@ -68,7 +68,7 @@ class CpuDevice(DeviceAdapter):
         self._windows: list[Window] = []
 
     @override
-    def reserve(self, nbytes: int) -> Region:
+    def reserve(self, nbytes: int, name: str = "") -> Region:
         if not self._can_remap or nbytes == 0:
             return ResizedRegion(nbytes, self.torch_device)
         region = WindowRegion(nbytes)

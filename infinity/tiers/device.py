@@ -68,8 +68,8 @@ class DeviceAdapter(Protocol):
     # True when compute reads host memory itself, so that nothing has to be copied.
     shares_host_memory: bool
 
-    def reserve(self, nbytes: int) -> Region:
-        """A region without memory."""
+    def reserve(self, nbytes: int, name: str = "") -> Region:
+        """A region without memory. `name`: of the unit, for messages."""
 
     def reserve_resident(self, memory: torch.Tensor) -> Region:
         """A region that is always attached, over `memory` from `allocate`."""

@@ -47,6 +47,7 @@ from typing_extensions import override
 
 from infinity.observe import Counters, Track
 from infinity.tiers.device import Copy, DeviceAdapter, Region, ResidentRegion, ResizedRegion, all_of
+from infinity.tiers.device_faults import DeviceFaults, reporting_faults
 from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.stream_runtime import Event, Stream, Streams
 
@@ -55,10 +56,11 @@ from infinity.tiers.stream_runtime import Event, Stream, Streams
 class StreamRegion:
     """A region, and the last use that each stream made of it since it was attached.
 
-    `streams`: those that use it now.
+    `streams`: those that use it now. `name`: of the unit, for messages.
     """
 
     memory: ResizedRegion
+    name: str = ""
     uses: dict[Stream, Event] = field(default_factory=dict)
     streams: set[Stream] = field(default_factory=set)
 
@@ -86,6 +88,7 @@ class StreamCopy(Copy):
         self,
         streams: Streams,
         event: Event,
+        faults: DeviceFaults,
         *,
         owner: Stream | None,
         keep: object,
@@ -93,15 +96,18 @@ class StreamCopy(Copy):
     ) -> None:
         self._streams = streams
         self._event = event
+        self.faults = faults
         self._owner = owner  # The stream that the memory of what is kept goes back to.
         self._keep: object = keep  # Tensors on the device.
         self._traced = traced
 
     @override
+    @reporting_faults
     def done(self) -> bool:
         return self._event.query()
 
     @override
+    @reporting_faults
     def order(self) -> None:
         current = self._streams.current()
         current.wait_event(self._event)
@@ -109,11 +115,13 @@ class StreamCopy(Copy):
             self._owner.wait_event(self._event)
         self._keep = None
 
+    @reporting_faults
     def order_stream(self, stream: Stream) -> None:
         """Orders all later work of `stream` after the copy."""
         stream.wait_event(self._event)
 
     @override
+    @reporting_faults
     def wait(self) -> None:
         self._event.synchronize()
         self._keep = None
@@ -201,6 +209,7 @@ class StreamDevice(DeviceAdapter):
         self.counters = counters
         self.torch_device = streams.device
         self.streams = streams
+        self.faults = DeviceFaults(name)
         self._in = streams.new_stream()
         self._out = streams.new_stream()
         self._clock: _DeviceClock | None = None  # Made when a trace needs one: that waits once.
@@ -213,13 +222,15 @@ class StreamDevice(DeviceAdapter):
     # -- Regions -----------------------------------------------------------------------------------
 
     @override
-    def reserve(self, nbytes: int) -> Region:
-        return StreamRegion(self.streams.empty_region(self._in, nbytes))
+    @reporting_faults
+    def reserve(self, nbytes: int, name: str = "") -> Region:
+        return StreamRegion(self.streams.empty_region(self._in, nbytes), name)
 
     @override
     def reserve_resident(self, memory: torch.Tensor) -> Region:
         return ResidentRegion(memory)
 
+    @reporting_faults
     def take(self, region: Region) -> None:
         """Gives the region its memory, which is ordered on the stream of `bring`."""
         assert isinstance(region, StreamRegion) and not region.is_attached and not region.uses
@@ -238,24 +249,28 @@ class StreamDevice(DeviceAdapter):
             raise
 
     @override
+    @reporting_faults
     def attach(self, region: Region, block: Block) -> Copy:
         with self._taking(region) as memory:
             on_host = self.host.tensor(block, nbytes=region.nbytes)
             return self._issue(self._in, on_host, all_of(memory))
 
     @override
+    @reporting_faults
     def attach_decoded(
         self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
     ) -> Copy:
         return self._decode_into(region, block.nbytes, decode, block)
 
     @override
+    @reporting_faults
     def stage(self, block: Block) -> Copy:
         with self.using_staging(self._in, is_ahead=True) as staging:
             stored = all_of(staging)[: block.nbytes]
             return self._issue(self._in, self.host.tensor(block), stored)
 
     @override
+    @reporting_faults
     def attach_staged(
         self, region: Region, nbytes: int, decode: Callable[[torch.Tensor], None]
     ) -> Copy:
@@ -280,6 +295,7 @@ class StreamDevice(DeviceAdapter):
             return self.watch_link(self._in, None)
 
     @override
+    @reporting_faults
     def prepare_decoding(self, nbytes: int, *, is_ahead: bool) -> None:
         for is_of_ahead in (False, True) if is_ahead else (False,):
             memory = self.streams.empty_region(self._in, nbytes)
@@ -302,6 +318,7 @@ class StreamDevice(DeviceAdapter):
             region.streams.add(self.streams.current())
 
     @override
+    @reporting_faults
     def end_use(self, region: Region, *, is_last: bool = True) -> None:
         if isinstance(region, StreamRegion):
             for stream in {*region.streams, self.streams.current()}:
@@ -309,6 +326,7 @@ class StreamDevice(DeviceAdapter):
             if is_last:
                 region.streams.clear()
 
+    @reporting_faults
     def note_use(self, region: StreamRegion, stream: Stream) -> None:
         """Records that the work issued so far is the stream's last use of the region for now."""
         event = self.streams.new_event()
@@ -316,6 +334,7 @@ class StreamDevice(DeviceAdapter):
         region.uses[stream] = event
 
     @override
+    @reporting_faults
     def bring_back(self, region: Region, block: Block) -> Copy:
         assert isinstance(region, StreamRegion) and region.is_attached
         self.end_use(region)
@@ -327,6 +346,7 @@ class StreamDevice(DeviceAdapter):
         return copy
 
     @override
+    @reporting_faults
     def detach(self, region: Region) -> None:
         assert isinstance(region, StreamRegion) and region.is_attached
         for event in region.uses.values():
@@ -334,14 +354,18 @@ class StreamDevice(DeviceAdapter):
             self._in.wait_event(event)
         region.uses.clear()
         region.memory.drop_memory()
+        if region.name:
+            self.faults.note_released(region.name)
 
     # -- Other memory ------------------------------------------------------------------------------
 
     @override
+    @reporting_faults
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     @override
+    @reporting_faults
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         inward = self.is_on_host(source)
         stream, on_host, on_device = (
@@ -361,26 +385,30 @@ class StreamDevice(DeviceAdapter):
     # -- Between the devices of several ranks: see distributed/exchange.py
     # -------------------------------
 
+    @reporting_faults
     def bring(self, on_host: torch.Tensor, on_device: torch.Tensor) -> StreamCopy:
         """Issues a copy to memory whose earlier uses `inward_waits` has ordered."""
         return self._issue(self._in, on_host, on_device)
 
+    @reporting_faults
     def inward_waits(self, event: Event) -> None:
         """Orders all later copies to the device after the event."""
         self._in.wait_event(event)
 
+    @reporting_faults
     def inward_event(self) -> Event:
         """Returns an event behind the copies to the device issued so far."""
         event = self.streams.new_event()
         event.record(self._in)
         return event
 
+    @reporting_faults
     def watch_link(self, link: Stream, keep: object, *, owner: Stream | None = None) -> StreamCopy:
         """Returns a copy that is done when a stream has run the operations issued so far. `keep`:
         tensors whose memory belongs to `owner`."""
         event = self.streams.new_event()
         event.record(link)
-        return StreamCopy(self.streams, event, owner=owner, keep=keep, traced=None)
+        return StreamCopy(self.streams, event, self.faults, owner=owner, keep=keep, traced=None)
 
     @override
     def is_on_host(self, tensor: torch.Tensor) -> bool:
@@ -404,7 +432,9 @@ class StreamDevice(DeviceAdapter):
         self.streams.copy(stream, source, target)
         event = self.streams.new_event(is_timed=traced is not None)
         event.record(stream)
-        copy = StreamCopy(self.streams, event, owner=owner, keep=on_device, traced=traced)
+        copy = StreamCopy(
+            self.streams, event, self.faults, owner=owner, keep=on_device, traced=traced
+        )
         self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
         track = Track.COPIES_IN if inward else Track.COPIES_OUT
         self.counters.tracer.watch(copy, lambda _: track, "copy", asked_ns)
@@ -426,10 +456,13 @@ class StreamDevice(DeviceAdapter):
         return self.streams.begin_thread
 
     @override
+    @reporting_faults
     def synchronize(self) -> None:
         self.streams.synchronize()
 
     @override
     def close(self) -> None:
-        self.synchronize()
-        self._under_way.clear()
+        try:
+            self.synchronize()
+        finally:
+            self._under_way.clear()

@@ -21,7 +21,7 @@ import torch
 
 import infinity
 from infinity.engine.update_rates import time_products, time_updates
-from infinity.errors import UnsupportedError
+from infinity.errors import DeviceError, UnsupportedError
 from infinity.observe import Counters
 from infinity.simulate.rates import Rates
 from infinity.storage.arena import Arena
@@ -387,3 +387,20 @@ def test_streams_of_transfers_on_cuda_go_before_those_that_compute(
         device.streams.new_stream()
         unpin(arena, Runtime(0))
     assert made == [-1, -1, -1]
+
+
+def test_a_device_that_has_failed_gives_the_arena_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(0)
+
+    def fail(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, *, priority: object())
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with Arena(1 << 20) as arena:
+        device = CudaDevice(HostBlocks(arena, Counters()), Counters(), index=0)
+        with pytest.raises(DeviceError, match="cuda.*illegal memory access.*left last.*none"):
+            device.close()
+        assert runtime.calls == [(arena.address, 1 << 20, 1), arena.address]
