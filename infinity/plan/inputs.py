@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from infinity.config import SwapConfig
@@ -9,10 +10,12 @@ from infinity.plan.capacity import window_nbytes_of
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
 from infinity.simulate.job import Batch
-from infinity.sizes import format_nbytes
+from infinity.sizes import MIB, format_nbytes
 from infinity.state.budgets import Budgets
 
 _CHECKPOINT_ITEM_NBYTES = 2
+_BLAS_NBYTES = 32 * MIB  # PyTorch's workspace of cuBLAS on Hopper and later, for each thread.
+_BLAS_THREADS = 2  # The thread that trains, and autograd's.
 
 
 def saved_inputs(
@@ -31,6 +34,18 @@ def saved_inputs(
     return tier, nbytes
 
 
+def activations_nbytes(config: SwapConfig, hardware: Hardware, batch: Batch) -> int:
+    """Returns the memory of one device outside the window and the workspaces of cuBLAS: one for
+    each thread that multiplies, and in layer-major order each micro-batch has a thread."""
+    device, micro_batch = hardware.device, config.schedule.micro_batch
+    threads = _BLAS_THREADS
+    if micro_batch is not None:
+        sequences = batch.num_tokens / device.count / batch.sequence_length
+        threads += math.ceil(sequences / micro_batch)
+    window_nbytes = window_nbytes_of(config, hardware) or 0
+    return (device.memory or 0) - window_nbytes - threads * _BLAS_NBYTES
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkTraffic:
     """Hidden states and sums of a block's experts, for all tokens of a step, that wait on the host
@@ -46,18 +61,17 @@ def chunk_traffic(
     model: PlannedModel,
     hardware: Hardware,
     batch: Batch,
-    window_nbytes: int | None,
 ) -> ChunkTraffic | None:
     """Returns what chunks of experts exchange with the host; None without such chunks.
 
-    Hidden states and sums are in the compute dtype. They stay on the device if half of the memory
-    outside the window holds them; the other half is for the activations of a micro-batch.
+    Hidden states and sums are in the compute dtype. They stay on the device if half of
+    `activations_nbytes` holds them; the other half is for the activations of a micro-batch.
     """
     has_chunks = any(hooked.is_experts for hooked in model.hooked_modules)
     if model.frozen is None or not has_chunks or hardware.shares_host_memory:
         return None
     nbytes = 2 * input_nbytes(config, model, batch)
-    free_nbytes = hardware.device.count * ((hardware.device.memory or 0) - (window_nbytes or 0))
+    free_nbytes = hardware.device.count * activations_nbytes(config, hardware, batch)
     if 2 * nbytes <= free_nbytes:
         return ChunkTraffic(0, (0, 0))
     return ChunkTraffic(nbytes, (nbytes, nbytes))
@@ -130,12 +144,12 @@ def _said_of_kept(
     blocks = sum(hooked.attention_width > 0 for hooked in model.hooked_modules)
     values = batch.num_tokens / device.count * model.checkpoint_width * blocks
     kept_nbytes = values * _CHECKPOINT_ITEM_NBYTES
-    free_nbytes = device.memory - (window_nbytes_of(config, hardware) or 0)
+    free_nbytes = activations_nbytes(config, hardware, batch)
     if kept_nbytes <= free_nbytes:
         return []
     return [
         f"the inputs of the blocks that the backward starts from take "
-        f"{format_nbytes(kept_nbytes)} a device, and {format_nbytes(free_nbytes)} are "
+        f"{format_nbytes(kept_nbytes)} a device, and {format_nbytes(max(free_nbytes, 0))} are "
         "free: this batch does not fit; make the micro-batch smaller, or set "
         "schedule.micro_batch with placement.activations on host or nvme"
     ]

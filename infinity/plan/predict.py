@@ -142,7 +142,7 @@ def forecast(
     spare_nbytes = spares_nbytes(units, placement, num_spares, in_backward.num_spares)
     refuse_full_tiers(model, units, machine, budgets, spare_nbytes, num_ranks, shard_drives)
     saved = saved_inputs(config, model, batch, budgets)
-    chunks = chunk_traffic(config, model, machine, batch, window_nbytes)
+    chunks = chunk_traffic(config, model, machine, batch)
     obstacles = obstacles_of(config, model, machine, batch, budgets, saved, chunks)
     job = _job(config, model, batch, sharding, budgets, saved, chunks, num_nodes=num_nodes)
     rates = machine.rates(shard_drives)

@@ -18,9 +18,11 @@ from infinity.plan.answer import answer, sentences
 from infinity.plan.formats import stored_nbytes
 from infinity.plan.frozen import frozen_model
 from infinity.plan.hardware import Device, Hardware
+from infinity.plan.inputs import activations_nbytes
 from infinity.plan.model import PlannedModel, load_shape
 from infinity.plan.shapes import ModelShape, Moe
 from infinity.plan.stored import stored_of_shape
+from infinity.sizes import MIB, format_nbytes
 
 GB = 10**9
 STATE = ("parameters", "master", "moments", "gradients")
@@ -314,6 +316,23 @@ def test_inputs_that_do_not_fit_are_named_in_the_answer() -> None:
     assert not said.fits and "layer inputs take 106.8 GiB" in said.obstacles[0]
     assert sentences(full, said)[0].startswith("No: LoRA of rank 16")
     assert answer(step_of(model, settings, "1xh200-4nvme", 16384)).fits
+
+
+@pytest.mark.parametrize(("micro_batch", "threads"), [(None, 2), (64, 3), (1, 66)])
+def test_workspaces_of_cublas_are_no_space_for_activations(
+    micro_batch: int | None, threads: int
+) -> None:
+    settings = config("60GB", device="56GB", micro_batch=micro_batch)
+    machine, blas_nbytes = load_hardware("1xh200-4nvme"), threads * 32 * MIB
+    free_nbytes = activations_nbytes(settings, machine, Batch(64 * 256, 256))
+    assert free_nbytes == 141 * GB - 56 * GB - blas_nbytes
+    # 61 blocks keep inputs of 7,168 values in 2 bytes for each token.
+    most_tokens = free_nbytes // (61 * 7168 * 2) // 256 * 256
+    if micro_batch is None:
+        model = planned("kimi-k2-int4", targets=("o_proj",))
+        assert not step_of(model, settings, machine, most_tokens).obstacles
+        [obstacle] = step_of(model, settings, machine, most_tokens + 256).obstacles
+        assert format_nbytes(free_nbytes) in obstacle
 
 
 def test_an_adapter_is_sharded_over_ranks() -> None:
