@@ -32,8 +32,9 @@ EARLY = [
     replace(TILES, placement={}, simulated=True, layer_major=True, accumulation=2),
     replace(EIGHT_BITS, placement={}, simulated=True),
     replace(EIGHT_BITS, placement=HOST_MOMENTS),
+    EIGHT_BITS,
 ]
-CLIPPED = replace(EIGHT_BITS, placement=HOST_MOMENTS, max_norm=1e-3)
+CLIPPED = replace(EIGHT_BITS, max_norm=1e-3)
 
 
 class Outside(NamedTuple):
@@ -82,22 +83,3 @@ def test_every_unit_is_updated_in_the_backward_with_the_bits_of_updates_in_the_s
                 assert step.units == early, what
                 kept, undone = (0, len(early))[:: 1 if case is CLIPPED else -1]
                 assert (step.num_kept, step.num_undone) == (kept, undone), what
-
-
-def _train_deferred(rank: int, case: Case) -> tuple[Run, Run, int, bool]:
-    updated = counted_updates()
-    found = train(rank, replace(case, updates="both_passes"))
-    num_deferred = updated[0]
-    wanted = train(rank, replace(case, updates="at_step"))
-    return found, wanted, num_deferred, updated[0] == num_deferred
-
-
-def test_moments_of_eight_bits_on_drives_are_updated_after_the_step_with_its_bits() -> None:
-    """They are never early: they have no generation in the swap files, because a commit keeps
-    copies of them, so nothing could bring the old ones back."""
-    for rank, runs in enumerate(run_ranks(2, _train_deferred, EIGHT_BITS)):
-        found, wanted, num_deferred, others_are_in_the_step = runs
-        assert_same_run(found, wanted, f"rank {rank}")
-        assert num_deferred >= EIGHT_BITS.steps and others_are_in_the_step
-        assert not found.counters.get("early_updates_kept")
-        assert not found.counters.get("early_updates_undone")
