@@ -66,11 +66,11 @@ def reporting_faults(
 ) -> Callable[Concatenate[_Self, _Arguments], _Answer]:
     """Makes a method raise DeviceError for an error of its device, which is the cause."""
 
-    @functools.wraps(method)
-    def reporting(self: _Self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:
+    def reporting(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:
         try:
             return method(self, *args, **kwargs)
         except torch.AcceleratorError as error:
             raise self.faults.explained(error) from error
 
+    functools.update_wrapper(reporting, method)
     return reporting
