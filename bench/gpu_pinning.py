@@ -4,7 +4,10 @@ device?
 Arenas of growing sizes, as far as host memory allows, are registered as the engine does it, in
 parts of at most 64 GiB. The counterparts of the same run: pages of 4 KiB instead of huge ones, a
 shared arena (several ranks of a machine have those), one registration instead of parts, and
-PyTorch's own pinned memory, which is populated and page-locked at once.
+PyTorch's own pinned memory, which is populated and page-locked at once. Of the first arena, copies
+are also timed before it is registered: how fast they are, and how much of that time the host is
+held up, decide what an arena that is not page-locked would cost
+(docs/design/0021-page-locked-or-refused.md).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 from common import progress, say
-from gpu_common import Sizes
+from gpu_common import Sizes, synchronize
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +32,7 @@ from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.tiers.cuda import pin, unpin
 
 _FITTING = 0.85  # Of the free host memory: the rest is for page tables and everybody else.
+_COPIED_NBYTES = 2 * GIB
 _TORCH_NBYTES = 16 * GIB  # A power of two: PyTorch rounds pinned memory up to one.
 
 
@@ -85,12 +89,12 @@ def pinning(
                 "of host memory are free")  # fmt: skip
     with _log_lines():
         counterpart = _torch_row(min(_TORCH_NBYTES, sizes.arenas_nbytes[0]), there)
-        rows = [_row(case, there) for case in chosen]
+        rows = [_row(case, there, is_first=case is chosen[0]) for case in chosen]
     _show(rows, counterpart, there, console)
     return {"free_nbytes": free_nbytes, "rows": rows, "torch": counterpart}
 
 
-def _row(case: Case, there: torch.device) -> dict[str, Any]:
+def _row(case: Case, there: torch.device, *, is_first: bool) -> dict[str, Any]:
     say(f"an arena of {format_nbytes(case.nbytes)}: {case.name}")
     row: dict[str, Any] = {"name": case.name, **asdict(case)}
     begun_s = time.monotonic()
@@ -102,6 +106,8 @@ def _row(case: Case, there: torch.device) -> dict[str, Any]:
     with arena:
         row["touch_s"] = time.monotonic() - begun_s
         row["huge_page_nbytes"] = arena.huge_page_nbytes
+        if is_first:
+            row["pageable"] = _copied(arena, there)
         row |= _registered(arena, case, there)
     say(f"  {row.get('refused') or format(row['register_s'], '.2f') + ' s'}")
     return row
@@ -125,6 +131,24 @@ def _registered(arena: Arena, case: Case, there: torch.device) -> dict[str, Any]
         "device_free_within_nbytes": within_nbytes,
         "device_free_after_nbytes": _free_on_device(there),
     }
+
+
+def _copied(arena: Arena, there: torch.device) -> dict[str, Any]:
+    """Copies between the device and memory that is not page-locked, as the engine issues them.
+    `issue_s`: until the call returns."""
+    nbytes = min(_COPIED_NBYTES, arena.capacity_nbytes)
+    on_host = torch.frombuffer(arena.memory(0, nbytes), dtype=torch.uint8)
+    on_device = torch.zeros(nbytes, dtype=torch.uint8, device=there)
+    found: dict[str, Any] = {"nbytes": nbytes}
+    for name, target, source in (("in", on_device, on_host), ("out", on_host, on_device)):
+        for _ in range(2):  # The first one is not counted.
+            synchronize(there)
+            begun_s = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            issued_s = time.perf_counter()
+            synchronize(there)
+            found[name] = {"issue_s": issued_s - begun_s, "s": time.perf_counter() - begun_s}
+    return found
 
 
 def _torch_row(nbytes: int, there: torch.device) -> dict[str, Any]:
@@ -156,6 +180,8 @@ def _show(rows: Any, counterpart: Any, there: torch.device, console: Console) ->
     )  # fmt: skip
     for row in rows:
         size = format_nbytes(row["nbytes"])
+        if "pageable" in row:
+            console.print(_said_of_pageable(row["pageable"]))
         if "refused" in row:
             table.add_row(size, row["name"], "refused")
             console.print(f"{size}, {row['name']}: {row['refused']}")
@@ -170,6 +196,15 @@ def _show(rows: Any, counterpart: Any, there: torch.device, console: Console) ->
             *("-" if nbytes is None else f"{nbytes / MIB:,.0f} free" for nbytes in moments),
         )  # fmt: skip
     console.print(table)
+
+
+def _said_of_pageable(copied: Any) -> str:
+    told = (
+        f"{name} {copied['nbytes'] / 1e9 / copied[name]['s']:.1f} GB/s, of which the call takes "
+        f"{copied[name]['issue_s'] / copied[name]['s']:.2f}"
+        for name in ("in", "out")
+    )
+    return "copies before the arena is page-locked: " + "; ".join(told)
 
 
 @contextmanager

@@ -154,8 +154,8 @@ def pin(
     """Page-locks the arena for the device: without it copies are neither asynchronous nor fast.
 
     The arena is registered in parts of `registered_nbytes`, whose ends no block crosses
-    (tiers/ranges.py). All of it or nothing: after a refusal no page is locked. Takes seconds to
-    minutes, which the log shows.
+    (tiers/ranges.py). All of it or nothing: after a refusal no page is locked; design note 0021 has
+    the reasons. Takes seconds to minutes, which the log shows.
     `runtime`: `torch.cuda.cudart()`, whose functions return the error and raise nothing.
     Source: CUDA Runtime API, cudaHostRegister.
     """
@@ -171,7 +171,8 @@ def pin(
                 f"{format_nbytes(done_nbytes)} of {format_nbytes(arena.capacity_nbytes)}: "
                 f"{_words(runtime, code)}. It needs kernel memory for its page tables beside the "
                 f"pages themselves ({format_nbytes(available_memory_nbytes())} are available now); "
-                "lower tiers.host.capacity. The limit of ulimit -l does not apply here"
+                f"lower tiers.host.capacity{_most(done_nbytes)}, and give state that does not fit "
+                "then a drive (tiers.nvme, placement). The limit of ulimit -l does not apply here"
             )
         done_nbytes += nbytes
         elapsed_s = time.monotonic() - begun_s
@@ -210,6 +211,10 @@ def _clear_error(device: torch.device) -> None:
     would raise it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
+
+
+def _most(done_nbytes: int) -> str:
+    return f" to {format_nbytes(done_nbytes)} or less" if done_nbytes else ""
 
 
 def _code(answer: Any) -> int:

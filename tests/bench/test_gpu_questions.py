@@ -51,6 +51,8 @@ def test_arenas_are_registered_in_each_way(tmp_path: Path) -> None:
         (64 * MIB, "huge pages, 1 registration"),
     }
     assert all(row["register_s"] >= 0 and "refused" not in row for row in found["rows"])
+    [copied] = [row["pageable"] for row in found["rows"] if "pageable" in row]
+    assert all(0 < copied[way]["issue_s"] <= copied[way]["s"] for way in ("in", "out"))
 
 
 def test_arenas_are_as_large_as_the_host_allows() -> None:
