@@ -52,6 +52,7 @@ from gpu_common import (
     Sizes,
     batch_of,
     device_for,
+    kept_for_weights_nbytes,
     llama,
     offloaded,
     peak_nbytes,
@@ -153,9 +154,16 @@ def steps(
         found["offloaded"][tokens]["waits_s"] = {
             name: value for name, value in engine.counters.snapshot().items() if "wait" in name
         }
+    kept_nbytes = kept_for_weights_nbytes(engine, there)
+    window_nbytes = engine.config.tiers.device.capacity.nbytes
     engine.close()
     del model, optimizer, engine
     gc.collect()
+    if kept_nbytes is not None:
+        console.print(
+            f"the allocator keeps {kept_nbytes / GIB:.2f} GiB for weights, whose window has "
+            f"{window_nbytes / GIB:.2f}"
+        )
     torch.manual_seed(0)
     plain = llama(sizes.layers, sizes.hidden, sizes.sequence).to(there, torch.bfloat16).train()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=there.type == "cuda")
@@ -165,7 +173,8 @@ def steps(
     gc.collect()
     if there.type == "cuda":
         torch.cuda.empty_cache()
-    return _report_steps(found, num_params, sizes, document, console)
+    report = _report_steps(found, num_params, sizes, document, console)
+    return report | {"window_nbytes": window_nbytes, "kept_for_weights_nbytes": kept_nbytes}
 
 
 def _sides(model: Any, optimizer: Any, tokens: int, sizes: Sizes, there: torch.device) -> Any:

@@ -116,6 +116,16 @@ def timed_s(run: Callable[[], object], rounds: int, there: torch.device) -> floa
     return statistics.median(times_s[1:])
 
 
+def kept_for_weights_nbytes(engine: Any, there: torch.device) -> int | None:
+    """What PyTorch's allocator keeps for the stream that weights take their memory on: at the
+    least the window's bytes that were in use at once, and what it has no use for between them."""
+    if there.type != "cuda":
+        return None
+    stream = engine.device._in.cuda_stream
+    segments = torch.cuda.memory_snapshot()
+    return sum(each["total_size"] for each in segments if each["stream"] == stream)
+
+
 def peak_nbytes(run: Callable[[], object], there: torch.device) -> int | None:
     if there.type != "cuda":
         return None
