@@ -13,7 +13,8 @@ Nine questions, each beside a ceiling or a counterpart of the same run:
   as long as the bytes at the bandwidth that was just measured.
 * *updates*: the same step with the host's updates and with the device's, and which of the two
   `update_on = "auto"` takes, by what figures.
-* *memory*: the device's peak in such a step, against the window and what the model in memory takes.
+* the device's memory, as a part of *steps*: the peak in such a step, against the window and what
+  the model in memory takes, and what the allocator keeps for the weights of the window.
 * *clipping*: the same step with and without `max_grad_norm`, with state on the host, with moments
   on the device, with all state there, and in memory (gpu_clipping.py).
 * *trainer*: tokens per second under transformers.Trainer with 1 and 8 micro-batches a step, beside

@@ -76,7 +76,7 @@ is_covered() { # wanted, installed: comma-separated
 
 # The default build of torch brings gigabytes of CUDA; a machine without a GPU does not need them.
 torch_index() {
-  [ -e /dev/nvidia0 ] && return
+  [ -e /dev/nvidiactl ] && return # A container may have other GPUs than the first.
   "$python" - "$cpu_index/" <<'PROBE' 2>/dev/null && echo "--extra-index-url=$cpu_index"
 import sys
 import urllib.request
