@@ -11,6 +11,7 @@
 
 #include "address.h"
 #include "update/squares.h"
+#include "update/sums.h"
 #include "update/update.h"
 
 namespace py = pybind11;
@@ -83,6 +84,10 @@ Span to_span(const SpanTuple& fields, const RuleKernels& rule, bool is_8bit) {
   return span;
 }
 
+update::GradientFormat format_of(bool is_bf16) {
+  return is_bf16 ? update::GradientFormat::kBf16 : update::GradientFormat::kFp32;
+}
+
 std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& tuples,
                     const std::vector<float>& coefficients, bool is_split, bool is_gradient_bf16,
                     bool is_8bit, float gradient_scale, std::size_t num_threads,
@@ -107,8 +112,7 @@ std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& 
   job.rule = rule;
   job.coefficients = coefficients.data();
   job.weight_format = is_split ? update::WeightFormat::kSplit : update::WeightFormat::kFp32;
-  job.gradient_format =
-      is_gradient_bf16 ? update::GradientFormat::kBf16 : update::GradientFormat::kFp32;
+  job.gradient_format = format_of(is_gradient_bf16);
   job.state_format = is_8bit ? update::StateFormat::k8Bit : update::StateFormat::kFp32;
   job.gradient_scale = gradient_scale;
   job.num_threads = num_threads;
@@ -127,6 +131,35 @@ void sum_squares(std::uintptr_t values, std::size_t numel, std::uintptr_t sums,
                       num_threads);
 }
 
+void add(std::uintptr_t total, std::uintptr_t term, std::size_t numel, bool is_bf16,
+         std::size_t num_threads) {
+  check_array(total, numel, sizeof(float), "total");
+  check_array(term, numel, is_bf16 ? 2 : 4, "term");
+  if (num_threads == 0) throw py::value_error("num_threads=0, expected at least 1");
+  const py::gil_scoped_release released;
+  update::add(pointer_to<float*>(total), pointer_to<const void*>(term), format_of(is_bf16), numel,
+              num_threads);
+}
+
+void multiply(std::uintptr_t product, std::uintptr_t values, float factor, std::size_t numel,
+              bool is_bf16, std::size_t num_threads) {
+  check_array(product, numel, sizeof(float), "product");
+  check_array(values, numel, is_bf16 ? 2 : 4, "values");
+  if (num_threads == 0) throw py::value_error("num_threads=0, expected at least 1");
+  const py::gil_scoped_release released;
+  update::multiply(pointer_to<float*>(product), pointer_to<const void*>(values), format_of(is_bf16),
+                   factor, numel, num_threads);
+}
+
+void copy(std::uintptr_t target, std::uintptr_t source, std::size_t nbytes,
+          std::size_t num_threads) {
+  check_array(target, nbytes, 1, "target");
+  check_array(source, nbytes, 1, "source");
+  if (num_threads == 0) throw py::value_error("num_threads=0, expected at least 1");
+  const py::gil_scoped_release released;
+  update::copy(pointer_to<void*>(target), pointer_to<const void*>(source), nbytes, num_threads);
+}
+
 }  // namespace
 
 void bind_update(py::module_& module) {
@@ -142,6 +175,12 @@ void bind_update(py::module_& module) {
   update.attr("SQUARES_NUMEL") = update::kSquaresNumel;
   update.def("sum_squares", &sum_squares, py::arg("values"), py::arg("numel"), py::arg("sums"),
              py::kw_only(), py::arg("num_threads"));
+  update.def("add", &add, py::arg("total"), py::arg("term"), py::arg("numel"), py::kw_only(),
+             py::arg("is_bf16"), py::arg("num_threads"));
+  update.def("multiply", &multiply, py::arg("product"), py::arg("values"), py::arg("factor"),
+             py::arg("numel"), py::kw_only(), py::arg("is_bf16"), py::arg("num_threads"));
+  update.def("copy", &copy, py::arg("target"), py::arg("source"), py::arg("nbytes"), py::kw_only(),
+             py::arg("num_threads"));
 }
 
 }  // namespace infinity

@@ -154,6 +154,20 @@ class update:  # noqa: N801 (a submodule)
         """Addresses of fp32 (numel,) and of fp64 (ceil(numel / SQUARES_NUMEL),), which is
         written."""
 
+    @staticmethod
+    def add(total: int, term: int, numel: int, *, is_bf16: bool, num_threads: int) -> None:
+        """Adds `term`, fp32 or bf16 (numel,), to `total`, fp32."""
+
+    @staticmethod
+    def multiply(
+        product: int, values: int, factor: float, numel: int, *, is_bf16: bool, num_threads: int
+    ) -> None:
+        """Writes `values`, fp32 or bf16 (numel,), times the factor as fp32 to `product`, fp32."""
+
+    @staticmethod
+    def copy(target: int, source: int, nbytes: int, *, num_threads: int) -> None:
+        """Copies so many bytes."""
+
 class decode:  # noqa: N801 (a submodule)
     @staticmethod
     def fp8(

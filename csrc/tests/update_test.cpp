@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "update/squares.h"
+#include "update/sums.h"
 #include "update/thread_pool.h"
 
 using namespace infinity::update;
@@ -189,6 +190,40 @@ TEST(SquaresAreSummedAsTreesOfTheirOwnAtEveryLength) {
       std::vector<double> found(expected.size());
       sum_squares(state.gradient.data(), numel, found.data(), num_threads);
       CHECK(found == expected);
+    }
+  }
+}
+
+float widened(std::uint16_t value) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(value) << 16U;
+  float found = 0;
+  std::memcpy(&found, &bits, sizeof found);
+  return found;
+}
+
+TEST(SumsProductsAndCopiesAreThoseOfTheElementsAtEveryLength) {
+  constexpr std::size_t kItemNumel = std::size_t{1} << 18;
+  for (const std::size_t numel : {std::size_t{0}, std::size_t{1}, kItemNumel, 3 * kItemNumel + 7}) {
+    for (const std::size_t num_threads : {1U, 3U}) {
+      const State state(numel);
+      std::vector<float> total = state.weight, narrow_total = state.weight;
+      std::vector<float> product(numel), narrow_product(numel), target(numel);
+      add(total.data(), state.gradient.data(), GradientFormat::kFp32, numel, num_threads);
+      add(narrow_total.data(), state.narrow_gradient.data(), GradientFormat::kBf16, numel,
+          num_threads);
+      multiply(product.data(), state.gradient.data(), GradientFormat::kFp32, 0.3F, numel,
+               num_threads);
+      multiply(narrow_product.data(), state.narrow_gradient.data(), GradientFormat::kBf16, 0.3F,
+               numel, num_threads);
+      copy(target.data(), state.weight.data(), numel * sizeof(float), num_threads);
+      bool is_right = target == state.weight;
+      for (std::size_t i = 0; i < numel; ++i) {
+        const float narrow = widened(state.narrow_gradient[i]);
+        is_right = is_right && total[i] == state.weight[i] + state.gradient[i] &&
+                   narrow_total[i] == state.weight[i] + narrow &&
+                   product[i] == state.gradient[i] * 0.3F && narrow_product[i] == narrow * 0.3F;
+      }
+      CHECK(is_right);
     }
   }
 }

@@ -25,6 +25,7 @@ from infinity.distributed.sum_progress import SumProgress, refuse_other_generati
 from infinity.distributed.transport import PeerTransport
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
+from infinity.ops.host_sums import add_, copied, multiplied_
 from infinity.state.partition import Partition, ShardSlice
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, in_memory_order
@@ -184,7 +185,7 @@ class DistributedGradients(GradientSink):
             part = flat[share.start : share.stop]
             if share.rank == self._partition.rank:
                 # A view would keep the whole gradient in memory.
-                self.deliver(share.rank, index, generation, number, self._keep(part.clone()))
+                self.deliver(share.rank, index, generation, number, self._keep(copied(part)))
             else:
                 content = part.view(torch.uint8).numpy().data
                 code = wire_code(part.dtype, number)
@@ -226,10 +227,10 @@ class DistributedGradients(GradientSink):
         """Returns a contribution divided by the number of ranks: fp32, memory that may be
         changed."""
         values = self._partials.read(partial)
-        return values if partial.is_mean else values.float().mul_(1.0 / self._partition.count)
+        return values if partial.is_mean else multiplied_(values, 1.0 / self._partition.count)
 
     def _combine(self, one: PartialGradient, other: PartialGradient) -> PartialGradient:
-        total = self._part_of_mean(one).add_(self._part_of_mean(other))
+        total = add_(self._part_of_mean(one), self._part_of_mean(other))
         return self._partials.merge((one, other), total)
 
     def take_in(self) -> None:

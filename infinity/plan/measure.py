@@ -29,6 +29,7 @@ from infinity.config import SwapConfig
 from infinity.config.cores import norm_threads, threads_here
 from infinity.config.schema import NvmeTier
 from infinity.errors import ConfigError
+from infinity.ops.host_sums import add_
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.measure_device import measure_cuda
 from infinity.plan.model import PlannedModel
@@ -166,7 +167,7 @@ def _files(config: SwapConfig, scratch: BenchDirectory, arena: Arena) -> Iterato
 def _sum_gb_per_s() -> float:
     """Returns GB/s of adding one fp32 array to another: two are read, one is written."""
     total, part = torch.zeros(16 * MIB), torch.ones(16 * MIB)
-    return 3 * part.nbytes / _median_s(lambda: total.add_(part)) / 1e9
+    return 3 * part.nbytes / _median_s(lambda: add_(total, part)) / 1e9
 
 
 def _norm_gb_per_s(num_threads: int) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from infinity.ops.host_sums import copy_
 from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.state.store import HostLocation, LocalStore, changing_kinds
 from infinity.state.units import Chunk, StateKind, Unit
@@ -94,7 +95,7 @@ class OldCopies:
             for kind in self._kinds(chunk.unit):
                 start, stop = _range_of(chunk, kind)
                 resting = self._resting(chunk.unit, kind, weights)
-                self._part(copy, copy.nbytes, stop - start).copy_(resting[start:stop])
+                copy_(self._part(copy, copy.nbytes, stop - start), resting[start:stop])
                 copy.ranges.append((kind, start, stop))
                 copy.nbytes += stop - start
 
@@ -110,7 +111,7 @@ class OldCopies:
         with self._lock:
             copy = self._copies.get(unit.index)
             for (kind, start, stop), source in self._copied(copy):
-                self._resting(unit, kind, weights)[start:stop].copy_(source)
+                copy_(self._resting(unit, kind, weights)[start:stop], source)
             if copy is not None:
                 copy.forget()
 

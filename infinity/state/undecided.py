@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
+from infinity.ops.host_sums import copy_
 from infinity.state.old_copies import OldCopies
 from infinity.state.store import (
     FirstValues,
@@ -86,7 +87,7 @@ class UndecidedState(StateStore):
         """Makes the writes of a unit undecided. The unit `can_go_back`, and has its memory."""
         new, home = self._copies.beside(unit), self._local.host_view(unit, StateKind.PARAMETERS)
         if new is not None and home is not None:
-            new.copy_(home[: new.numel()])
+            copy_(new, home[: new.numel()])
         self._contents[unit.index] = UndecidedContent()
 
     def keep(self, chunk: Chunk, weights: torch.Tensor) -> None:
@@ -102,7 +103,7 @@ class UndecidedState(StateStore):
             self._local.volume.publish(content)
         new, home = self._copies.beside(unit), self._local.host_view(unit, StateKind.PARAMETERS)
         if new is not None and home is not None:
-            home[: new.numel()].copy_(new)
+            copy_(home[: new.numel()], new)
         self._copies.forget(unit.index)
 
     def drop(self, unit: Unit) -> None:

@@ -105,7 +105,7 @@ class GradientStore:
             if (not first or self.leaving.num_additions) and self.leaving.has(spec):
                 self.leaving.end_all()  # The last one may be on its way to this place.
             place = sums.place(spec, self._array(unit))
-            _ = place.copy_(gradient) if first else place.add_(gradient)
+            put(place, gradient, first=first)
             if known.is_due:
                 self.norms.note(spec, known, in_memory_order(place, spec))
         else:

@@ -27,6 +27,7 @@ from functools import partial
 import torch
 
 from infinity.observe import Counters
+from infinity.ops.host_sums import add_
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_staging import GradientStaging, StagingBlock
 from infinity.tiers.device import Copy, DeviceAdapter
@@ -185,7 +186,7 @@ class LeavingGradients:
             self.num_additions -= 1
             try:
                 oldest.copy.wait()
-                addition.target.add_(addition.staged)
+                add_(addition.target, addition.staged)
             finally:
                 self._staging.give_back(addition.block)
         self._note(oldest)
