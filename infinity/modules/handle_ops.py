@@ -24,10 +24,11 @@ from typing_extensions import override
 
 from infinity.errors import CapacityError, InfinityError, ParameterNotResident, UnsupportedError
 from infinity.modules.edits import WeightEdits
+from infinity.modules.forward_nodes import nodes_since
 from infinity.modules.grads import ParamGrads
 from infinity.modules.handle import Handle, find_handles, replace_handles
 from infinity.modules.handle_tensor import Owner
-from infinity.modules.hooks import BackwardCalls, ModuleCall, nodes_since
+from infinity.modules.hooks import BackwardCalls, ModuleCall
 from infinity.modules.mirrors import Original, mirrored
 from infinity.modules.outputs import detach_from_parameters
 from infinity.modules.param import OffloadedParam, ParamTable, increment_versions

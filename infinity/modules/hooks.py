@@ -3,21 +3,9 @@
   pre-forward      acquires the units of the hooked module
   post-forward     releases the units; finds the autograd nodes that this forward has made
   pre-backward     the first gradient that reaches one of these nodes acquires the units again;
-                   nodes that read no tensor (`_READS_NOTHING`) need no hook, but for the first
-                   and the last ones of the forward
+                   `forward_nodes.py` says which nodes need a hook
   post-backward    the last of these nodes has run: releases the units
   end of backward  releases every unit that is still in use (after an exception or a fault)
-
-Note [Nodes of a forward]
-  Autograd numbers nodes as it makes them. The nodes of a forward are the nodes that its outputs
-  reach and that are numbered at or above the number at its start. Each of these nodes gets a hook
-  that acquires the units before the node runs. A backward may therefore enter the module in the
-  middle, through a tensor that the module has saved (a router's auxiliary loss). The *exits* are
-  the nodes with no next node in the set. Every node of the forward lies before an exit, so the
-  module's backward is over when all exits have run, whatever else uses the same tensors.
-  No node is inserted between the module and its inputs: an alias or an identity function would
-  change the order in which gradients are summed, which changes bits, and would make some in-place
-  operations illegal.
 
 Note [Nodes, not tensors]
   A hook on an output tensor is lost if the output is a view and is changed in place later. A full
@@ -47,8 +35,9 @@ from torch.autograd.graph import Node
 from torch.compiler import is_dynamo_compiling
 
 from infinity.errors import UnsupportedError
+from infinity.modules.forward_nodes import ForwardNodes, call_before_each, nodes_behind, nodes_since
 from infinity.modules.interrupts import UNINTERRUPTED
-from infinity.modules.outputs import detach_from_parameters, tensors_in
+from infinity.modules.outputs import detach_from_parameters
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 
@@ -75,14 +64,10 @@ class ModuleCall:
 class Uses(Protocol):
     """The part of `UnitUses` that hooks call."""
 
-    @property
-    def yields_at_tiles(self) -> bool:
-        """Whether a forward may be suspended at a tile."""
-
-    def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
-        """Lets the other micro-batches reach the same tile. Called if `yields_at_tiles`: before
-        `enter`, and (`is_over`) when the backward of the units is complete and about to continue
-        behind them."""
+    # Lets the other micro-batches reach the same tile, with `is_over`: called before `enter`
+    # (False), and when the backward of the units is complete and about to continue behind them
+    # (True). None: no forward may be suspended at a tile.
+    on_tile: Callable[[list[int], bool], None] | None
 
     def refuse_transforms(self, units: list[int]) -> None:
         """Raises UnsupportedError inside a transform of torch.func, unless the units are in use."""
@@ -95,13 +80,14 @@ class Uses(Protocol):
         """Asks for the stream that is current in this thread. None: the device has no streams."""
 
     def enter(self, units: list[int]) -> None:
-        """Begins a use of each unit; their modules show parameters."""
+        """Begins a use of each unit; their modules show parameters. Interrupts are delayed."""
 
     def join(self, units: list[int]) -> None:
         """Makes units that are in use usable for the stream that is current, too."""
 
     def leave(self, units: list[int]) -> None:
-        """Ends a use of each unit; the modules of unused units show handles."""
+        """Ends a use of each unit; the modules of unused units show handles. Interrupts are
+        delayed."""
 
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of a unit's weights."""
@@ -116,8 +102,7 @@ class Uses(Protocol):
         """Called once at the end of each backward, also of one that failed."""
 
 
-# As `current_backward`, which would be one more call for every node of every backward.
-_current_backward: Callable[[], int] = torch._C._current_graph_task_id
+_running_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 
@@ -127,23 +112,23 @@ class BackwardCalls:
     def __init__(self, uses: Uses) -> None:
         self._uses = uses
         self._calls: dict[ModuleCall, None] = {}
-        self._armed: set[int] = set()
+        self.armed: set[int] = set()  # The backwards whose end calls `_ended`.
 
     def watch(self, call: ModuleCall, nodes: ForwardNodes) -> None:
         """Registers hooks that keep the units in use while these nodes run in a backward."""
         exits = nodes.exits
-        before, before_exit = self._before(call, exits), self._before(call, ())
-        for node in nodes.guarded:
-            node.register_prehook(before)
+        call_before_each(nodes.guarded, self._before(call, exits))
+        call_before_each(exits, self._before(call, ()))
         for node in exits:
-            node.register_prehook(before_exit)
             node.register_hook(lambda inputs, outputs: self._passed(call))
-        if self._uses.yields_at_tiles:
-            units = call.units
-            for node in _behind({*nodes.inner, *exits}):
-                node.register_prehook(
-                    lambda gradients: self._uses.yield_at_tile(units, is_over=True)
-                )
+        on_tile, units = self._uses.on_tile, call.units
+        if on_tile is not None:
+            for node in nodes_behind({*nodes.inner, *exits}):
+                node.register_prehook(lambda gradients: self._yield_behind(units))
+
+    def _yield_behind(self, units: list[int]) -> None:
+        if self._uses.on_tile is not None:
+            self._uses.on_tile(units, True)
 
     def _before(self, call: ModuleCall, exits: Iterable[Node]) -> Callable[[Any], None]:
         """Returns the hook before a node of the forward. `exits` is empty if the node is an exit
@@ -151,7 +136,7 @@ class BackwardCalls:
         current_stream = self._uses.current_stream
 
         def reached(gradients: Any) -> None:
-            running = _current_backward()
+            running = current_backward()
             if call.backward_id != running or _is_grad_enabled():
                 self._reached(call, exits, running)
             elif current_stream is not None and current_stream() not in call.streams:
@@ -166,12 +151,14 @@ class BackwardCalls:
         call.streams.add(self._uses.current_stream())
 
     def _reached(self, call: ModuleCall, exits: Iterable[Node], running: int) -> None:
+        if not torch._C._will_engine_execute_node(torch._C._current_autograd_node()):
+            return  # Its gradient is asked for, and the backward ends there.
         if torch.is_grad_enabled():
             self._follow(call)
         if call.backward_id == running:
             return
-        if self._uses.yields_at_tiles:
-            self._uses.yield_at_tile(call.units)
+        if self._uses.on_tile is not None:
+            self._uses.on_tile(call.units, False)
         with UNINTERRUPTED:
             self._arm(running)
             self._uses.enter(call.units)
@@ -206,20 +193,20 @@ class BackwardCalls:
 
     def _arm(self, running: int) -> None:
         """Queues a callback for the end of this backward, once per backward."""
-        if running not in self._armed:
-            self._armed.add(running)
+        if running not in self.armed:
+            self.armed.add(running)
             self._uses.backward_started()
             Variable._execution_engine.queue_callback(lambda: self._ended(running))
 
     def ensure_armed(self) -> None:
         """Queues the callback for gradients that arrive before any hooked module is entered."""
-        running = _current_backward()
-        if running not in self._armed and running != OUTSIDE_BACKWARD:
+        running = current_backward()
+        if running not in self.armed and running != OUTSIDE_BACKWARD:
             self._arm(running)
 
     def _ended(self, running: int) -> None:
         with UNINTERRUPTED:
-            self._armed.discard(running)
+            self.armed.discard(running)
             # INV-6: nothing stays in use after a backward, nor after an exception.
             for call in [call for call in self._calls if call.backward_id == running]:
                 self._release(call)
@@ -228,9 +215,9 @@ class BackwardCalls:
     def abandon(self) -> bool:
         """Releases the units that a failed backward has left in use. Returns whether there were
         any."""
-        if current_backward() != OUTSIDE_BACKWARD or not (self._calls or self._armed):
+        if current_backward() != OUTSIDE_BACKWARD or not (self._calls or self.armed):
             return False
-        self._armed.clear()
+        self.armed.clear()
         for call in list(self._calls):
             self._release(call)
         return True
@@ -321,7 +308,8 @@ class ModuleHooks:
             yield self._hooked.units
         finally:
             self.is_suspended = was_suspended
-            self._uses.leave(self._hooked.units)
+            with UNINTERRUPTED:
+                self._uses.leave(self._hooked.units)
 
     @property
     def is_running(self) -> bool:
@@ -330,6 +318,8 @@ class ModuleHooks:
 
     def reset(self) -> None:
         """Forgets forwards that ended by an exception, which hooks do not see."""
+        if not self._running:
+            return
         with UNINTERRUPTED:
             while self._running:
                 _, numbers = self._running.popitem()
@@ -342,9 +332,10 @@ class ModuleHooks:
             refuse_jit()
         if self.is_suspended:
             return
-        self._uses.refuse_transforms(self._hooked.units)
-        if self._uses.yields_at_tiles:
-            self._uses.yield_at_tile(self._hooked.units)
+        if _running_transform() is not None:
+            self._uses.refuse_transforms(self._hooked.units)
+        if self._uses.on_tile is not None:
+            self._uses.on_tile(self._hooked.units, False)
         self._uses.begin_use(self._hooked)
         with UNINTERRUPTED:
             self._uses.enter(self._hooked.units)
@@ -372,69 +363,3 @@ class ModuleHooks:
         nodes = nodes_since(first, output)
         self._uses.check_saved(self._hooked.units, nodes)
         self._backwards.watch(ModuleCall(self._hooked.units), nodes)
-
-
-# AccumulateGrad nodes have the highest possible number.
-_ACCUMULATES = 2**64 - 1
-
-# Nodes whose backward reads gradients and sizes alone (tools/autograd/derivatives.yaml).
-_READS_NOTHING = frozenset(
-    f"{name}Backward{number}"
-    for name, number in (
-        ("Add", 0), ("Alias", 0), ("AsStrided", 0), ("Cat", 0), ("Clone", 0), ("Expand", 0),
-        ("Neg", 0), ("Permute", 0), ("ReshapeAlias", 0), ("Select", 0), ("Slice", 0),
-        ("Split", 0), ("Squeeze", 0), ("Squeeze", 1), ("Stack", 0), ("Sub", 0), ("T", 0),
-        ("ToCopy", 0), ("Transpose", 0), ("Transpose", 1), ("Unbind", 0), ("UnsafeView", 0),
-        ("Unsqueeze", 0), ("View", 0),
-    )
-)  # fmt: skip
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class ForwardNodes:
-    """The nodes that one forward has made. `exits` have no next node among them, `inner` have.
-    `guarded`: the inner nodes that find the units in use when they run."""
-
-    inner: list[Node]
-    exits: list[Node]
-    guarded: list[Node]
-
-
-def nodes_since(first: int, output: Any) -> ForwardNodes:
-    """Returns the nodes numbered `first` or higher that the tensors of `output` reach."""
-    found = ForwardNodes([], [], [])
-    tops = {tensor.grad_fn for tensor in tensors_in(output)}
-    entries = {
-        node for node in tops if node is not None and first <= node._sequence_nr() < _ACCUMULATES
-    }
-    waiting, seen = list(entries), set(entries)
-    while waiting:
-        node = waiting.pop()
-        is_exit, has_parameter = True, False
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            number = following._sequence_nr()
-            if number >= _ACCUMULATES:
-                has_parameter = True
-            elif number >= first:
-                is_exit = False
-                if following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
-        if is_exit:
-            found.exits.append(node)
-            continue
-        found.inner.append(node)
-        # A gradient of a parameter comes after the update that the last step has left pending.
-        if has_parameter or node in entries or node.name() not in _READS_NOTHING:
-            found.guarded.append(node)
-    return found
-
-
-def _behind(nodes: set[Node]) -> set[Node]:
-    """Returns the nodes that receive gradients from these, without the nodes of parameters."""
-    following = {
-        behind for node in nodes for behind, _ in node.next_functions if behind is not None
-    }
-    return {behind for behind in following - nodes if behind._sequence_nr() < _ACCUMULATES}

@@ -9,6 +9,7 @@ but when the backward comes to the next unit.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,7 +17,8 @@ import torch
 
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.edits import WeightEdits
-from infinity.modules.hooks import ForwardNodes, HookedModule
+from infinity.modules.forward_nodes import ForwardNodes
+from infinity.modules.hooks import HookedModule
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.param import ParamTable
 from infinity.modules.process import OwnProcess
@@ -27,8 +29,6 @@ from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
 from infinity.streaming.step_record import StepRecord, StepRunner
-
-_DEVICE_TYPES = ("cpu", "cuda", "xpu")
 
 
 def _drop_casts(passes: Passes) -> None:
@@ -51,7 +51,7 @@ def _unknown(_: Unit) -> StepRecord | None:
     return None
 
 
-Turns = Callable[[list[int], bool], None]  # See `Uses.yield_at_tile`.
+Turns = Callable[[list[int], bool], None]  # See `Uses.on_tile`.
 
 
 class UnitUses:
@@ -93,18 +93,9 @@ class UnitUses:
 
     # -- Uses ------------------------------------------------------------------------------------
 
-    @property
-    def yields_at_tiles(self) -> bool:
-        """See `Uses.yields_at_tiles`."""
-        return self.on_tile is not None
-
-    def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
-        """See `Uses.yield_at_tile`."""
-        if self.on_tile is not None:
-            self.on_tile(units, is_over)
-
     def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
-        """Begins a use of each unit, or of none: a failure ends the uses that have begun.
+        """Begins a use of each unit, or of none: a failure ends the uses that have begun. The
+        caller delays interrupts.
 
         `is_of_pass`: a hooked module begins its pass; without it nothing is fetched ahead.
 
@@ -115,7 +106,8 @@ class UnitUses:
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:
-            with UNINTERRUPTED, self._lock, self._tracer.during(Track.ENGINE, "enter"):
+            with self._lock:
+                begun_ns = time.monotonic_ns()
                 self._gradients.take_in()  # What other ranks gave is summed.
                 if priority is Priority.BACKWARD and not self._passes.is_layer_major:
                     self._write_out_left(but=units)
@@ -123,15 +115,19 @@ class UnitUses:
                 for unit in units:
                     self._update(unit)
                 for unit in units:
-                    self._acquire(unit, priority, is_of_pass)
+                    if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
+                        self._param_table.show_parameters(unit)
+                        self._changes.begin_use(unit)
                     done.append(unit)
                 self._updater.advance()
         except BaseException:
             self.leave(done)
             raise
-        if self._tracer.is_on and units:
-            names = [self._units[unit].name for unit in units]
-            self._tracer.begin(tuple(units), Track.MODULES, ", ".join(names))
+        if self._tracer.is_on:
+            self._tracer.span(Track.ENGINE, "enter", begun_ns, time.monotonic_ns())
+            if units:
+                names = [self._units[unit].name for unit in units]
+                self._tracer.begin(tuple(units), Track.MODULES, ", ".join(names))
 
     def join(self, units: list[int]) -> None:
         """Makes units that are in use usable for the stream that is current, too."""
@@ -140,12 +136,14 @@ class UnitUses:
                 self._weight_cache.join(unit)
 
     def leave(self, units: list[int]) -> None:
-        """Ends one use of each unit."""
-        self._tracer.end(tuple(units))
-        if any(map(torch.is_autocast_enabled, _DEVICE_TYPES)):
+        """Ends one use of each unit. The caller delays interrupts."""
+        if self._tracer.is_on:
+            self._tracer.end(tuple(units))
+        if torch._C._is_any_autocast_enabled():
             _drop_casts(self._passes)
         refusal = None
-        with UNINTERRUPTED, self._lock, self._tracer.during(Track.ENGINE, "leave"):
+        with self._lock:
+            begun_ns = time.monotonic_ns()
             for unit in units:
                 if self._weight_cache.has_one_use(unit):
                     refusal = self._changes.put_back(unit) or refusal
@@ -154,6 +152,8 @@ class UnitUses:
                     self._release_unit(unit)
                     self._weight_cache.write_behind(unit)
             self._updater.advance()
+        if self._tracer.is_on:
+            self._tracer.span(Track.ENGINE, "leave", begun_ns, time.monotonic_ns())
         if refusal is not None:
             raise refusal
 
@@ -163,11 +163,13 @@ class UnitUses:
         is_in_backward = current_backward() != OUTSIDE_BACKWARD
         passes = self._passes
         is_in_pass = passes.is_in_forward or passes.is_layer_major or is_in_backward
-        self.enter(units, is_of_pass=is_in_pass)
+        with UNINTERRUPTED:
+            self.enter(units, is_of_pass=is_in_pass)
         try:
             yield
         finally:
-            self.leave(units)
+            with UNINTERRUPTED:
+                self.leave(units)
 
     def _update(self, unit: int) -> None:
         if self.is_closed:
@@ -175,11 +177,6 @@ class UnitUses:
         if not self._weight_cache.is_in_use(unit):
             self._changes.refuse_changed_away(unit)
             self._updater.bring_up_to_date(unit, is_needed=True)
-
-    def _acquire(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
-        if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
-            self._param_table.show_parameters(unit)
-            self._changes.begin_use(unit)
 
     def _release_unit(self, unit: int) -> None:
         self._param_table.show_handles(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,9 +14,9 @@ from infinity.streaming.pass_starts import Beginnings
 OUTSIDE_BACKWARD = -1
 
 
-def current_backward() -> int:
-    """An id of the backward that is running in this thread, or OUTSIDE_BACKWARD."""
-    return torch._C._current_graph_task_id()
+# Returns an id of the backward that is running in this thread, or OUTSIDE_BACKWARD. Every node of
+# every backward asks, so it is the function of C++ itself.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Passes:

@@ -77,7 +77,7 @@ class Pair:
         answer: Tensor = _Product.apply(self, index, x, weight)  # type: ignore[no-untyped-call]
         if self.streams is not None and answer.grad_fn is not None:
             local, stream = self.streams._local, self.both[index]
-            answer.grad_fn.register_prehook(lambda gradients: setattr(local, "stream", stream))
+            answer.register_hook(lambda gradient: setattr(local, "stream", stream))
         return answer
 
 

@@ -18,8 +18,9 @@ from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.experts import SuspendedExperts
 from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.accumulate.module_modes import ModuleModes
+from infinity.modules.forward_nodes import nodes_since
 from infinity.modules.handle import Handle
-from infinity.modules.hooks import HookedModule, nodes_since
+from infinity.modules.hooks import HookedModule
 from infinity.modules.outputs import tensors_in
 from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.layers import Tiled

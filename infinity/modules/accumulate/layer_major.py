@@ -54,7 +54,7 @@ New Execution Algorithm", 2020, section 3 (layer-to-layer).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -240,13 +240,8 @@ class LayerMajorSchedule:
                 for fiber in stopped:
                     self._run_on(fiber, losses)
 
-    @contextmanager
-    def _using(self, units: Sequence[int]) -> Iterator[None]:
-        self._uses.enter(list(units))
-        try:
-            yield
-        finally:
-            self._uses.leave(list(units))
+    def _using(self, units: Sequence[int]) -> AbstractContextManager[None]:
+        return self._uses.using(list(units))
 
     def _groups(self, every: list[_T]) -> list[list[_T]]:
         """Divides the fibers into groups that may be inside a block at the same time."""
