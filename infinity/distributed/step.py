@@ -113,6 +113,7 @@ class DistributedUpdater(StepRunner):
         own = replace(settings, in_backward=False)
         self.local = Updater(store, pool, shards, gradients.owned, counters, own)
         self.chunk_nbytes = self.local.chunk_nbytes
+        self.follows_gradients = True
         self._store = store
         self._pool = pool
         self._num_full = len(store.partition.full_units)

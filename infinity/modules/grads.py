@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -17,9 +18,8 @@ from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
+from infinity.streaming.passes import current_backward
 from infinity.streaming.step_record import StepRunner
-
-_NO_SPAN = nullcontext()
 
 
 class ParamGrads:
@@ -46,6 +46,7 @@ class ParamGrads:
         self._process = OwnProcess()
         # Parameters whose `.grad` shows the sum so far, with the version at that time.
         self._shown: dict[OffloadedParam, tuple[torch.Tensor, int]] = {}
+        self._trained: dict[int, OffloadedParam] = {}  # By the id of the compute parameter.
         self._frozen: list[OffloadedParam] = []  # Frozen at the time of offload.
 
     def install(self, params: Iterable[OffloadedParam]) -> None:
@@ -65,6 +66,7 @@ class ParamGrads:
 
         for param in params:
             if param.spec.state_offset >= 0:
+                self._trained[id(param.compute)] = param
                 param.compute.register_post_accumulate_grad_hook(take)
             elif param.compute.is_floating_point():
                 self._frozen.append(param)
@@ -73,9 +75,8 @@ class ParamGrads:
                 param.compute.requires_grad_(False)
 
     def _take(self, parameter: torch.Tensor) -> None:
-        param = self._param_table.find(parameter)
-        gradient = parameter.grad
-        assert param is not None and gradient is not None
+        param, gradient = self._trained[id(parameter)], parameter.grad
+        assert gradient is not None
         if self._shown and param in self._shown:
             self._add(param, gradient, is_sum=True)  # Autograd has added to the shown sum.
         else:
@@ -94,16 +95,19 @@ class ParamGrads:
 
     def _add(self, param: OffloadedParam, gradient: torch.Tensor, *, is_sum: bool = False) -> None:
         """`is_sum`: the gradient includes everything that was added before."""
-        tracer = self._tracer
-        span = tracer.during(Track.ENGINE, "take gradient") if tracer.is_on else _NO_SPAN
-        with UNINTERRUPTED, self._lock, span:
-            self._backwards.ensure_armed()
+        with UNINTERRUPTED, self._lock:
+            begun_ns = time.monotonic_ns()
+            if current_backward() not in self._backwards.armed:
+                self._backwards.ensure_armed()
             if is_sum:
                 self._gradients.forget(param.spec)
             self._gradients.add(param.unit, param.spec, gradient)
-            self._updater.note_gradient(param.unit.index)
+            if self._updater.follows_gradients:
+                self._updater.note_gradient(param.unit.index)
             if self._shown and param in self._shown:
                 self._shown[param] = gradient, gradient._version
+            if self._tracer.is_on:
+                self._tracer.span(Track.ENGINE, "take gradient", begun_ns, time.monotonic_ns())
 
     def drop(self, params: Iterable[OffloadedParam]) -> None:
         """Drops incomplete gradients of a backward that was interrupted."""

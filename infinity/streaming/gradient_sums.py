@@ -139,6 +139,11 @@ class UnitGradients:
     writing: Transfer | None = None  # While WRITING.
     _places: dict[TensorSpec, torch.Tensor] = field(default_factory=dict)  # Of the array.
 
+    def known_place(self, spec: TensorSpec) -> torch.Tensor | None:
+        """Returns the result of `place` if it is known and the host may add to it at once."""
+        is_open = self.on_host is not None or self.state is SumState.ON_HOST
+        return self._places.get(spec) if is_open else None
+
     def place(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
         """Returns the sum of one tensor in the parameter's shape and strides. `array`: `on_host` or
         the block's; its views are kept as long as it, because every gradient asks for one."""

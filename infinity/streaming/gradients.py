@@ -95,16 +95,17 @@ class GradientStore:
         gradient = gradient.detach() if gradient.requires_grad else gradient  # Not recorded.
         if sums.on_device is not None:
             self._rescale_resting(unit, sums.on_device)
-            place = flat_of(sums.on_device, spec)
-            put(place, in_memory_order(gradient, spec).to(place.device), first=first)
+            flat = flat_of(sums.on_device, spec)
+            put(flat, in_memory_order(gradient, spec).to(flat.device), first=first)
             if known.is_due and self.norms.follow_copies:
-                self._resting.note(spec, known, place)
+                self._resting.note(spec, known, flat)
         elif is_on_host or self._device.shares_host_memory:
             if sums.state is SumState.DUE:
                 self._await_more(sums)
             if (not first or self.leaving.num_additions) and self.leaving.has(spec):
                 self.leaving.end_all()  # The last one may be on its way to this place.
-            place = sums.place(spec, self._array(unit))
+            if self._scaled or (place := sums.known_place(spec)) is None:
+                place = sums.place(spec, self._array(unit))
             put(place, gradient, first=first)
             if known.is_due:
                 self.norms.note(spec, known, in_memory_order(place, spec))
@@ -137,8 +138,7 @@ class GradientStore:
         self.write_out(unit)
 
     def stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
-        """Says which gradient of a parameter this is, and changes when it does; None without
-        one."""
+        """See `GradientSink.stamp`."""
         known = self._tensors[spec]
         return known.stamp if known.is_present else None
 

@@ -98,6 +98,8 @@ class Updater(StepRunner):
                 chunk_nbytes=settings.chunk_nbytes, is_beside=settings.is_beside,
             )  # fmt: skip
         self._pending: dict[int, UnitUpdate] = {}
+        # Where no state travels, gradients change nothing for updates.
+        self.follows_gradients = self._early is not None or self._ring.travels
         # Chunks of the units that were updated since the decision, in this order.
         self._updated: dict[int, tuple[Chunk, ...]] = {}
         # Chunks that the next step will probably update, from the first gradient to the decision.
@@ -119,6 +121,7 @@ class Updater(StepRunner):
     ) -> None:
         self._worker = UpdateWorker(lock, self._turn, begin_thread)
         self._gradients.leaving.has_worker = True
+        self.follows_gradients = True
         resources.callback(self._worker.close)
         self._updates_beside = self._rides_along and self._is_on_host
         if self._updates_beside and self._early is not None:

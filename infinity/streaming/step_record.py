@@ -81,6 +81,7 @@ class StepRunner(Protocol):
     """
 
     chunk_nbytes: int  # The fp32 bytes of a unit that are updated at a time.
+    follows_gradients: bool  # Whether `note_gradient` does anything.
 
     def start_worker(
         self, lock: threading.RLock, begin_thread: Callable[[], None], resources: ExitStack
