@@ -110,7 +110,7 @@ class WeightEdits:
                 # Autograd does not see the copy, as it did not see the assignment: graphs that
                 # saved the parameter stay valid.
                 param.place.copy_(value.clone() if _overlaps(value, param.place) else value)
-                param.was_replaced = True
+                param.note_replaced()
             else:
                 refusal = UnsupportedError(
                     f"the data of {param.name!r} was replaced by {fault}; expected a tensor of its "
@@ -159,7 +159,7 @@ class WeightEdits:
     def _kept(self, unit: int) -> list[OffloadedParam]:
         """Returns the parameters of a unit whose memory another object still has."""
         found = []
-        for param in self._param_table.of_unit(unit) if self._views else ():
+        for param in self._param_table.of_unit(unit):
             alive = self._alive(param)
             if alive:
                 self._views[param] = alive
@@ -170,14 +170,13 @@ class WeightEdits:
         """Raises UnsupportedError, before a use of the unit begins, if a caller has changed its
         parameters since the last one, through a reference that was kept there."""
         self._weight_cache.check_kept(unit)
-        for param in self._param_table.of_unit(unit):
-            if param.compute._version != param.version:
-                settle([param])
-                raise _changed_away(param)
+        for param in self._param_table.changed(unit):
+            settle([param])
+            raise _changed_away(param)
 
     def begin_use(self, unit: int) -> None:
         """The first use of a unit has begun."""
-        for param in self._kept(unit):
+        for param in self._kept(unit) if self._views else ():
             self.watch_raw(param)
 
     def note_raw_writes(self, unit: int) -> None:
@@ -186,12 +185,12 @@ class WeightEdits:
         for param in self._param_table.of_unit(unit) if self._raw else ():
             digest = self._raw.pop(param, None)
             if digest is not None and _digest(param.compute) != digest:
-                param.was_replaced = True
+                param.note_replaced()
 
     def end_use(self, unit: int) -> None:
         """The last use of a unit has ended, and its changes are taken over."""
-        settle(self._param_table.of_unit(unit))
-        kept = self._kept(unit)
+        self._param_table.settle(unit)
+        kept = self._kept(unit) if self._views else None
         if kept and self._weight_cache.is_evictable(unit):
             digests = {param: _digest(param.compute) for param in kept}
             self._weight_cache.keep_check(unit, lambda: _refuse_written(digests))

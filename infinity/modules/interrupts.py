@@ -15,6 +15,7 @@ import importlib
 import os
 import threading
 from signal import SIGINT
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -39,7 +40,7 @@ class _Uninterrupted:
         self._received: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
-        if threading.get_ident() != _main_thread:
+        if get_ident() != _main_thread:
             return
         if self._depth == 0:
             # An interrupt before this point changes nothing; after the swap none is raised.
@@ -50,7 +51,7 @@ class _Uninterrupted:
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
-        if threading.get_ident() != _main_thread:
+        if get_ident() != _main_thread:
             return
         self._depth -= 1
         if self._depth or not callable(self._handler):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,21 @@ from infinity.errors import InfinityError
 from infinity.modules.discover import Registration
 from infinity.modules.handle import Handle
 from infinity.state.units import TensorSpec, Unit
+
+_version_of = attrgetter("_version")
+
+
+@dataclass(eq=False, slots=True)
+class Showing:
+    """What modules show of a unit.
+
+    `versions`: those of its compute parameters when their last use began, or ended. `replaced`: the
+    numbers of those whose `.data` was assigned since the modules began to show them.
+    """
+
+    is_of_parameters: bool = False  # Else of handles.
+    versions: list[int] = field(default_factory=list)
+    replaced: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -36,16 +52,15 @@ class OffloadedParam:
     compute: nn.Parameter
     registrations: list[Registration]
     original: nn.Parameter | None  # The parameter before offload; restored if offload fails.
-    version: int = 0  # Version of the compute parameter when its last use began, or ended.
     changes: int = 0  # Counts the changes that `compute._version` does not count.
     optimizer: weakref.ref[Any] | None = None  # The optimizer that owns its moments.
     place: torch.Tensor = field(init=False)
-    is_shown: bool = False
-    was_replaced: bool = False  # Its `.data` was assigned since the module began to show it.
+    number: int = 0  # Among the parameters of its unit.
+    showing: Showing = field(init=False)  # That of its unit, once there is a `ParamTable`.
 
     def __post_init__(self) -> None:
         self.place = self.compute.data
-        self.version = self.compute._version
+        self.showing = Showing(versions=[self.compute._version])
 
     def __repr__(self) -> str:
         # Without the compute parameter: printing it would read released memory.
@@ -54,7 +69,12 @@ class OffloadedParam:
     @property
     def was_changed(self) -> bool:
         """Whether it was changed, in place or by `.data =`, since the module began to show it."""
-        return self.was_replaced or self.compute._version != self.version
+        is_replaced = self.number in self.showing.replaced
+        return is_replaced or self.compute._version != self.showing.versions[self.number]
+
+    def note_replaced(self) -> None:
+        """Records a change that no version counter counts, while the module shows it."""
+        self.showing.replaced.add(self.number)
 
     @property
     def stands_elsewhere(self) -> bool:
@@ -88,17 +108,37 @@ class OffloadedParam:
 
 
 def settle(params: Iterable[OffloadedParam]) -> None:
-    """Records that the engine has taken over every change of the compute parameters."""
+    """Records that the engine has taken over every change of compute parameters that are not
+    shown."""
     for param in params:
-        param.version = param.compute._version
-        param.is_shown = False
+        param.showing.versions[param.number] = param.compute._version
 
 
 def increment_versions(params: Sequence[OffloadedParam]) -> None:
     """Records a change by the engine: a backward that saved an old value raises, as in plain
     PyTorch."""
     torch.autograd.graph.increment_version([param.compute for param in params])
-    settle([param for param in params if not param.is_shown])
+    settle([param for param in params if not param.showing.is_of_parameters])
+
+
+class _UnitParams:
+    """The parameters of one unit, as every use of it walks through them."""
+
+    def __init__(self, params: list[OffloadedParam]) -> None:
+        self.params = params
+        self.computes = [param.compute for param in params]
+        self.memory = [param.place for param in params]
+        self.places: list[tuple[Any, str, OffloadedParam]] = [
+            (at.module, at.attribute, param) for param in params for at in param.registrations
+        ]
+        self.rnns = _rnns_of(params)
+        self.showing = Showing(versions=self.versions())
+        for number, param in enumerate(params):
+            param.number, param.showing = number, self.showing
+
+    def versions(self) -> list[int]:
+        """The present versions of the compute parameters."""
+        return list(map(_version_of, self.computes))
 
 
 class ParamTable:
@@ -111,17 +151,11 @@ class ParamTable:
         self._by_tensor = {
             id(tensor): param for param in self._params for tensor in (param.handle, param.compute)
         }
-        self._by_unit: dict[int, list[OffloadedParam]] = {}
+        by_unit: dict[int, list[OffloadedParam]] = {}
         for param in self._params:
-            self._by_unit.setdefault(param.unit.index, []).append(param)
-        # What every use of a unit walks through, twice: parameter, module, attribute.
-        self._places: dict[int, list[tuple[OffloadedParam, Any, str]]] = {
-            unit: [
-                (param, at.module, at.attribute) for param in params for at in param.registrations
-            ]
-            for unit, params in self._by_unit.items()
-        }
-        self._rnns = {unit: _rnns_of(params) for unit, params in self._by_unit.items()}
+            by_unit.setdefault(param.unit.index, []).append(param)
+        self._by_unit = {unit: _UnitParams(params) for unit, params in by_unit.items()}
+        self._none = _UnitParams([])
         self._by_storage: dict[int, list[OffloadedParam]] = {}
         for param in self._params:
             storage = param.compute.untyped_storage()._cdata
@@ -145,47 +179,61 @@ class ParamTable:
 
     def show_parameters(self, unit: int) -> None:
         """Replaces the handles of a unit with its compute parameters."""
-        for param, module, attribute in self._places[unit]:
+        here = self._by_unit[unit]
+        for module, attribute, param in here.places:
             if module._parameters.get(attribute) is param.handle:
                 module._parameters[attribute] = param.compute
             else:
                 param.show(param.compute, param.handle)
-        for param in self._by_unit[unit]:
-            param.version, param.was_replaced = param.compute._version, False
-            param.is_shown = True
-        if self._rnns[unit]:
-            _refresh(self._rnns[unit])
+        showing = here.showing
+        showing.is_of_parameters, showing.versions = True, here.versions()
+        showing.replaced.clear()
+        if here.rnns:
+            _refresh(here.rnns)
 
     def show_handles(self, unit: int) -> None:
         """Replaces the compute parameters of a unit with its handles."""
-        for param, module, attribute in self._places[unit]:
+        here = self._by_unit[unit]
+        for module, attribute, param in here.places:
             if module._parameters.get(attribute) is param.compute:
                 module._parameters[attribute] = param.handle
             else:
                 param.show(param.handle, param.compute)
-        if self._rnns[unit]:
-            _refresh(self._rnns[unit])
+        if here.rnns:
+            _refresh(here.rnns)
+
+    def settle(self, unit: int) -> None:
+        """Records that the engine has taken over every change of a unit, which shows handles."""
+        here = self._by_unit.get(unit, self._none)
+        here.showing.is_of_parameters, here.showing.versions = False, here.versions()
 
     def moved_away(self, unit: int) -> list[OffloadedParam]:
         """Returns the parameters of a unit that `.data =` has moved out of the unit's region."""
-        moved = []
-        for param in self.of_unit(unit):
-            if not param.compute.is_set_to(param.place):
-                moved.append(param)  # noqa: PERF401 - A comprehension is one more call in each use.
-        return moved
+        here = self._by_unit.get(unit, self._none)
+        if all(map(torch.Tensor.is_set_to, here.computes, here.memory)):
+            return []  # Mostly; without a call of Python for each.
+        return [param for param in here.params if param.stands_elsewhere]
 
     def was_changed(self, unit: int) -> bool:
         """Whether a parameter of the unit was changed since its module began to show it."""
-        for param in self.of_unit(unit):
-            if param.was_replaced or param.compute._version != param.version:
-                return True
-        return False
+        here = self._by_unit.get(unit, self._none)
+        return bool(here.showing.replaced) or here.versions() != here.showing.versions
+
+    def changed(self, unit: int) -> list[OffloadedParam]:
+        """Returns the parameters of a unit that were changed since their last use ended."""
+        here = self._by_unit.get(unit, self._none)
+        now, then = here.versions(), here.showing.versions
+        return (
+            []
+            if now == then
+            else [param for param in here.params if now[param.number] != then[param.number]]
+        )
 
     # -- Looking up ------------------------------------------------------------------------------
 
     def of_unit(self, unit: int) -> list[OffloadedParam]:
         """Returns the parameters of a unit. Another rank's shard has none."""
-        return self._by_unit.get(unit, [])
+        return self._by_unit.get(unit, self._none).params
 
     def find(self, tensor: torch.Tensor) -> OffloadedParam | None:
         """Returns the parameter of a handle or compute parameter; None for any other tensor."""

@@ -324,7 +324,8 @@ class WeightCache:
 
     def check_kept(self, unit: int) -> None:
         """Calls the `check` of `keep_check`, if it has not been called."""
-        check_kept(self.weights[unit])
+        if self.weights[unit].kept_check is not None:
+            check_kept(self.weights[unit])
 
     def refuse_change(self, unit: int) -> None:
         """Raises UnsupportedError for weights that rest in files which are not written."""
