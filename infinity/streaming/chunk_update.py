@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from operator import itemgetter
 
 import torch
@@ -50,6 +51,19 @@ class StagedChunk:
     chunk: Chunk
     slot: StagingSlot | None
     arrays: dict[StateKind, torch.Tensor]
+    # Those of the last update, by their first element. State at rest is updated where it is, so
+    # the next update may have the same ones.
+    spans: dict[int, KnownSpans] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSpans:
+    """The spans of some slices of a chunk, with the weights at one address."""
+
+    slices: Sequence[Slice]
+    weights_address: int
+    kinds: Sequence[StateKind]
+    spans: list[StateSpan]
 
 
 def update_chunk(
@@ -70,11 +84,11 @@ def update_chunk(
             same = groups.setdefault(last, [])
         same.append(part)
     for (settings, _), slices in groups.items():
-        moments = [StateKind(name) for name in settings.state_names]
+        moments = _kinds(settings.state_names)
         if moments and staged.chunk.unit.moments.is_8bit:
             spans = [s for part in slices for s in _granules(staged, weights, part, moments)]
         else:
-            spans = _spans(staged, weights, slices, moments)
+            spans = _known_spans(staged, weights, slices, moments)
         if settings.step == 1:  # Whatever an optimizer before this one has left.
             for span in spans:
                 _forget(span, settings)
@@ -83,6 +97,28 @@ def update_chunk(
             for part in slices:
                 master = staged.arrays[StateKind.MASTER][_range(staged, part)]
                 _weight_slice(weights, part).copy_(master)
+
+
+@cache
+def _kinds(state_names: tuple[str, ...]) -> tuple[StateKind, ...]:
+    return tuple(map(StateKind, state_names))
+
+
+def _known_spans(
+    staged: StagedChunk, weights: torch.Tensor, parts: Sequence[Slice], kinds: Sequence[StateKind]
+) -> list[StateSpan]:
+    """As `_spans`, which are made anew if something is not as in the last update."""
+    first, address = parts[0].state_start, weights.data_ptr()
+    known = staged.spans.get(first)
+    if (
+        known is None
+        or known.weights_address != address
+        or known.slices != parts
+        or known.kinds != kinds
+    ):
+        spans = _spans(staged, weights, parts, kinds)
+        known = staged.spans[first] = KnownSpans(parts, address, kinds, spans)
+    return known.spans
 
 
 def _step(

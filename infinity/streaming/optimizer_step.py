@@ -79,6 +79,7 @@ class Updater(StepRunner):
             sums_in_memory=gradients.sums_in_memory,
             is_for_device=not self._is_on_host,
             sums_to_come_nbytes=lambda: gradients.blocks.to_come_nbytes,
+            has_fixed_arrays=isinstance(store, LocalStore),
         )
         self._rides_along = settings.rides_along and settings.reads_ahead
         # The streams that copy it are known to the thread that trains.
@@ -97,9 +98,9 @@ class Updater(StepRunner):
                 store, weight_cache, gradients, self._ring, self._chunks, counters, copies,
                 chunk_nbytes=settings.chunk_nbytes, is_beside=settings.is_beside,
             )  # fmt: skip
-        self._pending: dict[int, UnitUpdate] = {}
         # Where no state travels, gradients change nothing for updates.
         self.follows_gradients = self._early is not None or self._ring.travels
+        self._pending: dict[int, UnitUpdate] = {}
         # Chunks of the units that were updated since the decision, in this order.
         self._updated: dict[int, tuple[Chunk, ...]] = {}
         # Chunks that the next step will probably update, from the first gradient to the decision.
@@ -120,8 +121,8 @@ class Updater(StepRunner):
         self, lock: threading.RLock, begin_thread: Callable[[], None], resources: ExitStack
     ) -> None:
         self._worker = UpdateWorker(lock, self._turn, begin_thread)
-        self._gradients.leaving.has_worker = True
         self.follows_gradients = True
+        self._gradients.leaving.has_worker = True
         resources.callback(self._worker.close)
         self._updates_beside = self._rides_along and self._is_on_host
         if self._updates_beside and self._early is not None:
@@ -253,6 +254,7 @@ class Updater(StepRunner):
         """Forgets what is pending and waits for what is in flight; the engine is closing."""
         self._withdraw()
         self.finish_writes()
+        self._ring.forget_arrays()
 
     def _tear(self, error: BaseException) -> None:
         self._torn = self._torn or error.with_traceback(None)

@@ -49,6 +49,7 @@ class StagingRing:
     elsewhere and are there still: they are not read. `sums_to_come_nbytes`: returns the memory that
     sums of the next backward will take, or of this one.
     `is_for_device`: the device updates, so state that rests on it does not travel.
+    `has_fixed_arrays`: state at rest stays at its address as long as the store.
     `travels`: whether any state does; else there are no slots.
     """
 
@@ -64,6 +65,7 @@ class StagingRing:
         sums_in_memory: Callable[[Unit], torch.Tensor | None] | None = None,
         is_for_device: bool = False,
         sums_to_come_nbytes: Callable[[], int] | None = None,
+        has_fixed_arrays: bool = False,
     ) -> None:
         self._store = store
         # The resting bytes themselves, if the one that updates can address them.
@@ -86,10 +88,13 @@ class StagingRing:
         self._spare_nbytes = spare_nbytes
         self._sums_in_memory = sums_in_memory or (lambda _: None)
         self._sums_to_come_nbytes = sums_to_come_nbytes or (lambda: 0)
+        self._has_fixed_arrays = has_fixed_arrays
         self._num_spare = 0
         self._block: Block | None = None
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
         self._started: dict[tuple[int, int], StagedChunk] = {}  # By unit and start; oldest first.
+        # Where no state travels: chunks with all their arrays, until `forget_arrays`.
+        self._at_rest: dict[tuple[int, int], StagedChunk] = {}
 
     # -- The block -------------------------------------------------------------------------------
 
@@ -208,6 +213,10 @@ class StagingRing:
     def due(self, chunk: Chunk) -> StagedChunk:
         """Returns a chunk that is needed now, with its gradients: read ahead already, or started
         here. The caller ends with `give_back`."""
+        known = self._at_rest.get(_key(chunk))
+        if known is not None:
+            known.chunk = chunk  # It may have fewer slices than the last time.
+            return known
         staged = self.take_started(chunk)
         if staged is None:
             if self._travelling and not self._slots:
@@ -218,6 +227,9 @@ class StagingRing:
         except BaseException:
             self.give_back(staged)
             raise
+        is_fixed = self._has_fixed_arrays and not self.travels
+        if is_fixed and self._sums_in_memory(chunk.unit) is None:
+            self._at_rest[_key(chunk)] = staged
         return staged
 
     def started(self, chunk: Chunk) -> StagedChunk | None:
@@ -238,6 +250,8 @@ class StagingRing:
         """Starts reading into staging slots that are free already, in order, until none is left.
         Without `with_gradients` the gradients of the chunks are still to come. An iterator is left
         at the first chunk that is not started. Returns the number of those that are."""
+        if not self.travels:
+            return 0
         following, count = iter(chunks), 0
         while self._has_free_slot(is_for_later=not with_gradients):
             chunk = next(following, None)
@@ -397,6 +411,8 @@ class StagingRing:
 
     def write_back(self, staged: StagedChunk) -> None:
         """Starts writing what an update has changed, but for the weights."""
+        if not self.travels:
+            return
         chunk, slot = staged.chunk, staged.slot
         for kind in (*chunk.unit.moments.kinds, StateKind.MASTER):
             if kind not in staged.arrays or self._resting(chunk.unit, kind) is not None:
@@ -419,6 +435,10 @@ class StagingRing:
         later."""
         if staged.slot is not None:
             self._slots.append(staged.slot)
+
+    def forget_arrays(self) -> None:
+        """Gives up its views of state at rest: the store closes."""
+        self._at_rest.clear()
 
     def finish_writes(self) -> None:
         """Waits until what was written back so far is where it rests. Raises StorageError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
@@ -82,17 +83,21 @@ class ChunkUpdates:
 
     def check_out(self, update: UnitUpdate) -> None:
         """Checks the unit's weights out, unless they are. Nobody may hold the unit."""
-        if update.weights is None:
-            with self._counters.timed("weights_s"):
-                # Weights are made of a full master where it rests.
-                is_master_elsewhere = update.unit.has_full_master and not self._ring.is_on_device(
-                    update.unit, StateKind.MASTER
-                )
-                update.weights = self._weight_cache.check_out(
-                    update.unit.index,
-                    read=not update.overwrites_all,
-                    stays_on_device=self._on_device is not None and not is_master_elsewhere,
-                )
+        if update.weights is not None:
+            return
+        start_ns = time.monotonic_ns()
+        try:
+            # Weights are made of a full master where it rests.
+            is_master_elsewhere = update.unit.has_full_master and not self._ring.is_on_device(
+                update.unit, StateKind.MASTER
+            )
+            update.weights = self._weight_cache.check_out(
+                update.unit.index,
+                read=not update.overwrites_all,
+                stays_on_device=self._on_device is not None and not is_master_elsewhere,
+            )
+        finally:
+            self._counters.add_time("weights_s", start_ns)
 
     def check_in(self, update: UnitUpdate, *, write_now: bool) -> None:
         """Ends `check_out`. Changed weights start on their way to where they rest, with
@@ -168,8 +173,11 @@ class ChunkUpdates:
         if keep is not None:
             keep(staged.chunk, update.weights)
         update.is_begun = True
-        what = f"update of {update.unit.name}"
-        with self._counters.timed("update_s", what), torch.no_grad():
-            update_chunk(staged, update.weights, update.record, self._on_device)
+        start_ns = time.monotonic_ns()
+        try:
+            with torch.no_grad():
+                update_chunk(staged, update.weights, update.record, self._on_device)
+        finally:
+            self._counters.add_time("update_s", start_ns, f"update of {update.unit.name}")
         self._ring.write_back(staged)
         update.num_done += 1
