@@ -77,7 +77,10 @@ class WeightCache:
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
         self._evictor = WeightEvictor(self.weights, self._moves, pool, device, device_window)
-        self._check_outs = CheckOuts(store, pool, device, counters, self._moves, self._evictor)
+        self._check_outs = CheckOuts(
+            store, pool, device, counters, self._moves, self._evictor,
+            stays_attached=isinstance(self._source, TierWeights),
+        )  # fmt: skip
         self._moves.decoding.prepare(
             decoded_nbytes,
             self._evictor.reclaim_zone,

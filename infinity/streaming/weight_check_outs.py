@@ -1,6 +1,7 @@
 """Weights that are checked out: bytes that the optimizer, or a user who modifies them, may change.
 
-Weights that rest on the host or on NVMe are changed in their host block. Weights that rest on a
+Weights that rest on the host or on NVMe are changed in their host block, at its own address, or
+while its pages stand where the model reads them. Weights that rest on a
 device are changed in place by that device, or in a host copy where the device has memory of its
 own. A host copy has the parts that the caller names and no others: a rank that keeps all weights
 updates 1/N of them, and each byte of a copy passes the link.
@@ -20,14 +21,15 @@ from infinity.state.units import StateKind
 from infinity.storage.protocol import Priority
 from infinity.streaming.weight_evictor import WeightEvictor
 from infinity.streaming.weight_moves import WeightMoves
-from infinity.streaming.weight_state import HostCopy, Weights, WeightState
+from infinity.streaming.weight_state import HostCopy, Weights, WeightState, check_kept
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
 
 class CheckOuts:
     """The only writer of check-outs (`Weights.is_checked_out`, `host_copy`). `moves` moves the
-    host blocks."""
+    host blocks. `stays_attached`: weights that rest on the host are changed where the model reads
+    them, if that is their block's memory. Other ranks read weights at the block's own address."""
 
     def __init__(
         self,
@@ -37,7 +39,11 @@ class CheckOuts:
         counters: Counters,
         moves: WeightMoves,
         evictor: WeightEvictor,
+        *,
+        stays_attached: bool,
     ) -> None:
+        self._stays_attached = stays_attached
+        self._attached: dict[int, torch.Tensor] = {}  # By unit: the bytes of its region.
         self._store = store
         self._pool = pool
         self._device = device
@@ -65,6 +71,9 @@ class CheckOuts:
         if weights.rests_on_device:
             copied = [range(nbytes)] if parts is None else parts
             return self._copy_out(weights, copied, read=read)
+        is_attached = weights.rests_on_host and weights.state is WeightState.ATTACHED
+        if is_attached and self._stays_attached and weights.region.has_block_memory:
+            return self._check_out_attached(weights)
         # A block is written as a head: what is beside the parts must be there.
         is_rest_kept = parts is not None and sum(map(len, parts)) < nbytes
         return self._check_out_block(weights, read=read or is_rest_kept)
@@ -131,6 +140,16 @@ class CheckOuts:
         self._moves.finish_copy(weights)
         weights.is_checked_out = True
         return self._pool.tensor(block)
+
+    def _check_out_attached(self, weights: Weights) -> torch.Tensor:
+        """Returns the bytes of the region, at the address where the model reads them."""
+        check_kept(weights)
+        weights.is_checked_out = True
+        index, nbytes = weights.unit.index, weights.unit.weight_nbytes
+        if index not in self._attached:
+            with torch.inference_mode(False):  # Else only inference could write to it.
+                self._attached[index] = weights.region.tensor(0, (nbytes,), (1,), torch.uint8)
+        return self._attached[index]
 
     # -- Host copies -------------------------------------------------------------------------------
 

@@ -303,7 +303,8 @@ class WeightEvictor:
     def _idle_on_device(self, state: WeightState) -> Iterable[int]:
         for weights in self._moves.there():
             has_region = not weights.rests_on_device and weights is not self._moves.decoding.staged
-            if weights.state is state and not weights.use_count and has_region:
+            is_idle = not weights.use_count and not weights.is_checked_out
+            if weights.state is state and is_idle and has_region:
                 yield weights.unit.index
 
     def _evictable(self) -> Iterable[int]:

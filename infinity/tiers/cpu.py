@@ -34,6 +34,8 @@ from infinity.tiers.ranges import rounded_nbytes
 class WindowRegion:
     """A range of addresses into which arena pages are moved."""
 
+    has_block_memory = True
+
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.window = Window(rounded_nbytes(nbytes))

@@ -54,6 +54,10 @@ class Region(Protocol):
     def is_attached(self) -> bool:
         """Whether memory stands behind the tensors."""
 
+    @property
+    def has_block_memory(self) -> bool:
+        """Whether the memory of an attached region is that of its block, and no copy."""
+
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -188,6 +192,8 @@ class ResizedRegion:
     losses and names no innocent call. That takes the memory of all weights: for a small model.
     """
 
+    has_block_memory = False
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.is_attached = False
@@ -243,6 +249,7 @@ class ResidentRegion:
     """A region over memory that never leaves."""
 
     is_attached = True
+    has_block_memory = False
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.nbytes = memory.numel()

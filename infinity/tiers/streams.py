@@ -59,6 +59,8 @@ class StreamRegion:
     `streams`: those that use it now. `name`: of the unit, for messages.
     """
 
+    has_block_memory = False
+
     memory: ResizedRegion
     name: str = ""
     uses: dict[Stream, Event] = field(default_factory=dict)
