@@ -128,6 +128,7 @@ class SGD(OffloadedOptimizer):
 
     name: ClassVar[str] = "sgd"
     moments: ClassVar[frozenset[str]] = frozenset({"momentum_buffer"})
+    is_same_in_group: ClassVar[bool] = False  # A momentum begins with the first gradient.
 
     @override
     def __init__(

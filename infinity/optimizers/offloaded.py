@@ -42,6 +42,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     name: ClassVar[str]  # The value of `[optimizer] name`.
     moments: ClassVar[frozenset[str]]  # All moments that the rule can keep of a parameter.
+    # Whether the settings of a step are the same for all parameters of a group.
+    is_same_in_group: ClassVar[bool] = True
     # Accelerate does not wrap a prepared optimizer again.
     _is_accelerate_prepared = True
 
@@ -176,13 +178,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         has_gradient = self.engine.gradients.has
         settings, steps = {}, {}
         for group in self.param_groups:
+            made: dict[int, Settings] = {}  # By step.
             for handle in group["params"]:
-                param = self._params[id(handle)]
+                key = id(handle)
+                param = self._params[key]
                 if has_gradient(param.spec):
                     if param.optimizer is None or param.optimizer() is not self:
                         raise _other_optimizer(param)
-                    steps[id(handle)] = self._steps.get(id(handle), 0) + 1
-                    settings[param.spec] = self.settings_of(group, param, steps[id(handle)])
+                    step = steps[key] = self._steps.get(key, 0) + 1
+                    if step not in made or not self.is_same_in_group:
+                        made[step] = self.settings_of(group, param, step)
+                    settings[param.spec] = made[step]
         if settings:
             self._check_moments(
                 {name for setting in settings.values() for name in setting.state_names}
