@@ -10,12 +10,6 @@ Note [Nodes of a forward]
   No node is inserted between the module and its inputs: an alias or an identity function would
   change the order in which gradients are summed, which changes bits, and would make some in-place
   operations illegal.
-
-Note [Views of parameters]
-  A node whose tensor is a view of a parameter (the transposed weight of a linear layer) reads
-  nothing, and whoever has the tensor has memory of the unit. So only nodes of the forward lead
-  there, which have hooks of their own, and the node is no exit: it runs right after the last of
-  them.
 """
 
 from __future__ import annotations
@@ -45,22 +39,11 @@ _READS_NOTHING = frozenset(
     )
 )  # fmt: skip
 
-# Nodes whose tensor is a view of another one.
-_VIEWS = frozenset(
-    f"{name}Backward{number}"
-    for name, number in (
-        ("Alias", 0), ("AsStrided", 0), ("Expand", 0), ("Permute", 0), ("ReshapeAlias", 0),
-        ("Select", 0), ("Slice", 0), ("Squeeze", 0), ("Squeeze", 1), ("T", 0), ("Transpose", 0),
-        ("Transpose", 1), ("Unsqueeze", 0), ("View", 0),
-    )
-)  # fmt: skip
-
 
 @dataclass(eq=False, slots=True)
 class ForwardNodes:
-    """The nodes that one forward has made. `exits` have no next node among them but views of
-    parameters; the others are `inner`. `guarded`: the inner nodes that find the units in use when
-    they run."""
+    """The nodes that one forward has made. `exits` have no next node among them, `inner` have.
+    `guarded`: the inner nodes that find the units in use when they run."""
 
     inner: list[Node]
     exits: list[Node]
@@ -69,15 +52,14 @@ class ForwardNodes:
 
 def nodes_since(first: int, output: Any) -> ForwardNodes:
     """Returns the nodes numbered `first` or higher that the tensors of `output` reach."""
-    inner: list[Node] = []
-    found = ForwardNodes(inner, [], [])
+    found = ForwardNodes([], [], [])
     outputs = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
     entries = set()
     for tensor in outputs:
         node = tensor.grad_fn
         if node is not None and first <= node._sequence_nr() < _ACCUMULATES:
             entries.add(node)
-    waiting, seen, views = list(entries), set(entries), set()
+    waiting, seen = list(entries), set(entries)
     while waiting:
         node = waiting.pop()
         is_exit, has_parameter = True, False
@@ -87,42 +69,19 @@ def nodes_since(first: int, output: Any) -> ForwardNodes:
             number = following._sequence_nr()
             if number >= _ACCUMULATES:
                 has_parameter = True
-            elif number >= first and following not in views:
-                if following in seen:
-                    is_exit = False
-                elif following.name() in _VIEWS and (
-                    chain := _to_parameter(following, first, seen)
-                ):
-                    views.update(chain)
-                    inner += chain
-                else:
-                    is_exit = False
+            elif number >= first:
+                is_exit = False
+                if following not in seen:
                     seen.add(following)
                     waiting.append(following)
         if is_exit:
             found.exits.append(node)
             continue
-        inner.append(node)
+        found.inner.append(node)
         # A gradient of a parameter comes after the update that the last step has left pending.
         if has_parameter or node in entries or node.name() not in _READS_NOTHING:
             found.guarded.append(node)
     return found
-
-
-def _to_parameter(node: Node, first: int, seen: set[Node]) -> list[Node]:
-    """Returns the nodes from this one to a parameter, if all of them are views that this forward
-    has made, and none is in `seen`; else none. See Note [Views of parameters]."""
-    chain = []
-    while node.name() in _VIEWS and node not in seen:
-        chain.append(node)
-        ((behind, _),) = node.next_functions
-        number = -1 if behind is None else behind._sequence_nr()
-        if behind is None or number < first:
-            break
-        if number >= _ACCUMULATES:
-            return chain
-        node = behind
-    return []
 
 
 def nodes_behind(nodes: set[Node]) -> set[Node]:
