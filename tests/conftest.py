@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,27 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def pytest_collection_finish() -> None:
+_num_frozen_modules = 0
+_MODULES_TO_FREEZE = 20
+
+
+def _freeze() -> None:
     """Modules stay: hundreds of thousands of objects that no collection has to look at again. Tests
     collect what engines leave, often, and this makes it cost a hundredth."""
+    global _num_frozen_modules
     gc.collect()
     gc.freeze()
+    _num_frozen_modules = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Tests import most of torch, transformers and the package, when the first of them needs it."""
+    if len(sys.modules) >= _num_frozen_modules + _MODULES_TO_FREEZE:
+        _freeze()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import pickle
 import queue
@@ -30,6 +31,7 @@ def _run(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # No collection looks at what the server has imported.
     tempfile.tempdir = directory
     torch.set_num_threads(1)
     address = "127.0.0.1" if enter is None else enter(rank)

@@ -6,6 +6,7 @@ interpreter starts.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -23,9 +24,11 @@ _PRELOADED = [
     "torch.nn.parallel",
     "transformers.models.auto.modeling_auto",
     "transformers.models.gpt2.modeling_gpt2",
+    "infinity.api",
     "infinity.cli.train",
     "infinity.testing.models",
     "infinity.training.program",
+    "pytest",
     "trl.trainer.sft_trainer",
 ]
 
@@ -45,6 +48,7 @@ def context() -> ForkServerContext:
 
 
 def _run(code: str, arguments: tuple[str, ...], stdout: str, stderr: str) -> None:
+    gc.freeze()  # No collection looks at what the server has imported.
     for path, fd in ((stdout, 1), (stderr, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), fd)
     sys.argv = ["-c", *arguments]
