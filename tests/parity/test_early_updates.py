@@ -23,6 +23,7 @@ from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.staging_ring import StagingRing
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.exhaustive import sampled
 
 WIDTH, VOCABULARY, BLOCKS = 64, 50, 6
 
@@ -146,7 +147,21 @@ ON_HOST: dict[str, tuple[tuple[str, ...], bool]] = {
 _on_host: list[str] = ["nothing"]
 
 
-@pytest.fixture(autouse=True, params=ON_HOST)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test runs once without a device and once beside one; what rests on the host comes in
+    turn. The first test, and `make exhaustive`, have all four."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    if any(mark.args[0] == "on_host" for mark in marks):
+        return
+    at = [name for name in vars(metafunc.module) if name.startswith("test_")].index(
+        metafunc.function.__name__
+    )
+    names = list(ON_HOST)
+    kept = names if at == 0 else (names[at % 2], names[2 + at // 2 % 2])
+    metafunc.parametrize("on_host", sampled(names, kept.__contains__), indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def on_host(request: pytest.FixtureRequest) -> Iterator[str]:
     """What rests in host memory, of the tests of this file."""
     _on_host[:] = [request.param]
