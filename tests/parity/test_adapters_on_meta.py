@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import infinity
 from infinity.errors import ConfigError
 from tests.support.bits import assert_same
+from tests.support.exhaustive import in_turn
 from tests.support.offloading import offloaded
 
 PROJECTIONS = ["q_proj", "v_proj"]
@@ -99,8 +100,7 @@ def test_a_new_adapter_starts_as_over_a_base_in_memory(
 
 
 @pytest.mark.filterwarnings("error:.*no-op.*")
-@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(("kind", "low_cpu_mem_usage"), in_turn(ADAPTERS, [False, True]))
 def test_a_loaded_adapter_keeps_its_values(
     kind: str, low_cpu_mem_usage: bool, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import infinity
 from infinity.errors import InfinityError
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences
+from tests.support.exhaustive import covering, sampled
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
@@ -135,11 +137,15 @@ def layer_major(
 REFERENCES = {"disabled": of_disabled, "ref": of_reference, "eval": in_evaluation}
 
 
-@pytest.mark.parametrize("is_simulated", [False, True], ids=["cpu", "simulated"])
-@pytest.mark.parametrize("is_beside", [False, True], ids=["after", "beside"])
-@pytest.mark.parametrize("name", REFERENCES)
+PROPERTIES = {"name": [*REFERENCES], "where": ["after", "beside"], "device": ["cpu", "simulated"]}
+PAIRS = [tuple(case.values()) for case in covering(PROPERTIES)]
+
+
+@pytest.mark.parametrize(
+    tuple(PROPERTIES), sampled(product(*PROPERTIES.values()), PAIRS.__contains__)
+)
 def test_each_call_of_a_loss_has_its_own_adapters_and_modes(
-    name: str, is_beside: bool, is_simulated: bool, swap_directory: Path
+    name: str, where: str, device: str, swap_directory: Path
 ) -> None:
     """Also in the repeated forward of a block, and also behind the last block."""
     reference_of = REFERENCES[name]
@@ -156,8 +162,8 @@ def test_each_call_of_a_loss_has_its_own_adapters_and_modes(
     losses, expected = plain(make, in_order, count)
     assert any(g is not None and "default" in n for n, g in expected.items())
     found = layer_major(
-        make, beside if is_beside else in_order, swap_config(swap_directory), count,
-        SimulatedDevice(seed=3, delay_s=1e-4) if is_simulated else None,
+        make, beside if where == "beside" else in_order, swap_config(swap_directory), count,
+        SimulatedDevice(seed=3, delay_s=1e-4) if device == "simulated" else None,
     )  # fmt: skip
     assert found[0] == losses
     assert not differences(expected, found[1])

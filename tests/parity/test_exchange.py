@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamCopy, StreamDevice, _Staging
+from tests.support.exhaustive import covering, sampled
 from tests.support.loopback import Loopback, LoopbackRank
 
 from . import exchanges
@@ -29,9 +31,17 @@ def simulated(host: Any, counters: Any) -> SimulatedDevice:
     return device
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("round_nbytes", [5_000, exchanges.ROUND_NBYTES, 1 << 20])
+PROPERTIES = {
+    "count": [2, 3, 4],
+    "on_device": [False, True],
+    "round_nbytes": [5_000, exchanges.ROUND_NBYTES, 1 << 20],
+}
+PAIRS = [tuple(case.values()) for case in covering(PROPERTIES)]
+
+
+@pytest.mark.parametrize(
+    tuple(PROPERTIES), sampled(product(*PROPERTIES.values()), PAIRS.__contains__)
+)
 def test_weights_and_sums_have_the_same_bits_in_rounds_of_every_size(
     count: int, on_device: bool, round_nbytes: int
 ) -> None:

@@ -4,6 +4,7 @@ backward, with the bits of plain PyTorch on the host."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinity.streaming.gradients import GradientStore
 from infinity.streaming.norm_tasks import THREAD_NAME
 from infinity.streaming.resting_norms import RestingNorms
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.exhaustive import covering, sampled
 
 from .norm_support import let_norms_finish, tasks_of, told_by
 from .test_early_updates import Run, config_of, loss_of, make, plain_run
@@ -58,12 +60,21 @@ def values_after(run: Run, body: Callable[[Run], object]) -> list[torch.Tensor]:
     return values
 
 
-@pytest.mark.parametrize("updates", ["at_step", "deferred", "both_passes"])
-@pytest.mark.parametrize("others", [{}, STATE], ids=["gradients-alone", "all-state"])
-@pytest.mark.parametrize("max_norm", [1e-3, 1e6], ids=["clipped", "not-clipped"])
+PROPERTIES: dict[str, list[Any]] = {
+    "updates": ["at_step", "deferred", "both_passes"],
+    "on_device": ["gradients-alone", "all-state"],
+    "max_norm": [1e-3, 1e6],
+}
+CASES = [tuple(case) for case in product(*PROPERTIES.values())]
+PAIRS = [tuple(case.values()) for case in covering(PROPERTIES)]
+
+
+@pytest.mark.parametrize(tuple(PROPERTIES), sampled(CASES, PAIRS.__contains__))
 def test_bits_of_plain_pytorch(
-    swap_directory: Path, updates: str, others: dict[str, str], max_norm: float
+    swap_directory: Path, updates: str, on_device: str, max_norm: float
 ) -> None:
+    others = STATE if on_device == "all-state" else {}
+
     def body(run: Run) -> list[torch.Tensor]:
         for number in range(5):
             for part in range(1 + (number == 3)):  # One step has more gradients than the last.
