@@ -23,6 +23,7 @@ import infinity
 from infinity import checkpoint, errors
 from infinity.cli import app
 from infinity.config import SwapConfig
+from tests.support.measuring import measure_briefly
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -105,6 +106,7 @@ def test_the_tutorial_runs_as_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    measure_briefly(monkeypatch)
     shutil.copytree(
         ROOT / "examples",
         tmp_path / "examples",

@@ -52,7 +52,7 @@ CONFIGS = {
         q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
     ),
 }  # fmt: skip
-STEPS = 20
+STEPS = 8
 
 
 def save_base(directory: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -128,7 +128,7 @@ def values_of(model: Any) -> dict[str, torch.Tensor]:
     ],
 )
 def test_a_run_has_the_bits_of_peft_in_memory(tmp_path, table, kind, adapter) -> None:
-    """Loss and gradient norm of 20 steps, the adapter, and the logits of plain PEFT with it."""
+    """Loss and gradient norm of 8 steps, the adapter, and the logits of plain PEFT with it."""
     base = save_base(tmp_path / "base", kind)
     table["adapter"] |= adapter
     run(table)
@@ -185,7 +185,7 @@ def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> Non
     model.save_pretrained(tmp_path / "base")
     base_nbytes = sum(2 * parameter.numel() for parameter in model.model.layers.parameters())
     table["tiers"]["host"]["capacity"] = "6MiB"
-    table["train"] |= {"steps": 4, "batch_size": 1, "gradient_accumulation_steps": 1}
+    table["train"] |= {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 1}
     table["output"]["directory"] = str(tmp_path / "one")
     run(table)
     table["train"] |= {"gradient_accumulation_steps": 6}
@@ -194,10 +194,10 @@ def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> Non
 
     def read_nbytes(name: str) -> int:
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return sum(json.loads(line)["nvme_read_nbytes"] for line in lines[2:])
+        return json.loads(lines[2])["nvme_read_nbytes"]
 
     # Twice the base, and the adapter with its state.
-    assert base_nbytes < read_nbytes("one") / 2 < 2.5 * base_nbytes
+    assert base_nbytes < read_nbytes("one") < 2.5 * base_nbytes
     assert read_nbytes("six") < 1.05 * read_nbytes("one")  # What stays in memory differs a little.
 
 
