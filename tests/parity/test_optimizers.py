@@ -21,6 +21,7 @@ import infinity
 from infinity.errors import ConfigError, InfinityError, NonFiniteError, UnsupportedError
 from infinity.testing.models import Mlp
 from tests.support.bits import differences
+from tests.support.exhaustive import in_turn
 from tests.support.lion import PlainLion
 from tests.support.offloading import swap_config
 
@@ -206,7 +207,9 @@ def test_a_checkpoint_goes_on_to_the_bit_and_only_with_its_own_optimizer(
         assert not differences(before, weights_of(model)), "nothing was changed"
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rule", "compute"), in_turn(RULES, ["float32", "bfloat16"]), indirect=["rule"]
+)
 def test_moments_of_eight_bits_rest_anywhere(rule: Rule, compute: str, tmp_path: Path) -> None:
     """Approximate, and the same on every tier."""
     found = []
