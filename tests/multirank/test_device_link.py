@@ -26,6 +26,7 @@ from infinity.state.units import StateKind
 from infinity.streaming.step_record import StepRecord
 from infinity.testing import SimulatedDevice
 from infinity.testing.simulated_device import UnorderedAccess
+from tests.support.exhaustive import sampled
 
 from .models import WideBlocks, batch, loss_of
 from .processes import run_ranks
@@ -170,22 +171,35 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_rank_s_link_carries_its_part_of_the_weights_it_updates(count: int) -> None:
+# Two and three ranks each take a part of the ways, in which each stage, exchange, place of state and
+# device of updates occurs; `make exhaustive` has all.
+OF_TWO = [WAYS[at] for at in (0, 3, 4, 5, 6, 9)]
+OF_THREE = [way for way in WAYS if way not in OF_TWO]
+JOBS = [(2, OF_TWO), (3, OF_THREE), (2, OF_THREE), (3, OF_TWO)]
+
+
+@pytest.mark.parametrize(
+    ("count", "ways"),
+    sampled(JOBS, JOBS[:2].__contains__),
+    ids=["2", "3", "2-rest", "3-rest"],
+)
+def test_a_rank_s_link_carries_its_part_of_the_weights_it_updates(
+    count: int, ways: list[Way]
+) -> None:
     """Between hosts a rank reads its part once for each other rank, in whole pages. Between devices
     nothing but the updated part passes the link."""
-    of_ranks = run_ranks(count, train, WAYS)
+    of_ranks = run_ranks(count, train, ways)
     num_units = 5
     for runs in of_ranks:
-        for way, run in zip(WAYS, runs, strict=True):
+        for way, run in zip(ways, runs, strict=True):
             (inward, outward), (wanted_in, wanted_out) = run.moved, run.expected
             assert inward == wanted_in, (way, run.moved, run.expected)
             is_served = way.exchange == "one_sided"
             slack_nbytes = 2 * PAGE_NBYTES * num_units * (count - 1) if is_served else 0
             assert wanted_out <= outward <= wanted_out + slack_nbytes, (way, run)
-    for at, way in enumerate(WAYS):
+    for at, way in enumerate(ways):
         for runs in of_ranks:
-            first = next(i for i, other in enumerate(WAYS) if other.dtype is way.dtype)
+            first = next(i for i, other in enumerate(ways) if other.dtype is way.dtype)
             reference = of_ranks[0][first].weights
             assert all(torch.equal(reference[n], runs[at].weights[n]) for n in reference), way
 

@@ -27,6 +27,7 @@ from infinity.testing import SimulatedDevice
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from infinity.training.adapter import save_adapter
 from tests.support.bits import assert_same
+from tests.support.exhaustive import in_turn
 
 from .processes import run_ranks
 
@@ -364,8 +365,7 @@ def test_a_shard_with_other_bytes_is_named_on_every_rank(
         assert shard in error and "bytes are not those" in error
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("exchange", ["one_sided", "collective"])
+@pytest.mark.parametrize(("exchange", "count"), in_turn(["one_sided", "collective"], [3, 2]))
 def test_a_shard_that_one_rank_loses_ends_every_rank_with_its_name(
     bases: dict[str, Path], tmp_path: Path, exchange: str, count: int
 ) -> None:
