@@ -55,7 +55,8 @@ PROPERTIES: dict[str, list[Any]] = {
     "end": ["none", "resumed", "killed"],
 }
 Case = dict[str, Any]
-PAIRS = covering(PROPERTIES)
+# By base: a worker that has a part of the cases makes few of the bases.
+PAIRS = sorted(covering(PROPERTIES), key=lambda case: str(case["base"]))
 TRIPLES = covering(PROPERTIES | {"base": list(CASES)}, strength=3)
 MANY_STEPS = 20
 
