@@ -25,6 +25,7 @@ import torch
 from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings, torch_adamw_
 from infinity.ops.dynamic_8bit import State8Bit, num_scales
+from infinity.ops.host_sums import add_
 from infinity.ops.lion import LionSettings
 from infinity.ops.native import apply_rule, instruction_sets
 from infinity.ops.optimizers import update_
@@ -130,6 +131,12 @@ def make_cases(arrays: Arrays, threads: int) -> list[Case]:
         torch_fused()
         arrays.narrow_weight.copy_(arrays.weight)
 
+    def torch_sum() -> None:
+        arrays.gradient.add_(arrays.narrow_gradient)
+
+    def native_sum() -> None:
+        add_(arrays.gradient, arrays.narrow_gradient)
+
     return [
         Case("stream fp32", FP32_NBYTES, stream(fp32)),
         Case("adamw fp32", FP32_NBYTES, native(fp32, adamw), "stream fp32"),
@@ -155,6 +162,9 @@ def make_cases(arrays: Arrays, threads: int) -> list[Case]:
         Case("adam fp32", FP32_NBYTES, native(fp32, AdamSettings(**adam)), "stream fp32"),
         Case("momentum sgd fp32", 20, native(one_state, sgd)),
         Case("lion fp32", 20, native(one_state, lion)),
+        # A further gradient is added to its sum: 4 and 2 bytes in, 4 out.
+        Case("torch sum, bf16 gradient", 10, torch_sum),
+        Case("native sum, bf16 gradient", 10, native_sum),
     ]
 
 

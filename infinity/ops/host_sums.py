@@ -4,6 +4,9 @@ torch's operations take torch's number of threads, which torchrun sets to 1 for 
 which may be more than the cores that a rank is bound to. Where `threads_here` gives another number,
 native kernels with the same bits do the work. torch's number itself is not to be changed for a
 while: MKL's number follows it in all threads, and so does that of threads that start then.
+
+Sums of fp32 and bf16 are made by the native kernel with any number of threads: torch takes several
+times as long, because it widens the term element by element (`bench/update_kernel.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ _IS_BF16 = {torch.float32: False, torch.bfloat16: True}
 
 def add_(total: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
     """Adds `term` to `total`, and returns it: tensors of one shape, of any dtypes and strides."""
-    threads = _native_threads(total, term)
+    threads = _native_threads(total, term, is_slow_in_torch=term.dtype is torch.bfloat16)
     if threads is None or total.dtype is not torch.float32 or term.dtype not in _IS_BF16:
         return total.add_(term)
     _core.update.add(
@@ -69,14 +72,17 @@ def _multiply(product: torch.Tensor, values: torch.Tensor, factor: float, thread
     )  # fmt: skip
 
 
-def _native_threads(result: torch.Tensor, term: torch.Tensor) -> int | None:
-    """Returns the threads of a native kernel; None where torch has as many, or as these arrays are
-    not for a kernel: small, on a device, or not contiguous."""
+def _native_threads(
+    result: torch.Tensor, term: torch.Tensor, *, is_slow_in_torch: bool = False
+) -> int | None:
+    """Returns the threads of a native kernel; None where torch has as many, and is not slow, or as
+    these arrays are not for a kernel: small, on a device, or not contiguous."""
     if result.nbytes < LEAST_NBYTES:
         return None
     torch_threads = torch.get_num_threads()
     threads = threads_here(torch_threads)
-    if threads == torch_threads or not (result.is_cpu and term.is_cpu):
+    is_for_torch = threads == torch_threads and not is_slow_in_torch
+    if is_for_torch or not (result.is_cpu and term.is_cpu):
         return None
     is_flat = result.is_contiguous() and term.is_contiguous() and result.shape == term.shape
     return threads if is_flat else None

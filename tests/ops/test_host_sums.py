@@ -126,6 +126,16 @@ def test_torch_sums_where_it_has_the_threads_of_updates(
     assert total.sum() == NUMEL and not threads
 
 
+def test_terms_in_bf16_are_added_by_the_kernel_whatever_threads_torch_has(
+    threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    total, term = numbers(NUMEL, 1), numbers(NUMEL, 2, torch.bfloat16)
+    wanted = total + term
+    assert torch.equal(host_sums.add_(total, term), wanted)
+    assert threads == [3]
+
+
 def test_a_product_of_fp32_numbers_is_in_their_own_memory() -> None:
     values = torch.ones(8)
     assert host_sums.multiplied_(values, 0.5) is not None
