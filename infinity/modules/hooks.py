@@ -138,7 +138,7 @@ class BackwardCalls:
         def reached(gradients: Any) -> None:
             running = current_backward()
             if call.backward_id != running or _is_grad_enabled():
-                self._reached(call, exits, running)
+                self._reached(call, exits)
             elif current_stream is not None and current_stream() not in call.streams:
                 self._join(call)
 
@@ -150,9 +150,17 @@ class BackwardCalls:
         self._uses.join(call.units)
         call.streams.add(self._uses.current_stream())
 
-    def _reached(self, call: ModuleCall, exits: Iterable[Node], running: int) -> None:
-        if not torch._C._will_engine_execute_node(torch._C._current_autograd_node()):
-            return  # Its gradient is asked for, and the backward ends there.
+    def _reached(self, call: ModuleCall, exits: Iterable[Node]) -> None:
+        """A gradient has come to a node. If the gradient alone is asked for, the node does not run;
+        a hook of the node itself runs with it, after this one."""
+
+        def runs(gradients: Any) -> None:
+            handle.remove()
+            self._enter(call, exits, current_backward())
+
+        handle = torch._C._current_autograd_node().register_prehook(runs)
+
+    def _enter(self, call: ModuleCall, exits: Iterable[Node], running: int) -> None:
         if torch.is_grad_enabled():
             self._follow(call)
         if call.backward_id == running:

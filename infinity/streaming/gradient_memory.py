@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from infinity.ops.host_sums import add_, copy_
+from infinity.ops.host_sums import LEAST_NBYTES, add_, copy_
 from infinity.state.units import TensorSpec
 
 
@@ -30,4 +30,7 @@ def in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 def put(target: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
     """Copies a gradient to `target`, or adds it if it is not the first one there."""
-    _ = copy_(target, gradient) if first else add_(target, gradient)
+    if target.nbytes < LEAST_NBYTES:  # torch's, and no call of Python more.
+        _ = target.copy_(gradient) if first else target.add_(gradient)
+    else:
+        _ = copy_(target, gradient) if first else add_(target, gradient)
