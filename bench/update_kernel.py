@@ -1,6 +1,7 @@
 """How close is the optimizer's update to the bandwidth of memory?
 
     python bench/update_kernel.py [--numel 24M] [--threads 1 2] [--rounds 15] [--json FILE]
+    python bench/update_kernel.py --only sum              sums of gradients
 
 Measured interleaved, so that a slow spell of the machine hits all alike; medians, and ratios of
 medians taken round by round. The ceiling is a bare kernel over the same streams (`stream`: 4 in, 3
@@ -234,6 +235,7 @@ def main() -> None:
     parser.add_argument("--numel", type=parse_count, default=24 << 20, help="parameters (24M)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
+    parser.add_argument("--only", default="", help="the cases with this word in their names")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
 
@@ -250,7 +252,12 @@ def main() -> None:
     }
     for threads in sorted(set(options.threads)):
         torch.set_num_threads(threads)
-        cases = make_cases(arrays, threads)
+        shared = ("torch fused adamw", "adamw fp32", "stream fp32")  # What others are compared to.
+        cases = [
+            case
+            for case in make_cases(arrays, threads)
+            if options.only in case.name or case.name in shared
+        ]
         rows = describe(cases, measure(cases, options.rounds), options.numel)
         report["by_threads"][threads] = rows
         print_table(rows, threads)

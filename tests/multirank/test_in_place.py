@@ -342,9 +342,11 @@ def error_after(rank: int, bases: str, change: str, case: Case) -> tuple[str, st
                 shard.unlink()
             elif change == "other bytes" and rank == 0:
                 shard.write_bytes(shard.read_bytes()[:4096] + bytes(shard.stat().st_size - 4096))
-            engine.ranks.barrier("the file has changed")
-            engine.weight_cache.forget()  # As if other weights had needed its memory.
             try:
+                engine.ranks.barrier(
+                    "the file has changed"
+                )  # A rank that left it may fail at once.
+                engine.weight_cache.forget()  # As if other weights had needed its memory.
                 step(model, optimizer, 4, case)
             except InfinityError as error:
                 caught = type(error).__name__, str(error)
