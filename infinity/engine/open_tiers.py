@@ -63,9 +63,8 @@ def open_tiers(
 
     `identities`: the files of a checkpoint; those that `units` rest in are opened. `num_spares`:
     generations of the volume beside the current one, `num_private` of them for early updates.
-    `num_sharing`: ranks of the machine, with a
-    directory each in a swap directory. `has_neighbours`: other ranks of the machine read the arena.
-    Raises StorageError, CapacityError.
+    `num_sharing`: ranks of the machine, with a directory each in a swap directory.
+    `has_neighbours`: other ranks of the machine read the arena. Raises StorageError, CapacityError.
     """
     counters, huge_pages = Counters(), config.tiers.host.huge_pages
     arena = Arena(

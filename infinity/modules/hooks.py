@@ -156,11 +156,12 @@ class BackwardCalls:
 
         def runs(gradients: Any) -> None:
             handle.remove()
-            self._enter(call, exits, current_backward())
+            self._enter(call, exits)
 
         handle = torch._C._current_autograd_node().register_prehook(runs)
 
-    def _enter(self, call: ModuleCall, exits: Iterable[Node], running: int) -> None:
+    def _enter(self, call: ModuleCall, exits: Iterable[Node]) -> None:
+        running = current_backward()
         if torch.is_grad_enabled():
             self._follow(call)
         if call.backward_id == running:

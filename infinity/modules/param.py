@@ -223,11 +223,9 @@ class ParamTable:
         """Returns the parameters of a unit that were changed since their last use ended."""
         here = self._by_unit.get(unit, self._none)
         now, then = here.versions(), here.showing.versions
-        return (
-            []
-            if now == then
-            else [param for param in here.params if now[param.number] != then[param.number]]
-        )
+        if now == then:
+            return []  # Mostly.
+        return [param for param in here.params if now[param.number] != then[param.number]]
 
     # -- Looking up ------------------------------------------------------------------------------
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.state.store import (
-    HostLocation,
-    LocalStore,
-    NvmeLocation,
-    changing_kinds,
-)
+from infinity.state.store import HostLocation, LocalStore, NvmeLocation, changing_kinds
 from infinity.state.units import Unit
 
 

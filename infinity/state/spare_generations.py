@@ -14,6 +14,7 @@ from infinity.state.budgets import Budgets
 from infinity.state.placement import StatePlacement
 from infinity.state.store import changing_kinds, spared
 from infinity.state.units import StateKind, Unit
+from infinity.storage import volume_layout
 
 
 def count_spares(config: SwapConfig, *, num_ranks: int = 1) -> int:
@@ -129,7 +130,7 @@ def spares_nbytes(
     updates."""
     placed = placement.tiers.items()
     heads = [spared(units[index], kind) for (index, kind), tier in placed if tier == "nvme"]
-    return sum(head.nbytes * head.num_files(num_spares, num_private) for head in heads if head)
+    return volume_layout.spares_nbytes(heads, num_spares, num_private)
 
 
 def free_nvme_nbytes(config: SwapConfig) -> float:

@@ -35,6 +35,7 @@ from infinity.storage.volume_layout import (
     growths_of,
     share_with_spares,
     slice_extents,
+    spares_nbytes,
     stripe,
 )
 from infinity.storage.volume_paths import (
@@ -157,7 +158,7 @@ class Volume:
             spared = [Spared(nbytes) for nbytes in sizes_nbytes]
         num_spares, num_private = self.num_spares, self._num_private
         heads = [(s.num_files(num_spares, num_private), s.nbytes) if s else (0, 0) for s in spared]
-        spare_nbytes = sum(num_files * nbytes for num_files, nbytes in heads)
+        spare_nbytes = spares_nbytes(spared, num_spares, num_private)
         with self._reserving:
             free = spaces_of(self._open, self._weights)
             spaces = share_with_spares(free, sizes_nbytes, spare_nbytes, num_spares=num_spares)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.errors import CapacityError, ConfigError
@@ -33,6 +33,11 @@ class Spared:
         """Returns the number of spare files with space for it, the first ones of `num_spares`.
         `num_private` contents that only this process needs are frozen at a time."""
         return num_private if self.is_private else num_spares
+
+
+def spares_nbytes(spared: Iterable[Spared | None], num_spares: int, num_private: int) -> int:
+    """Returns the bytes that all spare files of a volume take."""
+    return sum(head.nbytes * head.num_files(num_spares, num_private) for head in spared if head)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,13 @@ class Words(nn.Module):
         return self.head(self.embedding(ids))
 
 
-def unit_of(module: nn.Module) -> int:
-    [param] = infinity.engine_of(module).params_of(module)
-    return param.unit.index
+@contextmanager
+def looked_up(directory: Path) -> Iterator[tuple[Words, torch.Tensor, int]]:
+    """A model, the output of its embedding, and the embedding's unit."""
+    with offloaded(Words(), swap_config(directory)) as model:
+        out = model.embedding(torch.arange(4))
+        [param] = infinity.engine_of(model).params_of(model.embedding)
+        yield model, out, param.unit.index
 
 
 @pytest.fixture
@@ -50,10 +56,7 @@ def test_the_node_that_a_backward_begins_with_brings_its_unit_into_use(
     swap_directory: Path, entered: list[int]
 ) -> None:
     """Such a node is in no table of the nodes that a backward is going to run."""
-    with offloaded(Words(), swap_config(swap_directory)) as model:
-        ids = torch.arange(4)
-        out = model.embedding(ids)
-        unit = unit_of(model.embedding)
+    with looked_up(swap_directory) as (_, out, unit):
         for _ in range(2):  # Also the second time.
             entered.clear()
             out.backward(torch.ones_like(out), retain_graph=True)
@@ -63,10 +66,7 @@ def test_the_node_that_a_backward_begins_with_brings_its_unit_into_use(
 def test_a_node_whose_gradient_alone_is_asked_for_brings_no_unit_into_use(
     swap_directory: Path, entered: list[int]
 ) -> None:
-    with offloaded(Words(), swap_config(swap_directory)) as model:
-        ids = torch.arange(4)
-        out = model.embedding(ids)
-        unit = unit_of(model.embedding)
+    with looked_up(swap_directory) as (model, out, unit):
         entered.clear()
         score = model.head(out).sum()
         torch.autograd.grad(score, [out], retain_graph=True)
