@@ -38,10 +38,10 @@ def multiplied_(values: torch.Tensor, factor: float) -> torch.Tensor:
     values: (numel,), contiguous. The factor is rounded to fp32.
     """
     is_wide = values.dtype is torch.float32
-    product = values if is_wide else torch.empty(values.shape, dtype=torch.float32)
+    product = values if is_wide else torch.empty_like(values, dtype=torch.float32)
     threads = _native_threads(product, values)
     if threads is None or values.dtype not in _IS_BF16:
-        return values.float().mul_(factor)
+        return (product if is_wide else product.copy_(values)).mul_(factor)
     _multiply(product, values, factor, threads)
     return product
 
