@@ -426,12 +426,22 @@ def _staging_ring(
     chunk_nbytes, num_slots = plan_staging_slots(
         working_nbytes - max(weights_nbytes, request.host_held_nbytes),
         request.config.schedule.update_chunk,
-        unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
+        unit_nbytes=_largest_updated_nbytes(units, placement),
         travelling_nbytes=sum(staging_nbytes(units, travelling, granule_nbytes).values()),
         granule_nbytes=granule_nbytes,
     )
     slot_nbytes = sum(staging_nbytes(units, travelling, chunk_nbytes).values())
     return chunk_nbytes, num_slots, num_slots * slot_nbytes
+
+
+def _largest_updated_nbytes(units: Sequence[Unit], placement: StatePlacement) -> int:
+    """The fp32 bytes of the largest unit whose state travels: over ranks that is a shard."""
+    travelling = placement.travelling()
+    return max(
+        unit.state_numel * STATE_ITEM_NBYTES
+        for unit in units
+        if not travelling or any((unit.index, kind) in placement.tiers for kind in travelling)
+    )
 
 
 def _window_nbytes(request: _Request, working_nbytes: int) -> int:
