@@ -8,13 +8,15 @@ Note [Copies of shards]
   A copy has the bytes that rest on the drive, or it is not read. An update in the backward, which
   no step has decided, puts its weights beside the copy; `publish` and `drop` follow the decision.
   The lock is held for one MiB at a time, so nobody waits for a whole shard, and the memory of a
-  copy may be given back at any moment: who reads or fills it notices before the next MiB.
+  copy may be given back at any moment: who reads or fills it notices before the next MiB. A copy
+  that is lent to a reader, which may be another rank, is not given back until the reader has it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +36,7 @@ class _KeptWeights:
 
     block: Block
     is_complete: bool = False  # All bytes are there.
+    num_readers: int = 0  # To which the memory is lent.
 
 
 class KeptShards:
@@ -45,13 +48,13 @@ class KeptShards:
 
     def __init__(self, host: HostBlocks) -> None:
         self._host = host
-        self._lock = threading.Lock()  # Guards all that follows.
+        self._lock = threading.Condition()  # Guards all that follows.
         self._kept: dict[int, _KeptWeights] = {}  # In the order of the next pass.
         # Of updates that no step has decided; None: no memory was free.
         self._undecided: dict[int, _KeptWeights | None] = {}
         # Shards that this rank has read since their update, the first read first.
         self._used: dict[int, None] = {}
-        self._unused: list[Block] = []  # To be given back.
+        self._unused: list[_KeptWeights] = []  # To be given back.
 
     # -- Memory: training thread -------------------------------------------------------------------
 
@@ -76,35 +79,44 @@ class KeptShards:
 
     def _taken(self, pool: HostPool, shard: Unit) -> _KeptWeights | None:
         with self._lock:
-            unused, self._unused = self._unused, []
-        for block in unused:
-            pool.free(block)
+            unused = [copy for copy in self._unused if not copy.num_readers]
+            self._unused = [copy for copy in self._unused if copy.num_readers]
+        for copy in unused:
+            pool.free(copy.block)
         fresh = pool.try_spare(shard.trainable_nbytes, _LABEL)
         return None if fresh is None else _KeptWeights(fresh)
 
-    def give_back(self, pool: HostPool) -> bool:
-        """Frees one block. Returns whether there was any."""
+    def give_back(self, pool: HostPool, *, waits: bool = False) -> bool:
+        """Frees one block; with `waits` also one that is lent, when its reader has it. Returns
+        whether there was any."""
         with self._lock:
             block = self._least_useful()
+            while block is None and waits and self._are_some_lent():
+                self._lock.wait()
+                block = self._least_useful()
         if block is None:
             return False
         pool.free(block)
         return True
 
+    def _are_some_lent(self) -> bool:
+        return any(copy.num_readers for copy in (*self._kept.values(), *self._unused))
+
     def _least_useful(self) -> Block | None:
         """Takes out a block: first of those that this rank has read, because a pass comes back to
         the shards that it has read first at its very end; then of the shard that comes last."""
-        if self._unused:
-            return self._unused.pop()
-        for shard in self._used:
-            del self._used[shard]
-            return self._kept.pop(shard).block
-        if self._kept:
-            return self._kept.popitem()[1].block
-        for shard, copy in self._undecided.items():
-            if copy is not None:
-                self._undecided[shard] = None
+        for copy in self._unused:
+            if not copy.num_readers:
+                self._unused.remove(copy)
                 return copy.block
+        for shard in (*self._used, *reversed(self._kept)):
+            if not self._kept[shard].num_readers:
+                self._used.pop(shard, None)
+                return self._kept.pop(shard).block
+        for shard, undecided in self._undecided.items():
+            if undecided is not None:
+                self._undecided[shard] = None
+                return undecided.block
         return None
 
     # -- Content -----------------------------------------------------------------------------------
@@ -135,14 +147,14 @@ class KeptShards:
             self._used.pop(shard, None)
             if new is not None and new.is_complete:
                 self._kept[shard], new = new, None
-            self._unused += [copy.block for copy in (new, old) if copy is not None]
+            self._unused += [copy for copy in (new, old) if copy is not None]
 
     def drop(self, shard: int) -> None:
         """Forgets the weights of an undecided update, if there is one."""
         with self._lock:
             copy = self._undecided.pop(shard, None)
             if copy is not None:
-                self._unused.append(copy.block)
+                self._unused.append(copy)
 
     def forget(self, shard: int | None = None) -> None:
         """The weights of the shard, or of all shards, change by other means than an update."""
@@ -176,10 +188,33 @@ class KeptShards:
                 sink[start:stop].copy_(memory)
         if is_own:
             with self._lock:
-                if shard in self._kept:
-                    self._used.pop(shard, None)
-                    self._used[shard] = None
+                self._note_used(shard)
         return True
+
+    @contextmanager
+    def lent(self, shard: int, *, is_own: bool = False) -> Iterator[torch.Tensor | None]:
+        """Lends the shard's weights for the block: uint8, host, (trainable_nbytes,), not to be
+        changed. None if they are not kept. `is_own`: for a pass of this rank."""
+        with self._lock:
+            copy = self._kept.get(shard)
+            if copy is None or not copy.is_complete:
+                copy = None
+            else:
+                copy.num_readers += 1
+        try:
+            yield None if copy is None else self._memory(copy)
+        finally:
+            if copy is not None:
+                with self._lock:
+                    copy.num_readers -= 1
+                    if is_own:
+                        self._note_used(shard)
+                    self._lock.notify_all()
+
+    def _note_used(self, shard: int) -> None:
+        if shard in self._kept:
+            self._used.pop(shard, None)
+            self._used[shard] = None
 
     def _memory(self, copy: _KeptWeights) -> torch.Tensor:
         return self._host.tensor(copy.block)

@@ -337,8 +337,8 @@ class DistributedStore:
         self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int
     ) -> Iterator[memoryview]:
         """Yields the bytes of `segments` in parts. A part is valid until the next one. Of parts
-        that rest on a drive, one is read while the one before it is used, unless they are kept.
-        State on the host is its own part, unless it may change while a part is valid."""
+        that rest on a drive, one is read while the one before it is used. State on the host is its
+        own part, unless it may change while a part is valid, and so are weights that are kept."""
         self.pending.await_update(shard.unit.index)
         unit, is_full = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
@@ -352,6 +352,11 @@ class DistributedStore:
         if host_view is not None and self._changing(unit, state_kind) is None:
             yield from (_memory_of(host_view[start:stop]) for start, stop in ranges)
             return
+        if state_kind is StateKind.PARAMETERS:
+            with self.kept.lent(unit.index, is_own=reader == self.partition.rank) as kept:
+                if kept is not None and all(stop <= kept.numel() for _, stop in ranges):
+                    yield from (_memory_of(kept[start:stop]) for start, stop in ranges)
+                    return
         windows = self._reading[reader]
         reads: deque[Transfer] = deque()
         parts = [part for start, stop in ranges for part in _windows_of(start, stop)]
