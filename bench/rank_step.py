@@ -13,6 +13,9 @@ that it has for that. DeepSpeed takes part where bench/peers/.venv-deepspeed is 
 
 `--drive READ WRITE` (GB/s, of `infinity bench`) adds, for state on NVMe, the ratio of a step to the
 longer of the same stage on the host and its bytes at the drive's speed.
+
+Every program keeps freed memory for the next allocation, as `infinity train` does: else a third of a
+step on the host is page faults. The share of early updates has settled after the warm-up.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ sys.path.append(str(Path(__file__).resolve().parent / "peers"))
 from common import Results, high_water_nbytes, say
 from peer import VENV, deepspeed_variables
 
-WARM_UP = 2
+WARM_UP = 10
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+             "MALLOC_ARENA_MAX": "1"}  # fmt: skip
 OURS = tuple(f"ours-{stage}-{where}" for where in ("host", "nvme") for stage in (1, 2, 3))
 PROGRAMS = ("ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", *OURS)
 KINDS = ("parameters", "master", "moments", "gradients")
@@ -133,7 +138,7 @@ def run(program: str, count: int, sequence: int, words: argparse.Namespace) -> l
             ranks.append(
                 subprocess.Popen(
                     [*worker, json.dumps(settings | {"rank": rank})],
-                    env={**variables, **place, "OMP_NUM_THREADS": "1"},
+                    env={**variables, **place, **ALLOCATOR, "OMP_NUM_THREADS": "1"},
                     stdout=subprocess.DEVNULL,
                 )
             )

@@ -6,6 +6,9 @@ the threads that serve other ranks, the thread of the own shard, and the trainin
 updating thread waits for drives only, never for another rank or for the engine's lock. Every wait
 here therefore ends, whatever the other ranks do (docs/design/0015-deferred-over-ranks.md).
 
+While it has nothing else to read, the thread may read the state of *expected* shards: of those that
+it will probably update in the next backward or after the next step.
+
 In the backward the same thread updates shards *early*, before the step has decided:
 
   early shard   the thread                     next
@@ -40,7 +43,11 @@ class PendingShards:
         self._early: dict[int, None] = {}  # QUEUED or RUNNING, in order.
         self._done: set[int] = set()  # Early and DONE.
         self._running: int | None = None  # Which the thread updates.
-        self._stale: set[int] = set()  # Withdrawn, and the thread may have something of it.
+        # Their state may be read before anything else of their next updates is there, in order.
+        self._expected: dict[int, None] = {}
+        self._is_expected_anew = False
+        # No more early or expected, and the thread may have something of it.
+        self._stale: set[int] = set()
         self._num_changes: Counter[int] = Counter()  # Beginnings and ends of other changes.
         self._is_resting = True  # Nothing is pending, and all writes of updates are over.
         self._is_idle = True  # The same with early updates.
@@ -71,6 +78,7 @@ class PendingShards:
         """Queues a shard for an update that no step has decided. It is not pending."""
         with self._changed:
             assert shard not in self._order and shard not in self._done
+            self._expected.pop(shard, None)
             self._early[shard] = None
             self._is_idle = False
             self._changed.notify_all()
@@ -88,6 +96,28 @@ class PendingShards:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._stale & back or self._is_over())
             return begun
+
+    def expect(self, shards: Iterable[int]) -> None:
+        """The thread may read the state of these shards, in this order, while it has nothing else
+        to read. Their updates come later, if at all."""
+        with self._changed:
+            before, self._expected = self._expected, dict.fromkeys(shards)
+            self._stale |= before.keys() - self._expected.keys() - self._order.keys()
+            self._is_expected_anew = True
+            self._is_idle = False
+            self._changed.notify_all()
+
+    def forget_expected(self, shards: Iterable[int] | None = None) -> None:
+        """The state of these shards may change, of all without `shards`: it is not read ahead any
+        more. Waits until the thread has dropped what it has of them."""
+        with self._changed:
+            back = self._expected.keys() & (self._expected if shards is None else set(shards))
+            for shard in back:
+                del self._expected[shard]
+            # What was pending since has been read for its update.
+            self._stale |= back - self._order.keys()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._stale & back or self._is_over())
 
     def close(self) -> None:
         """Ends the updates after the one that runs. Waits for pending shards raise from now on."""
@@ -110,6 +140,11 @@ class PendingShards:
     def is_pending(self, shard: int) -> bool:
         """Whether the shard awaits its update."""
         return shard in self._order
+
+    def is_read(self, shard: int) -> bool:
+        """Whether the thread may read gradients of the shard: it awaits its update, or is early and
+        not DONE."""
+        return shard in self._order or shard in self._early or shard in self._stale
 
     def note_change(self, shard: int) -> None:
         """The shard's weights are about to be set, or were set: an early update that has begun is
@@ -191,6 +226,12 @@ class PendingShards:
         with self._changed:
             return [shard for shard in (*self._order, *self._early) if shard != but]
 
+    def expected(self) -> list[int]:
+        """Returns the expected shards that are neither pending nor early, in order."""
+        with self._changed:
+            self._is_expected_anew = False
+            return [shard for shard in self._expected if shard not in self._order]
+
     def note_updated(self, shard: int) -> None:
         """Marks a shard as updated: reads of its state see the new one."""
         with self._changed:
@@ -231,10 +272,13 @@ class PendingShards:
         some; False after `close`."""
         with self._changed:
             self._is_resting = not self._order
-            self._is_idle = not self._order and not self._early
+            self._is_idle = not (self._order or self._early or self._is_expected_anew)
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._order or self._early or self._stale or self._is_closed
+                lambda: (
+                    (self._order or self._early or self._stale or self._is_expected_anew)
+                    or self._is_closed
+                )
             )
             return not self._is_closed
 

@@ -18,6 +18,7 @@ from infinity.distributed.endings import ending_all
 from infinity.distributed.grad_memory import SumsMemory
 from infinity.distributed.norms import measured_shards, norms_of
 from infinity.distributed.ordered_sum import OrderedReduction
+from infinity.distributed.owned_sums import OwnedSums
 from infinity.distributed.partials import PartialGradient, wire_code
 from infinity.distributed.peer import RemoteRequest
 from infinity.distributed.store import DistributedStore
@@ -72,6 +73,9 @@ class DistributedGradients(GradientSink):
         sums: SumsMemory,
     ) -> None:
         self.local = GradientStore(store, pool=pool, device=device, counters=counters, blocks=sums)
+        self._end_local = self.local.settle
+        if store.partition.shards_gradients:  # In stages 2 and 3 they rest nowhere.
+            self._end_local = self.local.finish_copies
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
         self._buckets = buckets
@@ -88,8 +92,8 @@ class DistributedGradients(GradientSink):
             for share in shard.shares:
                 self._local_shares[self._index[share.full]] = shard.unit, share
         norms = self.norms = measured_shards(share for _, share in self._local_shares.values())
-        self.owned = GradientStore(store, pool=pool, device=device, counters=counters, norms=norms)
         self._pending, self._partials = store.pending, store.partials
+        self.owned = OwnedSums(store, pool, device, counters, norms, store.pending)
         self._reduce_buffer: OrderedReduction[PartialGradient] = OrderedReduction(
             self._partition.count, combine=self._combine, drop=self._partials.drop
         )
@@ -359,11 +363,7 @@ class DistributedGradients(GradientSink):
         self._take_buckets()
 
     def _give_away(self, unit: Unit) -> None:
-        """Sends the sums of a unit to their owners.
-
-        In stages 2 and 3 such sums rest nowhere: they are in the block of the unit until they are
-        sent.
-        """
+        """Sends the sums of a unit, which rest nowhere, from its block to their owners."""
         if unit in self.local.in_blocks():
             self._give_sums(unit)
             self.local.drop_block(unit)
@@ -480,20 +480,18 @@ class DistributedGradients(GradientSink):
     @override
     def reclaim(self) -> bool:
         # Sums that will be sent wait for all their parts, also when memory is short.
-        has_idle_sums = not self._partition.shards_gradients
-        return (has_idle_sums and self.local.reclaim()) or self.owned.reclaim()
+        are_sent = self._partition.shards_gradients
+        return (not are_sent and self.local.reclaim()) or self.owned.reclaim()
 
     @override
     def settle(self) -> None:
-        if self._partition.shards_gradients:
-            self.local.finish_copies()
-        else:
-            self.local.settle()
+        self._end_local()
         self.owned.settle()
 
     @override
     def prepare_step(self) -> None:
-        self.settle()
+        self._end_local()
+        self.owned.prepare_step()
 
     @override
     def apply_scales(self, unit: Unit) -> None:

@@ -35,7 +35,7 @@ from infinity.state.units import Chunk, StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import UpdatedWeights, UpdateSettings
-from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
+from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -162,8 +162,12 @@ class RestingWeights(UpdatedWeights):
         return self._memory(slot, shard)
 
     def _slot_for(self, unit: int) -> _Slot:
-        """Returns the block that has the unit, else a free one, else one that was read ahead."""
-        return min(self._slots, key=lambda slot: (slot.unit != unit, slot.unit is not None))
+        """Returns the block that has the unit, else a free one, else one that was read ahead; of
+        several one whose transfer is over."""
+        return min(
+            self._slots,
+            key=lambda slot: (slot.unit != unit, slot.unit is not None, not slot.transfer.done()),
+        )
 
     @override
     def check_in(
@@ -212,6 +216,7 @@ class ShardUpdates:
         settings: UpdateSettings,
         tell: Callable[[str], None],
         copies: OldCopies,
+        sums_in_memory: Callable[[Unit], torch.Tensor | None],
     ) -> None:
         self._state = UndecidedState(local, copies)
         self._pending = pending
@@ -222,9 +227,12 @@ class ShardUpdates:
         self._ring = StagingRing(
             self._state, pool, Counters(),
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
+            sums_in_memory=sums_in_memory, reads_again=True,
         )  # fmt: skip
         self._weights = RestingWeights(self._state, pool, kept, shards)
         self._chunks = ChunkUpdates(self._ring, self._weights, counters, None)
+        self._chunk_nbytes = settings.chunk_nbytes
+        self._expected: Mapping[int, tuple[Chunk, ...]] = {}
         self._updates: Mapping[int, UnitUpdate] = {}
         self._early: dict[int, UnitUpdate] = {}  # By shard, the last of each.
         self._going_on: set[int] = set()  # Early ones that were under way at the decision.
@@ -274,6 +282,17 @@ class ShardUpdates:
         self._ensure_thread()
         return True
 
+    def expect(self, shards: Iterable[Unit]) -> None:
+        """State of these shards is read ahead of their gradients, in this order, as far as there
+        are staging slots that are free. They will be updated next, if at all."""
+        if self._has_memory:
+            everything = {shard.index: shard for shard in shards}
+            self._expected = {
+                index: chunks_of(shard, tuple(shard.trainable()), self._chunk_nbytes)
+                for index, shard in everything.items()
+            }
+            self._pending.expect(everything)
+
     def take_memory(self) -> bool:
         """Takes memory for state and weights on their way, unless it is there; weights that are
         only kept give way. Returns whether there was some."""
@@ -316,6 +335,11 @@ class ShardUpdates:
             self._thread = threading.Thread(target=self._run, name="infinity-updates", daemon=True)
             self._thread.start()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is memory that no update uses."""
+        return self._has_memory and self._pending.is_idle
+
     def release(self, *, waits: bool) -> bool:
         """Gives the memory back after the last update, with `waits` after a wait for it. Returns
         whether there was any."""
@@ -354,6 +378,7 @@ class ShardUpdates:
                 if shard is None:
                     self._ring.finish_writes()
                     self._weights.finish_writes()
+                    self._read_expected()
                     if not self._pending.await_more():
                         return
                 elif self._pending.is_pending(shard):
@@ -372,6 +397,7 @@ class ShardUpdates:
             self._read_weights_ahead(shard)
             while not update.is_done:
                 self._chunks.run_next(update, self._chunks_after(shard))
+                self._read_expected()
         finally:
             self._chunks.check_in(update, write_now=True)
         self._kept.publish(shard)  # It may have been queued before the step.
@@ -388,6 +414,7 @@ class ShardUpdates:
             while not update.is_done and self._pending.goes_on(shard):
                 self._drop_stale(but=shard)
                 self._chunks.run_next(update, self._chunks_after(shard), self._state.keep)
+                self._read_expected()
             if update.is_done:
                 self._chunks.check_in(update, write_now=True)
         except StorageError:
@@ -411,6 +438,13 @@ class ShardUpdates:
             for shard in stale:
                 self._weights.forget(shard)
             self._pending.note_dropped(stale)
+
+    def _read_expected(self) -> None:
+        """Starts to read state of expected shards into slots that are free."""
+        shards, chunks = self._pending.expected(), self._expected
+        expected = (chunk for shard in shards for chunk in chunks.get(shard, ()))
+        with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
+            self._ring.start_more(expected, with_gradients=False)
 
     def _read_weights_ahead(self, shard: int) -> None:
         following = next(iter(self._following(shard)), None)

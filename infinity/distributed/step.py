@@ -134,8 +134,9 @@ class DistributedUpdater(StepRunner):
             copies = OldCopies(store.local, pool, self._spare_nbytes, changed_at_home)
             self.deferred = ShardUpdates(
                 store.local, shard_units, store.pending, store.kept, pool, counters, settings,
-                store.transport.abort, copies,
+                store.transport.abort, copies, gradients.owned.sums_in_memory,
             )  # fmt: skip
+            gradients.owned.spare_nbytes = self._spare_nbytes
             if settings.in_backward:
                 store.serve_old(copies)
                 self._early = EarlyShards(
@@ -193,8 +194,21 @@ class DistributedUpdater(StepRunner):
             deferred.start(self._updates_of(record))
             return
         self._early.take_back_others(record)
-        kept = deferred.start(self._updates_of(record))
+        updates = self._updates_of(record)
+        kept = deferred.start(updates)
         self._early.end_step(record, kept, step_s)
+        self._expect(deferred, self._early, updates)
+
+    def _expect(
+        self, deferred: ShardUpdates, early: EarlyShards, updates: Mapping[int, UnitUpdate]
+    ) -> None:
+        """State of the shards that the next backward will update is read ahead, then of those that
+        will wait for the next forward."""
+        local = self._store.partition.local
+        in_backward = [local[unit].unit for unit in early.policy.plan()]
+        if in_backward:
+            later = [update.unit for update in updates.values()]
+            deferred.expect(dict.fromkeys([*in_backward, *later]))
 
     def _updates_of(self, record: StepRecord) -> dict[int, UnitUpdate]:
         """Returns the updates of this rank's shards, those that are needed next first."""
@@ -244,10 +258,15 @@ class DistributedUpdater(StepRunner):
             self._early.advance()
         self._release_idle()
 
-    def _release_idle(self) -> bool:
+    def _release_idle(self, *, is_needed: bool = False) -> bool:
         """Frees the memory of updates if none is under way, and none is expected before the step.
-        Returns whether there was any."""
-        if self.deferred is None or (self._early is not None and self._early.is_active):
+        Memory that is not needed keeps state that is read ahead. Returns whether there was any."""
+        if self.deferred is None or not self.deferred.is_idle:
+            return False
+        if self._early is not None and (
+            self._early.is_active
+            or (self._early.policy.is_on and not is_needed and self._spare_nbytes() >= 0)
+        ):
             return False
         return self.deferred.release(waits=False)
 
@@ -255,6 +274,7 @@ class DistributedUpdater(StepRunner):
     def withdraw(self, unit: int) -> None:
         if self._early is not None:
             self._early.take_back(unit)
+        self._store.pending.forget_expected([self._num_full + unit])
         self._store.pending.await_update(self._num_full + unit)
         self.local.finish_writes()
 
@@ -267,6 +287,7 @@ class DistributedUpdater(StepRunner):
     def settle(self) -> None:
         if self._early is not None:
             self._early.withdraw()
+        self._store.pending.forget_expected()
         self._store.pending.await_all()
         self._store.kept.forget()  # Who looks at all state may change it.
         self.local.settle()
@@ -287,13 +308,13 @@ class DistributedUpdater(StepRunner):
 
     @override
     def reclaim_idle(self) -> bool:
-        if self._release_idle():
+        if self._release_idle(is_needed=True):
             return True
         return self.local.reclaim_idle()
 
     @override
     def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
-        if self._store.kept.give_back(self._pool):
+        if self._store.kept.give_back(self._pool, waits=waits):
             return True
         return self.local.give_back_spare(waits=waits, drops=drops)
 

@@ -81,7 +81,8 @@ class GradientTraffic:
         else:
             summed = self._log.join(name, before)
         self._in_memory[unit] = summed
-        if tier == "nvme":
+        is_shard = self._log.job.units[unit].sharded is not NOT_SHARDED
+        if tier == "nvme" and not (is_kept and is_shard):
             written = self._log.nvme(WRITE, name, nbytes, [summed])
             self._log.written.gradients[unit] = written
             # The step waits for no write of a sum that stays in memory.

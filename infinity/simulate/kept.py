@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infinity.simulate.spec import StepSpec
+from infinity.simulate.sums import NUM_BLOCKS
 from infinity.tiers.ranges import rounded_nbytes
-
-_NUM_BLOCKS = 2  # Of shards that are being updated.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def kept_shards(job: StepSpec, order: Iterable[int]) -> KeptUnits:
     }
     if not (job.defers and shards and job.weights_cache_nbytes):
         return KeptUnits()
-    free_nbytes = job.weights_cache_nbytes - _NUM_BLOCKS * max(shards.values())
+    free_nbytes = job.weights_cache_nbytes - NUM_BLOCKS * max(shards.values())
     kept, reserved_nbytes, fetched_nbytes = set(), 0, 0
     for unit, nbytes in shards.items():
         reserved_nbytes += nbytes

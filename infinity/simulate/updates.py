@@ -172,8 +172,11 @@ class UnitUpdates:
         before: list[int | None] = [self._log.written.state.get((unit, segment))]
         if not is_sum_kept:
             before.append(self._log.written.gradients.get(unit))
-        if not self._rides_along:  # Else state is read ahead of the decision.
-            before.append(self._log.decided[-1] if begins is None else begins)
+        begins = self._log.decided[-1] if begins is None else begins
+        # State is read ahead of the decision, over ranks if its gradients are in memory.
+        has_gradients = is_sum_kept or load.gradients != "nvme"
+        if not (self._rides_along or (self._defers and job.reads_ahead and has_gradients)):
+            before.append(begins)
         if any(load.state_read_nbytes.values()):
             if len(self._ring) >= capacity:
                 before += self._ring[-capacity]
@@ -187,7 +190,7 @@ class UnitUpdates:
         is_on_device = job.updates_on_device and not job.shares_host_memory
         if load.state_read_nbytes.get("device") and not is_on_device:
             reads.append(self._log.move(D2H, name, share(load.state_read_nbytes["device"]), before))
-        before = [*reads, weights_ready, self._log.decided[-1]]
+        before = [*reads, weights_ready, self._log.decided[-1], begins]
         if is_on_device:
             updated = self._update_on_device(load, name, share, before)
         else:

@@ -46,11 +46,13 @@ class StagingSlot:
 
 @dataclass(eq=False, slots=True)
 class StagedChunk:
-    """One chunk in memory, or being read: arrays of the chunk's length, by state kind."""
+    """One chunk in memory, or being read: arrays of the chunk's length, by state kind. `is_ahead`:
+    the reads began before anybody needed them."""
 
     chunk: Chunk
     slot: StagingSlot | None
     arrays: dict[StateKind, torch.Tensor]
+    is_ahead: bool = False
     # Those of the last update, by their first element. State at rest is updated where it is, so
     # the next update may have the same ones.
     spans: dict[int, KnownSpans] = field(default_factory=dict)

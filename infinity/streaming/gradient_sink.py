@@ -45,9 +45,11 @@ class GradientSink(Protocol):
 
         Raises CapacityError, before anything is added, if their memory does not suffice.
         """
+        return
 
     def end_accumulating(self) -> None:
         """Ends those sums: each one is where it rests, or a failure ended it."""
+        return
 
     def sum_on_device(self, units: Iterable[Unit], lend: Lend | None = None) -> int:
         """Announces several gradients for each tensor of these units, until `write_out`.
@@ -59,6 +61,7 @@ class GradientSink(Protocol):
 
     def take_in(self) -> None:
         """Adds the parts that other ranks have sent so far to the sums of this rank."""
+        return
 
     def write_out(self, unit: Unit) -> None:
         """Starts the write of a unit's gradients to where they rest. Does not wait."""
@@ -79,11 +82,12 @@ class GradientSink(Protocol):
         """Frees one block of host memory. Returns False if there is none to free."""
 
     def prepare_step(self) -> None:
-        """Makes every gradient complete for `optimizer.step()`. Local: does not wait for writes,
-        and blocks stay lent. Over ranks: `settle`."""
+        """Makes every gradient complete for `optimizer.step()`. Does not wait for writes; blocks
+        stay lent."""
 
     def settle(self) -> None:
-        """Waits until every gradient is where it rests. No block is lent then."""
+        """Waits until every gradient is where it rests. No block is lent then, but over ranks those
+        that updates read."""
 
     # Looking.
     def has(self, spec: TensorSpec) -> bool:

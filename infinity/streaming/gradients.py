@@ -23,7 +23,7 @@ from infinity.storage.protocol import Priority
 from infinity.streaming.device_sums import DeviceSums
 from infinity.streaming.gradient_memory import flat_of, in_memory_order, put, shaped
 from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.gradient_sink import Lend
+from infinity.streaming.gradient_sink import GradientSink, Lend
 from infinity.streaming.gradient_staging import GradientStaging
 from infinity.streaming.gradient_sums import (
     PooledSumBlocks,
@@ -40,7 +40,7 @@ from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
 
-class GradientStore:
+class GradientStore(GradientSink):
     """The gradients of units whose state this process owns. Called under the engine's lock."""
 
     def __init__(
@@ -277,15 +277,6 @@ class GradientStore:
             with self._counters.timed("write_wait_s", what, (writing,)):
                 writing.wait()
 
-    def begin_accumulating(self) -> None:
-        """See `GradientSink`; nothing to do."""
-
-    def end_accumulating(self) -> None:
-        """See `GradientSink`; nothing to do."""
-
-    def take_in(self) -> None:
-        """Does nothing."""
-
     # -- Out ---------------------------------------------------------------------------------------
 
     def finish_copies(self) -> None:
@@ -325,6 +316,9 @@ class GradientStore:
         self._end_sums()
         self.finish_copies()
         self._staging.release()
+        self._write_blocks()
+
+    def _write_blocks(self) -> None:
         for unit in self.in_blocks():
             self._start_write(unit)
 
@@ -345,7 +339,7 @@ class GradientStore:
         if self._staging.release() or self._resting.reclaim():
             return True
         for unit, sums in self._lent.items():
-            if unit is not self._in_use:
+            if not self._is_in_use(unit):
                 self.leaving.end_all()
                 self._start_write(unit)
                 self.norms.finish(unit, self._tensors)
@@ -356,13 +350,15 @@ class GradientStore:
                 return True
         return False
 
+    def _is_in_use(self, unit: Unit) -> bool:
+        return unit is self._in_use
+
     def prepare_step(self) -> None:
         """Every sum is complete, and on its way to where it rests. Sums stay in their blocks as
         long as memory is free: updates then read none of them again."""
         self.finish_copies()
         self._resting.advance()
-        for unit in self.in_blocks():
-            self._start_write(unit)
+        self._write_blocks()
         self.blocks.end_step()
         while self._pool.is_tight and self.reclaim():
             pass

@@ -49,6 +49,7 @@ class StagingRing:
     elsewhere and are there still: they are not read. `sums_to_come_nbytes`: returns the memory that
     sums of the next backward will take, or of this one.
     `is_for_device`: the device updates, so state that rests on it does not travel.
+    `reads_again`: a read that has failed before anybody needed it is made again when it is needed.
     `has_fixed_arrays`: state at rest stays at its address as long as the store.
     `travels`: whether any state does; else there are no slots.
     """
@@ -66,6 +67,7 @@ class StagingRing:
         is_for_device: bool = False,
         sums_to_come_nbytes: Callable[[], int] | None = None,
         has_fixed_arrays: bool = False,
+        reads_again: bool = False,
     ) -> None:
         self._store = store
         # The resting bytes themselves, if the one that updates can address them.
@@ -89,6 +91,7 @@ class StagingRing:
         self._sums_in_memory = sums_in_memory or (lambda _: None)
         self._sums_to_come_nbytes = sums_to_come_nbytes or (lambda: 0)
         self._has_fixed_arrays = has_fixed_arrays
+        self._reads_again = reads_again
         self._num_spare = 0
         self._block: Block | None = None
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
@@ -261,6 +264,7 @@ class StagingRing:
                 staged = self._start(chunk)
                 self._started[_key(chunk)] = staged
                 count += 1
+                staged.is_ahead = self._reads_again and not with_gradients
                 if with_gradients:
                     self._read_gradients(staged)
         return count
@@ -316,13 +320,16 @@ class StagingRing:
                 raise
         staged = StagedChunk(chunk, slot, {})
         try:
-            for kind in STATE_KINDS:
-                if kind is not StateKind.GRADIENTS:
-                    self._bring(staged, kind)
+            self._bring_state(staged)
         except BaseException:
             self.give_back(staged)
             raise
         return staged
+
+    def _bring_state(self, staged: StagedChunk) -> None:
+        for kind in STATE_KINDS:
+            if kind is not StateKind.GRADIENTS:
+                self._bring(staged, kind)
 
     def _next_slot(self) -> StagingSlot:
         """Takes the oldest slot that is free, or a spare one, or the oldest of all if each is being
@@ -403,8 +410,17 @@ class StagingRing:
 
     def await_reads(self, staged: StagedChunk) -> None:
         """Waits for the reads of a chunk. Raises StorageError."""
-        if staged.slot is not None:
-            what = f"update of {staged.chunk.unit.name} needs its state"
+        if staged.slot is None:
+            return
+        what = f"update of {staged.chunk.unit.name} needs its state"
+        try:
+            self._wait(staged.slot.transfers, "read_wait_s", what)
+        except StorageError:
+            if not staged.is_ahead:
+                raise
+            staged.arrays.clear()
+            self._bring_state(staged)
+            self.bring_gradients(staged)
             self._wait(staged.slot.transfers, "read_wait_s", what)
 
     # -- Writes ----------------------------------------------------------------------------------

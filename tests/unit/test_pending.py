@@ -172,3 +172,29 @@ def test_each_shard_is_updated_once_and_no_wait_ends_before(
     pending.close()
     updating.join(10.0)
     assert not updating.is_alive() and not errors
+
+
+def test_state_of_expected_shards_is_forgotten_before_it_changes() -> None:
+    pending = PendingShards()
+    pending.expect([1, 2, 3])
+    assert not pending.is_idle and pending.expected() == [1, 2, 3]
+    pending.add_early(1)  # Its update reads on.
+    assert pending.expected() == [2, 3] and pending.upcoming(but=-1) == [1]
+    thread, errors = _in_thread(lambda: pending.forget_expected([1, 2]))
+    deadline_s = time.monotonic() + 10.0
+    while pending.stale() != {2} and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert thread.is_alive() and pending.expected() == [3] and pending.goes_on(1)
+    pending.note_dropped({2})
+    thread.join(10.0)
+    assert not thread.is_alive() and not errors
+
+
+def test_a_shard_that_is_expected_no_more_is_dropped_unless_it_is_updated() -> None:
+    pending = PendingShards()
+    pending.expect([1, 2, 3])
+    pending.add([2])
+    assert pending.expected() == [1, 3] and pending.is_read(2) and not pending.is_read(1)
+    pending.expect([3, 4])
+    assert pending.stale() == {1} and pending.expected() == [3, 4]
+    pending.forget_expected([2])  # It is pending: who changes its state waits for the update.
