@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ GB = 10**9
 STATE = ("parameters", "master", "moments", "gradients")
 
 
+@cache
 def planned(name: str, **adapter: Any) -> PlannedModel:
     shape, settings = load_shape(name), AdapterConfig(**adapter)
     return frozen_model(shape, stored_of_shape(shape), settings, torch.bfloat16)

@@ -74,7 +74,8 @@ def test_what_no_operation_of_the_step_precedes_is_counted_for_the_step_before()
 
 def test_the_page_of_a_plan_shows_its_step_and_its_bytes(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    arguments = ["plan", "--model", "gpt-10b", "--hardware", "rtx4090-desktop", "--json"]
+    one_way = ("--set", "schedule.updates=deferred", "--set", "schedule.update_on=host")
+    arguments = ["plan", "--model", "gpt-10b", "--hardware", "rtx4090-desktop", *one_way, "--json"]
     done = RUNNER.invoke(app, [*arguments, "--html", str(page)])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
