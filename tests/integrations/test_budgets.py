@@ -25,6 +25,7 @@ from transformers import (
 
 import infinity
 from infinity.errors import CapacityError
+from tests.support.exhaustive import in_turn, sampled
 from tests.support.offloading import small_tiers
 
 IDS = torch.randint(0, 200, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -114,7 +115,7 @@ def check_capacities(run: Callable[[str], list[torch.Tensor]]) -> None:
     needed_nbytes = refused.value.needed_nbytes
     least = run(f"{needed_nbytes}B")
     # More than the least, and less than is comfortable.
-    for more in (run(f"{int(2.4 * needed_nbytes)}B"), run("64MiB")):
+    for more in (run(f"{int(2.4 * needed_nbytes)}B"), run("24MiB")):
         assert all(map(torch.equal, least, more))
     with pytest.raises(CapacityError, match="smallest host budget that works"):
         run(f"{needed_nbytes - 1}B")
@@ -138,13 +139,20 @@ def test_an_adapter_on_a_router_trains_in_the_named_budget(
     check_capacities(run)
 
 
+PRECISIONS = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "8bit")]
+SOURCES = [(name, way) for name in MODELS for way in WAYS if name == "llama" or way == "random"]
+
+
+def has_turn(case: tuple[str, str, str, str]) -> bool:
+    """Two of the three precisions come in turn for each way in which weights come."""
+    name, way, *precision = case
+    row, column = SOURCES.index((name, way)), PRECISIONS.index((precision[0], precision[1]))
+    return (row + column) % 3 > 0
+
+
 @pytest.mark.parametrize(
-    ("compute", "moments"),
-    [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "8bit")],
-)
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [(name, way) for name in MODELS for way in WAYS if name == "llama" or way == "random"],
+    ("name", "way", "compute", "moments"),
+    sampled([(*source, *each) for source in SOURCES for each in PRECISIONS], has_turn),
 )
 def test_the_budget_that_a_refusal_names_trains(
     name: str, way: str, compute: str, moments: str, tmp_path: Path
@@ -204,15 +212,15 @@ def test_the_named_budget_trains_around_weights_in_use_and_holds_two_units(
 
 
 @pytest.mark.parametrize(
-    ("durability", "compute"), [("none", "bfloat16"), ("checkpoint", "float32")]
+    ("name", "kind"), in_turn(MODELS, [("none", "bfloat16"), ("checkpoint", "float32")])
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_the_budget_that_a_refusal_names_resumes(
-    name: str, compute: str, durability: str, tmp_path: Path
+    name: str, kind: tuple[str, str], tmp_path: Path
 ) -> None:
+    durability, compute = kind
     kept = {"durability": durability}
     more = {"checkpoint": kept, "precision": {"compute": compute}}
-    first = configured("64MiB", tmp_path / "swap", **more)
+    first = configured("24MiB", tmp_path / "swap", **more)
     model = infinity.offload(MODELS[name](), first)
     with infinity.engine_of(model):
         optimizer = infinity.AdamW(model, lr=1e-3)

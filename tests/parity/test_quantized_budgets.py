@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import infinity
 from infinity.sizes import KIB, align_up
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from tests.support.exhaustive import in_turn
 
 LAYOUTS = {
     "llama": "nf4", "deepseek-v3": "int4", "gpt-oss": "mxfp4", "qwen3-moe": "fp8-bf16-scales",
@@ -21,7 +22,7 @@ LAYOUTS = {
 ABOVE = (1.0, 1.2, 1.4, 2.0)
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     write_quantized(tiny_causal_lm(request.param), tmp_path / "base", LAYOUTS[request.param])
     return tmp_path / "base"
@@ -56,7 +57,7 @@ def train_a_step(base: Path, capacity: int, tile: int | str) -> torch.Tensor:
         infinity.close(model)
 
 
-@pytest.mark.parametrize("tile", [0, "auto"])
+@pytest.mark.parametrize(("base", "tile"), in_turn(LAYOUTS, [0, "auto"]), indirect=["base"])
 def test_every_accepted_budget_over_a_quantised_base_trains(base: Path, tile: int | str) -> None:
     """From the least, which the refusal of a smaller one names. Without tiles, to the same bits."""
     with pytest.raises(infinity.CapacityError) as refused:
