@@ -28,7 +28,11 @@ _PRELOADED = [
     "infinity.cli.train",
     "infinity.testing.models",
     "infinity.training.program",
+    "peft.utils.transformers_weight_conversion",
     "pytest",
+    "tests.support.probed",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.llama.modeling_llama",
     "trl.trainer.sft_trainer",
 ]
 
