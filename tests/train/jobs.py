@@ -10,7 +10,7 @@ from tests.support.forked import COMMAND, Script, wait_until
 # What every job has; a test adds keys of [train] and whole sections behind it.
 CONFIG = """
 [tiers.host]
-capacity = "64MiB"
+capacity = "24MiB"
 [[tiers.nvme]]
 path = "swap"
 [model.config]
