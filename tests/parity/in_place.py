@@ -18,7 +18,7 @@ import infinity
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from infinity.testing.simulated_device import SimulatedDevice
 
-STEPS, MICRO_BATCHES = 3, 3
+STEPS, MICRO_BATCHES = 3, 2
 # Architecture and layout.
 CASES = {
     "llama-bf16": ("llama", "bf16"),
@@ -129,7 +129,7 @@ def train(
 
 def config_of(directory: Path, **sections: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": str(directory / "swap")}]},
+        "tiers": {"host": {"capacity": "24MiB"}, "nvme": [{"path": str(directory / "swap")}]},
         "placement": {"gradients": "host"},
     }
     for name, values in sections.items():

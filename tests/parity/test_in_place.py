@@ -224,7 +224,7 @@ def test_every_step_over_tiled_experts_reads_the_base_twice_less_what_is_kept(
     in all but the first step, and a tile that is read ahead is not evicted for a decoded one."""
     sizes = {"num_hidden_layers": 6, "hidden_size": 256, "moe_intermediate_size": 256}
     base = tmp_path / "base"
-    plain = tiny_causal_lm("deepseek-v3", n_routed_experts=64, **sizes)
+    plain = tiny_causal_lm("deepseek-v3", n_routed_experts=32, **sizes)
     write_quantized(plain, base, "int4")
     base_nbytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     budget_nbytes = base_nbytes // 3
@@ -237,7 +237,7 @@ def test_every_step_over_tiled_experts_reads_the_base_twice_less_what_is_kept(
         model = peft.get_peft_model(model, lora)
         config = config_of(
             tmp_path,
-            tiers={"host": {"capacity": budget_nbytes}}, schedule={"tile": "1MiB"},
+            tiers={"host": {"capacity": budget_nbytes}}, schedule={"tile": "512KiB"},
             placement=dict.fromkeys(("master", "moments", "gradients", "activations"), "host"),
         )  # fmt: skip
         infinity.offload(model, config, weights=base)

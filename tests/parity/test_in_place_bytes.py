@@ -61,7 +61,7 @@ def tight(base: Base, directory: Path) -> dict[str, Any]:
 def test_a_step_reads_the_base_twice_and_writes_no_more_than_the_adapter(tmp_path: Path) -> None:
     """Within a percent, for one micro-batch and for three; a checkpoint, the saved adapter and the
     start read no byte of it. The kernel counts as the engine does."""
-    sizes = {"num_hidden_layers": 24, "hidden_size": 256, "intermediate_size": 768}
+    sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 768}
     write_quantized(tiny_causal_lm("llama", **sizes), tmp_path / "base", "nf4")
     base = Base.at(tmp_path / "base")
     config = tight(base, tmp_path)
