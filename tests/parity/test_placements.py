@@ -15,7 +15,8 @@ device, on the host, on NVMe, or is split over host and NVMe. There are sixteen 
 engine, prefetch or not, device, when updates are carried out. Cases are the rows of an orthogonal
 array: whatever is wrong with up to three of a case's properties together has a case that shows it.
 All of the state on one tier, in fp32, is run in every way, on NVMe for eight steps. `make test` has
-the rows that show each two properties, and every second way.
+the rows that show each two properties, and every second way: all of these on NVMe, and each of
+them on one other place.
 """
 
 from __future__ import annotations
@@ -155,6 +156,8 @@ WAYS = [
 ]
 # Every second way: any two properties occur in all combinations with each engine.
 HALF = [way for index, way in enumerate(WAYS) if index.bit_count() % 2 == 0]
+# The other places have a part of these each, and all of them together.
+OTHERS = {"split": HALF[:4], "host": HALF[4::2], "device": HALF[5::2]}
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,8 @@ def cases(kinds: Sequence[str], uniform: Sequence[str] = ()) -> list[Case]:
     for place in uniform:
         # Without drives a storage engine has nothing to do.
         ways = WAYS if "nvme" in PLACES[place] else WAYS[len(WAYS) // 2 :]
-        found |= {Case(tuple((kind, place) for kind in kinds), way): way in HALF for way in ways}
+        kept = HALF if place == "nvme" else OTHERS[place]
+        found |= {Case(tuple((kind, place) for kind in kinds), way): way in kept for way in ways}
     for row in orthogonal_array():
         *columns, first, second = row
         places = tuple((kind, list(PLACES)[at]) for kind, at in zip(kinds, columns, strict=False))
