@@ -54,7 +54,7 @@ class Job:
         path = self.directory / "run"
         if path.exists():
             return next(path.iterdir())
-        model = infinity.offload(self.in_memory(), self.config("64MiB"))
+        model = infinity.offload(self.in_memory(), self.config("24MiB"))
         with infinity.engine_of(model):
             optimizer = infinity.AdamW(model, lr=1e-3)
             self.take_steps(model, optimizer, 2)
@@ -150,6 +150,6 @@ def test_the_named_budget_trains_however_weights_come(
     check(Job(name, way, tmp_path, precision={"moments": WAYS[way]}).run, [larger])
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", sampled(SOME, SOME[::2].__contains__))
 def test_the_named_budget_resumes_a_run_that_commits_each_step(name: str, tmp_path: Path) -> None:
     check(Job(name, "resume", tmp_path, checkpoint={"durability": "step"}).run)
