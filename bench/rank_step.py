@@ -14,8 +14,8 @@ that it has for that. DeepSpeed takes part where bench/peers/.venv-deepspeed is 
 `--drive READ WRITE` (GB/s, of `infinity bench`) adds, for state on NVMe, the ratio of a step to the
 longer of the same stage on the host and its bytes at the drive's speed.
 
-Every program keeps freed memory for the next allocation, as `infinity train` does: else a third of a
-step on the host is page faults. The share of early updates has settled after the warm-up.
+Every program keeps freed memory for the next allocation, as `infinity train` does: else a fifth of
+the processor time is page faults. The share of early updates has settled after the warm-up.
 """
 
 from __future__ import annotations
