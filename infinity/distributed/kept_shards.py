@@ -28,6 +28,7 @@ from infinity.tiers.pool import HostPool
 
 _LABEL = "weights of shards that would be read again"
 _RANGE_NBYTES = MIB
+_PATIENCE_S = 5.0  # A reader copies a shard in less.
 
 
 @dataclass(eq=False, slots=True)
@@ -87,12 +88,12 @@ class KeptShards:
         return None if fresh is None else _KeptWeights(fresh)
 
     def give_back(self, pool: HostPool, *, waits: bool = False) -> bool:
-        """Frees one block; with `waits` also one that is lent, when its reader has it. Returns
-        whether there was any."""
+        """Frees one block; with `waits` also one that is lent, when its reader has it, which a
+        rank that ends may never tell. Returns whether there was any."""
         with self._lock:
             block = self._least_useful()
-            while block is None and waits and self._are_some_lent():
-                self._lock.wait()
+            if block is None and waits and self._are_some_lent():
+                self._lock.wait_for(lambda: not self._are_some_lent(), timeout=_PATIENCE_S)
                 block = self._least_useful()
         if block is None:
             return False

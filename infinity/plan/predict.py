@@ -7,7 +7,7 @@ that do not divide evenly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,7 +41,7 @@ from infinity.simulate.order import Use
 from infinity.simulate.rank_job import rank_loads
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec
-from infinity.simulate.step import EARLY_SHARES, Prediction, predict
+from infinity.simulate.step import EARLY_SHARES, Prediction, best_share
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.state.budgets import Budgets
 from infinity.state.spare_generations import (
@@ -148,7 +148,7 @@ def forecast(
     rates = machine.rates(shard_drives)
     place = _update_place(config, machine, job, rates)
     job = replace(job, updates_on_device=place.is_on_device)
-    job, step = _best_of(job, EARLY_SHARES if in_backward.is_on else [job.early_share], rates)
+    job, step = best_share(job, rates, EARLY_SHARES if in_backward.is_on else [job.early_share])
     return Forecast(
         model=model,
         hardware=hardware,
@@ -176,13 +176,6 @@ def forecast(
         if sharding is None
         else layout_of_rank(sharding, machine, budgets, window_nbytes, spare_nbytes, num_nodes),
     )
-
-
-def _best_of(job: StepSpec, shares: Sequence[float], rates: Rates) -> tuple[StepSpec, Prediction]:
-    """Returns the job with the share of early updates that makes a step shortest, and its step."""
-    tried = (replace(job, early_share=share) for share in shares)
-    steps = ((changed, predict(changed, rates)) for changed in tried)
-    return min(steps, key=lambda found: found[1].step_s)
 
 
 def _with_base(config: SwapConfig, model: PlannedModel) -> tuple[SwapConfig, PlannedModel]:

@@ -137,10 +137,14 @@ def _pass(operation: Operation) -> str:
 EARLY_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def with_best_share(job: StepSpec, rates: Rates) -> StepSpec:
-    """Returns the steps with the share of early updates that makes a step shortest."""
-    shares = [replace(job, early_share=share) for share in EARLY_SHARES]
-    return min(shares, key=lambda spec: predict(spec, rates).step_s)
+def best_share(
+    job: StepSpec, rates: Rates, shares: Sequence[float] = EARLY_SHARES
+) -> tuple[StepSpec, Prediction]:
+    """Returns the steps with the share of early updates that makes a step shortest, and the
+    step."""
+    tried = (replace(job, early_share=share) for share in shares)
+    steps = ((spec, predict(spec, rates)) for spec in tried)
+    return min(steps, key=lambda found: found[1].step_s)
 
 
 class _Draft:

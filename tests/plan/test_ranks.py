@@ -23,7 +23,7 @@ from infinity.simulate.job import Batch, load_of
 from infinity.simulate.rank_job import rank_loads
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import NOT_SHARDED, UnitLoad
-from infinity.simulate.step import EARLY_SHARES, predict, with_best_share
+from infinity.simulate.step import EARLY_SHARES, best_share, predict
 from infinity.state.partition import STAGES, partition
 from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit
@@ -252,7 +252,7 @@ def test_shards_on_the_host_are_updated_in_the_backward_beside_a_device() -> Non
     busy_s = predict(job, rates).busy_s
     rates = replace(rates, flops=rates.flops * busy_s["compute"] / (2 * busy_s["update"]))
     deferred = predict(job, rates)
-    both = predict(with_best_share(job, rates), rates)
+    _, both = best_share(job, rates)
     assert both.step_s < 0.92 * deferred.step_s
     assert both.moved_nbytes == deferred.moved_nbytes
     # The copies before, and those home of the new weights, are updates' work.

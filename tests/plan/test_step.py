@@ -13,7 +13,7 @@ from infinity.simulate.cache import visits
 from infinity.simulate.order import Use, moves
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec, UnitLoad
-from infinity.simulate.step import EARLY_SHARES, predict, with_best_share
+from infinity.simulate.step import EARLY_SHARES, best_share, predict
 
 GB = 10**9
 RATES = Rates(flops=1e13, update=100e9, host=100e9, nvme_read=8e9, nvme_write=4e9, nvme_mixed=6e9,
@@ -320,7 +320,7 @@ def test_deferred_updates_hide_behind_both_passes_in_memory_that_is_free() -> No
 def test_updates_in_both_passes_hide_behind_both() -> None:
     """Where compute and bytes take equally long: the forward has a quarter of the compute."""
     balanced, rates = balanced_job(weights_cache_nbytes=5 * GB)  # All weights, and no more.
-    both = predict(with_best_share(balanced, rates), rates)
+    _, both = best_share(balanced, rates)
     deferred = predict(balanced, rates)
     assert both.moved_nbytes == deferred.moved_nbytes
     bound_s = max(both.busy_s.values())
