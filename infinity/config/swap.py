@@ -152,9 +152,10 @@ class SwapConfig(Section):
 
     @model_validator(mode="after")
     def _chunks_within_host(self) -> SwapConfig:
-        """Refuses a chosen chunk that does not fit. The engine shrinks a default one."""
+        """Refuses a chosen chunk that does not fit. The engine shrinks a default one, which a run
+        has written into its own settings."""
         budget, chunk = self.tiers.host.capacity.nbytes, self.schedule.update_chunk
-        if budget is None or "update_chunk" not in self.schedule.model_fields_set:
+        if budget is None or chunk == Schedule.model_fields["update_chunk"].default:
             return self
         counts = {**_NUM_CHUNKS, "moments": self.optimizer.num_moments}
         num_chunks = sum(n for kind, n in counts.items() if "nvme" in getattr(self.placement, kind))

@@ -77,7 +77,7 @@ class _SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.05)
+        time.sleep(0.1)
         return gradient
 
 
