@@ -232,7 +232,8 @@ class ShardUpdates:
         self._weights = RestingWeights(self._state, pool, kept, shards)
         self._chunks = ChunkUpdates(self._ring, self._weights, counters, None)
         self._chunk_nbytes = settings.chunk_nbytes
-        self._expected: Mapping[int, tuple[Chunk, ...]] = {}
+        # All chunks of shards that were expected, by shard; they stay the same.
+        self._chunks_of_shard: dict[int, tuple[Chunk, ...]] = {}
         self._updates: Mapping[int, UnitUpdate] = {}
         self._early: dict[int, UnitUpdate] = {}  # By shard, the last of each.
         self._going_on: set[int] = set()  # Early ones that were under way at the decision.
@@ -282,16 +283,15 @@ class ShardUpdates:
         self._ensure_thread()
         return True
 
-    def expect(self, shards: Iterable[Unit]) -> None:
+    def expect(self, shards: Sequence[Unit]) -> None:
         """State of these shards is read ahead of their gradients, in this order, as far as there
         are staging slots that are free. They will be updated next, if at all."""
         if self._has_memory:
-            everything = {shard.index: shard for shard in shards}
-            self._expected = {
-                index: chunks_of(shard, tuple(shard.trainable()), self._chunk_nbytes)
-                for index, shard in everything.items()
-            }
-            self._pending.expect(everything)
+            for shard in shards:
+                if shard.index not in self._chunks_of_shard:
+                    every = tuple(shard.trainable())
+                    self._chunks_of_shard[shard.index] = chunks_of(shard, every, self._chunk_nbytes)
+            self._pending.expect(shard.index for shard in shards)
 
     def take_memory(self) -> bool:
         """Takes memory for state and weights on their way, unless it is there; weights that are
@@ -441,8 +441,9 @@ class ShardUpdates:
 
     def _read_expected(self) -> None:
         """Starts to read state of expected shards into slots that are free."""
-        shards, chunks = self._pending.expected(), self._expected
-        expected = (chunk for shard in shards for chunk in chunks.get(shard, ()))
+        expected = (
+            chunk for shard in self._pending.expected() for chunk in self._chunks_of_shard[shard]
+        )
         with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
             self._ring.start_more(expected, with_gradients=False)
 

@@ -208,7 +208,7 @@ class DistributedUpdater(StepRunner):
         in_backward = [local[unit].unit for unit in early.policy.plan()]
         if in_backward:
             later = [update.unit for update in updates.values()]
-            deferred.expect(dict.fromkeys([*in_backward, *later]))
+            deferred.expect([*in_backward, *later])
 
     def _updates_of(self, record: StepRecord) -> dict[int, UnitUpdate]:
         """Returns the updates of this rank's shards, those that are needed next first."""

@@ -28,7 +28,7 @@ from tests.support.bits import differences
 
 from .early_run import EarlyRun
 from .processes import run_ranks
-from .work import NVME, Case, read_weights
+from .work import NVME, Case, read_weights, read_when_needed
 
 CASE = Case(
     3, NVME, compute="bfloat16", capacity="96MiB", update_chunk="8KiB", updates="both_passes"
@@ -99,11 +99,6 @@ class TrappedRun(EarlyRun):
 
             self.shards._pending.end_early = end
 
-    def read_when_needed(self) -> None:
-        """From now on each read is one that an update waits for."""
-        updates: Any = self.engine.updater
-        updates.deferred._read_expected = lambda: None
-
     def backward_with(self, nth: int) -> dict[int, bool]:
         """The backward of a step in which the `nth` read of early updates fails, on one rank.
         Returns which early updates had begun, by shard, and whether they were made."""
@@ -133,7 +128,7 @@ def _reads_fail_once(
     if not keeps:
         KeptShards._taken = lambda *_: None  # type: ignore[assignment, method-assign]
     run, rungs = TrappedRun(rank, case, Path(tempfile.gettempdir())), list[Rung]()
-    run.read_when_needed()
+    read_when_needed(run.engine)
     run.ready()
     for nth in range(1, NUM_RUNGS + 1):
         before = run.counts()
@@ -174,7 +169,7 @@ def _reads_fail_before_more_gradients(
     """A failed read, then another sum than the early update was to use: of one more backward, or of
     a step that is left out and made again. Returns the number of early updates that failed."""
     run, num_failed = TrappedRun(rank, case, Path(tempfile.gettempdir())), 0
-    run.read_when_needed()
+    read_when_needed(run.engine)
     for nth in range(1, NUM_RUNGS, 2):
         run.ready()
         num_failed += list(run.backward_with(nth).values()).count(False)
@@ -248,7 +243,7 @@ def _resumed(rank: int, directory: str) -> TrappedRun:
     commits = f"{directory}/swap-{CASE.updates}/commits"
     run = TrappedRun(rank, CASE, Path(directory), stays=True, checkpoint=COMMITS, resume=commits)
     assert infinity.checkpoint.load(commits, run.model, run.optimizer).step == 2
-    run.read_when_needed()
+    read_when_needed(run.engine)
     return run
 
 

@@ -14,13 +14,11 @@ from torch import Tensor
 
 import infinity
 from infinity.distributed.kept_shards import KeptShards
-from infinity.sizes import MIB
 from infinity.state.units import StateKind
-from infinity.tiers.pool import HostPool
 from tests.support.bits import differences
 
 from .processes import run_ranks
-from .work import LR, Case, counted_in_a_step, offload_case, one_step, read_weights
+from .work import LR, Case, counted_in_a_step, offload_case, one_step, read_weights, take_all
 
 ON_DRIVES = {"parameters": "nvme", "master": "nvme", "moments": "nvme", "gradients": "host"}
 ONE_SIDED = Case(3, ON_DRIVES, model="wide", compute="bfloat16", capacity="192MiB")
@@ -91,18 +89,13 @@ def _changed_otherwise(rank: int, directory: str, keeps: bool) -> list[dict[str,
     train(3)
     infinity.checkpoint.load(saved, model, optimizer)
     train(4)
-    handle = model.blocks[1].register_forward_pre_hook(lambda *_: _take_all(engine.pool))
+    handle = model.blocks[1].register_forward_pre_hook(lambda *_: take_all(engine.pool))
     for step in (5, 6):
         train(step)
     handle.remove()
     assert not keeps or engine.store.kept._kept
     infinity.close(model)
     return found
-
-
-def _take_all(pool: HostPool) -> None:
-    while pool._reclaim(MIB):
-        pass
 
 
 def test_what_is_kept_is_what_the_drive_has(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.ops.split_master import split
+from infinity.sizes import MIB
 from infinity.testing import SimulatedDevice
+from infinity.tiers.pool import HostPool
 from tests.support.bits import differences
 from tests.support.lion import PlainLion
 
@@ -165,6 +167,19 @@ def plain_optimizer(parameters: Iterable[Any], case: Case) -> torch.optim.Optimi
     return classes.get(case.optimizer, torch.optim.SGD)(parameters, lr=LR, fused=True)
 
 
+def read_when_needed(engine: Any) -> None:
+    """From now on state of shards is read when an update needs it, not before."""
+    updates = getattr(engine.updater, "deferred", None)
+    if updates is not None:
+        updates._read_expected = lambda: None
+
+
+def take_all(pool: HostPool) -> None:
+    """Frees everything that can be given back or reclaimed."""
+    while pool._reclaim(MIB):
+        pass
+
+
 def counted_in_a_step(
     model: nn.Module, rank: int, case: Case, names: Iterable[str]
 ) -> dict[str, float]:
@@ -172,9 +187,7 @@ def counted_in_a_step(
     ahead for the next one, of which there may be more or fewer, stand for those of the third. State
     is not read ahead: of which shards it is, depends on what the step has left to the forward."""
     engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
-    updates: Any = getattr(engine.updater, "deferred", None)
-    if updates is not None:
-        updates._read_expected = lambda: None
+    read_when_needed(engine)
     seen: list[dict[str, float]] = []
     for step in range(4):
         one_step(model, optimizer, rank, case, step)
