@@ -63,7 +63,8 @@ class EarlyShards:
                 index: updated_nbytes(shard)
                 for index, shard in enumerate(self._shards)
                 if can_go_back(store.local, shard, is_beside=is_beside)
-            }
+            },
+            is_newest_first=True,
         )
         self._planned: set[int] = set()
         self._left: dict[int, UnitUpdate] = {}  # By this rank's backward; sums may lack parts.

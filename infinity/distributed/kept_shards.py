@@ -1,226 +1,228 @@
 """Weights of this rank's shards in host memory that nobody else needs.
 
 A shard that rests on a drive is read by its next update, by its own rank and by every other rank.
-Right after an update its weights are in memory. A copy stays there while the memory is free, and
-takes the place of these reads.
+Memory that is free keeps its weights: the update changes them there, they are written from there,
+and nobody reads them from the drive.
 
 Note [Copies of shards]
-  A copy has the bytes that rest on the drive, or it is not read. An update in the backward, which
-  no step has decided, puts its weights beside the copy; `publish` and `drop` follow the decision.
-  The lock is held for one MiB at a time, so nobody waits for a whole shard, and the memory of a
-  copy may be given back at any moment: who reads or fills it notices before the next MiB. A copy
-  that is lent to a reader, which may be another rank, is not given back until the reader has it.
+  A copy that is CURRENT has the bytes that rest on the drive, as last decided. Readers get the
+  memory itself. An update in the backward, which no step has decided, changes the copy in place,
+  too: from its beginning until the decision readers go to the drive, where the new bytes lie beside
+  the old ones (storage/undecided.py). No pass needs the shard then, because the sum of its
+  gradients was complete. An update that is dropped leaves memory without content.
+
+  A copy that a reader has, which may be another rank, or that an update changes, or from which a
+  write is under way, is not given back. An update finds no memory in a copy that a reader has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 
-from infinity.sizes import MIB
+from infinity.errors import StorageError
+from infinity.state.store import Transfer
 from infinity.state.units import Unit
+from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.pool import HostPool
 
 _LABEL = "weights of shards that would be read again"
-_RANGE_NBYTES = MIB
 _PATIENCE_S = 5.0  # A reader copies a shard in less.
 
 
+class _Content(Enum):
+    NONE = auto()
+    CURRENT = auto()
+    UNDECIDED = auto()  # Of an early update.
+
+
 @dataclass(eq=False, slots=True)
-class _KeptWeights:
-    """Memory for the weights of one shard."""
+class _KeptCopy:
+    """Memory for the weights of one shard: uint8, (trainable_nbytes,)."""
 
     block: Block
-    is_complete: bool = False  # All bytes are there.
+    memory: torch.Tensor
+    content: _Content = _Content.NONE
     num_readers: int = 0  # To which the memory is lent.
+    is_changing: bool = False  # An update has it.
+    write: Transfer = FINISHED  # From the memory.
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody uses the memory."""
+        return not (self.num_readers or self.is_changing) and self.write.done()
+
+
+@dataclass(frozen=True, slots=True)
+class ChangingCopy:
+    """Memory that is lent to an update. `is_current`: it has the weights that the update reads."""
+
+    block: Block
+    is_current: bool
 
 
 class KeptShards:
     """Copies of shards' weights, by the index of the shard's unit. Thread-safe.
 
-    The training thread gives memory and takes it back, one thread puts weights in, any thread
-    reads. A shard has one content at a time for all readers; see `pending.py` for who may read.
+    The training thread gives memory and takes it back, one thread updates, any thread reads. A
+    shard has one content at a time for all readers; see `pending.py` for who may read.
     """
 
     def __init__(self, host: HostBlocks) -> None:
         self._host = host
         self._lock = threading.Condition()  # Guards all that follows.
-        self._kept: dict[int, _KeptWeights] = {}  # In the order of the next pass.
-        # Of updates that no step has decided; None: no memory was free.
-        self._undecided: dict[int, _KeptWeights | None] = {}
+        self._copies: dict[int, _KeptCopy] = {}  # In the order of the next pass.
+        self._early: set[int] = set()  # Shards with an update that no step has decided.
         # Shards that this rank has read since their update, the first read first.
         self._used: dict[int, None] = {}
-        self._unused: list[_KeptWeights] = []  # To be given back.
 
     # -- Memory: training thread -------------------------------------------------------------------
 
-    def reserve(self, pool: HostPool, shard: Unit) -> None:
-        """The shard's next update is pending, decided from its beginning or since. Takes memory for
-        its weights, if some is free."""
+    def reserve(self, pool: HostPool, shard: Unit, *, is_early: bool = False) -> None:
+        """An update of the shard is to come. Takes memory for its weights if some is free, unless
+        there is some. `is_early`: no step has decided the update, until `publish` or `drop`; else
+        it is pending, decided from its beginning or since."""
         with self._lock:
-            if shard.index in self._undecided:
+            if is_early:
+                self._early.add(shard.index)
+            elif shard.index not in self._early:
+                self._to_the_end(shard.index)
+            if shard.index in self._copies:
                 return
-            copy = self._kept.pop(shard.index, None)
-            self._used.pop(shard.index, None)
-        copy = copy or self._taken(pool, shard)
-        if copy is not None:
+        block = pool.try_spare(shard.trainable_nbytes, _LABEL)
+        if block is not None:
+            memory = self._host.tensor(block)[: shard.trainable_nbytes]
             with self._lock:
-                self._kept[shard.index] = copy
-
-    def reserve_undecided(self, pool: HostPool, shard: Unit) -> None:
-        """As `reserve` for an update that no step has decided. What is kept stays readable."""
-        copy = self._taken(pool, shard)
-        with self._lock:
-            self._undecided[shard.index] = copy
-
-    def _taken(self, pool: HostPool, shard: Unit) -> _KeptWeights | None:
-        with self._lock:
-            unused = [copy for copy in self._unused if not copy.num_readers]
-            self._unused = [copy for copy in self._unused if copy.num_readers]
-        for copy in unused:
-            pool.free(copy.block)
-        fresh = pool.try_spare(shard.trainable_nbytes, _LABEL)
-        return None if fresh is None else _KeptWeights(fresh)
+                self._copies[shard.index] = _KeptCopy(block, memory)
 
     def give_back(self, pool: HostPool, *, waits: bool = False) -> bool:
-        """Frees one block; with `waits` also one that is lent, when its reader has it, which a
-        rank that ends may never tell. Returns whether there was any."""
+        """Frees one block; with `waits` also one that a reader has, which a rank that ends may
+        never give up, or a write. Returns whether there was any."""
         with self._lock:
-            block = self._least_useful()
-            if block is None and waits and self._are_some_lent():
-                self._lock.wait_for(lambda: not self._are_some_lent(), timeout=_PATIENCE_S)
-                block = self._least_useful()
-        if block is None:
+            copy = self._take_least_useful()
+            if copy is None and waits:
+                self._lock.wait_for(self._is_none_lent, timeout=_PATIENCE_S)
+                copy = self._take_least_useful(with_writes=True)
+        if copy is None:
             return False
-        pool.free(block)
+        with contextlib.suppress(StorageError):  # The thread of updates waits for it, too.
+            copy.write.wait()
+        pool.free(copy.block)
         return True
 
-    def _are_some_lent(self) -> bool:
-        return any(copy.num_readers for copy in (*self._kept.values(), *self._unused))
+    def _is_none_lent(self) -> bool:
+        return not any(copy.num_readers for copy in self._copies.values())
 
-    def _least_useful(self) -> Block | None:
-        """Takes out a block: first of those that this rank has read, because a pass comes back to
-        the shards that it has read first at its very end; then of the shard that comes last."""
-        for copy in self._unused:
-            if not copy.num_readers:
-                self._unused.remove(copy)
-                return copy.block
-        for shard in (*self._used, *reversed(self._kept)):
-            if not self._kept[shard].num_readers:
+    def _take_least_useful(self, *, with_writes: bool = False) -> _KeptCopy | None:
+        """Takes out a copy: first of those that this rank has read, because a pass comes back to
+        the shards that it has read first at its very end; then of the shard that comes last; at
+        last of those with an early update."""
+        late = [shard for shard in reversed(self._copies) if shard not in self._early]
+        for shard in (*self._used, *late, *self._early):
+            copy = self._copies.get(shard)
+            if copy is None or copy.num_readers or copy.is_changing:
+                continue
+            if with_writes or copy.write.done():
                 self._used.pop(shard, None)
-                return self._kept.pop(shard).block
-        for shard, undecided in self._undecided.items():
-            if undecided is not None:
-                self._undecided[shard] = None
-                return undecided.block
+                return self._copies.pop(shard)
         return None
+
+    # -- Updates: their thread ---------------------------------------------------------------------
+
+    def begin_update(self, shard: int) -> ChangingCopy | None:
+        """Lends memory for the weights that an update reads and changes, until `end_update`; None
+        if there is none. Nobody may read the shard, unless the update is early. Raises StorageError
+        if the last write has failed."""
+        with self._lock:
+            copy = self._copies.get(shard)
+            if copy is None or copy.num_readers:
+                return None
+            copy.is_changing = True
+            is_current, copy.content = copy.content is _Content.CURRENT, _Content.NONE
+        try:
+            copy.write.wait()
+        except BaseException:
+            self.end_update(shard, None)
+            raise
+        return ChangingCopy(copy.block, is_current)
+
+    def end_update(self, shard: int, write: Transfer | None) -> None:
+        """Ends `begin_update`. `write`: of the new weights, from the memory; None: the content is
+        of no use."""
+        with self._lock:
+            copy = self._copies[shard]
+            copy.is_changing = False
+            if write is not None:
+                copy.write = write
+                is_early = shard in self._early
+                copy.content = _Content.UNDECIDED if is_early else _Content.CURRENT
 
     # -- Content -----------------------------------------------------------------------------------
 
-    def put(self, shard: int, weights: torch.Tensor) -> None:
-        """Keeps the weights of a finished update: uint8, host, (trainable_nbytes,). Nobody may read
-        the shard, unless the update is undecided."""
-        with self._lock:
-            is_undecided = shard in self._undecided
-            copy = self._undecided[shard] if is_undecided else self._kept.get(shard)
-            if copy is None:
-                return
-            copy.is_complete = False
-        for start, stop in _ranges_of(weights.numel()):
-            with self._lock:
-                if copy is not (self._undecided if is_undecided else self._kept).get(shard):
-                    return
-                self._memory(copy)[start:stop].copy_(weights[start:stop])
-        with self._lock:
-            copy.is_complete = True
-
     def publish(self, shard: int) -> None:
-        """The step has decided as the undecided update expected, if there is one."""
+        """The step has decided as the early update expected, if there is one."""
         with self._lock:
-            if shard not in self._undecided:
+            if shard not in self._early:
                 return
-            new, old = self._undecided.pop(shard), self._kept.pop(shard, None)
-            self._used.pop(shard, None)
-            if new is not None and new.is_complete:
-                self._kept[shard], new = new, None
-            self._unused += [copy for copy in (new, old) if copy is not None]
+            self._early.discard(shard)
+            self._to_the_end(shard)
+            copy = self._copies.get(shard)
+            if copy is not None:
+                is_new = copy.content is _Content.UNDECIDED
+                copy.content = _Content.CURRENT if is_new else _Content.NONE
 
     def drop(self, shard: int) -> None:
-        """Forgets the weights of an undecided update, if there is one."""
+        """Forgets the weights of an early update, if there is one. The update has ended."""
         with self._lock:
-            copy = self._undecided.pop(shard, None)
-            if copy is not None:
-                self._unused.append(copy)
+            self._early.discard(shard)
+            copy = self._copies.get(shard)
+            if copy is not None and copy.content is _Content.UNDECIDED:
+                copy.content = _Content.NONE
 
     def forget(self, shard: int | None = None) -> None:
-        """The weights of the shard, or of all shards, change by other means than an update."""
+        """The weights of the shard, or of all shards, change by other means than an update of their
+        copy."""
         with self._lock:
-            for copy in self._kept.values() if shard is None else [self._kept.get(shard)]:
+            for copy in self._copies.values() if shard is None else [self._copies.get(shard)]:
                 if copy is not None:
-                    copy.is_complete = False
+                    copy.content = _Content.NONE
 
     def has(self, shard: int) -> bool:
         """Whether the weights are kept now."""
         with self._lock:
-            copy = self._kept.get(shard)
-            return copy is not None and copy.is_complete
+            copy = self._copies.get(shard)
+            return copy is not None and copy.content is _Content.CURRENT
 
-    def read(
-        self, shard: int, start_nbytes: int, sink: torch.Tensor, *, is_own: bool = False
-    ) -> bool:
-        """Copies a range of the shard's weights to `sink`. `is_own`: for a pass of this rank.
-
-        sink: uint8, host, shape (nbytes,)
-        Returns False if they are not kept; what `sink` has is of no use then.
-        """
-        for start, stop in _ranges_of(sink.numel()):
-            with self._lock:
-                copy = self._kept.get(shard)
-                if copy is None or not copy.is_complete:
-                    return False
-                memory = self._memory(copy)[start_nbytes + start : start_nbytes + stop]
-                if memory.numel() != stop - start:
-                    return False
-                sink[start:stop].copy_(memory)
-        if is_own:
-            with self._lock:
-                self._note_used(shard)
-        return True
-
-    @contextmanager
+    @contextlib.contextmanager
     def lent(self, shard: int, *, is_own: bool = False) -> Iterator[torch.Tensor | None]:
         """Lends the shard's weights for the block: uint8, host, (trainable_nbytes,), not to be
         changed. None if they are not kept. `is_own`: for a pass of this rank."""
         with self._lock:
-            copy = self._kept.get(shard)
-            if copy is None or not copy.is_complete:
+            copy = self._copies.get(shard)
+            if copy is None or copy.content is not _Content.CURRENT:
                 copy = None
             else:
                 copy.num_readers += 1
         try:
-            yield None if copy is None else self._memory(copy)
+            yield None if copy is None else copy.memory
         finally:
             if copy is not None:
                 with self._lock:
                     copy.num_readers -= 1
                     if is_own:
-                        self._note_used(shard)
+                        self._used.pop(shard, None)
+                        self._used[shard] = None
                     self._lock.notify_all()
 
-    def _note_used(self, shard: int) -> None:
-        if shard in self._kept:
-            self._used.pop(shard, None)
-            self._used[shard] = None
-
-    def _memory(self, copy: _KeptWeights) -> torch.Tensor:
-        return self._host.tensor(copy.block)
-
-
-def _ranges_of(nbytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, nbytes, _RANGE_NBYTES):
-        yield start, min(start + _RANGE_NBYTES, nbytes)
+    def _to_the_end(self, shard: int) -> None:
+        """The next pass comes back to the shard after those that were updated before it."""
+        self._used.pop(shard, None)
+        copy = self._copies.pop(shard, None)
+        if copy is not None:
+            self._copies[shard] = copy

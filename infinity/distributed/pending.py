@@ -33,7 +33,8 @@ class PendingShards:
     Thread-safe.
 
     The training thread adds shards, one thread takes them, any thread waits for pending ones. A
-    shard that some thread waits for comes first; early shards come last.
+    shard that some thread waits for comes first; early shards come last, the newest of them first:
+    the forward needs it first. What the backward does not get to is what the forward needs late.
     """
 
     def __init__(self) -> None:
@@ -218,13 +219,14 @@ class PendingShards:
             shard = self._wanted.popleft()
             if shard in self._order:
                 return shard
-        shards = self._order or (self._early if self._is_resting else {})
-        return next(iter(shards), None)
+        if self._order:
+            return next(iter(self._order))
+        return next(reversed(self._early), None) if self._is_resting else None
 
     def upcoming(self, but: int) -> list[int]:
-        """Returns the pending shards, then the early ones, without one, in order."""
+        """Returns the pending shards, then the early ones, without one, in their order."""
         with self._changed:
-            return [shard for shard in (*self._order, *self._early) if shard != but]
+            return [shard for shard in (*self._order, *reversed(self._early)) if shard != but]
 
     def expected(self) -> list[int]:
         """Returns the expected shards that are neither pending nor early, in order."""
@@ -266,6 +268,17 @@ class PendingShards:
         with self._changed:
             self._stale.difference_update(shards)
             self._changed.notify_all()
+
+    def await_next(self, timeout_s: float) -> None:
+        """Waits until `take` has a shard, or something is to be dropped, for so long at most."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    (self._order or self._stale or (self._early and self._is_resting))
+                    or self._is_closed
+                ),
+                timeout_s,
+            )
 
     def await_more(self) -> bool:
         """Marks all writes as over, then waits for the next shards. Returns whether there are

@@ -19,29 +19,24 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
 from infinity.distributed.kept_shards import KeptShards
 from infinity.distributed.pending import PendingShards
+from infinity.distributed.resting_weights import RestingWeights
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.old_copies import OldCopies
-from infinity.state.store import LocalStore, NvmeLocation, StateStore, Transfer, changing_kinds
+from infinity.state.store import LocalStore, NvmeLocation, changing_kinds
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
-from infinity.storage.protocol import Priority
 from infinity.streaming.staging_ring import StagingRing
-from infinity.streaming.step_record import UpdatedWeights, UpdateSettings
+from infinity.streaming.step_record import UpdateSettings
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of
-from infinity.tiers.device import FINISHED
-from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
-_WEIGHTS_LABEL = "weights that are updated"
-_NUM_BLOCKS = 2  # One shard's weights are read or written while those of another are updated.
+_WRITES_POLL_S = 0.01  # The end of a write wakes nobody.
 
 
 def can_update_beside(local: LocalStore, shards: Iterable[Unit]) -> bool:
@@ -54,148 +49,6 @@ def can_update_beside(local: LocalStore, shards: Iterable[Unit]) -> bool:
         if unit.state_numel
         for kind in (*changing_kinds(unit), StateKind.GRADIENTS)
     )
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    """Memory for one shard's trainable weights."""
-
-    block: Block
-    unit: int | None = None  # Whose weights are read ahead or checked out.
-    transfer: Transfer = FINISHED  # A read for the unit; without one, a write.
-
-    def drop_read(self) -> None:
-        """Waits for a read, which may have failed: nobody needs its bytes."""
-        with contextlib.suppress(StorageError):
-            self.transfer.wait()
-        self.unit, self.transfer = None, FINISHED
-
-
-class RestingWeights(UpdatedWeights):
-    """Weights of shards, for updates: where they rest, or in blocks on their way from and to a
-    drive. `kept` saves the way from it. The training thread lends and takes back the blocks, the
-    thread of updates uses them."""
-
-    def __init__(
-        self, local: StateStore, pool: HostPool, kept: KeptShards, shards: Iterable[Unit]
-    ) -> None:
-        self._local = local
-        self._pool = pool
-        self._kept = kept
-        self._slots: list[_Slot] = []
-        self._block_nbytes = max(
-            (unit.trainable_nbytes for unit in shards if unit.state_numel and self.travels(unit)),
-            default=0,
-        )
-
-    # -- Memory: training thread -------------------------------------------------------------------
-
-    def lend(self) -> None:
-        """Takes a block, or two if memory is free, unless they are there. Raises CapacityError."""
-        if self._block_nbytes and not self._slots:
-            self._slots.append(_Slot(self._pool.require(self._block_nbytes, _WEIGHTS_LABEL)))
-        while 0 < len(self._slots) < _NUM_BLOCKS:
-            block = self._pool.try_allocate(self._block_nbytes, _WEIGHTS_LABEL)
-            if block is None:
-                return
-            self._slots.append(_Slot(block))
-
-    def take_back(self) -> None:
-        """Frees the blocks. No transfer is in flight."""
-        while self._slots:
-            self._pool.free(self._slots.pop().block)
-
-    def travels(self, unit: Unit) -> bool:
-        """Whether the unit's weights rest on a drive."""
-        return self._local.host_view(unit, StateKind.PARAMETERS) is None
-
-    # -- Updates: their thread ---------------------------------------------------------------------
-
-    def read_ahead(self, update: UnitUpdate) -> None:
-        """Starts to read the weights of the next update, if a block is free."""
-        unit = update.unit
-        if update.overwrites_all or not self.travels(unit):
-            return
-        free = [slot for slot in self._slots if slot.unit is None and slot.transfer.done()]
-        if free and all(slot.unit != unit.index for slot in self._slots):
-            self._start_read(free[0], unit)
-
-    def _start_read(self, slot: _Slot, unit: Unit) -> None:
-        slot.transfer.wait()  # Of a write, which may have failed.
-        slot.unit, slot.transfer = unit.index, FINISHED
-        if not self._kept.read(unit.index, 0, self._memory(slot, unit)):
-            slot.transfer = self._local.read(
-                unit, StateKind.PARAMETERS, slot.block,
-                priority=Priority.STATE, nbytes=unit.trainable_nbytes,
-            )  # fmt: skip
-
-    def _memory(self, slot: _Slot, unit: Unit) -> torch.Tensor:
-        return self._pool.tensor(slot.block)[: unit.trainable_nbytes]
-
-    @override
-    def expected(self) -> Iterator[int]:
-        return iter(())
-
-    @override
-    def await_update(self, unit: int, is_awaited: bool) -> None:
-        """Does nothing: `PendingShards` says which shards await an update."""
-
-    @override
-    def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
-        shard = self._local.units[unit]
-        resting = self._local.host_view(shard, StateKind.PARAMETERS)
-        if resting is not None:
-            return resting
-        slot = self._slot_for(unit)
-        if slot.unit != unit:
-            if slot.unit is not None:
-                slot.drop_read()  # Ahead, for a later update.
-            slot.transfer.wait()
-            slot.unit, slot.transfer = unit, FINISHED
-            if read:
-                self._start_read(slot, shard)
-        try:
-            slot.transfer.wait()
-        except StorageError:
-            slot.drop_read()  # Who needs the bytes next reads them again.
-            raise
-        return self._memory(slot, shard)
-
-    def _slot_for(self, unit: int) -> _Slot:
-        """Returns the block that has the unit, else a free one, else one that was read ahead; of
-        several one whose transfer is over."""
-        return min(
-            self._slots,
-            key=lambda slot: (slot.unit != unit, slot.unit is not None, not slot.transfer.done()),
-        )
-
-    @override
-    def check_in(
-        self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
-    ) -> None:
-        slot = next((slot for slot in self._slots if slot.unit == unit), None)
-        if slot is None:
-            return
-        slot.unit = None
-        if dirty_nbytes:
-            shard = self._local.units[unit]
-            slot.transfer = self._local.write(
-                shard, StateKind.PARAMETERS, slot.block, nbytes=dirty_nbytes
-            )
-            self._kept.put(unit, self._memory(slot, shard))
-
-    def forget(self, unit: int) -> None:
-        """Drops what was read ahead of a unit."""
-        for slot in self._slots:
-            if slot.unit == unit:
-                slot.drop_read()
-
-    def finish_writes(self) -> None:
-        """Waits for all transfers. Raises StorageError if a write has failed."""
-        for slot in self._slots:
-            if slot.unit is not None:
-                slot.drop_read()
-            slot.transfer.wait()
 
 
 class ShardUpdates:
@@ -278,7 +131,7 @@ class ShardUpdates:
         self._early[update.unit.index] = update
         self._going_on.discard(update.unit.index)
         if self._weights.travels(update.unit):
-            self._kept.reserve_undecided(self._pool, update.unit)
+            self._kept.reserve(self._pool, update.unit, is_early=True)
         self._pending.add_early(update.unit.index)
         self._ensure_thread()
         return True
@@ -376,9 +229,12 @@ class ShardUpdates:
                 self._drop_stale()
                 shard = self._pending.take()
                 if shard is None:
+                    self._read_expected()
+                    if not (self._ring.is_written and self._weights.is_written):
+                        self._pending.await_next(_WRITES_POLL_S)  # What comes goes first.
+                        continue
                     self._ring.finish_writes()
                     self._weights.finish_writes()
-                    self._read_expected()
                     if not self._pending.await_more():
                         return
                 elif self._pending.is_pending(shard):

@@ -329,9 +329,13 @@ class DistributedStore:
         read: Callable[[], Transfer],
     ) -> None:
         self.pending.await_update(shard)
-        is_kept = state_kind is StateKind.PARAMETERS
-        if not (is_kept and self.kept.read(shard, offset_nbytes, sink, is_own=True)):
-            read().wait()
+        end_nbytes = offset_nbytes + sink.numel()
+        if state_kind is StateKind.PARAMETERS:
+            with self.kept.lent(shard, is_own=True) as kept:
+                if kept is not None and end_nbytes <= kept.numel():
+                    sink.copy_(kept[offset_nbytes:end_nbytes])
+                    return
+        read().wait()
 
     def _parts(
         self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int
@@ -365,7 +369,7 @@ class DistributedStore:
                 while len(reads) < min(len(windows), len(parts) - index):
                     ahead = index + len(reads)
                     block = windows[ahead % len(windows)]
-                    reads.append(self._read_part(unit, state_kind, parts[ahead], block, reader))
+                    reads.append(self._read_part(unit, state_kind, parts[ahead], block))
                 reads[0].wait()
                 reads.popleft()
                 low = align_down(start, PAGE_NBYTES)
@@ -377,7 +381,7 @@ class DistributedStore:
                     read.wait()
 
     def _read_part(
-        self, unit: Unit, kind: StateKind, part: tuple[int, int], window: Block, reader: int
+        self, unit: Unit, kind: StateKind, part: tuple[int, int], window: Block
     ) -> Transfer:
         """Reads the pages of a part into the start of a window."""
         low, high = align_down(part[0], PAGE_NBYTES), align_up(part[1], PAGE_NBYTES)
@@ -385,9 +389,6 @@ class DistributedStore:
         changing = self._changing(unit, kind)
         if changing is not None:
             changing.read(unit, kind, low, sink)
-            return FINISHED
-        is_own = reader == self.partition.rank
-        if kind is StateKind.PARAMETERS and self.kept.read(unit.index, low, sink, is_own=is_own):
             return FINISHED
         return self.local.read(
             unit, kind, window, priority=Priority.FORWARD, offset_nbytes=low, nbytes=high - low

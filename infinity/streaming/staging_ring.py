@@ -456,6 +456,11 @@ class StagingRing:
         """Gives up its views of state at rest: the store closes."""
         self._at_rest.clear()
 
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish_writes` would not wait."""
+        return all(slot.is_idle for slot in self._slots)
+
     def finish_writes(self) -> None:
         """Waits until what was written back so far is where it rests. Raises StorageError."""
         transfers = [t for slot in self._slots for t in slot.transfers]

@@ -126,7 +126,7 @@ def _reads_fail_once(
 ) -> tuple[dict[str, Tensor], list[Rung]]:
     """A step for each read of the early updates of a backward."""
     if not keeps:
-        KeptShards._taken = lambda *_: None  # type: ignore[assignment, method-assign]
+        KeptShards.reserve = lambda *_, **__: None  # type: ignore[assignment, method-assign]
     run, rungs = TrappedRun(rank, case, Path(tempfile.gettempdir())), list[Rung]()
     read_when_needed(run.engine)
     run.ready()

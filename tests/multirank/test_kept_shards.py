@@ -28,7 +28,7 @@ READ = "nvme_read_nbytes"
 
 def _keep(keeps: bool) -> None:
     if not keeps:
-        KeptShards._taken = lambda *_: None  # type: ignore[assignment, method-assign]
+        KeptShards.reserve = lambda *_, **__: None  # type: ignore[assignment, method-assign]
 
 
 def _read_in_a_step(rank: int, case: Case, *, keeps: bool) -> dict[str, float]:
@@ -93,7 +93,7 @@ def _changed_otherwise(rank: int, directory: str, keeps: bool) -> list[dict[str,
     for step in (5, 6):
         train(step)
     handle.remove()
-    assert not keeps or engine.store.kept._kept
+    assert not keeps or engine.store.kept._copies
     infinity.close(model)
     return found
 

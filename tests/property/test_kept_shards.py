@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from infinity.distributed.kept_shards import KeptShards
 from infinity.observe import Counters
-from infinity.sizes import MIB, PAGE_NBYTES
+from infinity.sizes import MIB
 from infinity.storage.arena import Arena
+from infinity.tiers.device import FINISHED
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.pool import HostPool
 
 NUM_SHARDS = 4
-NBYTES = 2 * MIB + PAGE_NBYTES  # Several pieces, the last of them short.
+NBYTES = 2 * MIB
 SHARDS = [SimpleNamespace(index=index, trainable_nbytes=NBYTES) for index in range(NUM_SHARDS)]
 shards = st.integers(0, NUM_SHARDS - 1)
 
@@ -46,28 +47,42 @@ class KeptShardsMachine(RuleBasedStateMachine):
         self.pool._host.close()
         self.arena.close()
 
-    def new_weights(self) -> torch.Tensor:
+    def change(self, shard: int) -> int:
+        """An update of the copy, if there is memory. Returns the byte of the new weights."""
         self.next_byte = (self.next_byte + 1) % 256
-        return torch.full((NBYTES,), self.next_byte, dtype=torch.uint8)
+        copy = self.kept.begin_update(shard)
+        if copy is not None:
+            memory = self.pool.tensor(copy.block)[:NBYTES]
+            assert not copy.is_current or torch.all(memory == self.at_rest[shard])
+            memory.fill_(self.next_byte)
+            self.kept.end_update(shard, FINISHED)
+        return self.next_byte
 
     @rule(shard=shards)
     def update(self, shard: int) -> None:
         if shard in self.undecided:
             return
         self.kept.reserve(self.pool, SHARDS[shard])  # type: ignore[arg-type]
-        weights = self.new_weights()
-        self.at_rest[shard] = self.next_byte
-        self.kept.put(shard, weights)
+        self.at_rest[shard] = self.change(shard)
         self.kept.publish(shard)
 
     @rule(shard=shards)
     def update_before_the_step(self, shard: int) -> None:
         if shard in self.undecided:
             return
-        self.kept.reserve_undecided(self.pool, SHARDS[shard])  # type: ignore[arg-type]
-        weights = self.new_weights()
-        self.undecided[shard] = self.next_byte
-        self.kept.put(shard, weights)
+        self.kept.reserve(self.pool, SHARDS[shard], is_early=True)  # type: ignore[arg-type]
+        self.undecided[shard] = self.change(shard)
+
+    @rule(shard=shards, is_early=st.booleans())
+    def update_that_fails(self, shard: int, is_early: bool) -> None:
+        if shard in self.undecided:
+            return
+        self.kept.reserve(self.pool, SHARDS[shard], is_early=is_early)  # type: ignore[arg-type]
+        copy = self.kept.begin_update(shard)
+        if copy is not None:
+            self.pool.tensor(copy.block).fill_(254)
+            self.kept.end_update(shard, None)
+        self.kept.drop(shard)
 
     @precondition(lambda self: self.undecided)
     @rule(data=st.data(), is_kept=st.booleans())
@@ -103,18 +118,19 @@ class KeptShardsMachine(RuleBasedStateMachine):
         yield
         self.pool.free(block)
 
-    @rule(shard=shards, start=st.sampled_from([0, PAGE_NBYTES, MIB]), own=st.booleans())
-    def read(self, shard: int, start: int, own: bool) -> None:
-        sink = torch.zeros(NBYTES - start, dtype=torch.uint8)
+    @rule(shard=shards, own=st.booleans())
+    def read(self, shard: int, own: bool) -> None:
         is_kept = self.kept.has(shard)
-        assert self.kept.read(shard, start, sink, is_own=own) == is_kept
-        if is_kept:
-            assert torch.all(sink == self.at_rest[shard])
+        with self.kept.lent(shard, is_own=own) as memory:
+            assert (memory is not None) == is_kept
+            assert memory is None or torch.all(memory == self.at_rest[shard])
 
-    @invariant()
-    def a_range_that_is_not_there_is_not_read(self) -> None:
-        sink = torch.zeros(PAGE_NBYTES, dtype=torch.uint8)
-        assert not any(self.kept.read(shard, NBYTES, sink) for shard in range(NUM_SHARDS))
+    @rule(shard=shards)
+    def read_while_others_need_memory(self, shard: int) -> None:
+        with self.kept.lent(shard) as memory:
+            while self.kept.give_back(self.pool):
+                pass
+            assert memory is None or torch.all(memory == self.at_rest[shard])
 
 
 TestKeptShards = KeptShardsMachine.TestCase

@@ -91,11 +91,11 @@ def test_every_wait_ends_with_the_updates(end: str) -> None:
             pending.check()
 
 
-def test_early_shards_come_last_and_nobody_waits_for_them() -> None:
+def test_early_shards_come_last_the_newest_first_and_nobody_waits_for_them() -> None:
     pending = PendingShards()
     pending.add([1])
-    pending.add_early(7)
     pending.add_early(8)
+    pending.add_early(7)
     assert pending.take() == 1 and pending.upcoming(but=1) == [7, 8]
     pending.note_updated(1)
     assert pending.take() is None, "writes of pending shards are finished first"
@@ -115,7 +115,7 @@ def test_early_shards_come_last_and_nobody_waits_for_them() -> None:
 
 def test_a_withdrawn_shard_is_dropped_by_the_thread_before_the_wait_ends() -> None:
     pending = PendingShards()
-    for shard in (1, 2, 3):
+    for shard in (3, 2, 1):
         pending.add_early(shard)
     assert pending.take() == 1 and not pending.end_early(1, is_made=True)
     assert pending.take() == 2
