@@ -505,6 +505,15 @@ py::bytes checksums_of(std::uintptr_t address, std::size_t nbytes, std::size_t n
   return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof checksums[0]};
 }
 
+py::bytes finish_digests(PageDigests& digests) {
+  std::vector<std::uint32_t> checksums;
+  {
+    const py::gil_scoped_release released;
+    checksums = digests.finish();
+  }
+  return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof checksums[0]};
+}
+
 // -1: every page has the checksum that is expected.
 py::ssize_t find_bad_page(std::uintptr_t address, std::size_t nbytes, const py::bytes& expected,
                           std::size_t num_threads) {
@@ -546,6 +555,12 @@ PYBIND11_MODULE(_core, module) {
              py::arg("num_threads") = 1);
   module.def("first_bad_page", &find_bad_page, py::arg("address"), py::arg("nbytes"),
              py::arg("expected"), py::arg("num_threads") = 1);
+  py::class_<PageDigests>(module, "PageDigests")
+      .def(py::init([](std::uintptr_t address, std::size_t nbytes) {
+             return PageDigests(pages_at(address, nbytes), nbytes / io::kChecksumPageNbytes);
+           }),
+           py::arg("address"), py::arg("nbytes"))
+      .def("finish", &finish_digests);
   module.def("crc32c_kernels", &crc32c_kernels);
   module.def("crc32c_of_zeros", &crc32c_of_zeros);
   module.def(

@@ -10,6 +10,7 @@
 #include <pybind11/stl.h>
 
 #include "address.h"
+#include "page_checksums.h"
 #include "update/squares.h"
 #include "update/sums.h"
 #include "update/update.h"
@@ -91,7 +92,7 @@ update::GradientFormat format_of(bool is_bf16) {
 std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& tuples,
                     const std::vector<float>& coefficients, bool is_split, bool is_gradient_bf16,
                     bool is_8bit, float gradient_scale, std::size_t num_threads,
-                    const std::string& simd) {
+                    const std::string& simd, const std::vector<PageDigests*>& digests) {
   const InstructionSet* set = update::find_instruction_set(simd);
   if (set == nullptr) throw py::value_error("this processor or build has no " + simd);
   const RuleKernels* rule = update::find_rule(*set, rule_name);
@@ -116,6 +117,14 @@ std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& 
   job.state_format = is_8bit ? update::StateFormat::k8Bit : update::StateFormat::kFp32;
   job.gradient_scale = gradient_scale;
   job.num_threads = num_threads;
+  for (const PageDigests* const pages : digests) {
+    if (pages == nullptr) throw py::value_error("digests: expected PageDigests, got None");
+  }
+  if (!digests.empty()) {
+    job.written = [&digests](const void* start, std::size_t nbytes) {
+      for (PageDigests* const pages : digests) pages->add(start, nbytes);
+    };
+  }
   const py::gil_scoped_release released;
   return update::apply(job, spans);
 }
@@ -171,7 +180,8 @@ void bind_update(py::module_& module) {
   });
   update.def("apply", &apply, py::arg("rule"), py::arg("spans"), py::arg("coefficients"),
              py::kw_only(), py::arg("is_split"), py::arg("is_gradient_bf16"), py::arg("is_8bit"),
-             py::arg("gradient_scale"), py::arg("num_threads"), py::arg("simd"));
+             py::arg("gradient_scale"), py::arg("num_threads"), py::arg("simd"),
+             py::arg("digests") = std::vector<PageDigests*>{});
   update.attr("SQUARES_NUMEL") = update::kSquaresNumel;
   update.def("sum_squares", &sum_squares, py::arg("values"), py::arg("numel"), py::arg("sums"),
              py::kw_only(), py::arg("num_threads"));

@@ -51,4 +51,31 @@ std::size_t first_bad_page(const void* pages, std::size_t num_pages, const std::
   return first_bad.load();
 }
 
+PageDigests::PageDigests(const void* pages, std::size_t num_pages)
+    : pages_(static_cast<const unsigned char*>(pages)),
+      checksums_(num_pages),
+      is_known_(num_pages) {}
+
+void PageDigests::add(const void* start, std::size_t nbytes) {
+  const auto* const first_byte = static_cast<const unsigned char*>(start);
+  const unsigned char* const end = pages_ + checksums_.size() * io::kChecksumPageNbytes;
+  if (first_byte >= end || first_byte + nbytes <= pages_) return;
+  const std::size_t skipped = first_byte > pages_ ? static_cast<std::size_t>(first_byte - pages_) : 0;
+  const std::size_t first = (skipped + io::kChecksumPageNbytes - 1) / io::kChecksumPageNbytes;
+  const auto last = static_cast<std::size_t>(std::min(first_byte + nbytes, end) - pages_) /
+                    io::kChecksumPageNbytes;
+  if (last <= first) return;
+  io::crc32c_pages(pages_ + first * io::kChecksumPageNbytes, last - first, &checksums_[first]);
+  std::fill_n(is_known_.begin() + static_cast<std::ptrdiff_t>(first), last - first, 1);
+}
+
+std::vector<std::uint32_t> PageDigests::finish() {
+  for (std::size_t page = 0; page < checksums_.size(); ++page) {
+    if (is_known_[page] != 0) continue;
+    io::crc32c_pages(pages_ + page * io::kChecksumPageNbytes, 1, &checksums_[page]);
+    is_known_[page] = 1;
+  }
+  return checksums_;
+}
+
 }  // namespace infinity

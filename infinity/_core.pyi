@@ -39,6 +39,15 @@ def crc32c_pages(address: int, nbytes: int, num_threads: int = 1) -> bytes:
 def first_bad_page(address: int, nbytes: int, expected: bytes, num_threads: int = 1) -> int:
     """Index of the first page without the expected checksum; -1 when there is none."""
 
+@final
+class PageDigests:
+    """Checksums of the pages of a range that are taken as an update writes them. Until `finish`
+    nobody else changes the memory."""
+
+    def __init__(self, address: int, nbytes: int) -> None: ...
+    def finish(self) -> bytes:
+        """As `crc32c_pages` of the range; takes those that no update has taken."""
+
 def crc32c_kernels() -> list[str]:
     """The kernels that this processor can run; the first one is used, the last is "table"."""
 
@@ -143,9 +152,11 @@ class update:  # noqa: N801 (a submodule)
         gradient_scale: float,
         num_threads: int,
         simd: str,
+        digests: Sequence[PageDigests] = (),
     ) -> int:
         """Spans are (weight, residual or 0, gradient, states, numel), addresses as integers.
-        8-bit states are two addresses each: codes and scales."""
+        8-bit states are two addresses each: codes and scales. `digests` take the checksums of what
+        they have of the weights, residuals and states."""
 
     SQUARES_NUMEL: int
 

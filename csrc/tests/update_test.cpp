@@ -129,6 +129,52 @@ TEST(ThreadsChangeNoBit) {
   }
 }
 
+TEST(EveryByteThatChangesIsToldOnceWhenItIsWritten) {
+  const std::size_t numel = 3 * 65536 + 8 * 5 + 3;
+  for (const WeightFormat weight_format : {WeightFormat::kFp32, WeightFormat::kSplit}) {
+    for (const std::size_t num_threads : {std::size_t{1}, std::size_t{3}}) {
+      State expected(numel), state(numel);
+      update(expected, *find_instruction_set(""), weight_format, GradientFormat::kFp32, 1);
+      const Span span = state.span(weight_format, GradientFormat::kFp32);
+      const Span wanted = expected.span(weight_format, GradientFormat::kFp32);
+      const bool is_split = weight_format == WeightFormat::kSplit;
+      struct Array {
+        const void* told;
+        const void* wanted;
+        std::size_t nbytes;
+      };
+      std::vector<Array> arrays{{span.weight, wanted.weight, numel * (is_split ? 2 : 4)},
+                                {span.states[0], wanted.states[0], numel * 4},
+                                {span.states[1], wanted.states[1], numel * 4}};
+      if (is_split) arrays.push_back({span.residual, wanted.residual, numel * 2});
+      std::atomic<std::size_t> told_nbytes{0};
+      std::atomic<bool> is_new{true};
+      Job job;
+      job.rule = find_rule(*find_instruction_set(""), "adamw");
+      job.coefficients = kAdamW;
+      job.weight_format = weight_format;
+      job.gradient_scale = 0.5F;
+      job.num_threads = num_threads;
+      job.written = [&](const void* start, std::size_t nbytes) {
+        told_nbytes += nbytes;
+        const auto* first = static_cast<const unsigned char*>(start);
+        bool is_found = false;
+        for (const Array& array : arrays) {
+          const auto* begin = static_cast<const unsigned char*>(array.told);
+          if (first < begin || first + nbytes > begin + array.nbytes) continue;
+          const auto* same = static_cast<const unsigned char*>(array.wanted) + (first - begin);
+          is_found = std::memcmp(first, same, nbytes) == 0;
+        }
+        if (!is_found) is_new = false;
+      };
+      CHECK(apply(job, {&span, 1}) == 0);
+      std::size_t changed_nbytes = 0;
+      for (const Array& array : arrays) changed_nbytes += array.nbytes;
+      CHECK(is_new && told_nbytes == changed_nbytes && state.has_bits_of(expected));
+    }
+  }
+}
+
 TEST(PoolCallsEveryItemOnce) {
   ThreadPool pool;
   for (std::size_t num_items = 0; num_items < 200; ++num_items) {

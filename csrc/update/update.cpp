@@ -23,6 +23,23 @@ struct Item {
   std::size_t stop;
 };
 
+// Tells the item's range of each array that the kernel has written, but for the scales of 8-bit
+// states: an item has less than a page of them.
+void tell_written(const Job& job, const Item& item) {
+  const Span& span = *item.span;
+  const auto tell = [&](const void* array, std::size_t element_nbytes) {
+    const auto* bytes = static_cast<const unsigned char*>(array);
+    if (bytes == nullptr) return;
+    job.written(bytes + item.start * element_nbytes, (item.stop - item.start) * element_nbytes);
+  };
+  tell(span.weight, job.weight_format == WeightFormat::kFp32 ? 4 : 2);
+  tell(span.residual, 2);
+  for (std::size_t i = 0; i < job.rule->num_states; ++i) {
+    tell(span.states[i], 4);
+    tell(span.codes[i], 1);
+  }
+}
+
 }  // namespace
 
 std::uint64_t apply(const Job& job, std::span<const Span> spans) {
@@ -45,6 +62,7 @@ std::uint64_t apply(const Job& job, std::span<const Span> spans) {
         kernel(*item.span, item.start, item.stop, item.stop == item.span->numel, job.coefficients,
                job.gradient_scale);
     if (found != 0) nonfinite.fetch_add(found, std::memory_order_relaxed);
+    if (job.written) tell_written(job, item);
   };
   // Waking a thread costs about what an item does.
   const std::size_t num_worth = (numel + kItemNumel - 1) / kItemNumel;

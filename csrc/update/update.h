@@ -1,7 +1,9 @@
 // The optimizer's update of any number of spans, on a bounded number of threads.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "dispatch.h"
@@ -17,6 +19,9 @@ struct Job {
   StateFormat state_format = StateFormat::kFp32;
   float gradient_scale = 1.0F;  // Gradients are multiplied by it as they are read.
   std::size_t num_threads = 1;
+  // Called with ranges of bytes that have their new content, soon after a thread has written them:
+  // they are in its cache. No two ranges overlap; all threads call.
+  std::function<void(const void* start, std::size_t nbytes)> written;
 };
 
 // Updates every span in place. Returns how many scaled gradients were not finite; they are used as

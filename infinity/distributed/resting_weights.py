@@ -13,6 +13,7 @@ from infinity.distributed.kept_shards import KeptShards
 from infinity.errors import StorageError
 from infinity.state.store import StateStore, Transfer
 from infinity.state.units import StateKind, Unit
+from infinity.storage.checksums import PageDigests
 from infinity.storage.protocol import Priority
 from infinity.streaming.step_record import UpdatedWeights
 from infinity.streaming.unit_update import UnitUpdate
@@ -30,6 +31,7 @@ class _Place:
 
     block: Block
     unit: int | None = None  # Whose weights are read ahead or checked out.
+    digests: PageDigests | None = None  # Of weights that are checked out.
     transfer: Transfer = FINISHED  # A read for the unit; without one, a write.
 
     def drop_read(self) -> None:
@@ -151,7 +153,15 @@ class RestingWeights(UpdatedWeights):
         except StorageError:
             self.forget(unit)  # Who needs the bytes next reads them again.
             raise
+        volume = self._local.volume
+        assert volume is not None
+        place.digests = volume.digests(place.block.address, shard.trainable_nbytes)
         return self._pool.tensor(place.block)[: shard.trainable_nbytes]
+
+    @override
+    def digests(self, unit: int) -> PageDigests | None:
+        place = self._place_of(unit)
+        return None if place is None else place.digests
 
     def _free_block(self) -> _Place:
         """Returns a block without weights, or one that was read ahead for a later update; of
@@ -175,14 +185,14 @@ class RestingWeights(UpdatedWeights):
             if dirty_nbytes:
                 write = self._local.write(
                     self._local.units[unit], StateKind.PARAMETERS, place.block,
-                    nbytes=dirty_nbytes,
+                    nbytes=dirty_nbytes, digests=place.digests,
                 )  # fmt: skip
         finally:
             if unit in self._copies:
                 self._end_copy(unit, write)
                 self._writes += [] if write is None else [write]
             else:
-                place.unit, place.transfer = None, write or FINISHED
+                place.unit, place.digests, place.transfer = None, None, write or FINISHED
                 self._kept.forget(unit)
 
     def forget(self, unit: int) -> None:

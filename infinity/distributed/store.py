@@ -31,6 +31,7 @@ from infinity.state.old_copies import OldCopies
 from infinity.state.partition import Partition, Shard, ShardSegment
 from infinity.state.store import FirstValues, LocalStore, StateLocation, Transfer
 from infinity.state.units import StateKind, Unit
+from infinity.storage.checksums import PageDigests
 from infinity.storage.protocol import Priority
 from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Volume
@@ -215,14 +216,16 @@ class DistributedStore:
         offset_nbytes: int = 0,
         nbytes: int | None = None,
         priority: Priority = Priority.WRITE_BACK,
+        digests: PageDigests | None = None,
     ) -> Transfer:
         """See `StateStore.write`. Of a sharded unit this rank writes its shard."""
         if not self.is_sharded(unit, kind):
             if kind is StateKind.PARAMETERS:
                 self.kept.forget(unit.index)
             return self.local.write(
-                unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes, priority=priority
-            )
+                unit, kind, block,
+                offset_nbytes=offset_nbytes, nbytes=nbytes, priority=priority, digests=digests,
+            )  # fmt: skip
         assert offset_nbytes == 0
         self.rewritten.add(unit.index)
         full = self._host.tensor(block, nbytes=unit.weight_nbytes)

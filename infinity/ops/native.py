@@ -32,12 +32,13 @@ def apply_rule(
     *,
     grad_scale: float,
     threads: int | None,
+    digests: Sequence[_core.PageDigests] = (),
 ) -> int:
     """Runs a native rule over spans of one format, in place.
 
     `coefficients` are rounded to fp32. Releases the GIL; `threads` None is what `threads_here`
-    says. Returns how many scaled gradients were not finite. Raises UnsupportedError when
-    INFINITY_SIMD names what is not here.
+    says. `digests`: see `_core.update.apply`. Returns how many scaled gradients were not finite.
+    Raises UnsupportedError when INFINITY_SIMD names what is not here.
     """
     simd = os.environ.get(SIMD_VARIABLE, "")
     if simd and simd not in instruction_sets():
@@ -57,6 +58,7 @@ def apply_rule(
         gradient_scale=grad_scale,
         num_threads=threads or threads_here(torch.get_num_threads()),
         simd=simd,
+        digests=digests,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from infinity._core import PageDigests
 from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings
 from infinity.ops.dynamic_8bit import State8Bit, decode, encode_
@@ -68,6 +69,7 @@ def update_(
     *,
     grad_scale: float | torch.Tensor = 1.0,
     threads: int | None = None,
+    digests: Sequence[PageDigests] = (),
 ) -> int:
     """One step of every span, in place, in one pass over memory.
 
@@ -81,25 +83,32 @@ def update_(
 
     A tensor may be updated in parts that are cut at multiples of `span.CUT_NUMEL` elements (of
     `dynamic_8bit.BLOCK_NUMEL` with 8-bit states). The result does not depend on that, on `threads`
-    (None: torch's number) or on the instruction set. Returns how many scaled gradients were not
-    finite; those are used as they are. Raises ConfigError for arrays of wrong dtype, length or
+    (None: torch's number) or on the instruction set. `digests` take the checksums of pages that
+    change, while they are in a cache. Returns how many scaled gradients were not finite; those are
+    used as they are. Raises ConfigError for arrays of wrong dtype, length or
     layout.
     """
     check_spans(spans, settings.state_names)
     return apply_rule(
-        settings.rule, spans, settings.coefficients(), grad_scale=float(grad_scale), threads=threads
-    )
+        settings.rule, spans, settings.coefficients(),
+        grad_scale=float(grad_scale), threads=threads, digests=digests,
+    )  # fmt: skip
 
 
 def step_(
-    spans: Sequence[StateSpan], settings: Settings, *, grad_scale: torch.Tensor | None = None
+    spans: Sequence[StateSpan],
+    settings: Settings,
+    *,
+    grad_scale: torch.Tensor | None = None,
+    digests: Sequence[PageDigests] = (),
 ) -> None:
     """`update_` with the bits of this torch: where its kernel rounds otherwise than the native one
     (another processor, another build), fp32 spans go through torch's own."""
     if (
         is_native(settings) or spans[0].is_split or spans[0].is_8bit
     ):  # The latter equal nothing of torch's.
-        update_(spans, settings, grad_scale=1.0 if grad_scale is None else grad_scale)
+        scale = 1.0 if grad_scale is None else grad_scale
+        update_(spans, settings, grad_scale=scale, digests=digests)
         return
     gradients = [span.gradient.float() for span in spans]
     if grad_scale is not None:

@@ -18,6 +18,7 @@ from infinity.observe import Counters, Track
 from infinity.state.placement import StatePlacement
 from infinity.state.stored import StoredWeights
 from infinity.state.units import StateKind, Unit
+from infinity.storage.checksums import PageDigests
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.shards import ShardFiles
 from infinity.storage.undecided import UndecidedContent
@@ -156,10 +157,12 @@ class StateStore(Protocol):
         offset_nbytes: int = 0,
         nbytes: int | None = None,
         priority: Priority = Priority.WRITE_BACK,
+        digests: PageDigests | None = None,
     ) -> Transfer:
         """Starts writing the start of `block` to a range of the state. Whole pages only.
 
-        The block must stay lent and unchanged until the transfer is done.
+        The block must stay lent and unchanged until the transfer is done. `digests`: of the bytes,
+        from `Volume.digests`.
         """
 
 
@@ -323,11 +326,12 @@ class LocalStore:
         nbytes: int | None = None,
         priority: Priority = Priority.WRITE_BACK,
         undecided: UndecidedContent | None = None,
+        digests: PageDigests | None = None,
     ) -> Transfer:
         """Starts writing the start of `block` to a range of the state. Whole pages only.
 
-        The block must stay lent and unchanged until the transfer is done. `undecided`, for state on
-        NVMe: see `Volume.write`.
+        The block must stay lent and unchanged until the transfer is done. For state on NVMe,
+        `undecided` and `digests`: see `Volume.write`.
         """
         location = self._locations[unit.index, kind]
         length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
@@ -343,6 +347,7 @@ class LocalStore:
                 address=block.address,
                 priority=priority,
                 undecided=undecided,
+                digests=digests,
             )
             if kind is StateKind.PARAMETERS and unit.index in self._first_values:
                 assert length == unit.weight_nbytes

@@ -32,6 +32,7 @@ from infinity.state.store import (
     changing_kinds,
 )
 from infinity.state.units import Chunk, StateKind, Unit
+from infinity.storage.checksums import PageDigests
 from infinity.storage.protocol import Priority
 from infinity.storage.shards import ShardFiles
 from infinity.storage.undecided import UndecidedContent
@@ -121,10 +122,11 @@ class UndecidedState(StateStore):
         offset_nbytes: int = 0,
         nbytes: int | None = None,
         priority: Priority = Priority.WRITE_BACK,
+        digests: PageDigests | None = None,
     ) -> Transfer:
         return self._local.write(
             unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes, priority=priority,
-            undecided=self._contents.get(unit.index),
+            undecided=self._contents.get(unit.index), digests=digests,
         )  # fmt: skip
 
     # -- As the local store ------------------------------------------------------------------------

@@ -16,10 +16,16 @@ from errno import EBADMSG
 from functools import cache
 
 from infinity import _core
+from infinity._core import PageDigests
 from infinity.errors import CorruptionError
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.generations import GenerationMap, GenerationRun
 from infinity.storage.protocol import Ticket
+
+__all__ = [
+    "CHECKSUM_NBYTES", "CheckedRead", "DigestedWrite", "ExpectedRange", "PageChecksums",
+    "PageDigests", "digest", "joined_crc32",
+]  # fmt: skip
 
 CHECKSUM_NBYTES = 4
 

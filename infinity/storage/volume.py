@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from infinity.errors import ConfigError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
-from infinity.storage.checksums import CheckedRead, ExpectedRange
+from infinity.storage.checksums import CheckedRead, ExpectedRange, PageDigests
 from infinity.storage.frozen_content import Adopted, FileRange, FrozenContent, changed_runs, maps_of
 from infinity.storage.generations import (
     NOWHERE,
@@ -42,6 +42,7 @@ from infinity.storage.volume_paths import (
     OpenPath,
     VolumePath,
     check_growths,
+    close_file,
     find_weights,
     spaces_of,
     uses_direct_io,
@@ -205,12 +206,13 @@ class Volume:
         address: int,
         priority: Priority,
         undecided: UndecidedContent | None = None,
+        digests: PageDigests | None = None,
     ) -> Ticket:
         """Writes memory, which must not change until the ticket is done, to a range of a buffer.
-        With `undecided` reads of the range return its old bytes until `publish`."""
+        With `undecided` reads return its old bytes until `publish`. `digests`: of the memory."""
         ticket = self._submit(
             "write", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
-            priority=priority, undecided=undecided,
+            priority=priority, undecided=undecided, digests=digests,
         )  # fmt: skip
         self._write_failures.watch(ticket)
         return ticket
@@ -224,6 +226,10 @@ class Volume:
                 self._maps[path_index].put(run)
         for extent, checksums in undecided.checksums:
             self._checksums.put([extent], checksums)
+
+    def digests(self, address: int, nbytes: int) -> PageDigests | None:
+        """Returns what takes checksums of memory to be written; None if none are kept."""
+        return None if self._checksums is None else PageDigests(address, nbytes)
 
     @property
     def can_be_undecided(self) -> bool:
@@ -348,14 +354,7 @@ class Volume:
             for opened in self._open:
                 stack.callback(opened.directory.close, remove=remove)
             for file in self._files():
-                stack.callback(self._close_file, file)
-
-    def _close_file(self, file: int) -> None:
-        try:
-            self._engine.close_file(file)
-        except StorageError as error:
-            if error.errno != errno.EBADF:  # EBADF: the engine was closed first.
-                raise
+                stack.callback(close_file, self._engine, file)
 
     def _files(self) -> list[int]:
         return [file for opened in self._open for file in opened.files]
@@ -382,6 +381,7 @@ class Volume:
         priority: Priority,
         label: str = "",
         undecided: UndecidedContent | None = None,
+        digests: PageDigests | None = None,
     ) -> Ticket:
         self._check_usable()
         if offset_nbytes % PAGE_NBYTES or nbytes % PAGE_NBYTES or address % PAGE_NBYTES:
@@ -401,7 +401,7 @@ class Volume:
             for run in found
         ]
         if operation == "write":
-            return self._write(parts, runs, segments, address, priority, undecided)
+            return self._write(parts, runs, segments, address, priority, undecided, digests)
         # Taken before the read is queued: later writes are carried out after it, or elsewhere.
         expected = [
             ExpectedRange(
@@ -453,15 +453,12 @@ class Volume:
             )
         if runs is None:
             raise StorageError(
-                errno.ENOSPC,
-                operation="write",
-                path=self._paths[extent.path_index].path,
-                offset_nbytes=extent.offset_nbytes,
-                nbytes=extent.nbytes,
+                errno.ENOSPC, operation="write", path=self._paths[extent.path_index].path,
+                offset_nbytes=extent.offset_nbytes, nbytes=extent.nbytes,
                 detail=f"{len(self._frozen)} commits are kept and there are {self.num_spares} "
                 "spare generations; a commit that could not be released keeps its generation. "
                 "Resume from the newest checkpoint",
-            )
+            )  # fmt: skip
         return runs
 
     def _write(
@@ -472,18 +469,21 @@ class Volume:
         address: int,
         priority: Priority,
         undecided: UndecidedContent | None,
+        known: PageDigests | None,
     ) -> Ticket:
         """Queues the write, then records it: a refused write leaves the old bytes and checksums."""
-        checksums, is_now = self._checksums, undecided is not None
+        checksums = self._checksums
         # With `verify`, before the write: the next read needs the checksums.
-        digests = None if checksums is None else checksums.digests(parts, address, is_now=is_now)
+        digests = None
+        if checksums is not None:
+            digests = checksums.digests(parts, address, known, is_now=undecided is not None)
         ticket = self._engine.submit("write", segments, priority)
         if undecided is not None:
             assert digests is not None
             undecided.add(parts, runs, digests)
             return ticket
         if checksums is not None:
-            ticket = checksums.record(ticket, parts, address, digests)
+            ticket = checksums.record(ticket, parts, address, digests, known)
         if self.num_spares:
             with self._lock:
                 for (extent, _), targets in zip(parts, runs, strict=True):

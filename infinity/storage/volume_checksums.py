@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from infinity.sizes import PAGE_NBYTES
-from infinity.storage.checksums import CHECKSUM_NBYTES, DigestedWrite, PageChecksums, digest
+from infinity.storage.checksums import (
+    CHECKSUM_NBYTES,
+    DigestedWrite,
+    PageChecksums,
+    PageDigests,
+    digest,
+)
 from infinity.storage.generations import GenerationRun
 from infinity.storage.protocol import Ticket
 from infinity.storage.volume_layout import Extent
@@ -71,16 +77,22 @@ class BufferChecksums:
         ]
 
     def digests(
-        self, parts: Sequence[tuple[Extent, int]], address: int, *, is_now: bool = False
+        self,
+        parts: Sequence[tuple[Extent, int]],
+        address: int,
+        known: PageDigests | None,
+        *,
+        is_now: bool = False,
     ) -> list[bytes] | None:
         """Returns the checksums of the parts of a write. None if `record` computes them later;
         never with `is_now`.
 
-        `parts`: the extents, each with its distance from `address` in memory.
+        `parts`: the extents, each with its distance from `address` in memory. `known`: checksums of
+        all that is written, as far as an update has taken them.
         """
         if self._digester is not None and not is_now:
             return None
-        return [digest(address + at, extent.nbytes, self._num_threads) for extent, at in parts]
+        return _digests_of(parts, address, known, self._num_threads)
 
     def record(
         self,
@@ -88,6 +100,7 @@ class BufferChecksums:
         parts: Sequence[tuple[Extent, int]],
         address: int,
         digests: Sequence[bytes] | None,
+        known: PageDigests | None,
     ) -> Ticket:
         """Records the checksums of a write that is queued. Returns the ticket to wait for: the
         memory belongs to the write until that ticket is done."""
@@ -95,14 +108,31 @@ class BufferChecksums:
             self._put(parts, digests)
             return ticket
         assert self._digester is not None
-        return DigestedWrite(ticket, self._digester.submit(self._digest, parts, address))
+        return DigestedWrite(ticket, self._digester.submit(self._digest, parts, address, known))
 
-    def _digest(self, parts: Sequence[tuple[Extent, int]], address: int) -> None:
-        self._put(parts, [digest(address + at, extent.nbytes) for extent, at in parts])
+    def _digest(
+        self, parts: Sequence[tuple[Extent, int]], address: int, known: PageDigests | None
+    ) -> None:
+        self._put(parts, _digests_of(parts, address, known))
 
     def _put(self, parts: Sequence[tuple[Extent, int]], digests: Sequence[bytes]) -> None:
         for (extent, _), checksums in zip(parts, digests, strict=True):
             self._tables[extent.path_index].put(extent.offset_nbytes, checksums)
+
+
+def _digests_of(
+    parts: Sequence[tuple[Extent, int]],
+    address: int,
+    known: PageDigests | None,
+    num_threads: int = 1,
+) -> list[bytes]:
+    if known is None:
+        return [digest(address + at, extent.nbytes, num_threads) for extent, at in parts]
+    checksums, found = known.finish(), []
+    for extent, at in parts:
+        start = at // PAGE_NBYTES * CHECKSUM_NBYTES
+        found.append(checksums[start : start + extent.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES])
+    return found
 
 
 def _nothing() -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
-from infinity.errors import CapacityError, UnsupportedError
+from infinity.errors import CapacityError, StorageError, UnsupportedError
 from infinity.sizes import format_nbytes
 from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
 from infinity.storage.protocol import StorageEngine
@@ -204,3 +205,12 @@ def _refuse(
         detail=f"{what} of {directory.path!r} is too full "
         f"({format_nbytes(space_nbytes)} free{spares})",
     )
+
+
+def close_file(engine: StorageEngine, file: int) -> None:
+    """Closes a file, unless the engine was closed first."""
+    try:
+        engine.close_file(file)
+    except StorageError as error:
+        if error.errno != errno.EBADF:
+            raise

@@ -19,6 +19,7 @@ from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import states_within
 from infinity.state.store import Transfer
 from infinity.state.units import Chunk, Slice, StateKind
+from infinity.storage.checksums import PageDigests
 from infinity.streaming.device_update import can_update_on_device, update_on_device, update_on_host
 from infinity.streaming.step_record import StepRecord
 from infinity.tiers.device import DeviceAdapter
@@ -53,6 +54,7 @@ class StagedChunk:
     slot: StagingSlot | None
     arrays: dict[StateKind, torch.Tensor]
     is_ahead: bool = False
+    digests: dict[StateKind, PageDigests] = field(default_factory=dict)  # Of what is written.
     # Those of the last update, by their first element. State at rest is updated where it is, so
     # the next update may have the same ones.
     spans: dict[int, KnownSpans] = field(default_factory=dict)
@@ -69,13 +71,19 @@ class KnownSpans:
 
 
 def update_chunk(
-    staged: StagedChunk, weights: torch.Tensor, record: StepRecord, device: DeviceAdapter | None
+    staged: StagedChunk,
+    weights: torch.Tensor,
+    record: StepRecord,
+    device: DeviceAdapter | None,
+    of_weights: PageDigests | None = None,
 ) -> None:
     """Updates a chunk in place: the arrays of the chunk, and the unit's weights.
 
     `weights`: the bytes of the unit's weights, uint8. `device` computes the update if the device
-    has the rule; None computes on the host.
+    has the rule; None computes on the host, and takes the checksums of what it writes:
+    `staged.digests`, and `of_weights`.
     """
+    digests = [*staged.digests.values(), *([] if of_weights is None else [of_weights])]
     # The native update takes spans of one rule, setting and format at a time.
     groups: dict[tuple[Settings, torch.dtype], list[Slice]] = {}
     last: tuple[Settings, torch.dtype] | None = None
@@ -94,7 +102,7 @@ def update_chunk(
         if settings.step == 1:  # Whatever an optimizer before this one has left.
             for span in spans:
                 _forget(span, settings)
-        _step(spans, settings, record.clip_factor, device)
+        _step(spans, settings, record.clip_factor, device, digests)
         if staged.chunk.unit.has_full_master:
             for part in slices:
                 master = staged.arrays[StateKind.MASTER][_range(staged, part)]
@@ -128,9 +136,10 @@ def _step(
     settings: Settings,
     clip_factor: torch.Tensor | None,
     device: DeviceAdapter | None,
+    digests: Sequence[PageDigests],
 ) -> None:
     if device is None or spans[0].is_8bit:
-        step_(spans, settings, grad_scale=clip_factor)
+        step_(spans, settings, grad_scale=clip_factor, digests=digests)
     elif not can_update_on_device(spans, settings):
         update_on_host(device, spans, settings, clip_factor)
     else:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import torch
@@ -373,16 +373,11 @@ class StagingRing:
             return
         assert slot is not None
         block = slot.parts[kind]
-        slot.transfers.append(
-            self._store.read(
-                chunk.unit,
-                kind,
-                block,
-                priority=Priority.STATE,
-                offset_nbytes=offset_nbytes,
-                nbytes=nbytes,
-            )
-        )
+        reading = self._store.read(
+            chunk.unit, kind, block,
+            priority=Priority.STATE, offset_nbytes=offset_nbytes, nbytes=nbytes,
+        )  # fmt: skip
+        slot.transfers.append(reading)
         staged.arrays[kind] = self._pool.tensor(block)[:nbytes].view(dtype)
 
     def _resting_for_device(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
@@ -425,25 +420,34 @@ class StagingRing:
 
     # -- Writes ----------------------------------------------------------------------------------
 
+    def take_digests(self, staged: StagedChunk) -> None:
+        """Lets the update of a chunk take checksums of what `write_back` will write."""
+        chunk, slot, volume = staged.chunk, staged.slot, self._store.volume
+        if slot is not None and volume is not None:
+            for kind in self._written(staged):
+                digests = volume.digests(slot.parts[kind].address, chunk.nbytes(kind))
+                if digests is not None:
+                    staged.digests[kind] = digests
+
+    def _written(self, staged: StagedChunk) -> Iterator[StateKind]:
+        unit = staged.chunk.unit
+        for kind in (*unit.moments.kinds, StateKind.MASTER):
+            if kind in staged.arrays and self._resting(unit, kind) is None:
+                yield kind
+
     def write_back(self, staged: StagedChunk) -> None:
         """Starts writing what an update has changed, but for the weights."""
         if not self.travels:
             return
         chunk, slot = staged.chunk, staged.slot
-        for kind in (*chunk.unit.moments.kinds, StateKind.MASTER):
-            if kind not in staged.arrays or self._resting(chunk.unit, kind) is not None:
-                continue
+        for kind in self._written(staged):
             assert slot is not None
             nbytes = chunk.nbytes(kind)
-            slot.transfers.append(
-                self._store.write(
-                    chunk.unit,
-                    kind,
-                    slot.parts[kind],
-                    offset_nbytes=chunk.offset_nbytes(kind),
-                    nbytes=nbytes,
-                )
-            )
+            writing = self._store.write(
+                chunk.unit, kind, slot.parts[kind], offset_nbytes=chunk.offset_nbytes(kind),
+                nbytes=nbytes, digests=staged.digests.get(kind),
+            )  # fmt: skip
+            slot.transfers.append(writing)
             slot.written_nbytes += nbytes
 
     def give_back(self, staged: StagedChunk) -> None:

@@ -173,10 +173,15 @@ class ChunkUpdates:
         if keep is not None:
             keep(staged.chunk, update.weights)
         update.is_begun = True
+        if self._on_device is None:
+            self._ring.take_digests(staged)
         start_ns = time.monotonic_ns()
         try:
             with torch.no_grad():
-                update_chunk(staged, update.weights, update.record, self._on_device)
+                update_chunk(
+                    staged, update.weights, update.record, self._on_device,
+                    self._weight_cache.digests(update.unit.index),
+                )  # fmt: skip
         finally:
             self._counters.add_time("update_s", start_ns, f"update of {update.unit.name}")
         self._ring.write_back(staged)

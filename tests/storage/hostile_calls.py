@@ -69,7 +69,10 @@ def _checksums(core: Any) -> Iterator[tuple[str, Callable[[], object]]]:
             f"first_bad_page(_, {nbytes})",
             lambda n=nbytes: core.first_bad_page(address, n, b"1234"),
         )
+        yield f"PageDigests(_, {nbytes})", lambda n=nbytes: core.PageDigests(address, n)
     yield "checksums at 0", lambda: core.crc32c_pages(0, PAGE)
+    yield "digests at 0", lambda: core.PageDigests(0, PAGE)
+    yield "digests at the end", lambda: core.PageDigests(2**64 - PAGE, 2 * PAGE)
     yield "checksums at the end", lambda: core.crc32c_pages(2**64 - PAGE, 2 * PAGE)
     for expected in (b"", b"123", b"12345", b"12345678"):
         yield (

@@ -17,6 +17,7 @@ from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.checksums import ExpectedRange, PageChecksums, digest
 from infinity.storage.protocol import Priority, StorageEngine
+from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 
@@ -74,6 +75,38 @@ def test_bit_flipped_on_the_drive_is_found_and_named(
         assert (error.operation, error.nbytes) == ("read", PAGE_NBYTES)
         write(volume, piece, arena.address, MIB)  # Written anew, it is right again.
         read(volume, piece, arena.address, MIB)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("is_undecided", [True, False])
+def test_a_write_takes_the_checksums_that_an_update_has_taken(
+    open_any, arena: Arena, drives: list[VolumePath], verify: bool, is_undecided: bool
+) -> None:
+    """Those of pages that no update had are taken at the write."""
+    with Volume(
+        open_any("threads"), drives, stripe_nbytes=64 * KIB, verify=verify, num_spares=1
+    ) as volume:
+        (piece,) = volume.reserve([MIB])
+        arena.memory(0, MIB)[:] = bytes(MIB)
+        write(volume, piece, arena.address, MIB)
+        arena.memory(0, MIB)[:] = random.Random(0).randbytes(MIB)
+        digests = volume.digests(arena.address, MIB)
+        assert digests is not None
+        undecided = UndecidedContent() if is_undecided else None
+        volume.write(
+            piece, offset_nbytes=0, nbytes=MIB, address=arena.address,
+            priority=Priority.WRITE_BACK, undecided=undecided, digests=digests,
+        ).wait()  # fmt: skip
+        if undecided is not None:
+            assert volume.checksums(piece) != digest(arena.address, MIB)
+            volume.publish(undecided)
+        assert volume.checksums(piece) == digest(arena.address, MIB)
+        read(volume, piece, arena.address + 8 * MIB, MIB)
+
+
+def test_without_checksums_none_are_taken(open_any, drives: list[VolumePath]) -> None:
+    with Volume(open_any("threads"), drives, verify=False) as volume:
+        assert volume.digests(PAGE_NBYTES, PAGE_NBYTES) is None
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
