@@ -57,7 +57,7 @@ void crc32c_by_table(const unsigned char* pages, std::size_t num_pages,
 }
 
 struct Found {
-  std::array<Crc32cKernel, 4> kernels;
+  std::array<Crc32cKernel, 5> kernels;
   std::size_t count = 0;
 
   void add(bool can_run, const Crc32cKernel& kernel) noexcept {
@@ -72,9 +72,11 @@ Found find_kernels() noexcept {
   __builtin_cpu_init();
   const bool has_sse42 = __builtin_cpu_supports("sse4.2");
   const bool has_pclmul = has_sse42 && __builtin_cpu_supports("pclmul");
-  const bool has_vpclmul =
-      has_pclmul && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
-  found.add(has_vpclmul, {"vpclmul", &crc32c_by_vpclmul});
+  const bool has_vpclmul = has_pclmul && __builtin_cpu_supports("vpclmulqdq");
+  const bool has_avx2 = __builtin_cpu_supports("avx2");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f");
+  found.add(has_vpclmul && has_avx512, {"vpclmul", &crc32c_by_vpclmul});
+  found.add(has_vpclmul && has_avx2, {"vpclmul256", &crc32c_by_vpclmul256});
   found.add(has_pclmul, {"pclmul", &crc32c_by_pclmul});
   found.add(has_sse42, {"sse4.2", &crc32c_by_sse42});
 #elif defined(__aarch64__)

@@ -20,6 +20,11 @@ void crc32c_by_sse42(const unsigned char* pages, std::size_t num_pages,
 void crc32c_by_pclmul(const unsigned char* pages, std::size_t num_pages,
                       std::uint32_t* checksums) noexcept;
 
+// AVX2 and VPCLMULQDQ: the crc32 instruction on three pages and folding, 32 bytes at a time, on
+// four others.
+void crc32c_by_vpclmul256(const unsigned char* pages, std::size_t num_pages,
+                          std::uint32_t* checksums) noexcept;
+
 // AVX-512F and VPCLMULQDQ: folding, 64 bytes of each of eight pages at a time.
 void crc32c_by_vpclmul(const unsigned char* pages, std::size_t num_pages,
                        std::uint32_t* checksums) noexcept;

@@ -3,8 +3,8 @@
 // Note [Folding]
 //   Carry-less multiplication moves 128 bits of a message over a distance of D bits without a
 //   remainder being taken: x = hi * x^64 + lo is congruent, modulo the polynomial P, to
-//   hi * (x^(D+64) mod P) + lo * (x^D mod P) times x^D. So a page is folded, 64 or 16 bytes at a
-//   time, into one vector that has the page's checksum; the crc32 instruction takes the remainder
+//   hi * (x^(D+64) mod P) + lo * (x^D mod P) times x^D. So a page is folded, 64, 32 or 16 bytes at
+//   a time, into one vector that has the page's checksum; the crc32 instruction takes the remainder
 //   of its last 16 bytes. V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using
 //   PCLMULQDQ Instruction", Intel white paper 323102 (2009). CRC32C is bit-reflected, and the
 //   product of two reflected 64-bit numbers is one bit short of a reflected 128-bit one: the
@@ -128,6 +128,61 @@ void instruct_and_fold(const unsigned char* pages, std::uint32_t* checksums) noe
   }
 }
 
+#define INF_VPCLMUL256 "sse4.2,crc32,pclmul,avx2,vpclmulqdq"
+
+INF_INLINE_FOR(INF_VPCLMUL256) __m256i load32(const unsigned char* bytes) noexcept {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+}
+
+INF_INLINE_FOR(INF_VPCLMUL256) __m256i fold32(__m256i sum, __m256i fold, __m256i next) noexcept {
+  const __m256i low = _mm256_clmulepi64_epi128(sum, fold, 0x00);
+  const __m256i high = _mm256_clmulepi64_epi128(sum, fold, 0x11);
+  return _mm256_xor_si256(_mm256_xor_si256(low, high), next);
+}
+
+// Moves the first of the two parts onto the last.
+INF_INLINE_FOR(INF_VPCLMUL256) __m128i join(__m256i sum) noexcept {
+  constexpr Fold kOver16 = fold_over(16);
+  const __m128i fold =
+      _mm_set_epi64x(static_cast<long long>(kOver16.high), static_cast<long long>(kOver16.low));
+  return fold16(_mm256_castsi256_si128(sum), fold, _mm256_extracti128_si256(sum, 1));
+}
+
+constexpr std::size_t kInstructedBeside32 = 3;
+constexpr std::size_t kFolded32 = 4;
+
+// Pages by the crc32 instruction, and others by folding 32 bytes at a time. Measured on Zen 3, of a
+// shared cache and of memory: 1.5 and 1.25 times the pages a second of `instruct_and_fold`.
+INF_TARGET(INF_VPCLMUL256)
+void instruct_and_fold32(const unsigned char* pages, std::uint32_t* checksums) noexcept {
+  const unsigned char* folded = pages + kInstructedBeside32 * kChecksumPageNbytes;
+  constexpr Fold kOver32 = fold_over(32);
+  const auto low = static_cast<long long>(kOver32.low), high = static_cast<long long>(kOver32.high);
+  const __m256i fold = _mm256_set_epi64x(high, low, high, low);
+  std::array<std::uint64_t, kInstructedBeside32> crcs;
+  crcs.fill(0xFFFFFFFF);
+  __m256i sums[kFolded32];
+  const __m256i start = _mm256_set_epi64x(0, 0, 0, 0xFFFFFFFF);
+  for (std::size_t at = 0; at < kChecksumPageNbytes; at += 32) {
+    for (std::size_t page = 0; page < kInstructedBeside32; ++page) {
+      const unsigned char* bytes = pages + page * kChecksumPageNbytes + at;
+      for (std::size_t word = 0; word < 32; word += sizeof(std::uint64_t)) {
+        crcs[page] = _mm_crc32_u64(crcs[page], word_at(bytes + word));
+      }
+    }
+    for (std::size_t page = 0; page < kFolded32; ++page) {
+      const __m256i next = load32(folded + page * kChecksumPageNbytes + at);
+      sums[page] = at == 0 ? _mm256_xor_si256(next, start) : fold32(sums[page], fold, next);
+    }
+  }
+  for (std::size_t page = 0; page < kInstructedBeside32; ++page) {
+    checksums[page] = ~static_cast<std::uint32_t>(crcs[page]);
+  }
+  for (std::size_t page = 0; page < kFolded32; ++page) {
+    checksums[kInstructedBeside32 + page] = checksum_of(join(sums[page]));
+  }
+}
+
 #define INF_VPCLMUL "sse4.2,crc32,pclmul,avx512f,vpclmulqdq"
 
 INF_INLINE_FOR(INF_VPCLMUL) __m512i load64(const unsigned char* bytes) noexcept {
@@ -203,6 +258,12 @@ void crc32c_by_sse42(const unsigned char* pages, std::size_t num_pages,
 void crc32c_by_pclmul(const unsigned char* pages, std::size_t num_pages,
                       std::uint32_t* checksums) noexcept {
   run_all<kInstructed + kFolded>(&instruct_and_fold, &instruct<1>, pages, num_pages, checksums);
+}
+
+void crc32c_by_vpclmul256(const unsigned char* pages, std::size_t num_pages,
+                          std::uint32_t* checksums) noexcept {
+  run_all<kInstructedBeside32 + kFolded32>(&instruct_and_fold32, &instruct<1>, pages, num_pages,
+                                           checksums);
 }
 
 void crc32c_by_vpclmul(const unsigned char* pages, std::size_t num_pages,
