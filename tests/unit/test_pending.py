@@ -198,3 +198,29 @@ def test_a_shard_that_is_expected_no_more_is_dropped_unless_it_is_updated() -> N
     pending.expect([3, 4])
     assert pending.stale() == {1} and pending.expected() == [3, 4]
     pending.forget_expected([2])  # It is pending: who changes its state waits for the update.
+
+
+@pytest.mark.parametrize("what", ["pending", "early", "closed"])
+def test_what_comes_while_writes_are_under_way_ends_the_wait_for_them(what: str) -> None:
+    pending = PendingShards()
+    waiting, errors = _in_thread(lambda: pending.await_next(60.0))
+    if what == "pending":
+        pending.add([1])
+    elif what == "early":
+        pending.add_early(1)
+    else:
+        pending.close()
+    waiting.join(10.0)
+    assert not waiting.is_alive() and not errors
+
+
+def test_an_early_shard_waits_for_the_writes_of_pending_ones() -> None:
+    pending = PendingShards()
+    pending.add([1])
+    assert pending.take() == 1
+    pending.note_updated(1)
+    pending.add_early(2)
+    assert pending.take() is None
+    pending.await_next(0.01)  # Nothing can be taken: it returns when the time is over.
+    assert pending.take() is None
+    assert pending.await_more() and pending.take() == 2
