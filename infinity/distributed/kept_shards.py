@@ -12,7 +12,8 @@ Note [Copies of shards]
   gradients was complete. An update that is dropped leaves memory without content.
 
   A copy that a reader has, which may be another rank, or that an update changes, or from which a
-  write is under way, is not given back. An update finds no memory in a copy that a reader has.
+  write is under way, is not given back. An update waits a moment for readers, then finds no memory
+  in the copy.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from infinity.tiers.pool import HostPool
 
 _LABEL = "weights of shards that would be read again"
 _PATIENCE_S = 5.0  # A reader copies a shard in less.
+# Another rank may have the bytes, and its gradient have come, before it says that it has them.
+_UPDATE_PATIENCE_S = 0.2
 
 
 class _Content(Enum):
@@ -116,8 +119,12 @@ class KeptShards:
         pool.free(copy.block)
         return True
 
+    def _is_lent(self, shard: int) -> bool:
+        copy = self._copies.get(shard)
+        return copy is not None and copy.num_readers > 0
+
     def _is_none_lent(self) -> bool:
-        return not any(copy.num_readers for copy in self._copies.values())
+        return not any(map(self._is_lent, self._copies))
 
     def _take_least_useful(self, *, with_writes: bool = False) -> _KeptCopy | None:
         """Takes out a copy: first of those that this rank has read, because a pass comes back to
@@ -137,9 +144,10 @@ class KeptShards:
 
     def begin_update(self, shard: int) -> ChangingCopy | None:
         """Lends memory for the weights that an update reads and changes, until `end_update`; None
-        if there is none. Nobody may read the shard, unless the update is early. Raises StorageError
-        if the last write has failed."""
+        if there is none, or a reader keeps it for long. Nobody may begin to read the shard, unless
+        the update is early. Raises StorageError if the last write has failed."""
         with self._lock:
+            self._lock.wait_for(lambda: not self._is_lent(shard), timeout=_UPDATE_PATIENCE_S)
             copy = self._copies.get(shard)
             if copy is None or copy.num_readers:
                 return None

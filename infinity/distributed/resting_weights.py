@@ -158,8 +158,8 @@ class RestingWeights(UpdatedWeights):
         place.digests = volume.digests(place.block.address, shard.trainable_nbytes)
         return self._pool.tensor(place.block)[: shard.trainable_nbytes]
 
-    @override
     def digests(self, unit: int) -> PageDigests | None:
+        """Returns what takes checksums of the shard's weights, which are checked out."""
         place = self._place_of(unit)
         return None if place is None else place.digests
 

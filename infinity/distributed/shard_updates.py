@@ -83,7 +83,8 @@ class ShardUpdates:
             sums_in_memory=sums_in_memory, reads_again=True,
         )  # fmt: skip
         self._weights = RestingWeights(self._state, pool, kept, shards)
-        self._chunks = ChunkUpdates(self._ring, self._weights, counters, None)
+        digests = self._weights.digests
+        self._chunks = ChunkUpdates(self._ring, self._weights, counters, None, digests)
         self._chunk_nbytes = settings.chunk_nbytes
         # All chunks of shards that were expected, by shard; they stay the same.
         self._chunks_of_shard: dict[int, tuple[Chunk, ...]] = {}

@@ -73,10 +73,6 @@ class ShardWeights(UpdatedWeights):
         return weights[part.start : part.stop]
 
     @override
-    def digests(self, unit: int) -> None:
-        """None, as of the weight cache."""
-
-    @override
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
     ) -> None:

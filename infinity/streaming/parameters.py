@@ -360,9 +360,6 @@ class WeightCache:
             self.weights[unit], read=read, stays_on_device=stays_on_device, parts=parts
         )
 
-    def digests(self, unit: int) -> None:
-        """None: weights may change in several updates before they are written."""
-
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
     ) -> None:

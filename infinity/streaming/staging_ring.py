@@ -420,14 +420,16 @@ class StagingRing:
 
     # -- Writes ----------------------------------------------------------------------------------
 
-    def take_digests(self, staged: StagedChunk) -> None:
+    def take_digests(self, staged: StagedChunk, slot: StagingSlot) -> None:
         """Lets the update of a chunk take checksums of what `write_back` will write."""
-        chunk, slot, volume = staged.chunk, staged.slot, self._store.volume
-        if slot is not None and volume is not None:
-            for kind in self._written(staged):
-                digests = volume.digests(slot.parts[kind].address, chunk.nbytes(kind))
-                if digests is not None:
-                    staged.digests[kind] = digests
+        volume = self._store.volume
+        if volume is None:
+            return
+        for kind in self._written(staged):
+            nbytes = staged.chunk.nbytes(kind)
+            digests = volume.digests(slot.parts[kind].address, nbytes)
+            if digests is not None:
+                staged.digests[kind] = digests
 
     def _written(self, staged: StagedChunk) -> Iterator[StateKind]:
         unit = staged.chunk.unit

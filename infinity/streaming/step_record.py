@@ -12,7 +12,6 @@ import torch
 
 from infinity.ops.optimizers import Settings
 from infinity.state.units import TensorSpec
-from infinity.storage.checksums import PageDigests
 from infinity.tiers.device import DeviceAdapter
 
 
@@ -63,10 +62,6 @@ class UpdatedWeights(Protocol):
         on the device may be given there, to change in the order of the current stream. The unit is
         not in use until `check_in`.
         """
-
-    def digests(self, unit: int) -> PageDigests | None:
-        """Returns what takes checksums of the unit's weights, which are checked out: each byte that
-        changes does so in one update of a chunk. None if nobody needs them."""
 
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True

@@ -12,6 +12,7 @@ import torch
 from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.state.units import Chunk, StateKind, TensorSpec, Unit, chunk_unit
+from infinity.storage.checksums import PageDigests
 from infinity.streaming.chunk_update import StagedChunk, update_chunk
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import StepRecord, UpdatedWeights
@@ -66,7 +67,8 @@ def chunks_of(unit: Unit, updated: Container[TensorSpec], chunk_nbytes: int) -> 
 class ChunkUpdates:
     """Updates the next chunk of a unit, through the staging ring. Under the engine's lock.
 
-    `on_device`: the device that computes updates; None: the host does.
+    `on_device`: the device that computes updates; None: the host does. `digests`: returns what
+    takes checksums of a unit's weights that are checked out, and written once; None: nothing does.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class ChunkUpdates:
         weight_cache: UpdatedWeights,
         counters: Counters,
         on_device: DeviceAdapter | None,
+        digests: Callable[[int], PageDigests | None] | None = None,
     ) -> None:
+        self._digests = digests
         self._ring = ring
         self._weight_cache = weight_cache
         self._counters = counters
@@ -173,15 +177,13 @@ class ChunkUpdates:
         if keep is not None:
             keep(staged.chunk, update.weights)
         update.is_begun = True
-        if self._on_device is None:
-            self._ring.take_digests(staged)
+        of_weights = None if self._digests is None else self._digests(update.unit.index)
+        if staged.slot is not None and self._on_device is None:
+            self._ring.take_digests(staged, staged.slot)
         start_ns = time.monotonic_ns()
         try:
             with torch.no_grad():
-                update_chunk(
-                    staged, update.weights, update.record, self._on_device,
-                    self._weight_cache.digests(update.unit.index),
-                )  # fmt: skip
+                update_chunk(staged, update.weights, update.record, self._on_device, of_weights)
         finally:
             self._counters.add_time("update_s", start_ns, f"update of {update.unit.name}")
         self._ring.write_back(staged)

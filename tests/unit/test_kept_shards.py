@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.distributed import kept_shards
 from infinity.distributed.kept_shards import KeptShards
 from infinity.errors import StorageError
 from infinity.tiers.device import FINISHED
@@ -133,7 +134,22 @@ def test_an_update_whose_copy_could_not_be_written_before_finds_the_error_and_no
         kept.begin_update(1)
 
 
-def test_an_update_finds_no_memory_in_a_copy_that_a_reader_has() -> None:
+def test_an_update_changes_a_copy_as_soon_as_its_reader_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_shards, "_UPDATE_PATIENCE_S", 60.0)
+    kept, pool = _kept(1)
+    with kept.lent(1) as memory:
+        assert memory is not None
+        thread = threading.Thread(target=lambda: _update(kept, pool, 1, 9))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive() and memory.tolist() == [1] * 64
+    thread.join(10.0)
+    assert not thread.is_alive() and _content(kept, 1) == 9
+
+
+def test_an_update_finds_no_memory_in_a_copy_that_a_reader_keeps() -> None:
     kept, pool = _kept(1)
     with kept.lent(1) as memory:
         assert memory is not None and kept.begin_update(1) is None
