@@ -495,6 +495,10 @@ const void* pages_at(std::uintptr_t address, std::size_t nbytes) {
   return reinterpret_cast<const void*>(address);  // NOLINT: addresses come as integers.
 }
 
+py::bytes bytes_of(const std::vector<std::uint32_t>& checksums) {
+  return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof checksums[0]};
+}
+
 py::bytes checksums_of(std::uintptr_t address, std::size_t nbytes, std::size_t num_threads) {
   const void* pages = pages_at(address, nbytes);
   std::vector<std::uint32_t> checksums(nbytes / io::kChecksumPageNbytes);
@@ -502,16 +506,16 @@ py::bytes checksums_of(std::uintptr_t address, std::size_t nbytes, std::size_t n
     const py::gil_scoped_release released;
     crc32c_pages(pages, checksums.size(), checksums.data(), num_threads);
   }
-  return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof checksums[0]};
+  return bytes_of(checksums);
 }
 
-py::bytes finish_digests(PageDigests& digests) {
+py::bytes finish_digests(PageDigests& digests, std::size_t num_threads) {
   std::vector<std::uint32_t> checksums;
   {
     const py::gil_scoped_release released;
-    checksums = digests.finish();
+    checksums = digests.finish(num_threads);
   }
-  return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof checksums[0]};
+  return bytes_of(checksums);
 }
 
 // -1: every page has the checksum that is expected.
@@ -560,7 +564,7 @@ PYBIND11_MODULE(_core, module) {
              return PageDigests(pages_at(address, nbytes), nbytes / io::kChecksumPageNbytes);
            }),
            py::arg("address"), py::arg("nbytes"))
-      .def("finish", &finish_digests);
+      .def("finish", &finish_digests, py::arg("num_threads") = 1);
   module.def("crc32c_kernels", &crc32c_kernels);
   module.def("crc32c_of_zeros", &crc32c_of_zeros);
   module.def(

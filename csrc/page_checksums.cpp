@@ -69,11 +69,15 @@ void PageDigests::add(const void* start, std::size_t nbytes) {
   std::fill_n(is_known_.begin() + static_cast<std::ptrdiff_t>(first), last - first, 1);
 }
 
-std::vector<std::uint32_t> PageDigests::finish() {
-  for (std::size_t page = 0; page < checksums_.size(); ++page) {
-    if (is_known_[page] != 0) continue;
-    io::crc32c_pages(pages_ + page * io::kChecksumPageNbytes, 1, &checksums_[page]);
-    is_known_[page] = 1;
+std::vector<std::uint32_t> PageDigests::finish(std::size_t num_threads) {
+  auto run = std::find(is_known_.begin(), is_known_.end(), 0);
+  while (run != is_known_.end()) {
+    const auto end = std::find(run, is_known_.end(), 1);
+    const auto first = static_cast<std::size_t>(run - is_known_.begin());
+    crc32c_pages(pages_ + first * io::kChecksumPageNbytes, static_cast<std::size_t>(end - run),
+                 &checksums_[first], num_threads);
+    std::fill(run, end, 1);
+    run = std::find(end, is_known_.end(), 0);
   }
   return checksums_;
 }

@@ -25,8 +25,9 @@ class PageDigests {
   // once for ranges that do not overlap.
   void add(const void* start, std::size_t nbytes);
 
-  // Returns the checksum of each page; those that no range had are taken now.
-  [[nodiscard]] std::vector<std::uint32_t> finish();
+  // Returns the checksum of each page; those that no range had are taken now, as by
+  // `crc32c_pages`.
+  [[nodiscard]] std::vector<std::uint32_t> finish(std::size_t num_threads);
 
  private:
   const unsigned char* pages_;

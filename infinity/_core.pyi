@@ -45,7 +45,7 @@ class PageDigests:
     nobody else changes the memory."""
 
     def __init__(self, address: int, nbytes: int) -> None: ...
-    def finish(self) -> bytes:
+    def finish(self, num_threads: int = 1) -> bytes:
         """As `crc32c_pages` of the range; takes those that no update has taken."""
 
 def crc32c_kernels() -> list[str]:

@@ -128,7 +128,7 @@ def _digests_of(
 ) -> list[bytes]:
     if known is None:
         return [digest(address + at, extent.nbytes, num_threads) for extent, at in parts]
-    checksums, found = known.finish(), []
+    checksums, found = known.finish(num_threads), []
     for extent, at in parts:
         start = at // PAGE_NBYTES * CHECKSUM_NBYTES
         found.append(checksums[start : start + extent.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES])
