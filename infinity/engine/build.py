@@ -60,6 +60,7 @@ from infinity.streaming.activations import ActivationStore
 from infinity.streaming.device_window import DeviceWindow
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.gradients import GradientStore
+from infinity.streaming.input_memory import InputMemory
 from infinity.streaming.masters import Masters, MasterWeights
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.parameters import WeightCache
@@ -274,11 +275,12 @@ def _assemble(
         sharded = _share(sharding, local, tiers, budgets, resources)
         store, source = sharded.store, sharding.weight_provider(sharded.unshard)
     pool = HostPool(tiers.host, is_tight=budgets.is_tight)
+    inputs = InputMemory(budgets.inputs_nbytes, budgets.working_nbytes - budgets.inputs_nbytes)
     weight_cache = WeightCache(
         store, pool=pool, device=device, counters=counters, window_nbytes=budgets.window_nbytes,
         device_window=_device_window(budgets, units),
         decoded_nbytes=budgets.decoded_nbytes, stages_ahead=budgets.staged_nbytes > 0,
-        source=source,
+        source=source, inputs=inputs,
     )  # fmt: skip
     passes = Passes(counters.tracer)
     updates = UpdateSettings(
@@ -291,15 +293,31 @@ def _assemble(
     step = _step_parts(
         config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes, resources
     )
-    activations, waiting = (
-        ActivationStore(order, pool=pool, device=device, volume=tiers.volume, counters=counters)
-        for order in (config.placement.activations, config.placement.experts)
-    )
+    activations, waiting = _activation_stores(config, tiers, pool, inputs, weight_cache)
     _add_reclaimers(config, pool, weight_cache, step, (activations, waiting))
     return _Assembly(
         store, pool, device, weight_cache, step, activations, WaitingMemory(waiting), passes,
         counters, update_device,
     )  # fmt: skip
+
+
+def _activation_stores(
+    config: SwapConfig,
+    tiers: OpenTiers,
+    pool: HostPool,
+    inputs: InputMemory,
+    weight_cache: WeightCache,
+) -> tuple[ActivationStore, ActivationStore]:
+    """Returns the stores of layer inputs, and of what waits while experts run."""
+
+    def store(order: Sequence[str], memory: InputMemory) -> ActivationStore:
+        return ActivationStore(
+            order, pool=pool, device=tiers.device, volume=tiers.volume, counters=tiers.counters,
+            inputs=memory, free_kept=weight_cache.free_kept,
+        )  # fmt: skip
+
+    placement = config.placement
+    return store(placement.activations, inputs), store(placement.experts, InputMemory())
 
 
 def _device_window(budgets: Budgets, units: Sequence[Unit]) -> DeviceWindow:
@@ -379,6 +397,8 @@ def _add_reclaimers(
     pool.add_reclaimer(lambda _: any(store.reclaim() for store in stores))
     pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True, drops=True))
     pool.add_reclaimer(weight_cache.reclaim)
+    # A byte of these is written and read again, one of kept weights is only read.
+    pool.add_reclaimer(lambda _: any(store.spill() for store in stores))
     pool.add_reclaimer(lambda _: updater.reclaim())
     pool.add_reclaimer(lambda _: weight_cache.give_up_zone())
 

@@ -178,14 +178,14 @@ def _with_updates_on(config: SwapConfig, place: Place) -> SwapConfig:
 
 
 def _layer_major(config: SwapConfig, hardware: Hardware, batch: Batch) -> SwapConfig:
-    """Changes to layer-major order. Saved inputs go to the tier with the most space."""
-    tier = "nvme" if hardware.nvme is not None else "host"
-    tier = "device" if hardware.shares_host_memory else tier
+    """Changes to layer-major order. Saved inputs go to the host, and to drives that there are."""
+    tiers = ("host",) if hardware.nvme is None else ("host", "nvme")
+    tiers = ("device",) if hardware.shares_host_memory else tiers
     count = max(batch.num_tokens // batch.sequence_length, 1)
     return config.model_copy(
         update={
             "schedule": config.schedule.model_copy(update={"micro_batch": count}),
-            "placement": config.placement.model_copy(update={"activations": (tier,)}),
+            "placement": config.placement.model_copy(update={"activations": tiers}),
         }
     )
 

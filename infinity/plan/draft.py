@@ -205,7 +205,7 @@ def _enough_nbytes(said: Forecast) -> int:
     frozen = said.model.frozen
     weights = 0 if frozen is None else frozen.stored.nbytes
     in_use = 2 * (said.model.held_nbytes + most_decoded_nbytes(said.model))
-    saved = said.saved[1] if said.saved is not None and said.saved[0] == "host" else 0
+    saved = 0 if said.saved is None else said.saved.on_host_nbytes
     needed = resting + weights + 2 * in_use + saved + _SPARE_NBYTES
     return align_up(needed, GIB if needed > 16 * GIB else 64 * MIB)
 

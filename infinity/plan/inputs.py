@@ -9,7 +9,9 @@ from infinity.config import SwapConfig
 from infinity.plan.capacity import window_nbytes_of
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
+from infinity.simulate.inputs import inputs_on_host
 from infinity.simulate.job import Batch
+from infinity.simulate.spec import StepSpec
 from infinity.sizes import MIB, format_nbytes
 from infinity.state.budgets import Budgets
 
@@ -18,20 +20,48 @@ _BLAS_NBYTES = 32 * MIB  # PyTorch's workspace of cuBLAS on Hopper and later, fo
 _BLAS_THREADS = 2  # The thread that trains, and autograd's.
 
 
-def saved_inputs(
-    config: SwapConfig, model: PlannedModel, batch: Batch, budgets: Budgets
-) -> tuple[str, int] | None:
-    """Returns the tier of the input of every block, and the bytes for all tokens of a step, in the
-    compute dtype, as the engine saves it in layer-major order. The host takes all of them or, if
-    they are more than half of what it has to work in, the next tier."""
-    tier, *others = config.placement.activations
-    if config.schedule.micro_batch is None or tier == "device":
+@dataclass(frozen=True, slots=True)
+class ChunkTraffic:
+    """Hidden states and sums of a block's experts, for all tokens of a step, that wait on the host
+    while experts are streamed in chunks: `nbytes` there, and bytes to the device and back for every
+    chunk (0 if they stay on the device)."""
+
+    nbytes: int
+    passing_nbytes: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedInputs:
+    """The inputs of all blocks, for all tokens of a step, in the compute dtype, as the engine saves
+    them in layer-major order: `nbytes`, of which the host keeps `on_host_nbytes` and `tier` the
+    rest."""
+
+    tier: str
+    nbytes: int
+    on_host_nbytes: int
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """The bytes of each tier that has some."""
+        found = {"host": self.on_host_nbytes, "nvme": self.nbytes - self.on_host_nbytes}
+        return {tier: nbytes for tier, nbytes in found.items() if nbytes}
+
+
+def saved_on(config: SwapConfig, budgets: Budgets) -> str:
+    """Returns the last tier that the inputs of blocks may go to."""
+    first, *others = config.placement.activations
+    if config.schedule.micro_batch is None or first == "device":
+        return "device"
+    stays = first == "host" and (budgets.shares_host_memory or not others)
+    return first if stays else [first, *others][-1]
+
+
+def saved_inputs(job: StepSpec) -> SavedInputs | None:
+    """Returns the inputs that leave the device; None if none does."""
+    nbytes = sum(use.saved_nbytes for use in job.uses)
+    if job.saved_on == "device" or not nbytes:
         return None
-    blocks = sum(hooked.attention_width > 0 for hooked in model.hooked_modules)
-    nbytes = blocks * input_nbytes(config, model, batch)
-    if tier == "host" and others:
-        tier = tier if 2 * nbytes <= budgets.working_nbytes else others[0]
-    return tier, nbytes
+    return SavedInputs(job.saved_on, nbytes, sum(inputs_on_host(job)))
 
 
 def activations_nbytes(config: SwapConfig, hardware: Hardware, batch: Batch) -> int:
@@ -44,16 +74,6 @@ def activations_nbytes(config: SwapConfig, hardware: Hardware, batch: Batch) -> 
         threads += math.ceil(sequences / micro_batch)
     window_nbytes = window_nbytes_of(config, hardware) or 0
     return (device.memory or 0) - window_nbytes - threads * _BLAS_NBYTES
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTraffic:
-    """Hidden states and sums of a block's experts, for all tokens of a step, that wait on the host
-    while experts are streamed in chunks: `nbytes` there, and bytes to the device and back for every
-    chunk (0 if they stay on the device)."""
-
-    nbytes: int
-    passing_nbytes: tuple[int, int]
 
 
 def chunk_traffic(
@@ -93,7 +113,7 @@ def obstacles_of(
     machine: Hardware,
     batch: Batch,
     budgets: Budgets,
-    saved: tuple[str, int] | None,
+    saved: SavedInputs | None,
     chunks: ChunkTraffic | None,
 ) -> list[str]:
     """Returns the reasons why a batch does not fit, for a reader."""
@@ -105,11 +125,11 @@ def obstacles_of(
 
 
 def _said_of_chunks(
-    chunks: ChunkTraffic | None, saved: tuple[str, int] | None, budgets: Budgets
+    chunks: ChunkTraffic | None, saved: SavedInputs | None, budgets: Budgets
 ) -> list[str]:
     if chunks is None:
         return []
-    saved_nbytes = saved[1] if saved is not None and saved[0] == "host" else 0
+    saved_nbytes = 0 if saved is None else saved.on_host_nbytes
     if chunks.nbytes + saved_nbytes <= budgets.working_nbytes:
         return []
     return [
@@ -119,15 +139,12 @@ def _said_of_chunks(
     ]
 
 
-def _said_of_saved(
-    saved: tuple[str, int] | None, hardware: Hardware, budgets: Budgets
-) -> list[str]:
+def _said_of_saved(saved: SavedInputs | None, hardware: Hardware, budgets: Budgets) -> list[str]:
     if saved is None or hardware.shares_host_memory:
         return []
-    tier, nbytes = saved
-    if tier == "host" and nbytes > budgets.working_nbytes:
+    if saved.on_host_nbytes > budgets.working_nbytes:
         return [
-            f"layer inputs take {format_nbytes(nbytes)} of the host, which has "
+            f"layer inputs take {format_nbytes(saved.on_host_nbytes)} of the host, which has "
             f"{format_nbytes(budgets.working_nbytes)} to work in: this batch does not fit; set "
             "placement.activations to nvme, or make the batch smaller"
         ]

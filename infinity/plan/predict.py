@@ -25,6 +25,7 @@ from infinity.plan.frozen import copied_model
 from infinity.plan.hardware import Hardware
 from infinity.plan.inputs import (
     ChunkTraffic,
+    SavedInputs,
     chunk_traffic,
     input_nbytes,
     obstacles_of,
@@ -32,6 +33,7 @@ from infinity.plan.inputs import (
     said_of_tiles,
     said_of_waiting,
     saved_inputs,
+    saved_on,
 )
 from infinity.plan.model import PlannedModel
 from infinity.plan.node import NodeView, RankLayout, blocks_of, layout_of_rank
@@ -74,7 +76,7 @@ class Forecast:
     job: StepSpec
     step: Prediction
     warnings: tuple[str, ...]
-    saved: tuple[str, int] | None  # Tier and bytes of block inputs that are saved off the device.
+    saved: SavedInputs | None  # Off the device.
     obstacles: tuple[str, ...] = ()  # Reasons why this batch does not fit; among the warnings.
     shard_drives: int | None = None
     ranks: RankLayout | None = None
@@ -141,10 +143,10 @@ def forecast(
     num_spares += in_backward.num_spares
     spare_nbytes = spares_nbytes(units, placement, num_spares, in_backward.num_spares)
     refuse_full_tiers(model, units, machine, budgets, spare_nbytes, num_ranks, shard_drives)
-    saved = saved_inputs(config, model, batch, budgets)
     chunks = chunk_traffic(config, model, machine, batch)
+    job = _job(config, model, batch, sharding, budgets, chunks, num_nodes=num_nodes)
+    saved = saved_inputs(job)
     obstacles = obstacles_of(config, model, machine, batch, budgets, saved, chunks)
-    job = _job(config, model, batch, sharding, budgets, saved, chunks, num_nodes=num_nodes)
     rates = machine.rates(shard_drives)
     place = _update_place(config, machine, job, rates)
     job = replace(job, updates_on_device=place.is_on_device)
@@ -193,12 +195,15 @@ def _job(
     batch: Batch,
     sharding: ShardingPlan | None,
     budgets: Budgets,
-    saved: tuple[str, int] | None,
     chunks: ChunkTraffic | None,
     *,
     num_nodes: int,
 ) -> StepSpec:
-    saved_nbytes = input_nbytes(config, model, batch) if saved is not None else 0
+    tier = saved_on(config, budgets)
+    saved_nbytes = input_nbytes(config, model, batch) if tier != "device" else 0
+    inputs_nbytes = None
+    if config.placement.activations[0] == "host":
+        inputs_nbytes = max(budgets.inputs_nbytes - (chunks.nbytes if chunks else 0), 0)
     uses = [
         Use(
             hooked.units,
@@ -215,7 +220,6 @@ def _job(
         )
         for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True)
     ]
-    saved_on = "device" if saved is None else saved[0]
     loads = None
     if sharding is not None:
         loads = list(
@@ -228,15 +232,15 @@ def _job(
                 num_nodes=num_nodes,
             )
         )
-    job = make_job(config, budgets, model.units, uses, batch, saved_on=saved_on, loads=loads)
-    return _from_checkpoint(job, model, budgets, saved) if model.has_base_in_place else job
+    job = make_job(
+        config, budgets, model.units, uses, batch, loads=loads,
+        saved_on=tier, inputs_nbytes=inputs_nbytes,
+    )  # fmt: skip
+    return _from_checkpoint(job, model) if model.has_base_in_place else job
 
 
-def _from_checkpoint(
-    job: StepSpec, model: PlannedModel, budgets: Budgets, saved: tuple[str, int] | None
-) -> StepSpec:
-    """Returns the job with frozen weights in their checkpoint instead of on NVMe. Saved
-    inputs on the host leave less to keep weights in."""
+def _from_checkpoint(job: StepSpec, model: PlannedModel) -> StepSpec:
+    """Returns the job with frozen weights in their checkpoint instead of on NVMe."""
     loads = [
         load
         if load.is_changed
@@ -250,15 +254,7 @@ def _from_checkpoint(
         )
         for load, unit in zip(job.units, model.units, strict=True)
     ]
-    cache_nbytes = job.weights_cache_nbytes
-    if saved is not None and saved[0] == "host" and not budgets.shares_host_memory:
-        cache_nbytes = max(cache_nbytes - saved[1], 0)
-    return replace(
-        job,
-        units=tuple(loads),
-        weights_cache_nbytes=cache_nbytes,
-        keeps_experts=True,
-    )
+    return replace(job, units=tuple(loads), keeps_experts=True)
 
 
 def _update_place(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -54,7 +54,7 @@ def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict
         "working_nbytes": forecast.working_nbytes,
         "num_spares": forecast.num_spares,
         "spare_nbytes": forecast.spare_nbytes,
-        "suspended_nbytes": {} if forecast.saved is None else dict([forecast.saved]),
+        "suspended_nbytes": {} if forecast.saved is None else forecast.saved.by_tier,
         "is_tight": forecast.is_tight,
         "updates": asdict(forecast.update_place),
         "moved_nbytes": step.moved_nbytes,
@@ -164,14 +164,16 @@ def _taken(forecast: Forecast) -> list[str]:
     return ["  " + f"{'a rank takes':<14}" + ", ".join(parts)]
 
 
+def _by_tier(tiers: Mapping[str, int]) -> str:
+    return ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in tiers.items())
+
+
 def _places(forecast: Forecast) -> list[str]:
     lines = []
     for kind, tiers in forecast.placed_nbytes.items():
-        parts = ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in tiers.items())
-        lines.append(f"  {kind:<12}{parts}")
+        lines.append(f"  {kind:<12}{_by_tier(tiers)}")
     if forecast.saved is not None:
-        tier, nbytes = forecast.saved
-        lines.append(f"  {'activations':<12}{tier} {format_nbytes(nbytes)} at the most")
+        lines.append(f"  {'activations':<12}{_by_tier(forecast.saved.by_tier)} at the most")
     if forecast.spare_nbytes:
         lines.append(
             f"  {'spare':<12}nvme {format_nbytes(forecast.spare_nbytes)} in "

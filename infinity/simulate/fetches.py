@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from infinity.simulate.cache import Visit, visits
+from infinity.simulate.inputs import inputs_nbytes
 from infinity.simulate.kept import kept_shards
 from infinity.simulate.log import (
     CHECKPOINT_READ,
@@ -59,6 +60,11 @@ class Fetches:
             for tier, nbytes in (unit.sums for unit in job.units)
         ]
         places = [(unit, move) for move in self.moves for unit in self.units_of(move)]
+        saved = [
+            nbytes
+            for move, nbytes in zip(self.moves, inputs_nbytes(job, self.moves), strict=True)
+            for _ in self.units_of(move)
+        ]
         order = [unit for unit, _ in places]
         held = [move.held for _, move in places]
         # Stored weights in use are somewhere else, decoded: their stored bytes may leave.
@@ -66,7 +72,10 @@ class Fetches:
         held_on_host = [
             tuple(unit for unit in move.held if unit not in stored) for _, move in places
         ]
-        taken_nbytes = [summed[unit] if move.has_gradients else 0 for unit, move in places]
+        taken_nbytes = [
+            nbytes + (summed[unit] if move.has_gradients else 0)
+            for (unit, move), nbytes in zip(places, saved, strict=True)
+        ]
         passes = NUM_STEPS * job.num_micro_batches
         first_passes = range(0, passes, job.num_micro_batches)
         travelling = [

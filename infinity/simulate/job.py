@@ -64,6 +64,7 @@ def make_job(
     batch: Batch,
     *,
     saved_on: str = "device",
+    inputs_nbytes: int | None = None,
     loads: Sequence[UnitLoad] | None = None,
 ) -> StepSpec:
     """Returns the simulated steps of these units in these budgets, updated on the host. `loads`:
@@ -88,6 +89,7 @@ def make_job(
         reads_ahead=budgets.window_nbytes > 0,
         is_deferred=is_deferred,
         saved_on=saved_on,
+        inputs_nbytes=inputs_nbytes,
         stages_ahead=budgets.staged_nbytes > 0,
         keeps_experts=config.schedule.micro_batch is not None,
         takes_norms=config.optimizer.max_grad_norm is not None,

@@ -161,7 +161,10 @@ class StepSpec:
     reads_ahead: bool = True
     is_deferred: bool = True
     updates_on_device: bool = False
+    # The tier of saved inputs. Where the host takes the first of them before NVMe, the bytes that
+    # it takes from weights that are only kept.
     saved_on: str = "device"
+    inputs_nbytes: int | None = None
     num_fibers: int = 1
     tile_micro_batches: int = 1
     keeps_experts: bool = False

@@ -17,6 +17,7 @@ from infinity.simulate.agreement import RankAgreement
 from infinity.simulate.clock import Operation, Timeline, simulate
 from infinity.simulate.fetches import Fetches
 from infinity.simulate.gradients import GradientTraffic
+from infinity.simulate.inputs import inputs_on_host
 from infinity.simulate.log import (
     CHECKPOINT_READ,
     COMPUTE,
@@ -157,6 +158,7 @@ class _Draft:
         self._gradients = GradientTraffic(self.log)
         self._agreement = RankAgreement(self.log, self._fetches, self._updates)
         self._saved: dict[int, int] = {}  # By use: the operation that saves its input.
+        self._on_host = inputs_on_host(job)
         self._blocks_in_groups = blocks_in_groups(job.uses)
         self._computed: list[int] = []  # Forwards and backwards of uses, in order.
         self._defers = job.defers
@@ -315,14 +317,15 @@ class _Draft:
 
     def _save(self, index: int, use: Use) -> None:
         """Saves the input of the use for the backward."""
-        tier, name = self.log.job.saved_on, f"input of {self._name(use)}"
-        if not use.saved_nbytes or tier == "device":
+        name = f"input of {self._name(use)}"
+        if not use.saved_nbytes or self.log.job.saved_on == "device":
             return
         out = self._computed[-1]
         if not self.log.job.shares_host_memory:
             out = self.log.move(D2H, name, use.saved_nbytes, [out])
-        if tier == "nvme":
-            out = self.log.nvme(WRITE, name, use.saved_nbytes, [out])
+        away_nbytes = use.saved_nbytes - self._on_host[index]
+        if away_nbytes:
+            out = self.log.nvme(WRITE, name, away_nbytes, [out])
         self._saved[index] = out
 
     def _restore(self, index: int, use: Use) -> int | None:
@@ -332,8 +335,9 @@ class _Draft:
         name = f"input of {self._name(use)}"
         after = [self._saved.pop(index), self._computed[-2] if len(self._computed) > 1 else None]
         restored: int | None = after[0]
-        if self.log.job.saved_on == "nvme":
-            restored = self.log.nvme(READ, name, use.saved_nbytes, after)
+        away_nbytes = use.saved_nbytes - self._on_host[index]
+        if away_nbytes:
+            restored = self.log.nvme(READ, name, away_nbytes, after)
         if not self.log.job.shares_host_memory:
             restored = self.log.move(H2D, name, use.saved_nbytes, [restored, after[1]])
         return restored

@@ -38,11 +38,12 @@ class Budgets:
     budget are outside the arena, for gradients of other ranks, which go to NVMe when that buffer is
     full and `reduce_buffer_spills`. `working_nbytes`: the part of the arena in which no state
     rests. `is_tight`: so little is free that nothing may be kept for later. `window_nbytes`: host
-    memory for weights that are read ahead. `ring_nbytes`: all staging slots of the optimizer,
-    `num_staging_slots` slots for chunks of `chunk_nbytes`. `needed_for_sums_nbytes`: the working
-    memory of `infinity.forward_backward`; `least_for_sums_nbytes`: the smallest host budget that
-    has it. `decoded_from_nbytes`: the stored bytes of the largest unit that is decoded when it is
-    attached. `decoded_nbytes`: host memory for decoded weights alone; 0 in a tight pool.
+    memory for weights that are read ahead. `inputs_nbytes`: host memory that layer inputs take from
+    weights that are only kept, before they go to NVMe. `ring_nbytes`: all staging slots of the
+    optimizer, `num_staging_slots` slots for chunks of `chunk_nbytes`. `needed_for_sums_nbytes`: the
+    working memory of `infinity.forward_backward`; `least_for_sums_nbytes`: the smallest host budget
+    that has it. `decoded_from_nbytes`: the stored bytes of the largest unit that is decoded when it
+    is attached. `decoded_nbytes`: host memory for decoded weights alone; 0 in a tight pool.
     `staged_nbytes`: device memory for the stored bytes of the next unit, where there is no space
     for its decoded weights beside those in use; else 0.
     """
@@ -57,6 +58,7 @@ class Budgets:
     working_nbytes: int
     is_tight: bool
     window_nbytes: int
+    inputs_nbytes: int
     chunk_nbytes: int
     num_staging_slots: int
     ring_nbytes: int
@@ -193,9 +195,8 @@ def compute_budgets(
     `num_sharing`: ranks that share the configured host budget; errors name the whole.
     Raises ConfigError for a tier that is not configured, CapacityError for too small a budget.
     """
-    preferences = _preferences(config)
     request = _Request(
-        config, units, preferences, held_nbytes, shares_host_memory, device_nbytes,
+        config, units, _preferences(config), held_nbytes, shares_host_memory, device_nbytes,
         gathered_nbytes, serving_nbytes, received_nbytes, summed_nbytes,
         held_nbytes if host_held_nbytes is None else host_held_nbytes, num_sharing,
         largest_decoded_nbytes,
@@ -225,6 +226,7 @@ def compute_budgets(
         working_nbytes=working_nbytes,
         is_tight=is_tight,
         window_nbytes=0 if is_tight else _window_nbytes(request, working_nbytes),
+        inputs_nbytes=0 if is_tight else max(0, working_nbytes - ring_nbytes - comfortable),
         chunk_nbytes=chunk_nbytes,
         num_staging_slots=num_slots,
         ring_nbytes=ring_nbytes,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from infinity.state.store import show
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
+from infinity.streaming.input_memory import InputMemory
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -55,6 +56,7 @@ class SavedInput:
     is_bound_for_nvme: bool = False  # Once the copy into the block is over.
     moving: Ticket | None = None  # Between the block and the extents.
     is_reading: bool = False
+    is_counted: bool = False  # Counted in `InputMemory`.
 
     @property
     def span_nbytes(self) -> int:
@@ -79,7 +81,11 @@ class InputStore(Protocol):
 
 
 class ActivationStore:
-    """Saves tensors and restores them."""
+    """Saves tensors and restores them.
+
+    `inputs`: what inputs have of the host, and how much of it weights give up that are only kept.
+    `free_kept(nbytes)` frees a block of them, or returns False.
+    """
 
     def __init__(
         self,
@@ -89,9 +95,13 @@ class ActivationStore:
         device: DeviceAdapter,
         volume: Volume | None,
         counters: Counters,
+        inputs: InputMemory | None = None,
+        free_kept: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._tiers = tuple(tiers)
         self._pool = pool
+        self._inputs = inputs or InputMemory()
+        self._free_kept = free_kept
         self._device = device
         self._volume = volume
         self._scratch = ScratchSpace(volume) if volume is not None else None
@@ -143,6 +153,7 @@ class ActivationStore:
                 return
             if tier == "nvme":
                 self._to_block(saved, tensor, must=True)
+                self._leave(saved)
                 saved.is_bound_for_nvme = True
                 if saved.copying.done():
                     self._start_write(saved)
@@ -151,11 +162,10 @@ class ActivationStore:
 
     def _to_block(self, saved: SavedInput, tensor: torch.Tensor, *, must: bool) -> bool:
         self._reap()
-        take = self._pool.require if must else self._pool.try_allocate
-        block = take(saved.span_nbytes, _LABEL)
-        if block is None:
+        if must:
+            self._hold(saved, self._pool.require(saved.span_nbytes, _LABEL))
+        elif not self._try_block(saved):
             return False
-        saved.block = block
         self._waiting[saved] = None
         saved.copying = self._device.copy(self._flat(saved, tensor), self._of_block(saved))
         self._counters.add("activation_out_nbytes", saved.nbytes)
@@ -163,6 +173,26 @@ class ActivationStore:
         if len(self._departing) > _MOST_DEPARTING:
             self._departing.popleft().order()  # Its memory on the device is free from here on.
         return True
+
+    def _try_block(self, saved: SavedInput) -> bool:
+        """Takes a block that is free, or that weights give up."""
+        nbytes = saved.span_nbytes
+        is_allowed = not self._pool.is_tight and self._inputs.may_take(nbytes)
+        while (block := self._pool.try_allocate(nbytes, _LABEL)) is None:
+            if not is_allowed or not self._free_kept(nbytes):
+                return False
+        self._hold(saved, block)
+        return True
+
+    def _hold(self, saved: SavedInput, block: Block) -> None:
+        saved.block, saved.is_counted = block, True
+        self._inputs.take(saved.span_nbytes)
+
+    def _leave(self, saved: SavedInput, *, returns: bool = False) -> None:
+        """The block will soon be free."""
+        if saved.is_counted:
+            saved.is_counted = False
+            self._inputs.leave(saved.span_nbytes, returns=returns)
 
     def _flat(self, saved: SavedInput, tensor: torch.Tensor) -> torch.Tensor:
         """The elements in memory order: 1-dimensional."""
@@ -178,6 +208,7 @@ class ActivationStore:
         assert self._volume is not None and self._scratch is not None
         assert saved.block is not None
         saved.is_bound_for_nvme = False
+        self._leave(saved)
         self._wait_copy(saved, "activations leave the device")
         saved.scratch = self._scratch.take(saved.span_nbytes)
         asked_ns = time.monotonic_ns()
@@ -188,6 +219,7 @@ class ActivationStore:
             address=saved.block.address,
             priority=Priority.WRITE_BACK,
         )
+        self._counters.add("nvme_write_nbytes", saved.span_nbytes)
         show(self._counters, self._volume, saved.moving, Track.WRITES, _LABEL, asked_ns)
 
     def _wait_copy(self, saved: SavedInput, what: str) -> None:
@@ -203,13 +235,16 @@ class ActivationStore:
         """Frees blocks whose write is done, and starts writes of blocks that are bound for NVMe.
         Never waits.
         """
-        while self._leaving and self._leaving[0][0].done():
-            self._free_leaving()
+        self._free_left()
         for saved in list(self._waiting):
             if saved.is_bound_for_nvme and saved.copying.done():
                 self._start_write(saved)
             elif saved.moving is not None and not saved.is_reading and saved.moving.done():
                 self._end_move(saved)
+
+    def _free_left(self) -> None:
+        while self._leaving and self._leaving[0][0].done():
+            self._free_leaving()
 
     def _free_leaving(self) -> None:
         copy, block = self._leaving.popleft()
@@ -236,38 +271,45 @@ class ActivationStore:
     def _free_block(self, saved: SavedInput) -> None:
         assert saved.block is not None
         block, saved.block = saved.block, None
+        self._leave(saved)
         self._pool.free(block)
 
     def reclaim(self) -> bool:
-        """Frees one block that is on its way to the device or to NVMe, may go there, or was read
-        ahead. For the pool."""
+        """Frees one block that is on its way to the device or to NVMe, or was read ahead. For the
+        pool."""
         if self._leaving:
             self._free_leaving()
             return True
-        for saved in sorted(self._waiting, key=lambda saved: saved.moving is None):
-            if saved is self._in_use or saved.block is None:
-                continue
-            if saved.moving is None:
-                if "nvme" not in self._tiers:
-                    return False
+        for saved in self._waiting:
+            if saved is not self._in_use and (saved.moving or saved.is_bound_for_nvme):
+                if saved.moving is None:
+                    self._start_write(saved)
+                self._end_move(saved)
+                return True
+        return False
+
+    def spill(self) -> bool:
+        """Frees one block whose bytes may rest on NVMe, after it is written. For the pool."""
+        for saved in self._waiting if "nvme" in self._tiers else ():
+            if saved is not self._in_use and saved.block is not None and saved.moving is None:
                 self._start_write(saved)
-            self._end_move(saved)
-            return True
+                self._end_move(saved)
+                return True
         return False
 
     # -- Out ---------------------------------------------------------------------------------------
 
     def fetch(self, saved: SavedInput) -> None:
-        """Starts to move a tensor one tier nearer to the device. Never waits.
+        """Starts to move a tensor one tier nearer to the device. Waits for nothing but weights that
+        give up their block.
 
         From NVMe if there is space to spare, from the host if the tensor is there.
         """
         if saved.kept is not None or not saved.uses:
             return
         if saved.block is None:
-            block = self._pool.try_allocate(saved.span_nbytes, _LABEL)
-            if block is not None:
-                self._start_read(saved, block)
+            if self._try_block(saved):
+                self._start_read(saved)
         elif not self._device.shares_host_memory and self._is_on_host(saved):
             self._start_return(saved)
 
@@ -276,16 +318,16 @@ class ActivationStore:
         has_come = saved.moving is None or (saved.is_reading and saved.moving.done())
         return saved.copying.done() and has_come
 
-    def _start_read(self, saved: SavedInput, block: Block) -> None:
+    def _start_read(self, saved: SavedInput) -> None:
         assert self._volume is not None and saved.scratch is not None
-        saved.block = block
+        assert saved.block is not None
         asked_ns = time.monotonic_ns()
         try:
             saved.moving = self._volume.read(
                 saved.scratch.extents,
                 offset_nbytes=0,
                 nbytes=saved.span_nbytes,
-                address=block.address,
+                address=saved.block.address,
                 priority=Priority.BACKWARD,
                 label=_LABEL,
             )
@@ -293,12 +335,14 @@ class ActivationStore:
             self._free_block(saved)
             raise
         saved.is_reading = True
+        self._counters.add("nvme_read_nbytes", saved.span_nbytes)
         show(self._counters, self._volume, saved.moving, Track.READS, _LABEL, asked_ns)
 
     def restore(self, saved: SavedInput) -> torch.Tensor:
         """The tensor, on the device, with the strides it had if it was dense. Ends one use; the
         caller must not change it."""
         assert saved.uses > 0
+        self._free_left()  # Weights are read ahead into the space.
         if saved.kept is None:
             self._in_use = saved
             try:
@@ -317,7 +361,8 @@ class ActivationStore:
         """Starts the copy from the host to the device. Waits for a transfer between block and
         NVMe."""
         if saved.block is None:
-            self._start_read(saved, self._pool.require(saved.span_nbytes, _LABEL))
+            saved.block = self._pool.require(saved.span_nbytes, _LABEL)
+            self._start_read(saved)
         if saved.is_reading:
             assert saved.moving is not None
             if not saved.moving.done():
@@ -336,6 +381,7 @@ class ActivationStore:
             assert saved.block is not None
             self._leaving.append((saved.returning, saved.block))
             saved.block, saved.is_bound_for_nvme = None, False
+            self._leave(saved, returns=True)
         else:
             saved.returning.wait()  # It is still being written from the block.
 
@@ -365,4 +411,5 @@ class ActivationStore:
             # The volume reports a failed write: it refuses every later call.
             with contextlib.suppress(StorageError):
                 self._forget(saved)
+        self._inputs.end()
         self._known = WeakTensorKeyDictionary()

@@ -33,6 +33,7 @@ from infinity.state.units import Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.device_window import DeviceWindow
+from infinity.streaming.input_memory import InputMemory
 from infinity.streaming.weight_check_outs import CheckOuts
 from infinity.streaming.weight_decoding import refuse_change
 from infinity.streaming.weight_evictor import WeightEvictor
@@ -41,6 +42,9 @@ from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.streaming.weight_state import Weights, WeightState, check_kept
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
+
+# Units: the next ones are read in time even if their space must be made.
+_NEAR = 2
 
 
 class WeightCache:
@@ -58,6 +62,7 @@ class WeightCache:
         decoded_nbytes: int = 0,
         stages_ahead: bool = False,
         source: WeightProvider | None = None,
+        inputs: InputMemory | None = None,
     ) -> None:
         self._source = source or TierWeights()
         self._store = store
@@ -65,6 +70,7 @@ class WeightCache:
         self._device = device
         self._counters = counters
         self._window_nbytes = window_nbytes  # 0: nothing is fetched ahead.
+        self._inputs = inputs  # Layer inputs in the same memory.
         feeders = self._source.feeders()
         # None for a device without streams, so that a backward does not ask at every node.
         self.current_stream = None if device.shares_host_memory else device.current_stream
@@ -227,17 +233,19 @@ class WeightCache:
         """Starts reads for the next units of the prediction, up to the window."""
         if not self._window_nbytes or self._is_all_there:
             return
-        ahead_nbytes = 0
+        window_nbytes, ahead_nbytes = self._window_nbytes, 0
+        if self._inputs is not None:
+            window_nbytes = self._inputs.window_nbytes(window_nbytes)
         has_device_space = not self._device.shares_host_memory
         for index in self._order.upcoming(this_pass=self._source.is_outdated_by_step):
             weights = self.weights[index]
             feeder = self._feeder_of(weights)
             read = weights if feeder is None else feeder
             ahead_nbytes += self._moves.nbytes[read.unit.index]
-            if ahead_nbytes > self._window_nbytes:
+            if ahead_nbytes > window_nbytes:
                 return
             is_absent = weights.state is WeightState.ABSENT and read.state is WeightState.ABSENT
-            if is_absent and not self._read_ahead(read, priority):
+            if is_absent and not self._read_ahead(read, priority, ahead_nbytes):
                 return
             if feeder is not None and weights.state is WeightState.ABSENT and has_device_space:
                 has_device_space = self._start_arrival_ahead(weights, feeder)
@@ -248,9 +256,12 @@ class WeightCache:
             if weights is self._moves.decoding.staged:
                 has_device_space = False  # It is decoded when it is there, and has space.
 
-    def _read_ahead(self, weights: Weights, priority: Priority) -> bool:
-        """Starts a read if there is space without dropping weights that are needed sooner."""
-        block = self._evictor.find_block(self._order, weights)
+    def _read_ahead(self, weights: Weights, priority: Priority, ahead_nbytes: int) -> bool:
+        """Starts a read if there is space without dropping weights that are needed sooner.
+        `ahead_nbytes`: of the uses until then, with its own."""
+        waits = self._inputs is not None and self._inputs.are_returning
+        is_near = ahead_nbytes <= _NEAR * self._moves.nbytes[weights.unit.index]
+        block = self._evictor.find_block(self._order, weights, only_free=waits and not is_near)
         if block is None:
             return False
         self._moves.start_read(weights, block, priority)
@@ -283,6 +294,11 @@ class WeightCache:
     def reclaim(self, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Called by the pool when it is out of memory."""
         return self._evictor.reclaim(self._order, wanted_nbytes)
+
+    def free_kept(self, wanted_nbytes: int) -> bool:
+        """Frees a block of weights that are kept for later, after their own transfer. Returns
+        whether there was one."""
+        return self._evictor.free_kept(self._order, wanted_nbytes)
 
     def lend_device(self, nbytes: int) -> bool:
         """Lends device memory of the window until `end_device_loans`. Returns whether it did."""

@@ -135,13 +135,16 @@ class WeightEvictor:
         """Weights may take all of the device window again."""
         self._device_window.lent_nbytes = 0
 
-    def find_block(self, order: AccessOrder, weights: Weights) -> Block | None:
-        """Allocates a unit's host block, if that drops nothing that is needed sooner."""
+    def find_block(
+        self, order: AccessOrder, weights: Weights, *, only_free: bool = False
+    ) -> Block | None:
+        """Allocates a unit's host block, if that drops nothing that is needed sooner; with
+        `only_free` if it drops nothing."""
         unit, nbytes = weights.unit, self._moves.nbytes[weights.unit.index]
         label = f"parameters of {unit.name}"
         at_top = self._moves.is_at_top(unit)
         while (block := self._pool.try_allocate(nbytes, label, at_top=at_top)) is None:
-            if self._pool.is_tight or not self._make_space(order, nbytes, unit.index):
+            if self._pool.is_tight or only_free or not self._make_space(order, nbytes, unit.index):
                 return None
         return block
 
@@ -163,7 +166,7 @@ class WeightEvictor:
 
     def reclaim(self, order: AccessOrder, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Returns whether there was one."""
-        if self._make_space(order, wanted_nbytes) or self._free_one(order, wanted_nbytes):
+        if self.free_kept(order, wanted_nbytes):
             return True
         victim = self._choose(order, self._feeding(), wanted_nbytes)
         if victim is None:
@@ -173,6 +176,10 @@ class WeightEvictor:
         self._moves.settle(arriving)
         self._moves.evict(self._weights[victim])
         return True
+
+    def free_kept(self, order: AccessOrder, wanted_nbytes: int) -> bool:
+        """As `reclaim`, of a block that no all-gather is fed from."""
+        return self._make_space(order, wanted_nbytes) or self._free_one(order, wanted_nbytes)
 
     def reclaim_zone(self) -> bool:
         """Drops the blocks of the zone that are not in use. Returns whether there were any."""
