@@ -167,8 +167,8 @@ class Placement(Section):
     gradients: TierList = Field(("host",), description="Accumulated gradients.")
     activations: TierList = Field(
         ("device",),
-        description='Layer inputs that wait for the backward of `schedule.micro_batch`. With ["host", '
-        '"nvme"] the host takes them in place of weights that are only kept, as long as '
+        description="Layer inputs that wait for the backward of `schedule.micro_batch`. With "
+        '["host", "nvme"] the host takes them in place of weights that are only kept, as long as '
         "enough is left to fetch weights ahead; NVMe takes the rest. Without a GPU, host and "
         "device are the same memory, and these inputs are outside the host budget.",
     )
