@@ -428,7 +428,7 @@ def _staging_ring(
     chunk_nbytes, num_slots = plan_staging_slots(
         working_nbytes - max(weights_nbytes, request.host_held_nbytes),
         request.config.schedule.update_chunk,
-        unit_nbytes=_largest_updated_nbytes(units, placement),
+        units_nbytes=_updated_nbytes(units, placement),
         travelling_nbytes=sum(staging_nbytes(units, travelling, granule_nbytes).values()),
         granule_nbytes=granule_nbytes,
     )
@@ -436,14 +436,14 @@ def _staging_ring(
     return chunk_nbytes, num_slots, num_slots * slot_nbytes
 
 
-def _largest_updated_nbytes(units: Sequence[Unit], placement: StatePlacement) -> int:
-    """The fp32 bytes of the largest unit whose state travels: over ranks that is a shard."""
+def _updated_nbytes(units: Sequence[Unit], placement: StatePlacement) -> list[int]:
+    """The fp32 bytes of each unit whose state travels: over ranks that is a shard."""
     travelling = placement.travelling()
-    return max(
+    return [
         unit.state_numel * STATE_ITEM_NBYTES
         for unit in units
         if not travelling or any((unit.index, kind) in placement.tiers for kind in travelling)
-    )
+    ]
 
 
 def _window_nbytes(request: _Request, working_nbytes: int) -> int:

@@ -13,6 +13,7 @@ they read and wear out.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -145,6 +146,7 @@ _GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
 _LEAST_SLOTS = 3  # One being read, one updated, one written, if they fit.
 _SMOOTH_SLOTS = 12
 _EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
+_LITTLE = 8
 STATE_KINDS = (StateKind.GRADIENTS, *MOMENT_KINDS, StateKind.MASTER)
 
 
@@ -225,16 +227,17 @@ def plan_staging_slots(
     free_nbytes: int,
     chunk_nbytes: int,
     *,
-    unit_nbytes: int,
+    units_nbytes: Sequence[int],
     travelling_nbytes: int,
     granule_nbytes: int = _GRANULE_NBYTES,
 ) -> tuple[int, int]:
     """(bytes of a chunk, staging slots) of the optimizer's pipeline in `free_nbytes`.
 
-    Chunks are measured by what fp32 would take, as is the largest unit (`unit_nbytes`), and are
-    whole granules; for each granule `travelling_nbytes` travel. The goal is slots for two units,
-    one being written back while the next is read, in at most half of the free memory. Chunks are at
-    most `chunk_nbytes`, and smaller where that gives the ring enough slots to turn smoothly. With
+    Chunks are measured by what fp32 would take, as are units (`units_nbytes`), and are whole
+    granules; for each granule `travelling_nbytes` travel. The goal is slots for two of the largest
+    units, one being written back while the next is read, in at most half of the free memory. Chunks
+    are at most `chunk_nbytes`, and smaller where that gives the ring enough slots to turn smoothly,
+    but a little larger than that where units then have fewer chunks (`_with_fewest`). With
     little memory there are three small slots (one being read, one updated, one written), and
     fewer when chunks would get too small. Worked example: moments and gradients of fp32, units of
     48 MiB, chunks of 16 MiB: 2 GiB free give 6 slots of 3 x 16 MiB; 512 MiB free allow 256 MiB,
@@ -242,7 +245,7 @@ def plan_staging_slots(
     """
     if free_nbytes >= HUGE_PAGE_NBYTES:
         free_nbytes = align_down(free_nbytes, HUGE_PAGE_NBYTES)
-    travelling_nbytes = max(travelling_nbytes, PAGE_NBYTES)
+    travelling_nbytes, unit_nbytes = max(travelling_nbytes, PAGE_NBYTES), max(units_nbytes)
     chunk_nbytes = min(chunk_nbytes, align_up(max(unit_nbytes, 1), granule_nbytes))
     chunk_nbytes = max(align_down(chunk_nbytes, granule_nbytes), granule_nbytes)
     smallest_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), granule_nbytes)
@@ -259,7 +262,27 @@ def plan_staging_slots(
     efficient_nbytes = min(chunk_nbytes, _EFFICIENT_CHUNK_NBYTES)
     size_nbytes = min(chunk_nbytes, max(efficient_nbytes, share(ring_nbytes, _SMOOTH_SLOTS)))
     size_nbytes = max(align_down(size_nbytes, granule_nbytes), granule_nbytes)
+    size_nbytes = _with_fewest(size_nbytes, units_nbytes, chunk_nbytes, granule_nbytes)
     staging_slots = ring_nbytes // slot(size_nbytes)
     if staging_slots >= _LEAST_SLOTS:
         return size_nbytes, staging_slots
     return min(chunk_nbytes, share(free_nbytes, _LEAST_SLOTS)), _LEAST_SLOTS
+
+
+def _with_fewest(
+    size_nbytes: int, units_nbytes: Sequence[int], most_nbytes: int, granule_nbytes: int
+) -> int:
+    """Returns the size of chunks, at most a little larger, with which units have the fewest: a unit
+    that is a little larger than a chunk has two, and the second costs as many requests."""
+    most_nbytes = min(most_nbytes, size_nbytes + size_nbytes // _LITTLE)
+    sizes = Counter(units_nbytes)
+    found = {size_nbytes}
+    for unit_nbytes in sizes:
+        for count in range(max(1, unit_nbytes // most_nbytes), unit_nbytes // size_nbytes + 1):
+            found.add(align_up(-(-unit_nbytes // count), granule_nbytes))
+    allowed = (size for size in found if size_nbytes <= size <= most_nbytes)
+
+    def num_chunks(size: int) -> int:
+        return sum(count * -(-unit_nbytes // size) for unit_nbytes, count in sizes.items())
+
+    return min(allowed, key=lambda size: (num_chunks(size), size))

@@ -197,7 +197,7 @@ def test_working_memory_holds_what_it_must(
             chunk_nbytes, staging_slots = plan_staging_slots(
                 needed - weights,
                 chunk,
-                unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
+                units_nbytes=[unit.state_numel * STATE_ITEM_NBYTES for unit in units],
                 travelling_nbytes=sum(staging_nbytes(units, travelling, granule_nbytes).values()),
                 granule_nbytes=granule_nbytes,
             )
@@ -222,7 +222,7 @@ def test_staging_slots_fit_what_is_free_and_are_whole_granules(
     free: int, configured: int, unit: int, kinds: int
 ) -> None:
     chunk_nbytes, staging_slots = plan_staging_slots(
-        free, configured, unit_nbytes=unit, travelling_nbytes=kinds * GRANULE_NBYTES
+        free, configured, units_nbytes=[unit], travelling_nbytes=kinds * GRANULE_NBYTES
     )
     assert chunk_nbytes % GRANULE_NBYTES == 0
     assert 0 < chunk_nbytes <= configured and staging_slots >= 1
@@ -237,3 +237,36 @@ def test_staging_slots_fit_what_is_free_and_are_whole_granules(
     whole = min(configured, max(unit, 1))
     if free >= 4 * kinds * (unit + whole) + HUGE_PAGE_NBYTES:
         assert staging_slots * chunk_nbytes >= unit, "there is room for two units"
+
+
+@given(
+    free=st.integers(0, 1 << 34),
+    units=st.lists(st.integers(1, 1 << 28), min_size=1, max_size=5),
+    kinds=st.integers(1, 4),
+)
+@settings(max_examples=200)
+def test_units_have_no_more_chunks_than_in_chunks_of_the_size_before(
+    free: int, units: list[int], kinds: int
+) -> None:
+    """Sizes of units change the size of a chunk by an eighth at the most, for fewer chunks."""
+    sizes = [numel * STATE_ITEM_NBYTES for numel in units]
+    travelling_nbytes = kinds * GRANULE_NBYTES
+    alone, _ = plan_staging_slots(
+        free, 16 << 20, units_nbytes=[max(sizes)], travelling_nbytes=travelling_nbytes
+    )
+    together, slots = plan_staging_slots(
+        free, 16 << 20, units_nbytes=sizes, travelling_nbytes=travelling_nbytes
+    )
+    assert together <= 16 << 20 and together <= alone + alone // 8
+    assert alone <= together + together // 8
+    assert slots == 1 or slots * together * kinds <= free
+
+
+def test_a_unit_that_is_a_little_larger_than_a_chunk_has_one() -> None:
+    """Twelve blocks of 13.5 MiB beside an embedding of 74, for whose sake chunks would have 13.3."""
+    mib = 1 << 20
+    sizes = [int(13.5 * mib)] * 12 + [74 * mib] * 2
+    chunk_nbytes, slots = plan_staging_slots(
+        1 << 31, 16 * mib, units_nbytes=sizes, travelling_nbytes=2 * GRANULE_NBYTES
+    )
+    assert 13.5 * mib <= chunk_nbytes <= 15 * mib and slots >= 10
