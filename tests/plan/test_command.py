@@ -20,7 +20,7 @@ tiers.host.capacity = "16MiB"
 tiers.nvme = [{{path = "{swap}", read_gb_per_s = 2.0, write_gb_per_s = 2.0}}]
 placement = {{parameters = "nvme", master = "nvme", moments = "nvme", gradients = "nvme"}}
 precision.compute = "{dtype}"
-data = {{paths = ["python-stdlib"], sequence_length = 32, max_bytes = "200kB"}}
+data = {{paths = ["THIS"], sequence_length = 8}}
 train = {{steps = 4, batch_size = 2, gradient_accumulation_steps = {accumulation}, threads = 1}}
 output = {{directory = "{output}", export = false}}
 [model.config]
@@ -30,7 +30,7 @@ n_embd = 256
 n_layer = 6
 n_head = 4
 n_positions = 64
-"""
+""".replace("THIS", __file__)  # No byte that is moved depends on the text.
 
 
 # For tests that are not about updates: one simulation a forecast, not one for each way to update.

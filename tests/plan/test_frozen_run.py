@@ -21,7 +21,7 @@ SHAPE = LlamaConfig(
     vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
     num_attention_heads=4, num_key_value_heads=4,
 )  # fmt: skip
-LENGTH, NUM_STEPS = 32, 5
+LENGTH, NUM_STEPS = 4, 5  # No byte depends on the number of tokens.
 LINKS = ("nvme_read", "nvme_write")
 
 
