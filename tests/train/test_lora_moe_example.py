@@ -32,14 +32,16 @@ def test_the_example_trains_over_quantised_files_that_it_does_not_change(tmp_pat
     shards = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in base.iterdir()}
     assert "quantization_config" in json.loads((base / "config.json").read_text())
 
-    steps = ["--set", "train.steps=8", "--set", "train.warmup_steps=1"]
-    printed = run(COMMAND, "train", tmp_path / "lora-moe.toml", *steps, "--json")
+    # Products in bfloat16 take most of the time, where a processor has none: in proportion to tokens.
+    short = ["train.steps=4", "train.warmup_steps=1", "train.batch_size=1"]
+    options = [word for change in short for word in ("--set", change)]
+    printed = run(COMMAND, "train", tmp_path / "lora-moe.toml", *options, "--json")
     summary = json.loads(printed)
     losses = [
         json.loads(line)["loss"]
         for line in (tmp_path / "run" / "lora" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.5
     assert summary["sample"].startswith("<|im_start|>user\nWhere do frozen weights rest?")
     assert (tmp_path / "run" / "lora" / "adapter_model.safetensors").stat().st_size > 0
     for file, (content, mtime_ns) in shards.items():
