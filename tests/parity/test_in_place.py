@@ -243,7 +243,7 @@ def test_every_step_over_tiled_experts_reads_the_base_twice_less_what_is_kept(
         infinity.offload(model, config, weights=base)
         try:
             engine = infinity.engine_of(model)
-            ids = torch.arange(96).view(1, -1)
+            ids = torch.arange(48).view(1, -1)
             counts, by_kernel = [0], kernel_read_nbytes()
             for _ in range(3):
                 infinity.forward_backward(model, partial(loss_of, model), [ids] * num_micro_batches)

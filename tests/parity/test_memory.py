@@ -159,7 +159,7 @@ def test_peak_memory_is_the_budget_and_a_stated_overhead(name: str, tmp_path: Pa
     if "gradients" in options:
         placement["gradients"] = options["gradients"]
     case = {
-        "width": 512, "layers": 8, "rows": 2, "length": 32, "steps": 2, "accumulation": 2,
+        "width": 512, "layers": 8, "rows": 2, "length": 4, "steps": 2, "accumulation": 2,
         "threads": 1, "warm_nbytes": 40 * MIB,
         "weights": str(tmp_path / "shards") if options["compute"] == "bfloat16" else None,
         "config": {
