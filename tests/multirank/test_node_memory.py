@@ -209,7 +209,7 @@ STEP_NBYTES = 16 * (HEADER.size + 64)
 ON_DEVICE = dict.fromkeys(("parameters", "master", "moments", "gradients"), "device")
 STEADY = [
     *(
-        Case(stage, placement, model="wide", capacity="128MiB")
+        Case(stage, placement, model="wide", capacity="128MiB", huge_pages=stage == 3)
         for stage in STAGES
         for placement in ({}, NVME, MIXED)
     ),
@@ -244,9 +244,9 @@ def _count(rank: int, cases: list[Case]) -> list[tuple[dict[str, float], int, in
 @pytest.mark.parametrize("count", [2, 4])
 def test_only_control_words_go_through_sockets_in_every_stage_and_placement(count: int) -> None:
     cases = STEADY if count == 2 else [STEADY[0], STEADY[4], STEADY[6]]
-    where = "arena" if can_share(huge_pages=True) else "bounce buffers"
     for results in run_ranks(count, _count, cases):
         for case, result in zip(cases, results, strict=True):
+            where = "arena" if can_share(huge_pages=case.huge_pages) else "bounce buffers"
             counted, num_units, num_tensors, described, tiers = result
             assert (tiers == {"device"}) == (case.placement == ON_DEVICE), case
             words = (num_units + num_tensors) * (WORDS_NBYTES + INLINE_NBYTES // 2) + STEP_NBYTES

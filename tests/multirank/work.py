@@ -61,6 +61,7 @@ class Case:
     reduce_dtype: str = "auto"
     budgets: str = "node"
     capacity: str | int = "48MiB"
+    huge_pages: bool = False  # To have them takes longer than all else about a small model.
     exchange: str = "auto"
     shard_over: str = "all"
     update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
@@ -117,7 +118,10 @@ def offload_case(
             "exchange": case.exchange,
             "shard_over": case.shard_over,
         },
-        "tiers": {"host": {"capacity": case.capacity}, "device": {"kind": "cpu"}},
+        "tiers": {
+            "host": {"capacity": case.capacity, "huge_pages": case.huge_pages},
+            "device": {"kind": "cpu"},
+        },
         "placement": {"master": "host", "moments": "host", "parameters": "host"} | case.placement,
         "precision": {"compute": case.compute, "moments": case.moments},
         "optimizer": {"name": case.optimizer},
