@@ -30,8 +30,14 @@ Named = dict[str, Tensor | None]
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds every generator a model may draw from: torch, numpy (wav2vec2 masks), random."""
-    torch.manual_seed(seed)
+    """Seeds every generator a model may draw from: torch, numpy (wav2vec2 masks), random.
+
+    Where there is no accelerator, `torch.manual_seed` keeps a stack trace for the day when there is.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
 

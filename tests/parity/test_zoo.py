@@ -110,7 +110,7 @@ def test_trains_like_plain_pytorch(name: str, where: str, swap_directory: Path) 
         assert_same_run(expected, run(entry, OffloadedSide(model), plan_for(name, False)))
 
 
-@pytest.mark.parametrize("name", sampled(CHECKPOINTING, lambda name: name in CHECKPOINTING[::2]))
+@pytest.mark.parametrize("name", sampled(CHECKPOINTING, lambda name: name in CHECKPOINTING[::4]))
 def test_trains_like_plain_pytorch_with_checkpointing(
     name: str, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
