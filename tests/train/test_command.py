@@ -27,14 +27,9 @@ def run(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_script(COMMAND, "train", job / "job.toml", *arguments)
 
 
-def command(job: Path, *arguments: str) -> list[str]:
-    """The command as a user starts it. The others are forked from a process with all of it imported."""
-    return [sys.executable, "-c", COMMAND, "train", str(job / "job.toml"), *arguments]
-
-
 def test_json_prints_the_summary_alone_on_stdout(job):
     options = "--json", "--set", "train.steps=2", "--set", "output.directory=elsewhere"
-    done = subprocess.run(command(job, *options), capture_output=True, text=True, check=False)
+    done = run(job, *options)
 
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -60,8 +55,10 @@ def test_missing_sections_are_named(job):
 
 
 def test_interrupt_finishes_the_step_exports_and_releases(job, processes):
+    """As a user starts it. The others are forked from a process with all of it imported."""
+    command = [sys.executable, "-c", COMMAND, "train", str(job / "job.toml")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes.append(process := subprocess.Popen(command(job), **pipes))
+    processes.append(process := subprocess.Popen(command, **pipes))
     wait_for_steps(job, 3, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
