@@ -30,9 +30,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from infinity.sizes import HUGE_PAGE_NBYTES, align_up
 from infinity.streaming.access_order import NEVER, AccessOrder
 from infinity.tiers.ranges import Range, fits_within, rounded_nbytes
 
+_OF_A_HOLE = 1 << 62  # Further away than any block.
 _MOST_WASTED = 2  # A victim this many times as large as the needed size is avoided.
 
 
@@ -82,21 +84,33 @@ def choose_neighbours(
     found: list[tuple[Range, Evictable | None]] = [(hole, None) for hole in holes]
     found += [(block.range, block) for block in blocks]
     found.sort(key=lambda item: item[0].offset_nbytes)
-    best: tuple[tuple[int, int, int], list[Evictable]] | None = None
+    # Of plain numbers, because a simulated step asks thousands of times.
+    distances = [_OF_A_HOLE if block is None else block.distance for _, block in found]
+    ends = [taken.end_nbytes for taken, _ in found]
+    offsets = [taken.offset_nbytes for taken, _ in found]
+    starts = offsets  # Where `allocate` would begin in a hole from there on.
+    if size_nbytes >= HUGE_PAGE_NBYTES:
+        starts = [align_up(offset, HUGE_PAGE_NBYTES) for offset in offsets]
+    nbytes_before = [0]
+    for taken, block in found:
+        nbytes_before.append(nbytes_before[-1] + (0 if block is None else taken.nbytes))
+    best: tuple[tuple[int, int, int], int, int] | None = None
     first = 0
-    for last, (end, _) in enumerate(found):
-        if last and found[last - 1][0].end_nbytes != end.offset_nbytes:
+    for last, end in enumerate(ends):
+        if last and ends[last - 1] != offsets[last]:
             first = last
         # The shortest row of neighbours that ends here.
-        while fits_within(found[first][0].offset_nbytes, end.end_nbytes, wanted_nbytes):
-            row = [block for _, block in found[first : last + 1] if block is not None]
-            first += 1
-            score = _score(row, wanted_nbytes, size_nbytes)
+        while first <= last and starts[first] + size_nbytes <= end:
+            soonest = min(distances[first : last + 1])
+            soonest = NEVER if soonest == _OF_A_HOLE else soonest
+            nbytes = nbytes_before[last + 1] - nbytes_before[first]
+            score = _score(soonest, nbytes, wanted_nbytes, size_nbytes)
             if best is None or score > best[0]:
-                best = score, row
-            if first > last:
-                break
-    return [] if best is None else best[1]
+                best = score, first, last
+            first += 1
+    if best is None:
+        return []
+    return [block for _, block in found[best[1] : best[2] + 1] if block is not None]
 
 
 def _takes(block: Evictable, size_nbytes: int) -> bool:
@@ -107,10 +121,10 @@ def _takes(block: Evictable, size_nbytes: int) -> bool:
     )
 
 
-def _score(row: Sequence[Evictable], wanted_nbytes: int, size_nbytes: int) -> tuple[int, int, int]:
-    """Returns what is largest for the row that should go."""
-    soonest = min((block.distance for block in row), default=NEVER)
-    nbytes = sum(block.range.nbytes for block in row)
+def _score(
+    soonest: int, nbytes: int, wanted_nbytes: int, size_nbytes: int
+) -> tuple[int, int, int]:
+    """Returns what is largest for the row that should go: by its first use, and its bytes."""
     if soonest >= NEVER:
         rank = 3
     elif nbytes <= size_nbytes:
