@@ -175,7 +175,7 @@ def read_when_needed(engine: Any) -> None:
     """From now on state of shards is read when an update needs it, not before."""
     updates = getattr(engine.updater, "deferred", None)
     if updates is not None:
-        updates._read_expected = lambda: None
+        updates._read_expected = updates._pending.expected  # Asked once, it waits for others.
 
 
 def take_all(pool: HostPool) -> None:
