@@ -72,7 +72,7 @@ def offloaded(way: Way, directory: Path) -> Any:
     config: Mapping[str, Any] = {
         "distributed": {"zero_stage": way.stage, "exchange": way.exchange},
         "tiers": {
-            "host": {"capacity": "128MiB"},
+            "host": {"capacity": "128MiB", "huge_pages": False},
             "nvme": [{"path": str(directory), "capacity": "64MiB"}],
         },
         "placement": STATES[way.state],

@@ -63,7 +63,7 @@ def _reversed(rank: int) -> tuple[int, Any]:
 def _config() -> dict[str, Any]:
     return {
         "distributed": {"exchange": "collective"},
-        "tiers": {"host": {"capacity": "48MiB"}, "device": {"kind": "cpu"}},
+        "tiers": {"host": {"capacity": "48MiB", "huge_pages": False}, "device": {"kind": "cpu"}},
         "placement": dict.fromkeys(("parameters", "master", "moments"), "host"),
     }
 

@@ -158,7 +158,10 @@ def test_moments_are_read_on_any_rank(tmp_path: Path) -> None:
 
 def _from_meta(rank: int, swap: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     config = {
-        "tiers": {"host": {"capacity": "48MiB"}, "nvme": [{"path": swap, "capacity": "64MiB"}]},
+        "tiers": {
+            "host": {"capacity": "48MiB", "huge_pages": False},
+            "nvme": [{"path": swap, "capacity": "64MiB"}],
+        },
         "placement": NVME,
     }
     with infinity.init_empty_weights(config):
@@ -259,7 +262,7 @@ def _over_a_mesh(rank: int, swap: str) -> list[dict[str, Any]]:
 def _train_divided(rank: int, mesh: Any, swap: str, group: Any) -> dict[str, Any]:
     model = Divided(mesh["tp"])
     config = {
-        "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": swap}]},
+        "tiers": {"host": {"capacity": "64MiB", "huge_pages": False}, "nvme": [{"path": swap}]},
         "placement": {"activations": "nvme"},
     }
     device = SimulatedDevice(rank)

@@ -38,7 +38,10 @@ def _write_text(directory: Path) -> None:
 
 def _table(directory: Path, name: str, accumulation: int, **more: Any) -> dict[str, Any]:
     return more | {
-        "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": str(directory / "swap")}]},
+        "tiers": {
+            "host": {"capacity": "64MiB", "huge_pages": False},
+            "nvme": [{"path": str(directory / "swap")}],
+        },
         "model": {"config": MODEL},
         "data": {"paths": [str(directory / "text.txt")], "sequence_length": 32},
         "train": {

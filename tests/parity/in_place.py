@@ -129,7 +129,10 @@ def train(
 
 def config_of(directory: Path, **sections: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "tiers": {"host": {"capacity": "24MiB"}, "nvme": [{"path": str(directory / "swap")}]},
+        "tiers": {
+            "host": {"capacity": "24MiB", "huge_pages": False},
+            "nvme": [{"path": str(directory / "swap")}],
+        },
         "placement": {"gradients": "host"},
     }
     for name, values in sections.items():

@@ -73,7 +73,12 @@ def on_meta() -> Any:
 
 
 def on_nvme(model: Any, tmp_path: Path, weights: Path | None, **precision: str) -> Any:
-    config = {"tiers": {"nvme": [{"path": str(tmp_path / "swap")}], "host": {"capacity": "32MiB"}}}
+    config = {
+        "tiers": {
+            "nvme": [{"path": str(tmp_path / "swap")}],
+            "host": {"capacity": "32MiB", "huge_pages": False},
+        }
+    }
     return offloaded(model, config | {"precision": precision}, weights=weights)
 
 

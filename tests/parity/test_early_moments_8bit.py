@@ -28,7 +28,10 @@ def trained(
     """Losses, weights and moments after nine steps, and the engine's counters."""
     placement = dict.fromkeys(("parameters", "moments"), "nvme") | dict.fromkeys(on_host, "host")
     config: dict[str, Any] = {
-        "tiers": {"host": {"capacity": "32MiB"}, "nvme": [{"path": str(directory)}]},
+        "tiers": {
+            "host": {"capacity": "32MiB", "huge_pages": False},
+            "nvme": [{"path": str(directory)}],
+        },
         "placement": placement | {"gradients": "host"},
         "precision": {"moments": "8bit"},
         "schedule": {"updates": updates},

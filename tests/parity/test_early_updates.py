@@ -178,7 +178,10 @@ def config_of(directory: Path, **changes: Any) -> dict[str, Any]:
     placement = dict.fromkeys(("parameters", "master", "moments"), "nvme")
     placement |= dict.fromkeys(ON_HOST[_on_host[0]][0], "host")
     config: dict[str, Any] = {
-        "tiers": {"host": {"capacity": "16MiB"}, "nvme": [{"path": str(directory)}]},
+        "tiers": {
+            "host": {"capacity": "16MiB", "huge_pages": False},
+            "nvme": [{"path": str(directory)}],
+        },
         "placement": placement | {"gradients": changes.pop("gradients", "host")},
         "schedule": {"updates": "both_passes", "update_chunk": "64KiB"},
     }

@@ -45,7 +45,7 @@ def test_gradients_in_memory_are_neither_waited_for_at_the_step_nor_read_for_upd
     expected = plain_run(clipped_steps)
     run, engine, _ = on_a_late_drive(
         swap_directory, gradients="nvme", schedule={"updates": updates},
-        tiers={"host": {"capacity": "64MiB"}, "nvme": [{"path": str(swap_directory)}]},
+        tiers={"host": {"capacity": "64MiB", "huge_pages": False}, "nvme": [{"path": str(swap_directory)}]},
     )  # fmt: skip
     waits, reads = [], []
     await_write, read, step = GradientStore._wait_write, LocalStore.read, run.optimizer.step
@@ -80,7 +80,7 @@ def test_state_that_is_read_a_pass_ahead_leaves_space_for_the_sums_to_come(
     expected = plain_run(clipped_steps)
     run, engine, drive = on_a_late_drive(
         swap_directory, gradients="nvme", schedule={"updates": updates},
-        tiers={"host": {"capacity": "4500KiB"}, "nvme": [{"path": str(swap_directory)}]},
+        tiers={"host": {"capacity": "4500KiB", "huge_pages": False}, "nvme": [{"path": str(swap_directory)}]},
     )  # fmt: skip
     drive.is_idle = True
     grow, blocks, to_come = StagingRing._grow, engine.gradients.blocks, 0

@@ -48,7 +48,10 @@ def dots1() -> Any:
 
 def swap(directory: Path) -> dict[str, Any]:
     return {
-        "tiers": {"nvme": [{"path": str(directory / "swap")}], "host": {"capacity": "32MiB"}},
+        "tiers": {
+            "nvme": [{"path": str(directory / "swap")}],
+            "host": {"capacity": "32MiB", "huge_pages": False},
+        },
         "precision": {"compute": "bfloat16"},
     }
 

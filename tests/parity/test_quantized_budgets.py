@@ -31,7 +31,10 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def train_a_step(base: Path, capacity: int, tile: int | str) -> torch.Tensor:
     """Returns the trained adapter of one layer-major step."""
     table: dict[str, Any] = {
-        "tiers": {"host": {"capacity": capacity}, "nvme": [{"path": str(base.parent / "swap")}]},
+        "tiers": {
+            "host": {"capacity": capacity, "huge_pages": False},
+            "nvme": [{"path": str(base.parent / "swap")}],
+        },
         "placement": dict.fromkeys(("master", "moments", "gradients"), "host"),
         "precision": {"compute": "bfloat16"},
         "schedule": {"tile": tile},

@@ -11,6 +11,7 @@ from tests.support.forked import COMMAND, Script, wait_until
 CONFIG = """
 [tiers.host]
 capacity = "24MiB"
+huge_pages = false
 [[tiers.nvme]]
 path = "swap"
 [model.config]

@@ -71,7 +71,10 @@ def table(tmp_path: Path) -> dict[str, Any]:
     text = "".join(f"{i} and {i * i} are {i * i * i}\n" for i in range(400))
     (tmp_path / "text.txt").write_text(text)
     return {
-        "tiers": {"host": {"capacity": "24MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]},
+        "tiers": {
+            "host": {"capacity": "24MiB", "huge_pages": False},
+            "nvme": [{"path": str(tmp_path / "swap")}],
+        },
         "model": {"path": str(tmp_path / "base"), "seed": 5},
         "adapter": {"rank": 4, "alpha": 8},
         "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
@@ -359,7 +362,10 @@ def test_saving_an_adapter_reads_no_byte_of_the_base(tmp_path) -> None:
         config = copy.deepcopy(CONFIGS["llama"])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    tiers = {"host": {"capacity": "4MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]}
+    tiers = {
+        "host": {"capacity": "4MiB", "huge_pages": False},
+        "nvme": [{"path": str(tmp_path / "swap")}],
+    }
     infinity.offload(model, {"tiers": tiers}, weights=tmp_path / "base")
     engine = infinity.engine_of(model)
     try:

@@ -73,7 +73,7 @@ def base(tmp_path: Path) -> Path:
 def table(tmp_path: Path, base: Path) -> dict[str, Any]:
     """An adapter over conversations; tests change what they are about."""
     return {
-        "tiers": {"host": {"capacity": "24MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]},
+        "tiers": {"host": {"capacity": "24MiB", "huge_pages": False}, "nvme": [{"path": str(tmp_path / "swap")}]},
         "model": {"path": str(base), "seed": 5},
         "adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]},
         "data": {

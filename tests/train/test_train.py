@@ -32,7 +32,10 @@ def table(tmp_path: Path) -> dict[str, Any]:
     """A small configuration, everything on nvme; tests change what they are about."""
     (tmp_path / "text.txt").write_text(TEXT)
     return {
-        "tiers": {"host": {"capacity": "24MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]},
+        "tiers": {
+            "host": {"capacity": "24MiB", "huge_pages": False},
+            "nvme": [{"path": str(tmp_path / "swap")}],
+        },
         "placement": {"gradients": "nvme"},
         "model": {"config": dict(MODEL)},
         "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
