@@ -121,9 +121,7 @@ def _takes(block: Evictable, size_nbytes: int) -> bool:
     )
 
 
-def _score(
-    soonest: int, nbytes: int, wanted_nbytes: int, size_nbytes: int
-) -> tuple[int, int, int]:
+def _score(soonest: int, nbytes: int, wanted_nbytes: int, size_nbytes: int) -> tuple[int, int, int]:
     """Returns what is largest for the row that should go: by its first use, and its bytes."""
     if soonest >= NEVER:
         rank = 3

@@ -49,7 +49,10 @@ class Run:
         case = self.case
         found: dict[str, Any] = {
             "distributed": {"zero_stage": case.stage, "exchange": case.exchange},
-            "tiers": {"host": {"capacity": case.capacity, "huge_pages": False}, "device": {"kind": "cpu"}},
+            "tiers": {
+                "host": {"capacity": case.capacity, "huge_pages": False},
+                "device": {"kind": "cpu"},
+            },
             "placement": dict.fromkeys(NVME, "host") | case.placement,
             "precision": {"compute": case.compute},
         }
