@@ -47,7 +47,8 @@ class EarlyTrap(Trap):
         self._stays = stays
         self._lost: list[Segment] = []
         self.pending: PendingShards | None = None  # None: no update is early.
-        self.is_for_all = False  # Also for reads before the gradients.
+        self.is_for_ahead = False  # Instead: for reads before anybody needs them.
+        self.is_ahead = False  # Such reads are being started.
 
     def submit(
         self, operation: Operation, segments: Sequence[Segment], priority: Priority
@@ -56,7 +57,7 @@ class EarlyTrap(Trap):
             return self._fail(operation, segments)
         is_of_update = threading.current_thread().name == "infinity-updates"
         are_early = self.pending is not None and self.pending.are_resting
-        if is_of_update and (are_early or self.is_for_all):
+        if is_of_update and (self.is_ahead if self.is_for_ahead else are_early):
             return super().submit(operation, segments, priority)
         return self._engine.submit(operation, segments, priority)
 
@@ -98,6 +99,15 @@ class TrappedRun(EarlyRun):
                 return bool(end_early(shard, is_made=is_made))
 
             self.shards._pending.end_early = end
+            updates = self.engine.updater.deferred
+            read_expected = updates._read_expected
+
+            def read_ahead() -> None:
+                self.trap.is_ahead = True
+                read_expected()
+                self.trap.is_ahead = False
+
+            updates._read_expected = read_ahead
 
     def backward_with(self, nth: int) -> dict[int, bool]:
         """The backward of a step in which the `nth` read of early updates fails, on one rank.
@@ -203,12 +213,12 @@ def _reads_ahead_fail_once(rank: int, case: Case) -> tuple[dict[str, Tensor], li
         before = run.counts()
         fails = rank == VICTIM and run.shards is not None
         run.trap.set("read", nth if fails else 0, EIO)
-        run.trap.is_for_all = True
+        run.trap.is_for_ahead = True
         run.step()
         run.engine.store.pending.await_idle()
         error = None if run.trap.error is None else str(run.trap.error)
         run.trap.set("read", 0, EIO)
-        run.trap.is_for_all = False
+        run.trap.is_for_ahead = False
         made = run.backward_with(0)
         run.step()
         kept, undone = (now - then for now, then in zip(run.counts(), before, strict=True))
