@@ -295,11 +295,17 @@ def _comfortable_nbytes(request: _Request, smallest: int) -> int:
 
 
 def _asked_host_nbytes(request: _Request, comfortable: int, available_host_nbytes: int) -> int:
-    host = request.config.tiers.host
+    host, config = request.config.tiers.host, request.config
     asked_nbytes = host.budget_nbytes(available_host_nbytes)
-    if not host.capacity.is_auto:
+    is_for_inputs = (
+        config.schedule.micro_batch is not None
+        and "host" in config.placement.activations
+        and not request.shares_host_memory
+    )
+    if not host.capacity.is_auto or is_for_inputs:
         return asked_nbytes
-    # More than all state and comfortable working memory would never be touched.
+    # More than all state and comfortable working memory would never be touched, unless layer inputs
+    # come there, of which nobody knows how many.
     all_nbytes = sum(
         resting_nbytes(unit, state_kind) for unit in request.units for state_kind in StateKind
     )

@@ -157,3 +157,14 @@ def test_a_plan_keeps_inputs_in_memory_that_weights_leave_free(tmp_path: Path) -
     found = plan(table)
     assert found.job.inputs_nbytes == 0
     assert found.saved is not None and found.saved.on_host_nbytes == INPUTS_NBYTES
+
+
+def test_an_automatic_budget_has_space_for_inputs(tmp_path: Path) -> None:
+    """As much as the machine has: a budget for state alone would send them to the drive."""
+    tables = {tier: table_of(tmp_path, 0, [tier, "nvme"]) for tier in ("host", "device")}
+    for table in tables.values():
+        table["tiers"]["host"]["capacity"] = "auto"
+    found = plan(tables["host"])
+    assert found.saved is not None and found.saved.by_tier == {"host": INPUTS_NBYTES}
+    assert found.job.inputs_nbytes is not None and found.job.inputs_nbytes > 100 * INPUTS_NBYTES
+    assert plan(tables["device"]).host_nbytes < found.host_nbytes / 4
