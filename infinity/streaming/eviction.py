@@ -30,9 +30,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from infinity.sizes import HUGE_PAGE_NBYTES, align_up
+from infinity.sizes import align_up
 from infinity.streaming.access_order import NEVER, AccessOrder
-from infinity.tiers.ranges import Range, fits_within, rounded_nbytes
+from infinity.tiers.ranges import Range, fits_within, granule_of, rounded_nbytes
 
 _OF_A_HOLE = 1 << 62  # Further away than any block.
 _MOST_WASTED = 2  # A victim this many times as large as the needed size is avoided.
@@ -88,9 +88,8 @@ def choose_neighbours(
     distances = [_OF_A_HOLE if block is None else block.distance for _, block in found]
     ends = [taken.end_nbytes for taken, _ in found]
     offsets = [taken.offset_nbytes for taken, _ in found]
-    starts = offsets  # Where `allocate` would begin in a hole from there on.
-    if size_nbytes >= HUGE_PAGE_NBYTES:
-        starts = [align_up(offset, HUGE_PAGE_NBYTES) for offset in offsets]
+    granule_nbytes = granule_of(size_nbytes)
+    starts = [align_up(offset, granule_nbytes) for offset in offsets]  # Where `allocate` begins.
     nbytes_before = [0]
     for taken, block in found:
         nbytes_before.append(nbytes_before[-1] + (0 if block is None else taken.nbytes))

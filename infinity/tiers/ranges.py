@@ -33,10 +33,11 @@ class Range:
 def rounded_nbytes(nbytes: int) -> int:
     """Returns the bytes that `allocate(nbytes)` takes: full huge pages if large, else full
     pages."""
-    return align_up(max(nbytes, 1), _granule(nbytes))
+    return align_up(max(nbytes, 1), granule_of(nbytes))
 
 
-def _granule(nbytes: int) -> int:
+def granule_of(nbytes: int) -> int:
+    """Returns what a range of so many bytes, in full pages, begins at a multiple of."""
     return HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else PAGE_NBYTES
 
 
@@ -44,9 +45,7 @@ def fits_within(start_nbytes: int, end_nbytes: int, nbytes: int) -> bool:
     """Returns whether `allocate(nbytes)` finds space in a hole between two offsets, where there is
     no border."""
     size_nbytes = rounded_nbytes(nbytes)
-    if size_nbytes >= HUGE_PAGE_NBYTES:
-        start_nbytes = align_up(start_nbytes, HUGE_PAGE_NBYTES)
-    return start_nbytes + size_nbytes <= end_nbytes
+    return align_up(start_nbytes, granule_of(size_nbytes)) + size_nbytes <= end_nbytes
 
 
 def is_stacked(taken: Range, free: Iterable[Range], spare_nbytes: int) -> bool:
@@ -116,7 +115,7 @@ class RangeAllocator:
 
     def _from_bottom(self, nbytes: int) -> Range | None:
         for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            aligned = align_up(start, _granule(nbytes))
+            aligned = align_up(start, granule_of(nbytes))
             if self._registered_nbytes is not None and self._is_across(aligned, nbytes):
                 aligned = align_up(aligned, self._registered_nbytes)
             if aligned + nbytes <= end:
@@ -124,7 +123,7 @@ class RangeAllocator:
         return None
 
     def _from_top(self, nbytes: int) -> Range | None:
-        granule = _granule(nbytes)
+        granule = granule_of(nbytes)
         for index in range(len(self._starts) - 1, -1, -1):
             start = align_up(self._starts[index], granule)
             end = align_down(self._ends[index], granule)
