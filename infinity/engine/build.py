@@ -317,7 +317,7 @@ def _activation_stores(
         )  # fmt: skip
 
     placement = config.placement
-    return store(placement.activations, inputs), store(placement.experts, InputMemory())
+    return store(placement.activations, inputs), store(placement.experts, InputMemory(0, 0))
 
 
 def _device_window(budgets: Budgets, units: Sequence[Unit]) -> DeviceWindow:

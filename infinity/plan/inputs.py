@@ -33,10 +33,9 @@ class ChunkTraffic:
 @dataclass(frozen=True, slots=True)
 class SavedInputs:
     """The inputs of all blocks, for all tokens of a step, in the compute dtype, as the engine saves
-    them in layer-major order: `nbytes`, of which the host keeps `on_host_nbytes` and `tier` the
+    them in layer-major order: `nbytes`, of which the host keeps `on_host_nbytes` and NVMe the
     rest."""
 
-    tier: str
     nbytes: int
     on_host_nbytes: int
 
@@ -49,11 +48,11 @@ class SavedInputs:
 
 def saved_on(config: SwapConfig, budgets: Budgets) -> str:
     """Returns the last tier that the inputs of blocks may go to."""
-    first, *others = config.placement.activations
+    tiers = config.placement.activations
+    first, last = tiers[0], tiers[-1]
     if config.schedule.micro_batch is None or first == "device":
         return "device"
-    stays = first == "host" and (budgets.shares_host_memory or not others)
-    return first if stays else [first, *others][-1]
+    return "host" if first == "host" and budgets.shares_host_memory else last
 
 
 def saved_inputs(job: StepSpec) -> SavedInputs | None:
@@ -61,7 +60,7 @@ def saved_inputs(job: StepSpec) -> SavedInputs | None:
     nbytes = sum(use.saved_nbytes for use in job.uses)
     if job.saved_on == "device" or not nbytes:
         return None
-    return SavedInputs(job.saved_on, nbytes, sum(inputs_on_host(job)))
+    return SavedInputs(nbytes, sum(inputs_on_host(job)))
 
 
 def activations_nbytes(config: SwapConfig, hardware: Hardware, batch: Batch) -> int:

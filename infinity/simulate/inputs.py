@@ -31,12 +31,14 @@ def inputs_nbytes(job: StepSpec, moves: Sequence[Move]) -> list[int]:
     if job.shares_host_memory:
         return [0] * len(moves)
     on_host = inputs_on_host(job)
-    waiting: dict[int, int] = {}  # By use.
-    found = []
+    waiting = set[int]()  # Uses between their forward and their backward.
+    found, held_nbytes = [], 0
     for move in moves:
-        found.append(sum(waiting.values()))
-        if move.is_backward:
-            waiting.pop(move.use, None)
-        elif on_host[move.use]:
-            waiting[move.use] = on_host[move.use]
+        found.append(held_nbytes)
+        if move.is_backward and move.use in waiting:
+            waiting.remove(move.use)
+            held_nbytes -= on_host[move.use]
+        elif not move.is_backward and move.use not in waiting:
+            waiting.add(move.use)
+            held_nbytes += on_host[move.use]
     return found

@@ -146,7 +146,7 @@ _GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
 _LEAST_SLOTS = 3  # One being read, one updated, one written, if they fit.
 _SMOOTH_SLOTS = 12
 _EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
-_LITTLE = 8
+_LITTLE = 8  # A chunk is larger by an eighth at the most.
 STATE_KINDS = (StateKind.GRADIENTS, *MOMENT_KINDS, StateKind.MASTER)
 
 

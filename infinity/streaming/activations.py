@@ -95,12 +95,12 @@ class ActivationStore:
         device: DeviceAdapter,
         volume: Volume | None,
         counters: Counters,
-        inputs: InputMemory | None = None,
-        free_kept: Callable[[int], bool] = lambda _: False,
+        inputs: InputMemory,
+        free_kept: Callable[[int], bool],
     ) -> None:
         self._tiers = tuple(tiers)
         self._pool = pool
-        self._inputs = inputs or InputMemory()
+        self._inputs = inputs
         self._free_kept = free_kept
         self._device = device
         self._volume = volume
@@ -149,30 +149,30 @@ class ActivationStore:
             ):
                 saved.kept = tensor
                 return
-            if tier == "host" and self._to_block(saved, tensor, must=is_last):
-                return
+            self._reap()
             if tier == "nvme":
-                self._to_block(saved, tensor, must=True)
-                self._leave(saved)
+                saved.block = self._pool.require(saved.span_nbytes, _LABEL)
+                self._copy_out(saved, tensor)
                 saved.is_bound_for_nvme = True
                 if saved.copying.done():
                     self._start_write(saved)
                 return
+            if is_last:
+                self._hold(saved, self._pool.require(saved.span_nbytes, _LABEL))
+            elif not self._try_block(saved):
+                continue
+            self._copy_out(saved, tensor)
+            return
         raise AssertionError("the last tier takes what comes or raises")
 
-    def _to_block(self, saved: SavedInput, tensor: torch.Tensor, *, must: bool) -> bool:
-        self._reap()
-        if must:
-            self._hold(saved, self._pool.require(saved.span_nbytes, _LABEL))
-        elif not self._try_block(saved):
-            return False
+    def _copy_out(self, saved: SavedInput, tensor: torch.Tensor) -> None:
+        """Starts the copy to the block."""
         self._waiting[saved] = None
         saved.copying = self._device.copy(self._flat(saved, tensor), self._of_block(saved))
         self._counters.add("activation_out_nbytes", saved.nbytes)
         self._departing.append(saved.copying)
         if len(self._departing) > _MOST_DEPARTING:
             self._departing.popleft().order()  # Its memory on the device is free from here on.
-        return True
 
     def _try_block(self, saved: SavedInput) -> bool:
         """Takes a block that is free, or that weights give up."""

@@ -22,7 +22,7 @@ class InputMemory:
     `most_nbytes` may come from kept weights; `beside_nbytes` are for weights alone.
     """
 
-    def __init__(self, most_nbytes: int = 0, beside_nbytes: int = 0) -> None:
+    def __init__(self, most_nbytes: int, beside_nbytes: int) -> None:
         self._most_nbytes = most_nbytes
         self._beside_nbytes = beside_nbytes
         self._nbytes = 0

@@ -59,10 +59,10 @@ class WeightCache:
         counters: Counters,
         window_nbytes: int,
         device_window: DeviceWindow,
+        inputs: InputMemory,
         decoded_nbytes: int = 0,
         stages_ahead: bool = False,
         source: WeightProvider | None = None,
-        inputs: InputMemory | None = None,
     ) -> None:
         self._source = source or TierWeights()
         self._store = store
@@ -233,9 +233,7 @@ class WeightCache:
         """Starts reads for the next units of the prediction, up to the window."""
         if not self._window_nbytes or self._is_all_there:
             return
-        window_nbytes, ahead_nbytes = self._window_nbytes, 0
-        if self._inputs is not None:
-            window_nbytes = self._inputs.window_nbytes(window_nbytes)
+        window_nbytes, ahead_nbytes = self._inputs.window_nbytes(self._window_nbytes), 0
         has_device_space = not self._device.shares_host_memory
         for index in self._order.upcoming(this_pass=self._source.is_outdated_by_step):
             weights = self.weights[index]
@@ -259,9 +257,9 @@ class WeightCache:
     def _read_ahead(self, weights: Weights, priority: Priority, ahead_nbytes: int) -> bool:
         """Starts a read if there is space without dropping weights that are needed sooner.
         `ahead_nbytes`: of the uses until then, with its own."""
-        waits = self._inputs is not None and self._inputs.are_returning
         is_near = ahead_nbytes <= _NEAR * self._moves.nbytes[weights.unit.index]
-        block = self._evictor.find_block(self._order, weights, only_free=waits and not is_near)
+        waits = self._inputs.are_returning and not is_near
+        block = self._evictor.find_block(self._order, weights, only_free=waits)
         if block is None:
             return False
         self._moves.start_read(weights, block, priority)

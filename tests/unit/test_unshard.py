@@ -17,6 +17,7 @@ from infinity.state.store import NvmeLocation
 from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority
 from infinity.streaming.device_window import DeviceWindow
+from infinity.streaming.input_memory import InputMemory
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.weight_moves import WeightMoves
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
@@ -87,6 +88,7 @@ def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
         counters=Counters(),
         window_nbytes=1 << 20,
         device_window=DeviceWindow(),
+        inputs=InputMemory(0, 1 << 20),
         source=UnshardedWeights(stub, 2, is_outdated_by_step=False),
     )
     for _ in range(2):
