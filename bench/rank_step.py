@@ -4,15 +4,17 @@
     python bench/rank_step.py --path /tmp --quick
 
 A GPT-2-like model in fp32 trains over gloo, a thread a rank, AdamW without clipping, a sequence a
-rank and step. Every program runs in processes of its own and they take turns, round by round. A row
-has the median over the steps of all rounds, of the slowest rank, and what a rank sends through
-sockets of the engine's own and moves to and from the drives in a step. "ours-N-where": ZeRO stage
-N, state where it says. "fsdp2" keeps its shards on the host, as everything here, with the policy
-that it has for that. DeepSpeed takes part where bench/peers/.venv-deepspeed is (deepspeed_aio.py
---install), with its optimizer on the host.
+rank and step. Programs run in processes of their own. State on the host and state on NVMe of one
+stage are alive together and take turns, some steps each: their ratio is asked for, and a machine
+changes from minute to minute. The other programs run alone. A row has the median over the steps of
+all turns, of the slowest rank, and what a rank sends through sockets of the engine's own and moves
+to and from the drives in a step. "ours-N-where": ZeRO stage N, state where it says. "fsdp2" keeps
+its shards on the host, as everything here, with the policy that it has for that. DeepSpeed takes
+part where bench/peers/.venv-deepspeed is (deepspeed_aio.py --install), with its optimizer on the
+host.
 
 `--drive READ WRITE` (GB/s, of `infinity bench`) adds, for state on NVMe, the ratio of a step to the
-longer of the same stage on the host and its bytes at the drive's speed.
+longer of the same stage on the host and its bytes at the drive's speed: the median over the turns.
 
 Every program keeps freed memory for the next allocation, as `infinity train` does: else a fifth of
 the processor time is page faults. The share of early updates has settled after the warm-up.
@@ -21,6 +23,8 @@ the processor time is page faults. The share of early updates has settled after 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -28,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str
 OURS = tuple(f"ours-{stage}-{where}" for where in ("host", "nvme") for stage in (1, 2, 3))
 PROGRAMS = ("ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", *OURS)
 KINDS = ("parameters", "master", "moments", "gradients")
-SHAPE = ("layers", "width", "vocabulary", "steps")
+SHAPE = ("layers", "width", "vocabulary")
 COUNTED = ("ranks_socket_nbytes", "nvme_read_nbytes", "nvme_write_nbytes")
 
 Step = Callable[[Any], float]
@@ -57,12 +61,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--sequence", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--host", default="16GiB", help="of the node, for state on the host")
+    parser.add_argument("--host", default="5GiB", help="of the node, for state on the host")
     parser.add_argument("--host-beside-nvme", default="6GiB")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="of a turn")
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--drive", type=float, nargs=2, metavar=("READ", "WRITE"))
-    parser.add_argument("--quick", action="store_true", help="a small model, one round: it works")
+    parser.add_argument("--quick", action="store_true", help="a small model, one turn: it works")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     words = parser.parse_args()
@@ -71,7 +75,7 @@ def main() -> None:
         return
     if words.quick:
         words.layers, words.width, words.vocabulary, words.sequence = 2, 64, 512, [32]
-        words.ranks, words.rounds, words.steps, words.host = words.ranks[:1], 1, 2, "512MiB"
+        words.ranks, words.turns, words.steps, words.host = words.ranks[:1], 1, 2, "512MiB"
         words.host_beside_nvme = "256MiB"
     results = Results(words.save, {k: v for k, v in vars(words).items() if k != "save"})
     for count in words.ranks:
@@ -82,70 +86,112 @@ def main() -> None:
 
 def measure(count: int, sequence: int, words: argparse.Namespace, results: Results) -> None:
     """Keeps a row for each program. Programs that fail are named and left out."""
-    found: dict[str, list[list[dict[str, Any]]]] = {}
-    for number in range(words.rounds):
-        for program in words.programs:
-            if number and program not in found:
-                continue
-            try:
-                found.setdefault(program, []).append(run(program, count, sequence, words))
-            except RuntimeError as error:
-                found.pop(program, None)
-                say(f"{program} with {count} ranks is left out: {error}")
-    rows: dict[str, dict[str, Any]] = {}
-    for program, rounds in found.items():
-        steps = [
-            max(at) for each in rounds for at in zip(*(r["steps_s"] for r in each), strict=True)
-        ]
-        row = {
-            "name": f"{program} {count}x{sequence}", "program": program, "ranks": count,
-            "sequence": sequence, "step_s": statistics.median(steps), "steps_s": steps,
-            "loss": rounds[0][0]["loss"],
-            "peak_rss_nbytes": max(rank["peak_rss_nbytes"] for each in rounds for rank in each),
-            **{n: statistics.mean(r[n] for e in rounds for r in e) for n in COUNTED},
-        }  # fmt: skip
-        on_host = rows.get(program.replace("nvme", "host"))
-        if program.endswith("nvme") and words.drive and on_host:
-            read_s, write_s = (
-                count * row[name] / 1e9 / rate
-                for name, rate in zip(COUNTED[1:], words.drive, strict=True)
-            )
-            row["bytes_s"] = read_s + write_s
-            row["ratio"] = row["step_s"] / max(on_host["step_s"], row["bytes_s"])
-        rows[program] = row
-        results.keep(row)
+    for programs in together(words.programs):
+        say(f"{' and '.join(programs)}, {count} ranks, {sequence} tokens each")
+        try:
+            turns = take_turns(programs, count, sequence, words)
+        except RuntimeError as error:
+            say(f"left out: {error}")
+            continue
+        rows = {program: row_of(program, turns[program], count, sequence) for program in programs}
+        for program, row in rows.items():
+            on_host = program.replace("nvme", "host")
+            if words.drive and program.endswith("nvme") and on_host in rows:
+                read_s, write_s = (
+                    count * row[name] / 1e9 / rate
+                    for name, rate in zip(COUNTED[1:], words.drive, strict=True)
+                )
+                row["bytes_s"] = read_s + write_s
+                row["ratio"] = statistics.median(
+                    own / max(other, row["bytes_s"])
+                    for own, other in zip(row["turns_s"], rows[on_host]["turns_s"], strict=True)
+                )
+            results.keep(row)
 
 
-def run(program: str, count: int, sequence: int, words: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each rank has answered. Raises RuntimeError if one has failed."""
+def together(programs: Sequence[str]) -> Iterator[list[str]]:
+    """The programs that are alive at a time: both places of one stage, any other alone."""
+    for program in programs:
+        on_host, on_nvme = program.replace("nvme", "host"), program.replace("host", "nvme")
+        if not program.startswith("ours") or not {on_host, on_nvme} <= set(programs):
+            yield [program]
+        elif program == on_host:
+            yield [on_host, on_nvme]
+
+
+def row_of(
+    program: str, turns: list[list[dict[str, Any]]], count: int, sequence: int
+) -> dict[str, Any]:
+    """turns: what each rank has answered to each turn."""
+    steps = [[max(at) for at in zip(*(r["steps_s"] for r in turn), strict=True)] for turn in turns]
+    return {
+        "name": f"{program} {count}x{sequence}", "program": program, "ranks": count,
+        "sequence": sequence, "step_s": statistics.median(s for turn in steps for s in turn),
+        "turns_s": [statistics.median(turn) for turn in steps],
+        "steps_s": [*itertools.chain(*steps)],
+        "loss": turns[-1][0]["loss"],
+        "peak_rss_nbytes": max(rank["peak_rss_nbytes"] for rank in turns[-1]),
+        **{n: statistics.mean(r[n] for turn in turns for r in turn) for n in COUNTED},
+    }  # fmt: skip
+
+
+def take_turns(
+    programs: list[str], count: int, sequence: int, words: argparse.Namespace
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """What each rank of each program answers to each turn. Raises RuntimeError if one fails."""
+    with contextlib.ExitStack() as stack:
+        groups = {}
+        for program in programs:
+            groups[program] = start(program, count, sequence, words, stack)
+            ask(groups[program], WARM_UP)
+        turns: dict[str, list[list[dict[str, Any]]]] = {program: [] for program in programs}
+        for _ in range(words.turns):
+            for program, ranks in groups.items():
+                turns[program].append(ask(ranks, words.steps))
+    return turns
+
+
+def start(
+    program: str, count: int, sequence: int, words: argparse.Namespace, stack: contextlib.ExitStack
+) -> list[subprocess.Popen[str]]:
+    """The ranks of a program, which `stack` ends. Raises RuntimeError where it is not installed."""
     is_deepspeed = program.startswith("deepspeed")
     if is_deepspeed and not VENV.exists():
         raise RuntimeError(f"there is no {VENV}")
-    say(f"{program}, {count} ranks, {sequence} tokens each")
     variables = os.environ | (deepspeed_variables(VENV) if is_deepspeed else {})
     variables["PYTHONWARNINGS"] = "ignore"  # DeepSpeed calls what PyTorch has renamed, every time.
     python = str(VENV / "bin/python") if is_deepspeed else sys.executable
-    settings = {
-        k: v for k, v in vars(words).items() if k in ("layers", "width", "vocabulary", "steps")
-    }
+    settings = {k: v for k, v in vars(words).items() if k in SHAPE}
     settings["host"] = words.host if program.endswith("host") else words.host_beside_nvme
-    with tempfile.TemporaryDirectory(prefix="infinity-rank-step-", dir=words.path) as scratch:
-        settings |= {"program": program, "count": count, "sequence": sequence, "scratch": scratch}
-        ranks = []
-        for rank in range(count):
-            worker = [python, __file__, "--path", scratch, "--worker"]
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-            ranks.append(
-                subprocess.Popen(
-                    [*worker, json.dumps(settings | {"rank": rank})],
-                    env={**variables, **place, **ALLOCATOR, "OMP_NUM_THREADS": "1"},
-                    stdout=subprocess.DEVNULL,
-                )
-            )
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            raise RuntimeError(f"its ranks ended with {codes}, see above")
-        return [json.loads(Path(scratch, f"{rank}.json").read_text()) for rank in range(count)]
+    scratch = stack.enter_context(
+        tempfile.TemporaryDirectory(prefix="infinity-rank-step-", dir=words.path)
+    )
+    settings |= {"program": program, "count": count, "sequence": sequence, "scratch": scratch}
+    ranks = []
+    for rank in range(count):
+        worker = [python, __file__, "--path", scratch, "--worker"]
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+        process = subprocess.Popen(
+            [*worker, json.dumps(settings | {"rank": rank})],
+            env={**variables, **place, **ALLOCATOR, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        ranks.append(process)
+    return ranks
+
+
+def ask(ranks: list[subprocess.Popen[str]], steps: int) -> list[dict[str, Any]]:
+    """What each rank answers to a turn of `steps`. Raises RuntimeError if one has ended."""
+    for rank in ranks:
+        print(steps, file=rank.stdin, flush=True)
+    answers = [rank.stdout.readline() for rank in ranks if rank.stdout]
+    if not all(answers):
+        raise RuntimeError(f"its ranks ended with {[rank.poll() for rank in ranks]}, see above")
+    return [json.loads(answer) for answer in answers]
 
 
 # -- A rank ----------------------------------------------------------------------------------------
@@ -156,6 +202,9 @@ def work(words: argparse.Namespace) -> None:
     import torch.distributed as dist
     from transformers import GPT2Config, GPT2LMHeadModel, logging
 
+    # What a program prints goes beside what its parent reads.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     store = dist.FileStore(str(Path(words.scratch, "rendezvous")), words.count)
@@ -171,27 +220,26 @@ def work(words: argparse.Namespace) -> None:
     kind, *rest = words.program.split("-")
     builders = {"ours": ours, "ddp": ddp, "fsdp2": fsdp2, "deepspeed": deepspeed}
     step, counters = builders[kind](model, words, *rest)
-    times: list[float] = []
-    loss, before = 0.0, {}
-    for number in range(WARM_UP + words.steps):
-        if number == WARM_UP:
-            before = counters()
-        generator = torch.Generator().manual_seed(1000 * number + words.rank)
-        ids = torch.randint(0, words.vocabulary, (1, words.sequence), generator=generator)
+    number = 0
+    for line in sys.stdin:
+        steps_s, before = [], counters()
+        for _ in range(int(line)):
+            generator = torch.Generator().manual_seed(1000 * number + words.rank)
+            ids = torch.randint(0, words.vocabulary, (1, words.sequence), generator=generator)
+            number += 1
+            dist.barrier()
+            begun_s = time.perf_counter()
+            loss = step(ids)
+            steps_s.append(time.perf_counter() - begun_s)
         dist.barrier()
-        begun_s = time.perf_counter()
-        loss = step(ids)
-        times.append(time.perf_counter() - begun_s)
-    after = counters()
-    answer = {
-        "steps_s": times[WARM_UP:],
-        "loss": loss,
-        "peak_rss_nbytes": high_water_nbytes(),
-        **{n: (after.get(n, 0) - before.get(n, 0)) / words.steps for n in COUNTED},
-    }
-    Path(words.scratch, f"{words.rank}.json").write_text(json.dumps(answer))
-    dist.barrier()
-    os._exit(0)  # Groups and engines of every program end with the process.
+        after = counters()
+        answer = {
+            "steps_s": steps_s,
+            "loss": loss,
+            "peak_rss_nbytes": high_water_nbytes(),
+            **{n: (after.get(n, 0) - before.get(n, 0)) / len(steps_s) for n in COUNTED},
+        }
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def step_of(model: Any, optimizer: Any) -> Step:
