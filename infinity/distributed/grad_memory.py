@@ -9,7 +9,7 @@ fragmented.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import CapacityError
@@ -54,6 +54,7 @@ class SumsMemory:
     """Lends the memory of a plan, between `open` and `close`. Called under the engine lock."""
 
     to_come_nbytes = 0  # Reserved by the plan.
+    spare_nbytes: Callable[[], int] | None = None  # Sums do not stay: other sums need the place.
 
     def __init__(self, pool: HostPool, plan: SumsPlan, budgets: Budgets) -> None:
         self._pool = pool

@@ -1,19 +1,12 @@
 """Sums over ranks of this rank's parts of gradients, which the thread of updates reads.
 
-Note [Sums that stay in memory]
-  The sum of a shard that rests on NVMe is made in a block of host memory. While memory is free that
-  nobody needs, the block stays: the update reads the sum there, and the drive has neither to write
-  nor to read it. A block that another owner needs is written first. A sum that was forgotten is not
-  written; its block is the place of the next one.
-
-  The thread of updates reads the block of a shard that awaits its update, or is updated early, and
-  takes no lock. No such block is given up. Who needs that memory waits for the updates, or takes
-  them back (`DistributedUpdater.reclaim`).
+The thread of updates reads the block of a shard that awaits its update, or is updated early, and
+takes no lock (Note [Sums that stay in memory] in `streaming/gradient_blocks.py`). No such block is
+given up. Who needs that memory waits for the updates, or takes them back
+(`DistributedUpdater.reclaim`).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from typing_extensions import override
 
@@ -29,10 +22,7 @@ from infinity.tiers.pool import HostPool
 
 class OwnedSums(GradientStore):
     """A `GradientStore` of shards. Training thread, under the engine's lock; `sums_in_memory` of a
-    shard that `pending` has also by the thread of updates.
-
-    `spare_nbytes`: returns the free memory that nobody needs; None: sums are written at once.
-    """
+    shard that `pending` has also by the thread of updates."""
 
     def __init__(
         self,
@@ -45,31 +35,6 @@ class OwnedSums(GradientStore):
     ) -> None:
         super().__init__(store, pool=pool, device=device, counters=counters, norms=norms)
         self._pending = pending
-        self.spare_nbytes: Callable[[], int] | None = None
-
-    @property
-    def _stay(self) -> bool:
-        return (
-            not self._pool.is_tight and self.spare_nbytes is not None and self.spare_nbytes() >= 0
-        )
-
-    @override
-    def write_out(self, unit: Unit) -> None:
-        if self._stay:
-            self._take_in_copies()
-        else:
-            super().write_out(unit)
-
-    @override
-    def _write_blocks(self) -> None:
-        for unit in self.in_blocks():
-            if not self._stay:
-                self._start_write(unit)
-
-    @override
-    def _start_write(self, unit: Unit) -> None:
-        if any(self.has(spec) for spec in unit.trainable()):
-            super()._start_write(unit)
 
     @override
     def _is_in_use(self, unit: Unit) -> bool:

@@ -364,7 +364,7 @@ class DistributedGradients(GradientSink):
 
     def _give_away(self, unit: Unit) -> None:
         """Sends the sums of a unit, which rest nowhere, from its block to their owners."""
-        if unit in self.local.in_blocks():
+        if unit in self.local.in_blocks.units():
             self._give_sums(unit)
             self.local.drop_block(unit)
 
@@ -467,7 +467,7 @@ class DistributedGradients(GradientSink):
             for unit in self.local.device_sums.units():
                 self._bucket_sums(unit)
             self.local.end_device_sums()
-            for unit in self.local.in_blocks():
+            for unit in self.local.in_blocks.units():
                 self._give_away(unit)
             if self._buckets is not None:
                 self._buckets.close_all()

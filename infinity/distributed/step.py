@@ -136,7 +136,7 @@ class DistributedUpdater(StepRunner):
                 store.local, shard_units, store.pending, store.kept, pool, counters, settings,
                 store.transport.abort, copies, gradients.owned.sums_in_memory,
             )  # fmt: skip
-            gradients.owned.spare_nbytes = self._spare_nbytes
+            gradients.owned.blocks.spare_nbytes = self._spare_nbytes
             if settings.in_backward:
                 store.serve_old(copies)
                 self._early = EarlyShards(

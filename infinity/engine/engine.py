@@ -309,8 +309,8 @@ class Engine:
     def flush(self) -> None:
         """Waits until all state is on the tier where it rests."""
         with uninterrupted(), self._lock:
+            self.updater.settle()  # First: it reads sums of gradients where they are.
             self.gradients.settle()
-            self.updater.settle()
             self._changes.write_first_values()
             self.weight_cache.finish_writes()
 
@@ -476,11 +476,11 @@ class Engine:
                 return
             self._uses.close()
             self._leave_model()
-            try:
-                self.gradients.settle()
-                self.updater.abandon()
-            except Exception:
-                _log.debug("while closing", exc_info=True)
+            for end in (self.updater.abandon, self.gradients.settle):
+                try:
+                    end()
+                except Exception:
+                    _log.debug("while closing", exc_info=True)
             try:
                 self.weight_cache.close()  # A device that has failed fails here, too.
             finally:

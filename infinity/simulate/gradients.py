@@ -71,8 +71,8 @@ class GradientTraffic:
     ) -> int:  # fmt: skip
         """Adds gradients that reached the host to the sum there, or on NVMe."""
         name, before = f"gradients of {self._log.job.units[unit].name}", list(after)
-        is_kept = unit in self._log.kept_sums
-        if tier == "nvme" and not is_first and not is_kept:
+        stays = unit in self._log.kept_sums
+        if tier == "nvme" and not is_first and not stays:
             last = self._log.written.gradients.get(unit)
             before.append(self._log.nvme(READ, name, nbytes, [last, *after[1:]]))
         if touched_nbytes:
@@ -81,12 +81,9 @@ class GradientTraffic:
         else:
             summed = self._log.join(name, before)
         self._in_memory[unit] = summed
-        is_shard = self._log.job.units[unit].sharded is not NOT_SHARDED
-        if tier == "nvme" and not (is_kept and is_shard):
-            written = self._log.nvme(WRITE, name, nbytes, [summed])
-            self._log.written.gradients[unit] = written
-            # The step waits for no write of a sum that stays in memory.
-            summed = summed if is_kept else written
+        if tier == "nvme" and not stays:
+            summed = self._log.nvme(WRITE, name, nbytes, [summed])
+            self._log.written.gradients[unit] = summed
         self.out.append(summed)
         return summed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from infinity.simulate.spec import NOT_SHARDED, StepSpec
 
 NUM_BLOCKS = 2  # Of weights of shards that are being updated.
+_NUM_LEAVING = 2  # Sums on their way to the drive.
 
 
 def fetched_nbytes(job: StepSpec) -> int:
@@ -17,27 +18,31 @@ def fetched_nbytes(job: StepSpec) -> int:
 
 
 def kept_sums(job: StepSpec) -> frozenset[int]:
-    """Returns the units whose gradients rest on NVMe and are still in memory at their update.
+    """Returns the units whose gradients rest on NVMe, but stay in memory until their update and are
+    not written.
 
-    Memory beside all weights holds them, and the staging slots where updates ride along have their
-    own. The engine frees the sums that the next forward needs last. Over ranks the sums that come
-    first stay, and are not written (distributed/owned_sums.py).
+    Memory beside all weights holds those that come first, and the staging slots where updates ride
+    along have their own. The last ones have memory on their way to the drive, two at a time
+    (streaming/gradient_blocks.py).
     """
-    order = dict.fromkeys(unit for use in job.uses for unit in use.units)
+    sums = {
+        unit: job.units[unit].gradient_nbytes
+        for use in reversed(job.uses)
+        for unit in use.units
+        if job.units[unit].gradients == "nvme" and job.units[unit].gradient_nbytes
+    }
     left_nbytes = job.weights_cache_nbytes - fetched_nbytes(job)
     if any(unit.sharded is not NOT_SHARDED for unit in job.units):
         if not job.defers or not job.weights_cache_nbytes:
             return frozenset()
-        order = dict.fromkeys(reversed(order))
         left_nbytes -= NUM_BLOCKS * max(unit.written_nbytes for unit in job.units)
     elif not job.is_deferred:
         left_nbytes -= job.ring_nbytes
+    left_nbytes -= _NUM_LEAVING * max(sums.values(), default=0)
     kept: list[int] = []
-    for unit in order:
-        load = job.units[unit]
-        if load.gradients != "nvme" or not load.gradient_nbytes:
-            continue
-        left_nbytes -= load.gradient_nbytes
+    for unit, nbytes in sums.items():
+        # The memory is asked for when the sum is complete, in its block.
+        left_nbytes -= nbytes
         if left_nbytes < 0:
             break
         kept.append(unit)

@@ -78,6 +78,11 @@ class GradientSink(Protocol):
         """Multiplies a unit's gradients by the clip factors that updates have noted."""
 
     # Memory.
+    def give_back_forgotten(self) -> bool:
+        """Frees a host block whose content nobody needs, without a wait. Returns False if there is
+        none. Over ranks it is the place of the next sum, and stays."""
+        return False
+
     def reclaim(self) -> bool:
         """Frees one block of host memory. Returns False if there is none to free."""
 

@@ -4,7 +4,8 @@ A unit's sum is, at any moment, in one of these states:
 
   state      host block                      next
   AT_REST    none                            ON_HOST (added to, or looked at)
-  ON_HOST    lent; gradients are added here  DUE (the backward has left the unit), WRITING
+  ON_HOST    lent; gradients are added here, DUE (the backward has left the unit), WRITING,
+             and may stay when complete      AT_REST (nobody needs the sum any more)
   DUE        lent; the last gradients are    WRITING (they have come), ON_HOST (one more comes)
              still coming from the device
   WRITING    lent; being written, or written ON_HOST (needed again: the write is waited for),
@@ -17,6 +18,7 @@ summed on the device (`device_sums.py`): they leave it for the place on the host
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -202,9 +204,11 @@ class SumBlocks(Protocol):
     """Host blocks that gradients of a unit are summed in: fp32 (state_numel,).
 
     `to_come_nbytes`: blocks that were taken in the last step and not yet in this one.
+    `spare_nbytes`: returns the free memory that nobody needs; None: sums are written at once.
     """
 
     to_come_nbytes: int
+    spare_nbytes: Callable[[], int] | None = None
 
     def take(self, unit: Unit) -> Block:
         """Returns a host block for the fp32 sums of a unit. Raises CapacityError."""

@@ -3,24 +3,21 @@
 A gradient leaves PyTorch in the hook that fires when it is complete for this backward. The first of
 a step is copied to its place, later ones are added in the order they come, as autograd adds to
 `.grad`. A parameter without a gradient stays absent: `.grad` is None, and no update touches it.
-A unit's gradients that rest on NVMe are summed in a host block, which is written out when the
-unit's backward is over, and read back only if another backward adds to it.
+A unit's gradients that rest on NVMe are summed in a host block (`gradient_blocks.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import NvmeLocation, StateStore, Transfer
+from infinity.state.store import NvmeLocation, StateStore
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
-from infinity.storage.protocol import Priority
 from infinity.streaming.device_sums import DeviceSums
+from infinity.streaming.gradient_blocks import SumsInBlocks
 from infinity.streaming.gradient_memory import flat_of, in_memory_order, put, shaped
 from infinity.streaming.gradient_norms import CompleteSums
 from infinity.streaming.gradient_sink import GradientSink, Lend
@@ -61,7 +58,6 @@ class GradientStore(GradientSink):
         self._sums = {unit.index: sums_of(unit, store) for unit in store.units}
         self._tensors: defaultdict[TensorSpec, TensorGradient] = defaultdict(TensorGradient)
         # Orders of work, each a subset of the units; their states are in `_sums`.
-        self._lent: dict[Unit, UnitGradients] = {}  # With a host block, the oldest first.
         self._due: dict[Unit, UnitGradients] = {}  # DUE, in the order of their writes.
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
@@ -73,6 +69,9 @@ class GradientStore(GradientSink):
             device, self._staging, counters, most_kept_nbytes, self._note_there
         )
         self.norms = CompleteSums() if norms is None else norms
+        self.in_blocks = SumsInBlocks(
+            store, pool, self.blocks, counters, self.norms, self._tensors, self._is_in_use
+        )
         most_nbytes = 2 * STATE_ITEM_NBYTES * max(unit.state_numel for unit in store.units)
         self._resting = RestingNorms(device, pool, self.norms, most_nbytes)
 
@@ -229,10 +228,9 @@ class GradientStore(GradientSink):
         """The unit's gradients where the host can add to them: fp32 (state_numel,)."""
         sums = self._sums[unit.index]
         if sums.on_host is None and sums.state is SumState.AT_REST:
-            self._lend_block(sums)
+            self._rescale_resting(unit, self.in_blocks.lend(sums))
         elif sums.state is SumState.WRITING:
-            self._wait_write(sums.unit, sums.writing)
-            sums.end_write()
+            self.in_blocks.end_write(sums)
         array = sums.array if sums.on_host is None else sums.on_host
         assert array is not None
         if self._scaled:
@@ -244,24 +242,6 @@ class GradientStore(GradientSink):
         array = self._sums[unit.index].array
         return self._array(unit) if array is None or self._scaled else array
 
-    def _lend_block(self, sums: UnitGradients) -> None:
-        """Takes a block for a unit's sum, and reads into it what rests elsewhere."""
-        unit = sums.unit
-        block = self.blocks.take(unit)
-        array = self._pool.tensor(block).view(torch.float32)
-        if any(self.has(spec) for spec in unit.trainable()):
-            try:
-                kind, what = StateKind.GRADIENTS, f"gradients of {unit.name} are added to"
-                reading = self._store.read(unit, kind, block, priority=Priority.STATE)
-                with self._counters.timed("read_wait_s", what, (reading,)):
-                    reading.wait()
-            except BaseException:
-                self.blocks.give_back(block)
-                raise
-            self._rescale_resting(unit, array)
-        sums.lend(block, array)
-        self._lent[unit] = sums
-
     def _rescale_resting(self, unit: Unit, array: torch.Tensor) -> None:
         """Applies the clip factor that the last step left for later."""
         for spec in unit.trainable():
@@ -270,12 +250,6 @@ class GradientStore(GradientSink):
             self._scaled.discard(spec)
             if scale is not None:
                 flat_of(array, spec).mul_(scale.to(array.device))
-
-    def _wait_write(self, unit: Unit, writing: Transfer | None) -> None:
-        if writing is not None:
-            what = f"gradients of {unit.name} must be written"
-            with self._counters.timed("write_wait_s", what, (writing,)):
-                writing.wait()
 
     # -- Out ---------------------------------------------------------------------------------------
 
@@ -293,18 +267,16 @@ class GradientStore(GradientSink):
             self._end_sums([unit])
         sums = self._sums[unit.index]
         if sums.state in (SumState.ON_HOST, SumState.DUE):
-            sums.make_due()
-            self._due[unit] = sums
+            if not self.in_blocks.may_stay():
+                sums.make_due()
+                self._due[unit] = sums
             self._take_in_copies()
 
     def _start_write(self, unit: Unit) -> None:
         """All its copies are over."""
         sums = self._sums[unit.index]
         self._await_more(sums)
-        if sums.state is SumState.ON_HOST:
-            assert sums.array is not None and sums.block is not None
-            self.norms.note_leaving(unit, self._tensors, sums.array)
-            sums.begin_write(self._store.write(unit, StateKind.GRADIENTS, sums.block))
+        self.in_blocks.start_write(sums)
 
     def next_wait(self) -> Callable[[], None] | None:
         """See `GradientSink.next_wait`."""
@@ -319,43 +291,38 @@ class GradientStore(GradientSink):
         self._write_blocks()
 
     def _write_blocks(self) -> None:
-        for unit in self.in_blocks():
-            self._start_write(unit)
-
-    def in_blocks(self) -> list[Unit]:
-        """Units whose sums are in a host block now."""
-        return list(self._lent)
+        for unit in self.in_blocks.units():
+            if not self.in_blocks.may_stay():
+                self._start_write(unit)
 
     def drop_block(self, unit: Unit) -> None:
         """Gives the unit's host block back, without a write; its gradients were forgotten."""
-        assert not any(self.has(spec) for spec in unit.trainable())
-        self.blocks.give_back(self._lent.pop(unit).give_up_block())
+        self.in_blocks.drop(self._sums[unit.index])
 
     def reclaim(self) -> bool:
-        """Frees the staging blocks, a block of sums that are measured, or the oldest block of sums,
-        waiting for its write. False when there is none."""
+        """Frees the staging blocks, a block of sums that are measured, or a block of sums, waiting
+        for its write. False when there is none."""
         if self.leaving.num_additions:
             self.leaving.end_all()
         if self._staging.release() or self._resting.reclaim():
             return True
-        for unit, sums in self._lent.items():
-            if not self._is_in_use(unit):
-                self.leaving.end_all()
-                self._start_write(unit)
-                self.norms.finish(unit, self._tensors)
-                del self._lent[unit]
-                writing, block = sums.writing, sums.give_up_block()
-                self._wait_write(unit, writing)
-                self.blocks.give_back(block)
-                return True
-        return False
+        sums = self.in_blocks.cheapest()
+        if sums is None:
+            return False
+        self.leaving.end_all()
+        self._await_more(sums)
+        self.in_blocks.reclaim(sums)
+        return True
+
+    def give_back_forgotten(self) -> bool:
+        """See `GradientSink`."""
+        return self.in_blocks.give_back_forgotten(self.leaving.units)
 
     def _is_in_use(self, unit: Unit) -> bool:
         return unit is self._in_use
 
     def prepare_step(self) -> None:
-        """Every sum is complete, and on its way to where it rests. Sums stay in their blocks as
-        long as memory is free: updates then read none of them again."""
+        """Every sum is complete, and stays in its block or is on its way to where it rests."""
         self.finish_copies()
         self._resting.advance()
         self._write_blocks()
@@ -364,16 +331,10 @@ class GradientStore(GradientSink):
             pass
 
     def give_back(self, unit: Unit) -> None:
-        """Frees the unit's host block if its write is over. After a failed write the block stays,
-        for who needs the gradients next to meet the error. Waits for no drive."""
+        """Frees the unit's host block if its write is over. Waits for no drive."""
         sums = self._sums[unit.index]
-        if sums.state is not SumState.WRITING or not (sums.writing is None or sums.writing.done()):
-            return
-        with contextlib.suppress(StorageError):
-            self._wait_write(unit, sums.writing)
-            self.norms.finish(unit, self._tensors)
-            del self._lent[unit]
-            self.blocks.give_back(sums.give_up_block())
+        if sums.state is SumState.WRITING:
+            self.in_blocks.give_back_written(sums)
 
     def settle(self) -> None:
         """Everything is where it rests and no block is lent."""

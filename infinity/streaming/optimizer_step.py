@@ -70,23 +70,21 @@ class Updater(StepRunner):
         self._is_on_host = settings.on_device is None
         self._counters = counters
         self._ring = StagingRing(
-            store,
-            pool,
-            counters,
-            chunk_nbytes=settings.chunk_nbytes,
-            num_slots=settings.num_staging_slots,
+            store, pool, counters,
+            chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
             spare_nbytes=self._spare_nbytes if settings.rides_along else None,
-            sums_in_memory=gradients.sums_in_memory,
-            is_for_device=not self._is_on_host,
+            sums_in_memory=gradients.sums_in_memory, is_for_device=not self._is_on_host,
             sums_to_come_nbytes=lambda: gradients.blocks.to_come_nbytes,
             has_fixed_arrays=isinstance(store, LocalStore),
-        )
+        )  # fmt: skip
+        gradients.in_blocks.awaits_update = self.is_pending
+        if isinstance(weight_cache, WeightCache):
+            gradients.blocks.spare_nbytes = self._spare_for_sums
         self._rides_along = settings.rides_along and settings.reads_ahead
         # The streams that copy it are known to the thread that trains.
         self._has_state_on_device = any(
-            isinstance(location, DeviceLocation)
+            kind is not StateKind.PARAMETERS and isinstance(location, DeviceLocation)
             for (_, kind), location in store.placed().items()
-            if kind is not StateKind.PARAMETERS
         )
         self._chunks = ChunkUpdates(self._ring, weight_cache, counters, settings.on_device)
         self._early: EarlyUpdates | None = None
@@ -143,7 +141,7 @@ class Updater(StepRunner):
             update = updates_of(unit, record, self.chunk_nbytes)
             if update is not None:
                 self._make_pending(update)
-        for unit in self._gradients.in_blocks():
+        for unit in self._gradients.in_blocks.units():
             if unit.index not in self._pending:
                 self._gradients.give_back(unit)
         self._ring.drop_reads(lambda chunk: chunk.unit.index not in self._pending)
@@ -482,6 +480,10 @@ class Updater(StepRunner):
 
     def _spare_nbytes(self) -> int:
         return self._pool.free_nbytes - self._local_weights.absent_nbytes()
+
+    def _spare_for_sums(self) -> int:
+        """As `_spare_nbytes`, for sums of gradients: spare slots give way to them."""
+        return self._spare_nbytes() + self._ring.to_give_nbytes
 
     @override
     def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:

@@ -207,6 +207,12 @@ class StagingRing:
                 return [staged.slot]
         return []
 
+    @property
+    def to_give_nbytes(self) -> int:
+        """Memory of spare slots, less the block if it is still to be taken."""
+        to_take_nbytes = 0 if self.is_taken else self._block_nbytes(self._num_slots)
+        return self._num_spare * self._slot_nbytes - to_take_nbytes
+
     def held_back_nbytes(self) -> int:
         """Bytes of updated state that are not where they rest yet."""
         return sum(slot.written_nbytes for slot in self._slots if not slot.is_idle)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
-from infinity.distributed.owned_sums import OwnedSums
 from infinity.state.store import LocalStore
 from infinity.state.units import StateKind, Unit
+from infinity.streaming.gradient_blocks import SumsInBlocks
 from tests.support.bits import differences
 
 from .early_run import RankUpdates
@@ -154,7 +154,7 @@ def _train_each_way(rank: int, cases: list[Case]) -> list[tuple[_Counted, _Count
     for case in cases:
         kept = _train_counted(rank, case, next(swaps), traffic)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(OwnedSums, "_stay", property(lambda _: False))
+            patch.setattr(SumsInBlocks, "may_stay", lambda _: False)
             found.append((kept, _train_counted(rank, case, next(swaps), traffic)))
     return found
 

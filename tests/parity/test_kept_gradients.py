@@ -1,5 +1,5 @@
-"""Gradients that rest on NVMe stay in free memory until their update: no step waits for their
-writes, and no update reads them. No bit changes because of it."""
+"""Gradients that rest on NVMe stay in free memory until their update: they are neither written nor
+read. Their memory is that of whoever needs it more. No bit changes because of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import infinity
+from infinity.engine.engine import Engine
 from infinity.state.store import LocalStore
 from infinity.state.units import StateKind
-from infinity.streaming.gradients import GradientStore
 from infinity.streaming.staging_ring import StagingRing
 
 from .test_early_updates import Run, loss_of, plain_run
@@ -38,38 +39,121 @@ def clipped_steps(run: Run) -> list[torch.Tensor]:
     return found
 
 
+def offloaded_run(directory: Path, capacity: str, updates: str) -> tuple[Run, Engine]:
+    run, engine, _ = on_a_late_drive(
+        directory, gradients="nvme", schedule={"updates": updates},
+        tiers={"host": {"capacity": capacity, "huge_pages": False}, "nvme": [{"path": str(directory)}]},
+    )  # fmt: skip
+    return run, engine
+
+
+class Moved:
+    """Counts transfers of gradients by the drive."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_reads = self.num_writes = 0
+        read, write = LocalStore.read, LocalStore.write
+
+        def note_read(store: Any, unit: Any, kind: StateKind, *more: Any, **named: Any) -> Any:
+            self.num_reads += kind is StateKind.GRADIENTS
+            return read(store, unit, kind, *more, **named)
+
+        def note_write(store: Any, unit: Any, kind: StateKind, *more: Any, **named: Any) -> Any:
+            self.num_writes += kind is StateKind.GRADIENTS
+            return write(store, unit, kind, *more, **named)
+
+        monkeypatch.setattr(LocalStore, "read", note_read)
+        monkeypatch.setattr(LocalStore, "write", note_write)
+
+
+def same_bits(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
+    return len(expected) == len(actual) and all(map(torch.equal, expected, actual))
+
+
 @pytest.mark.parametrize("updates", ["deferred", "both_passes", "at_step"])
-def test_gradients_in_memory_are_neither_waited_for_at_the_step_nor_read_for_updates(
+def test_gradients_in_memory_are_neither_written_nor_read(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch, updates: str
 ) -> None:
     expected = plain_run(clipped_steps)
-    run, engine, _ = on_a_late_drive(
-        swap_directory, gradients="nvme", schedule={"updates": updates},
-        tiers={"host": {"capacity": "64MiB", "huge_pages": False}, "nvme": [{"path": str(swap_directory)}]},
-    )  # fmt: skip
-    waits, reads = [], []
-    await_write, read, step = GradientStore._wait_write, LocalStore.read, run.optimizer.step
-
-    def note_wait(store: GradientStore, *arguments: Any) -> None:
-        waits.append(arguments)
-        await_write(store, *arguments)
-
-    def note_read(store: LocalStore, unit: Any, kind: StateKind, *more: Any, **named: Any) -> Any:
-        reads.append(kind)
-        return read(store, unit, kind, *more, **named)
-
-    def step_without_waits() -> None:
-        before = len(waits)
-        step()
-        assert len(waits) == before
-
-    monkeypatch.setattr(GradientStore, "_wait_write", note_wait)
-    monkeypatch.setattr(LocalStore, "read", note_read)
-    monkeypatch.setattr(run.optimizer, "step", step_without_waits)
-    actual = [*clipped_steps(run), *run.values().values()]
+    run, engine = offloaded_run(swap_directory, "64MiB", updates)
+    moved = Moved(monkeypatch)
+    losses = clipped_steps(run)
+    assert moved.num_reads == moved.num_writes == 0
+    actual = [*losses, *run.values().values()]  # A look at all weights has everything at rest.
     engine.close()
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
-    assert StateKind.GRADIENTS not in reads and len(waits) > 0 and len(reads) > 0
+    assert same_bits(expected, actual)
+
+
+@pytest.mark.parametrize("updates", ["deferred", "both_passes", "at_step"])
+def test_gradients_are_written_as_far_as_memory_does_not_hold_them(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch, updates: str
+) -> None:
+    expected = plain_run(clipped_steps)
+    moved, counts = Moved(monkeypatch), []
+    for capacity in ("1300KiB", "1900KiB", "2500KiB", "64MiB"):
+        run, engine = offloaded_run(swap_directory, capacity, updates)
+        before = moved.num_writes
+        losses = clipped_steps(run)
+        counts.append(moved.num_writes - before)
+        actual = [*losses, *run.values().values()]
+        engine.close()
+        assert same_bits(expected, actual), capacity
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0, counts
+    assert any(counts[0] > count > 0 for count in counts), counts
+
+
+@pytest.mark.parametrize("updates", ["deferred", "both_passes"])
+def test_a_forgotten_gradient_is_written_before_its_memory_goes_if_an_update_awaits_it(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch, updates: str
+) -> None:
+    def steps(run: Run) -> list[torch.Tensor]:
+        found = []
+        for number in range(NUM_STEPS):
+            loss = loss_of(run.model, number)
+            loss.backward()
+            found.append(loss.detach().clone())
+            run.step(CLIPPED)
+            if not run.is_plain:
+                take_all(infinity.engine_of(run.model))
+        return found
+
+    def take_all(engine: Engine) -> None:
+        """As somebody who needs all memory."""
+        pending = [unit for unit in engine.gradients.in_blocks.units() if is_pending(unit.index)]
+        before = moved.num_writes
+        while engine.gradients.give_back_forgotten():
+            pass
+        assert engine.gradients.in_blocks.units() == pending and moved.num_writes == before
+        while engine.gradients.reclaim():
+            pass
+        assert moved.num_writes == before + len(pending) > before
+
+    expected = plain_run(steps)
+    run, engine = offloaded_run(swap_directory, "64MiB", updates)
+    is_pending, moved = engine.updater.is_pending, Moved(monkeypatch)
+    actual = [*steps(run), *run.values().values()]
+    engine.close()
+    assert same_bits(expected, actual) and moved.num_reads > 0
+
+
+def test_memory_of_forgotten_gradients_is_for_who_asks(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`try_allocate` waits for nothing and takes nothing that somebody needs."""
+    run, engine = offloaded_run(swap_directory, "64MiB", "at_step")
+    moved = Moved(monkeypatch)
+    loss_of(run.model, 0).backward()
+    held = engine.gradients.in_blocks.units()
+    run.step()
+    assert engine.gradients.in_blocks.units() == held and held
+    blocks = []
+    while (block := engine.pool.try_allocate(64 << 10, "somebody")) is not None:
+        blocks.append(block)
+    assert not engine.gradients.in_blocks.units()
+    assert moved.num_reads == moved.num_writes == 0
+    for block in blocks:
+        engine.pool.free(block)
+    engine.close()
 
 
 @pytest.mark.parametrize("updates", ["deferred", "both_passes"])

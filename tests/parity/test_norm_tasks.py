@@ -153,12 +153,15 @@ def first_sum(run: Run, held: Held) -> tuple[GradientStore, Unit, TensorSpec]:
 
 
 def reclaim_all(gradients: GradientStore, unit: Unit, spec: TensorSpec) -> None:
-    while unit in gradients.in_blocks():
+    while unit in gradients.in_blocks.units():
         assert gradients.reclaim()
 
 
 def give_back(gradients: GradientStore, unit: Unit, spec: TensorSpec) -> None:
-    gradients._wait_write(unit, gradients._sums[unit.index].writing)
+    gradients._start_write(unit)
+    writing = gradients._sums[unit.index].writing
+    assert writing is not None
+    writing.wait()
     gradients.give_back(unit)
 
 
@@ -196,7 +199,7 @@ def test_memory_of_a_sum_is_neither_given_away_nor_changed_under_who_reads_it(
     giving = threading.Thread(target=give_up, daemon=True)
     giving.start()
     assert not is_ended.wait(SHORT_S), "it did not wait"
-    assert torch.equal(flat, before) and unit in gradients.in_blocks()
+    assert torch.equal(flat, before) and unit in gradients.in_blocks.units()
     held.release()
     assert is_ended.wait(PATIENCE_S)
     giving.join()

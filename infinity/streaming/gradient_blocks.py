@@ -1,0 +1,165 @@
+"""Sums of gradients that rest on NVMe, in host blocks: who gets memory, when sums are written.
+
+Note [Sums that stay in memory]
+  While memory is free that nobody needs, a sum stays in its block when the unit's backward is over:
+  the update reads it there, and the drive has neither to write nor to read it. Else it is written
+  then, and read back only if another backward adds to it. A block that another owner needs is
+  written first. A sum that was forgotten and that no update awaits is not written; its block is the
+  place of the next one, or memory for who asks first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+import torch
+
+from infinity.errors import StorageError
+from infinity.observe import Counters
+from infinity.state.store import StateStore, Transfer
+from infinity.state.units import StateKind, TensorSpec, Unit
+from infinity.storage.protocol import Priority
+from infinity.streaming.gradient_norms import CompleteSums
+from infinity.streaming.gradient_sums import SumBlocks, SumState, TensorGradient, UnitGradients
+from infinity.tiers.pool import HostPool
+
+_NUM_LEAVING = 2  # Sums that may be on their way to the drive while others stay.
+
+
+class SumsInBlocks:
+    """The blocks that are lent to sums of units. Called under the engine's lock, by `GradientStore`
+    alone.
+
+    `tensors`: the gradients. `is_in_use`: whether a unit's block must not be reclaimed now.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        pool: HostPool,
+        blocks: SumBlocks,
+        counters: Counters,
+        norms: CompleteSums,
+        tensors: Mapping[TensorSpec, TensorGradient],
+        is_in_use: Callable[[Unit], bool],
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._blocks = blocks
+        self._counters = counters
+        self._norms = norms
+        self._tensors = tensors
+        self._is_in_use = is_in_use
+        # Whether an update reads the unit's sum, though the gradients may have been forgotten.
+        self.awaits_update: Callable[[int], bool] = lambda _: False
+        self._lent: dict[Unit, UnitGradients] = {}  # The oldest first.
+        largest_nbytes = max(unit.nbytes(StateKind.GRADIENTS) for unit in store.units)
+        self._leaving_nbytes = _NUM_LEAVING * largest_nbytes
+
+    def units(self) -> list[Unit]:
+        """Units whose sums are in a block now, the oldest first."""
+        return list(self._lent)
+
+    def lend(self, sums: UnitGradients) -> torch.Tensor:
+        """AT_REST -> ON_HOST: takes a block, and reads into it what rests elsewhere. Returns it:
+        fp32 (state_numel,). Raises CapacityError and StorageError; nothing is lent then."""
+        unit = sums.unit
+        block = self._blocks.take(unit)
+        array = self._pool.tensor(block).view(torch.float32)
+        if self._has_any(unit):
+            try:
+                kind, what = StateKind.GRADIENTS, f"gradients of {unit.name} are added to"
+                reading = self._store.read(unit, kind, block, priority=Priority.STATE)
+                with self._counters.timed("read_wait_s", what, (reading,)):
+                    reading.wait()
+            except BaseException:
+                self._blocks.give_back(block)
+                raise
+        sums.lend(block, array)
+        self._lent[unit] = sums
+        return array
+
+    def _has_any(self, unit: Unit) -> bool:
+        return any(self._tensors[spec].is_present for spec in unit.trainable())
+
+    # -- Writes ------------------------------------------------------------------------------------
+
+    def may_stay(self) -> bool:
+        """Whether a complete sum may stay in its block, unwritten."""
+        if self._blocks.spare_nbytes is None or self._pool.is_tight:
+            return False
+        return self._blocks.spare_nbytes() >= self._leaving_nbytes
+
+    def _is_needed(self, unit: Unit) -> bool:
+        return self.awaits_update(unit.index) or self._has_any(unit)
+
+    def start_write(self, sums: UnitGradients) -> None:
+        """ON_HOST -> WRITING, if somebody needs the sum; another state stays. No gradient is on its
+        way to it."""
+        if sums.state is SumState.ON_HOST and self._is_needed(sums.unit):
+            assert sums.array is not None and sums.block is not None
+            self._norms.note_leaving(sums.unit, self._tensors, sums.array)
+            sums.begin_write(self._store.write(sums.unit, StateKind.GRADIENTS, sums.block))
+
+    def end_write(self, sums: UnitGradients) -> None:
+        """WRITING -> ON_HOST. Waits. Raises StorageError."""
+        self._wait_write(sums.unit, sums.writing)
+        sums.end_write()
+
+    def _wait_write(self, unit: Unit, writing: Transfer | None) -> None:
+        if writing is not None:
+            what = f"gradients of {unit.name} must be written"
+            with self._counters.timed("write_wait_s", what, (writing,)):
+                writing.wait()
+
+    # -- Back --------------------------------------------------------------------------------------
+
+    def cheapest(self) -> UnitGradients | None:
+        """Returns the sum whose block costs least to reclaim: the oldest whose write has begun or
+        that nobody needs, else the oldest; None if there is none."""
+        free = [sums for unit, sums in self._lent.items() if not self._is_in_use(unit)]
+        written = (s for s in free if s.state is SumState.WRITING or not self._is_needed(s.unit))
+        return next(written, free[0] if free else None)
+
+    def reclaim(self, sums: UnitGradients) -> None:
+        """Gives the block back, after its write if the sum is needed. Raises StorageError. No
+        gradient is on its way to it."""
+        unit = sums.unit
+        self.start_write(sums)
+        self._norms.finish(unit, self._tensors)
+        del self._lent[unit]
+        writing, block = sums.writing, sums.give_up_block()
+        try:
+            self._wait_write(unit, writing)
+        finally:
+            self._blocks.give_back(block)
+
+    def give_back_written(self, sums: UnitGradients) -> None:
+        """Gives the block of a sum that is WRITING back if the write is over. After a failed write
+        the block stays, for who needs the gradients next to meet the error. Waits for no drive."""
+        unit = sums.unit
+        if not (sums.writing is None or sums.writing.done()):
+            return
+        with contextlib.suppress(StorageError):
+            self._wait_write(unit, sums.writing)
+            self._norms.finish(unit, self._tensors)
+            del self._lent[unit]
+            self._blocks.give_back(sums.give_up_block())
+
+    def give_back_forgotten(self, leaving: Callable[[], list[Unit]]) -> bool:
+        """Gives a block back whose sum nobody needs. Waits for no drive. Returns False if there is
+        none. `leaving`: returns the units that gradients are on their way to."""
+        for unit, sums in self._lent.items():
+            is_forgotten = sums.state is SumState.ON_HOST and not self._is_needed(unit)
+            if is_forgotten and not self._is_in_use(unit) and unit not in leaving():
+                self.drop(sums)
+                return True
+        return False
+
+    def drop(self, sums: UnitGradients) -> None:
+        """Gives the block back without a write; the gradients were forgotten."""
+        assert not self._has_any(sums.unit)
+        self._norms.finish(sums.unit, self._tensors)
+        del self._lent[sums.unit]
+        self._blocks.give_back(sums.give_up_block())
