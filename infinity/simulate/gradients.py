@@ -82,8 +82,10 @@ class GradientTraffic:
             summed = self._log.join(name, before)
         self._in_memory[unit] = summed
         if tier == "nvme" and not stays:
-            summed = self._log.nvme(WRITE, name, nbytes, [summed])
-            self._log.written.gradients[unit] = summed
+            written = self._log.nvme(WRITE, name, nbytes, [summed])
+            self._log.written.gradients[unit] = written
+            # The step waits for no write of a sum that is in memory.
+            summed = summed if unit in self._log.held_sums else written
         self.out.append(summed)
         return summed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from infinity.simulate.spec import NOT_SHARDED, StepSpec
 
 NUM_BLOCKS = 2  # Of weights of shards that are being updated.
@@ -19,12 +21,26 @@ def fetched_nbytes(job: StepSpec) -> int:
 
 def kept_sums(job: StepSpec) -> frozenset[int]:
     """Returns the units whose gradients rest on NVMe, but stay in memory until their update and are
-    not written.
+    not written: those that come first (streaming/gradient_blocks.py)."""
+    sums, left_nbytes = _sums(job)
+    left_nbytes -= _NUM_LEAVING * max(sums.values(), default=0)
+    return frozenset(_fitting(sums, left_nbytes))
 
-    Memory beside all weights holds those that come first, and the staging slots where updates ride
-    along have their own. The last ones have memory on their way to the drive, two at a time
-    (streaming/gradient_blocks.py).
-    """
+
+def held_sums(job: StepSpec) -> frozenset[int]:
+    """Returns the units whose gradients rest on NVMe and are in memory at their update: those that
+    stay, and the last ones, of which the write has not taken the memory."""
+    sums, left_nbytes = _sums(job)
+    kept = kept_sums(job)
+    left_nbytes -= sum(sums[unit] for unit in kept)
+    written = {unit: sums[unit] for unit in reversed(sums) if unit not in kept}
+    return kept.union(_fitting(written, left_nbytes))
+
+
+def _sums(job: StepSpec) -> tuple[dict[int, int], float]:
+    """Returns the bytes of sums that rest on NVMe, by unit in the order of the backward, and the
+    memory for them: beside all weights, and beside the staging slots where updates do not ride
+    along, which have their own."""
     sums = {
         unit: job.units[unit].gradient_nbytes
         for use in reversed(job.uses)
@@ -34,16 +50,16 @@ def kept_sums(job: StepSpec) -> frozenset[int]:
     left_nbytes = job.weights_cache_nbytes - fetched_nbytes(job)
     if any(unit.sharded is not NOT_SHARDED for unit in job.units):
         if not job.defers or not job.weights_cache_nbytes:
-            return frozenset()
+            return {}, 0
         left_nbytes -= NUM_BLOCKS * max(unit.written_nbytes for unit in job.units)
     elif not job.is_deferred:
         left_nbytes -= job.ring_nbytes
-    left_nbytes -= _NUM_LEAVING * max(sums.values(), default=0)
-    kept: list[int] = []
+    return sums, left_nbytes
+
+
+def _fitting(sums: Mapping[int, int], left_nbytes: float) -> Iterator[int]:
     for unit, nbytes in sums.items():
-        # The memory is asked for when the sum is complete, in its block.
         left_nbytes -= nbytes
         if left_nbytes < 0:
-            break
-        kept.append(unit)
-    return frozenset(kept)
+            return
+        yield unit

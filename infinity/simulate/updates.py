@@ -31,7 +31,7 @@ class UnitUpdates:
         job = self._log.job
         if not (self._defers and job.reads_ahead):
             return 0
-        kept_nbytes = sum(job.units[unit].gradient_nbytes for unit in self._log.kept_sums)
+        kept_nbytes = sum(job.units[unit].gradient_nbytes for unit in self._log.held_sums)
         kept_nbytes += sum(
             load.written_nbytes
             for load in job.units
@@ -168,13 +168,13 @@ class UnitUpdates:
         def share(nbytes: int) -> int:
             return nbytes * (segment + 1) // count - nbytes * segment // count
 
-        is_sum_kept = unit in self._log.kept_sums
+        is_sum_held = unit in self._log.held_sums
         before: list[int | None] = [self._log.written.state.get((unit, segment))]
-        if not is_sum_kept:
+        if not is_sum_held:
             before.append(self._log.written.gradients.get(unit))
         begins = self._log.decided[-1] if begins is None else begins
         # State is read ahead of the decision, over ranks if its gradients are in memory.
-        has_gradients = is_sum_kept or load.gradients != "nvme"
+        has_gradients = is_sum_held or load.gradients != "nvme"
         if not (self._rides_along or (self._defers and job.reads_ahead and has_gradients)):
             before.append(begins)
         if any(load.state_read_nbytes.values()):
@@ -184,7 +184,7 @@ class UnitUpdates:
                 before.append(self._log.last_on.get(COMPUTE))
         reads = []
         if load.state_read_nbytes.get("nvme"):
-            kept_nbytes = load.gradient_nbytes if is_sum_kept else 0
+            kept_nbytes = load.gradient_nbytes if is_sum_held else 0
             nbytes = share(load.state_read_nbytes["nvme"] - kept_nbytes)
             reads.append(self._log.nvme(READ, name, nbytes, before))
         is_on_device = job.updates_on_device and not job.shares_host_memory

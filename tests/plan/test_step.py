@@ -74,15 +74,16 @@ def test_bytes_of_a_step_with_space_for_nothing() -> None:
 def test_bytes_where_all_weights_fit_the_cache() -> None:
     params = 8 * GB // 10
     one_sum = 4 * GB // 10
-    # With more than two on their way take, gradients stay in memory, too: one, or all.
-    for cache_nbytes, kept_nbytes in (
-        (2 * params + 4 * one_sum - 1, one_sum),
-        (10 * GB, 4 * params),
+    # With more than two on their way take, gradients stay in memory, too: one, or all. Two that
+    # are written are still there.
+    for cache_nbytes, kept_nbytes, held_nbytes in (
+        (2 * params + 4 * one_sum - 1, one_sum, 3 * one_sum),
+        (10 * GB, 4 * params, 4 * params),
     ):
         found = job(weights_cache_nbytes=cache_nbytes, device_cache_nbytes=None)
         moved = predict(found, RATES).moved_nbytes
         assert moved == {
-            "nvme_read": 14 * params - kept_nbytes,
+            "nvme_read": 14 * params - held_nbytes,
             "nvme_write": 16 * params - kept_nbytes,
         }
 
