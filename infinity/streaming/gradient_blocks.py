@@ -51,7 +51,8 @@ class SumsInBlocks:
         self._norms = norms
         self._tensors = tensors
         self._is_in_use = is_in_use
-        # Whether an update reads the unit's sum, though the gradients may have been forgotten.
+        # Whether an update reads the unit's sum, though the gradients may have been forgotten. Set
+        # by the updater, which alone knows.
         self.awaits_update: Callable[[int], bool] = lambda _: False
         self._lent: dict[Unit, UnitGradients] = {}  # The oldest first.
         largest_nbytes = max(unit.nbytes(StateKind.GRADIENTS) for unit in store.units)
