@@ -16,7 +16,7 @@ from infinity.state.units import StateKind
 from infinity.streaming.staging_ring import StagingRing
 
 from .test_early_updates import Run, loss_of, plain_run
-from .test_spare_slots import CLIPPED, on_a_late_drive
+from .test_spare_slots import CLIPPED, LateWrites, on_a_late_drive
 
 NUM_STEPS = 5
 
@@ -39,12 +39,11 @@ def clipped_steps(run: Run) -> list[torch.Tensor]:
     return found
 
 
-def offloaded_run(directory: Path, capacity: str, updates: str) -> tuple[Run, Engine]:
-    run, engine, _ = on_a_late_drive(
+def offloaded_run(directory: Path, capacity: str, updates: str) -> tuple[Run, Engine, LateWrites]:
+    return on_a_late_drive(
         directory, gradients="nvme", schedule={"updates": updates},
         tiers={"host": {"capacity": capacity, "huge_pages": False}, "nvme": [{"path": str(directory)}]},
     )  # fmt: skip
-    return run, engine
 
 
 class Moved:
@@ -75,7 +74,7 @@ def test_gradients_in_memory_are_neither_written_nor_read(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch, updates: str
 ) -> None:
     expected = plain_run(clipped_steps)
-    run, engine = offloaded_run(swap_directory, "64MiB", updates)
+    run, engine, _ = offloaded_run(swap_directory, "64MiB", updates)
     moved = Moved(monkeypatch)
     losses = clipped_steps(run)
     assert moved.num_reads == moved.num_writes == 0
@@ -91,7 +90,7 @@ def test_gradients_are_written_as_far_as_memory_does_not_hold_them(
     expected = plain_run(clipped_steps)
     moved, counts = Moved(monkeypatch), []
     for capacity in ("1300KiB", "1900KiB", "2500KiB", "64MiB"):
-        run, engine = offloaded_run(swap_directory, capacity, updates)
+        run, engine, _ = offloaded_run(swap_directory, capacity, updates)
         before = moved.num_writes
         losses = clipped_steps(run)
         counts.append(moved.num_writes - before)
@@ -129,7 +128,7 @@ def test_a_forgotten_gradient_is_written_before_its_memory_goes_if_an_update_awa
         assert moved.num_writes == before + len(pending) > before
 
     expected = plain_run(steps)
-    run, engine = offloaded_run(swap_directory, "64MiB", updates)
+    run, engine, _ = offloaded_run(swap_directory, "64MiB", updates)
     is_pending, moved = engine.updater.is_pending, Moved(monkeypatch)
     actual = [*steps(run), *run.values().values()]
     engine.close()
@@ -140,7 +139,7 @@ def test_memory_of_forgotten_gradients_is_for_who_asks(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`try_allocate` waits for nothing and takes nothing that somebody needs."""
-    run, engine = offloaded_run(swap_directory, "64MiB", "at_step")
+    run, engine, _ = offloaded_run(swap_directory, "64MiB", "at_step")
     moved = Moved(monkeypatch)
     loss_of(run.model, 0).backward()
     held = engine.gradients.in_blocks.units()
@@ -162,10 +161,7 @@ def test_state_that_is_read_a_pass_ahead_leaves_space_for_the_sums_to_come(
 ) -> None:
     """A sum that stays in memory saves a read; a spare slot only moves one."""
     expected = plain_run(clipped_steps)
-    run, engine, drive = on_a_late_drive(
-        swap_directory, gradients="nvme", schedule={"updates": updates},
-        tiers={"host": {"capacity": "4500KiB", "huge_pages": False}, "nvme": [{"path": str(swap_directory)}]},
-    )  # fmt: skip
+    run, engine, drive = offloaded_run(swap_directory, "4500KiB", updates)
     drive.is_idle = True
     grow, blocks, to_come = StagingRing._grow, engine.gradients.blocks, 0
 
@@ -181,4 +177,4 @@ def test_state_that_is_read_a_pass_ahead_leaves_space_for_the_sums_to_come(
     actual = [*clipped_steps(run), *run.values().values()]
     engine.close()
     assert to_come > 0
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    assert same_bits(expected, actual)
