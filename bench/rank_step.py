@@ -26,9 +26,7 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +36,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent / "peers"))
 from common import Results, high_water_nbytes, say
-from peer import VENV, deepspeed_variables
+from peer import VENV, Peer, answer
 
 WARM_UP = 10
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
@@ -90,8 +88,8 @@ def measure(count: int, sequence: int, words: argparse.Namespace, results: Resul
         say(f"{' and '.join(programs)}, {count} ranks, {sequence} tokens each")
         try:
             turns = take_turns(programs, count, sequence, words)
-        except RuntimeError as error:
-            say(f"left out: {error}")
+        except SystemExit:  # The reason was printed.
+            say(f"{' and '.join(programs)}: left out")
             continue
         rows = {program: row_of(program, turns[program], count, sequence) for program in programs}
         for program, row in rows.items():
@@ -138,7 +136,7 @@ def row_of(
 def take_turns(
     programs: list[str], count: int, sequence: int, words: argparse.Namespace
 ) -> dict[str, list[list[dict[str, Any]]]]:
-    """What each rank of each program answers to each turn. Raises RuntimeError if one fails."""
+    """What each rank of each program answers to each turn. Exits if one fails."""
     with contextlib.ExitStack() as stack:
         groups = {}
         for program in programs:
@@ -153,14 +151,8 @@ def take_turns(
 
 def start(
     program: str, count: int, sequence: int, words: argparse.Namespace, stack: contextlib.ExitStack
-) -> list[subprocess.Popen[str]]:
-    """The ranks of a program, which `stack` ends. Raises RuntimeError where it is not installed."""
-    is_deepspeed = program.startswith("deepspeed")
-    if is_deepspeed and not VENV.exists():
-        raise RuntimeError(f"there is no {VENV}")
-    variables = os.environ | (deepspeed_variables(VENV) if is_deepspeed else {})
-    variables["PYTHONWARNINGS"] = "ignore"  # DeepSpeed calls what PyTorch has renamed, every time.
-    python = str(VENV / "bin/python") if is_deepspeed else sys.executable
+) -> list[Peer]:
+    """The ranks of a program, which `stack` ends. Exits where it is not installed."""
     settings = {k: v for k, v in vars(words).items() if k in SHAPE}
     settings["host"] = words.host if program.endswith("host") else words.host_beside_nvme
     scratch = stack.enter_context(
@@ -169,29 +161,26 @@ def start(
     settings |= {"program": program, "count": count, "sequence": sequence, "scratch": scratch}
     ranks = []
     for rank in range(count):
-        worker = [python, __file__, "--path", scratch, "--worker"]
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-        process = subprocess.Popen(
-            [*worker, json.dumps(settings | {"rank": rank})],
-            env={**variables, **place, **ALLOCATOR, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        # DeepSpeed calls what PyTorch has renamed, every time.
+        place |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        peer = Peer(
+            __file__,
+            ["--path", scratch, "--worker", json.dumps(settings | {"rank": rank})],
+            venv=VENV if program.startswith("deepspeed") else None,
+            variables=place | ALLOCATOR,
         )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        ranks.append(process)
+        stack.callback(peer.close)
+        stack.callback(peer.kill)
+        ranks.append(peer)
     return ranks
 
 
-def ask(ranks: list[subprocess.Popen[str]], steps: int) -> list[dict[str, Any]]:
-    """What each rank answers to a turn of `steps`. Raises RuntimeError if one has ended."""
+def ask(ranks: list[Peer], steps: int) -> list[dict[str, Any]]:
+    """What each rank answers to a turn of `steps`. Exits if one has ended."""
     for rank in ranks:
-        print(steps, file=rank.stdin, flush=True)
-    answers = [rank.stdout.readline() for rank in ranks if rank.stdout]
-    if not all(answers):
-        raise RuntimeError(f"its ranks ended with {[rank.poll() for rank in ranks]}, see above")
-    return [json.loads(answer) for answer in answers]
+        rank.tell(steps)
+    return [rank.hear() for rank in ranks]
 
 
 # -- A rank ----------------------------------------------------------------------------------------
@@ -202,9 +191,7 @@ def work(words: argparse.Namespace) -> None:
     import torch.distributed as dist
     from transformers import GPT2Config, GPT2LMHeadModel, logging
 
-    # What a program prints goes beside what its parent reads.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    answer("started")
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     store = dist.FileStore(str(Path(words.scratch, "rendezvous")), words.count)
@@ -233,13 +220,13 @@ def work(words: argparse.Namespace) -> None:
             steps_s.append(time.perf_counter() - begun_s)
         dist.barrier()
         after = counters()
-        answer = {
+        content = {
             "steps_s": steps_s,
             "loss": loss,
             "peak_rss_nbytes": high_water_nbytes(),
             **{n: (after.get(n, 0) - before.get(n, 0)) / len(steps_s) for n in COUNTED},
         }
-        print(json.dumps(answer), file=answers, flush=True)
+        answer(content)
 
 
 def step_of(model: Any, optimizer: Any) -> Step:

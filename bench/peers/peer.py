@@ -52,7 +52,7 @@ class Peer:
             env={**os.environ, **(deepspeed_variables(venv) if venv else {}), **(variables or {})},
             text=True,
         )
-        self.hello = self._answer()
+        self.hello = self.hear()
 
     def __enter__(self) -> Peer:
         return self
@@ -61,17 +61,26 @@ class Peer:
         self.close()
 
     def ask(self, question: Any) -> Any:
+        self.tell(question)
+        return self.hear()
+
+    def tell(self, question: Any) -> None:
+        """Asks without a wait for the answer, which `hear` returns."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
-        return self._answer()
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
-    def _answer(self) -> Any:
+    def kill(self) -> None:
+        """Ends the process at once, also one that waits for another."""
+        self._process.kill()
+
+    def hear(self) -> Any:
+        """Returns the next answer. Exits if the process has ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith('{"peer"'):
