@@ -144,17 +144,20 @@ class Rung(NamedTuple):
 def _reads_fail_once(
     rank: int, case: Case, *, keeps: bool = True, flips: bool = False
 ) -> tuple[dict[str, Tensor], list[Rung]]:
-    """A step for each read of the early updates of a backward."""
+    """A step for each read of the early updates of a backward, and the same again: which shard is
+    updated first is that whose parts come first, so the reads of a shard are others in each step."""
     if not keeps:
         KeptShards.reserve = lambda *_, **__: None  # type: ignore[assignment, method-assign]
     run, rungs = TrappedRun(rank, case, Path(tempfile.gettempdir())), list[Rung]()
     run.trap.flips = flips
     read_when_needed(run.engine)
     run.ready()
-    for nth in range(1, NUM_RUNGS + 1):
+    nth = 1
+    for _ in range(NUM_RUNGS):
         before = run.counts()
         made = run.backward_with(nth)
         error = run.trap.error
+        nth = 1 if error is None else nth + 1
         run.step()
         kept, undone = (now - then for now, then in zip(run.counts(), before, strict=True))
         rungs.append(Rung(None if error is None else str(error), made, kept, undone))
