@@ -3,15 +3,16 @@
     python bench/peers/deepspeed_aio.py --install            makes bench/peers/.venv-deepspeed, once
     python bench/peers/deepspeed_train.py --path /mnt/nvme0   compares, prints a table
 
-A GPT-2-like model in bfloat16 with an fp32 master, AdamW, clipping by the global norm, activations
-recomputed per block, micro-batches of one sequence. Both keep parameters and optimizer state on
-NVMe. Gradients of this engine rest on the host, or on NVMe as DeepSpeed's do (`--gradients`). Each
-side runs in a process of its own, and they take turns in blocks of consecutive steps, so that steps
-can hide transfers of their neighbours. The first step of a block is not counted, and all transfers
-of a side are over when its block ends. Both have the same allocator settings; `--plain-allocator`
-leaves DeepSpeed with glibc's defaults, as it is shipped. DeepSpeed's settings are the best of those
-that were tried on the machine of `results/`. On its CPU accelerator it does not read parameters
-again that it has put on NVMe, which is to its advantage here.
+A GPT-2-like model in bfloat16 with an fp32 master, or all in fp32 (`--compute`), AdamW, clipping
+by the global norm, activations recomputed per block, micro-batches of one sequence. Both keep
+parameters and optimizer state on NVMe. Gradients of this engine rest on the host, or on NVMe as
+DeepSpeed's do (`--gradients`). Each side runs in a process of its own, and they take turns in
+blocks of consecutive steps, so that steps can hide transfers of their neighbours. The first step
+of a block is not counted, and all transfers of a side are over when its block ends. Both have the
+same allocator settings; `--plain-allocator` leaves DeepSpeed with glibc's defaults, as it is
+shipped. DeepSpeed's settings are the best of those that were tried on the machine of `results/`.
+On its CPU accelerator it does not read parameters again that it has put on NVMe, which is to its
+advantage here.
 
 Peak memory is counted from after the start, once the whole model that each builds is gone. Both
 start from the same weights and see the same batches, so their losses must go the same way.
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--compute", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--host", default="2GiB", help="host budget of this engine")
     parser.add_argument(
         "--gradients", default="host", choices=["host", "nvme"], help="of this engine"
@@ -107,7 +109,7 @@ class Infinity:
                 **dict.fromkeys(("parameters", "master", "moments"), "nvme"),
                 "gradients": words.gradients,
             },
-            "precision": {"compute": "bfloat16"},
+            "precision": {"compute": words.compute},
         }
         self._accumulate = infinity.forward_backward
         self._words = words
@@ -150,7 +152,7 @@ class DeepSpeed:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": words.accumulation,
             "gradient_clipping": 1.0,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": words.compute == "bfloat16"},
             "optimizer": {
                 "type": "AdamW",
                 "params": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.0},
@@ -224,7 +226,7 @@ def start(name: str, words: argparse.Namespace, scratch: Path) -> Peer:
     (scratch / name).mkdir()
     options = [
         text
-        for key in ("layers", "width", "sequence", "accumulation", "host", "gradients")
+        for key in ("layers", "width", "sequence", "accumulation", "compute", "host", "gradients")
         for text in (f"--{key}", str(getattr(words, key)))
     ]
     if words.plain_allocator:
@@ -259,7 +261,8 @@ def compare(words: argparse.Namespace, scratch: Path) -> None:
     tokens = words.accumulation * words.sequence
     table = Table(
         "", "step s", "tokens/s", "read B/p", "written B/p", "peak RSS GB", "last loss",
-        title=f"{num_parameters:,} parameters, {words.accumulation} x {words.sequence}, "
+        title=f"{num_parameters:,} parameters, {words.compute}, "
+        f"{words.accumulation} x {words.sequence}, "
         f"gradients of infinity on {words.gradients}",
     )  # fmt: skip
     results: dict[str, Any] = {}
