@@ -5,11 +5,10 @@ The decisions are those of the weight cache, without bytes. Pure: no torch, no I
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.eviction import (
     Evictable,
     choose_neighbours,
@@ -28,10 +27,36 @@ class Visit:
     evicts: tuple[int, ...] = ()
 
 
+class _Rounds:
+    """What an `AccessOrder` tells that is always right: rounds of one order, without end."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = order
+        first: dict[int, int] = {}
+        for place, unit in enumerate(order):
+            first.setdefault(unit, place)
+        following = {unit: place + len(order) for unit, place in first.items()}
+        self._gaps = [0] * len(order)  # From each use to the next one of the same unit.
+        for place in reversed(range(len(order))):
+            self._gaps[place] = following[order[place]] - place
+            following[order[place]] = place
+        self._num_visits = 0
+        self._next_use = first  # By unit: the number of the visit.
+
+    def visit(self, place: int) -> None:
+        """Notes the next use."""
+        self._next_use[self._order[place]] = self._num_visits + self._gaps[place]
+        self._num_visits += 1
+
+    def distance(self, unit: int) -> int:
+        """See `UseOrder`."""
+        return self._next_use[unit] - self._num_visits
+
+
 class _Sum:
     """A cache that is full when the sum of its units' bytes is its capacity."""
 
-    def __init__(self, trace: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
+    def __init__(self, trace: _Rounds, nbytes: Sequence[int], capacity_nbytes: float) -> None:
         self._trace = trace
         self._nbytes = nbytes
         self._capacity_nbytes = capacity_nbytes
@@ -63,13 +88,17 @@ class _Sum:
         self.cached.remove(unit)
         self._used_nbytes -= self._nbytes[unit]
 
+    def state(self) -> Hashable:
+        """Equal where the cache decides alike from now on."""
+        return frozenset(self.cached)
+
 
 class _Arena:
     """A cache in one range of memory, with the allocator and the choice of the engine: what does
     not fit between its holes is not there. Reads ahead are not in it, because they cost no bytes
     (streaming/eviction.py, Note [Reads ahead])."""
 
-    def __init__(self, trace: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
+    def __init__(self, trace: _Rounds, nbytes: Sequence[int], capacity_nbytes: float) -> None:
         self._trace = trace
         self._nbytes = nbytes
         self._ranges = RangeAllocator(int(capacity_nbytes))
@@ -123,6 +152,10 @@ class _Arena:
         if place is not None:
             self._ranges.free(place)
 
+    def state(self) -> Hashable:
+        """As of `_Sum`."""
+        return frozenset(self.cached.items())
+
 
 def visits(
     order: Sequence[int],
@@ -168,19 +201,25 @@ def _visits(
     held: tuple[tuple[int, ...], ...],
     is_arena: bool,
 ) -> tuple[Visit, ...]:
-    trace = AccessOrder()
-    for unit in order:
-        trace.visit(unit)
-    make: Callable[[AccessOrder, Sequence[int], float], _Sum | _Arena]
+    trace, length = _Rounds(order), len(order)
+    make: Callable[[_Rounds, Sequence[int], float], _Sum | _Arena]
     make = _Arena if is_arena else _Sum
     cache = make(trace, nbytes, capacity_nbytes)
+    skipped_of = [set[int]() for _ in range(num_passes)]  # Places, by pass.
+    for index in skipped:
+        skipped_of[index // length].add(index % length)
+    kinds = [(number in stale, skipped_of[number]) for number in range(num_passes)]
+    states: list[Hashable] = []  # At the start of each pass.
     last_visits: dict[int, int] = {}
     found: list[Visit] = []
     for number in range(num_passes):
-        trace.begin()
+        states.append(cache.state())
+        if (first := _same_pass(states, kinds)) is not None:
+            _repeat(found, (number - first) * length, num_passes * length)
+            break
         fresh: set[int] = set()
         for place, unit in enumerate(order):
-            trace.visit(unit)
+            trace.visit(place)
             is_cached = unit in cache.cached
             if number in stale and unit in changing and unit not in fresh and is_cached:
                 cache.drop(unit)
@@ -193,3 +232,24 @@ def _visits(
             found.append(Visit(unit, is_hit, tuple(last_visits[other] for other in gone)))
             last_visits[unit] = len(found) - 1
     return tuple(found)
+
+
+def _repeat(found: list[Visit], period: int, count: int) -> None:
+    """Repeats the last `period` visits until there are `count`."""
+    while len(found) < count:
+        last = found[-period]
+        evicts = tuple(evicted + period for evicted in last.evicts)
+        found.append(Visit(last.unit, last.is_hit, evicts))
+
+
+def _same_pass(states: Sequence[Hashable], kinds: Sequence[object]) -> int | None:
+    """Returns an earlier pass that began as the last of `states` did, if all passes that are left
+    are of the kinds of those since then: they repeat. Not pass 0, which evicts nothing of a pass
+    before it."""
+    number = len(states) - 1
+    for first in range(number - 1, 0, -1):
+        period = number - first
+        rest = range(number, len(kinds))
+        if states[first] == states[number] and all(kinds[i] == kinds[i - period] for i in rest):
+            return first
+    return None

@@ -68,8 +68,11 @@ def _without_collections() -> Iterator[None]:
 
 def predict(job: StepSpec, rates: Rates) -> Prediction:
     """Predicts a step among equal steps, from one decision of the optimizer to the next."""
+    return _predict(_Draft(job, rates), rates)
+
+
+def _predict(draft: _Draft, rates: Rates) -> Prediction:
     with _without_collections():
-        draft = _Draft(job, rates)
         for step in range(NUM_STEPS):
             draft.add_step(step)
         operations = _with_nvme_times(draft.log.operations, rates)
@@ -142,9 +145,12 @@ def best_share(
     job: StepSpec, rates: Rates, shares: Sequence[float] = EARLY_SHARES
 ) -> tuple[StepSpec, Prediction]:
     """Returns the steps with the share of early updates that makes a step shortest, and the
-    step."""
-    tried = (replace(job, early_share=share) for share in shares)
-    steps = ((spec, predict(spec, rates)) for spec in tried)
+    step. Of shares that mean the same units only the first is tried."""
+    drafts: dict[frozenset[int], _Draft] = {}
+    for share in shares:
+        draft = _Draft(replace(job, early_share=share), rates)
+        drafts.setdefault(draft.early, draft)
+    steps = ((draft.log.job, _predict(draft, rates)) for draft in drafts.values())
     return min(steps, key=lambda found: found[1].step_s)
 
 
@@ -162,14 +168,14 @@ class _Draft:
         self._blocks_in_groups = blocks_in_groups(job.uses)
         self._computed: list[int] = []  # Forwards and backwards of uses, in order.
         self._defers = job.defers
-        self._early = self._early_units()
+        self.early = self._early_units()
         self._updated: set[int] = set()  # In the backward of the last step.
 
-    def _early_units(self) -> set[int]:
+    def _early_units(self) -> frozenset[int]:
         """Returns the units to update in the backward, if their gradients complete in time."""
         job = self.log.job
         if not job.defers or not job.early_share:
-            return set()
+            return frozenset()
         nbytes: dict[int, int] = {}
         for move in self._fetches.moves:
             for unit in self._gradients_of(move):
@@ -182,7 +188,7 @@ class _Draft:
             left_nbytes -= self._updates.copied_nbytes(job.units[unit])
             if left_nbytes >= 0:
                 chosen.add(unit)
-        return chosen
+        return frozenset(chosen)
 
     def add_step(self, step: int) -> None:
         job, defers = self.log.job, self._defers
@@ -233,7 +239,7 @@ class _Draft:
                     is_complete = is_last and left[unit] == 0
                     if is_complete:
                         self._gradients.measure(unit)
-                    if is_updating and is_complete and unit in self._early:
+                    if is_updating and is_complete and unit in self.early:
                         complete.append((unit, self._gradients.out[-1]))
         self.log.pass_name = "backward"
         self._gradients.end_backward()

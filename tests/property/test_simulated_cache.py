@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.simulate import cache as simulated
 from infinity.simulate.cache import visits
+from infinity.streaming.access_order import AccessOrder
 
 PASSES = 2
 units = st.integers(0, 5)
@@ -137,6 +139,53 @@ def test_a_sweep_there_and_back_over_stored_units_saves_what_is_kept(
     moved = sum(nbytes[visit.unit] for visit in last if not visit.is_hit)
     least = 2 * (sum(nbytes) - capacity_nbytes)
     assert moved <= least + 2 * ((attention << 12) + max(nbytes))
+
+
+@given(order=orders, num_passes=st.integers(1, 3))
+def test_distances_are_those_of_an_order_that_is_recorded(
+    order: list[int], num_passes: int
+) -> None:
+    recorded, rounds = AccessOrder(), simulated._Rounds(order)
+    for unit in order:
+        recorded.visit(unit)
+    for _ in range(num_passes):
+        recorded.begin()
+        for place, unit in enumerate(order):
+            recorded.visit(unit)
+            rounds.visit(place)
+            for other in order:
+                assert rounds.distance(other) == recorded.distance(other)
+    assert not recorded.misses
+
+
+@given(data=st.data(), order=orders, is_arena=st.booleans(), num_passes=st.integers(1, 8))
+@settings(max_examples=150)
+def test_passes_that_repeat_are_those_of_a_cache_that_goes_on(
+    data: st.DataObject, order: list[int], is_arena: bool, num_passes: int
+) -> None:
+    nbytes = [
+        pages << 12 for pages in data.draw(st.lists(st.integers(0, 9), min_size=6, max_size=6))
+    ]
+    a_round, units = range(len(order)), st.integers(0, 5)
+    options = {
+        "stale": range(0, num_passes, data.draw(st.integers(1, 3))),
+        "changing": data.draw(st.sets(units)),
+        "skipped": data.draw(st.sets(st.integers(0, num_passes * len(order) - 1), max_size=9)),
+        "taken_nbytes": [data.draw(st.integers(0, 2)) << 12 for _ in a_round],
+        "held": [data.draw(st.lists(units, max_size=1)) for _ in a_round],
+    }
+    capacity_nbytes = data.draw(st.integers(0, sum(nbytes)))
+
+    def found() -> tuple[simulated.Visit, ...]:
+        simulated._visits.cache_clear()
+        return visits(
+            order, nbytes, capacity_nbytes, num_passes=num_passes, is_arena=is_arena, **options
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulated, "_same_pass", lambda *_: None)
+        one_by_one = found()
+    assert found() == one_by_one
 
 
 def test_what_does_not_fit_between_two_held_units_is_not_kept() -> None:
