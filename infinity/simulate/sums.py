@@ -23,7 +23,8 @@ def kept_sums(job: StepSpec) -> frozenset[int]:
     """Returns the units whose gradients rest on NVMe, but stay in memory until their update and are
     not written: those that come first (streaming/gradient_blocks.py)."""
     sums, left_nbytes = _sums(job)
-    left_nbytes -= _NUM_LEAVING * max(sums.values(), default=0)
+    absent_nbytes = max(sum(sums.values()) - left_nbytes, 0)
+    left_nbytes -= min(_NUM_LEAVING * max(sums.values(), default=0), absent_nbytes)
     return frozenset(_fitting(sums, left_nbytes))
 
 

@@ -1,11 +1,13 @@
 """Sums of gradients that rest on NVMe, in host blocks: who gets memory, when sums are written.
 
 Note [Sums that stay in memory]
-  While memory is free that nobody needs, a sum stays in its block when the unit's backward is over:
-  the update reads it there, and the drive has neither to write nor to read it. Else it is written
-  then, and read back only if another backward adds to it. A block that another owner needs is
-  written first. A sum that was forgotten and that no update awaits is not written; its block is the
-  place of the next one, or memory for who asks first.
+  While memory is free that nobody needs, a sum stays in its block when the unit's backward is
+  over: the update reads it there, and the drive has neither to write nor to read it. Else it is
+  written then, and read back only if another backward adds to it. Sums that have no memory yet go
+  through blocks of others, so some blocks are written ahead of them: as many bytes as are
+  missing, or two of the largest sums. A block that another owner needs is written first. A sum
+  that was forgotten and that no update awaits is not written; its block is the place of the next
+  one, or memory for who asks first.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import StateStore, Transfer
+from infinity.state.store import NvmeLocation, StateStore, Transfer
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradient_norms import CompleteSums
 from infinity.streaming.gradient_sums import SumBlocks, SumState, TensorGradient, UnitGradients
+from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
-_NUM_LEAVING = 2  # Sums that may be on their way to the drive while others stay.
+_NUM_LEAVING = 2  # Sums that are on their way to the drive while others stay.
 
 
 class SumsInBlocks:
@@ -55,8 +58,14 @@ class SumsInBlocks:
         # by the updater, which alone knows.
         self.awaits_update: Callable[[int], bool] = lambda _: False
         self._lent: dict[Unit, UnitGradients] = {}  # The oldest first.
-        largest_nbytes = max(unit.nbytes(StateKind.GRADIENTS) for unit in store.units)
-        self._leaving_nbytes = _NUM_LEAVING * largest_nbytes
+        all_nbytes = [
+            unit.nbytes(StateKind.GRADIENTS)
+            for unit in store.units
+            if isinstance(store.location(unit, StateKind.GRADIENTS), NvmeLocation)
+        ]
+        self._leaving_nbytes = _NUM_LEAVING * max(all_nbytes, default=0)
+        self._absent_nbytes = sum(all_nbytes)  # Of sums that have no block.
+        self._written_nbytes = 0  # Of blocks whose write has begun.
 
     def units(self) -> list[Unit]:
         """Units whose sums are in a block now, the oldest first."""
@@ -79,6 +88,7 @@ class SumsInBlocks:
                 raise
         sums.lend(block, array)
         self._lent[unit] = sums
+        self._absent_nbytes -= block.nbytes
         return array
 
     def _has_any(self, unit: Unit) -> bool:
@@ -90,7 +100,8 @@ class SumsInBlocks:
         """Whether a complete sum may stay in its block, unwritten."""
         if self._blocks.spare_nbytes is None or self._pool.is_tight:
             return False
-        return self._blocks.spare_nbytes() >= self._leaving_nbytes
+        needed_nbytes = min(self._leaving_nbytes, max(self._absent_nbytes, 0))
+        return self._blocks.spare_nbytes() + self._written_nbytes >= needed_nbytes
 
     def _is_needed(self, unit: Unit) -> bool:
         return self.awaits_update(unit.index) or self._has_any(unit)
@@ -102,11 +113,14 @@ class SumsInBlocks:
             assert sums.array is not None and sums.block is not None
             self._norms.note_leaving(sums.unit, self._tensors, sums.array)
             sums.begin_write(self._store.write(sums.unit, StateKind.GRADIENTS, sums.block))
+            self._written_nbytes += sums.block.nbytes
 
     def end_write(self, sums: UnitGradients) -> None:
         """WRITING -> ON_HOST. Waits. Raises StorageError."""
         self._wait_write(sums.unit, sums.writing)
+        assert sums.block is not None
         sums.end_write()
+        self._written_nbytes -= sums.block.nbytes
 
     def _wait_write(self, unit: Unit, writing: Transfer | None) -> None:
         if writing is not None:
@@ -129,12 +143,19 @@ class SumsInBlocks:
         unit = sums.unit
         self.start_write(sums)
         self._norms.finish(unit, self._tensors)
-        del self._lent[unit]
-        writing, block = sums.writing, sums.give_up_block()
+        writing, block = sums.writing, self._take_from(sums)
         try:
             self._wait_write(unit, writing)
         finally:
             self._blocks.give_back(block)
+
+    def _take_from(self, sums: UnitGradients) -> Block:
+        del self._lent[sums.unit]
+        was_written = sums.state is SumState.WRITING
+        block = sums.give_up_block()
+        self._written_nbytes -= was_written * block.nbytes
+        self._absent_nbytes += block.nbytes
+        return block
 
     def give_back_written(self, sums: UnitGradients) -> None:
         """Gives the block of a sum that is WRITING back if the write is over. After a failed write
@@ -145,8 +166,7 @@ class SumsInBlocks:
         with contextlib.suppress(StorageError):
             self._wait_write(unit, sums.writing)
             self._norms.finish(unit, self._tensors)
-            del self._lent[unit]
-            self._blocks.give_back(sums.give_up_block())
+            self._blocks.give_back(self._take_from(sums))
 
     def give_back_forgotten(self, leaving: Callable[[], list[Unit]]) -> bool:
         """Gives a block back whose sum nobody needs. Waits for no drive. Returns False if there is
@@ -162,5 +182,4 @@ class SumsInBlocks:
         """Gives the block back without a write; the gradients were forgotten."""
         assert not self._has_any(sums.unit)
         self._norms.finish(sums.unit, self._tensors)
-        del self._lent[sums.unit]
-        self._blocks.give_back(sums.give_up_block())
+        self._blocks.give_back(self._take_from(sums))
