@@ -13,6 +13,7 @@ import infinity
 from infinity.errors import CorruptionError
 from infinity.testing import SimulatedDevice
 from tests.support.bits import assert_same
+from tests.support.exhaustive import in_turn
 from tests.support.forked import context
 
 from .harness import Run, durable, run
@@ -48,8 +49,9 @@ def volume_of(each: Run) -> Any:
     return infinity.engine_of(each.model).store.volume
 
 
-@pytest.mark.parametrize("placement", ["nvme", MIXED], ids=["nvme", "mixed"])
-@pytest.mark.parametrize("kind", ["bf16", "conv", "frozen"])
+@pytest.mark.parametrize(
+    ("kind", "placement"), in_turn(["bf16", "conv", "frozen"], [MIXED, "nvme"])
+)
 def test_a_resumed_run_continues_in_the_existing_swap_files(tmp_path, kind, placement):
     options = {"placement": placement, "nvme_nbytes": ROOM} if placement != "nvme" else {}
     killed(tmp_path, kind=kind, placement=placement)

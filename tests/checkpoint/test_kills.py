@@ -43,13 +43,13 @@ def outcomes(directory: Path) -> dict[int, tuple[float, float]]:
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
-    """Ten kills, half of them at a random effect on files, against a run without any."""
-    assert lives(tmp_path / "whole", 0, steps=60) == {
+    """Six kills, half of them at a random effect on files, against a run without any."""
+    assert lives(tmp_path / "whole", 0, steps=36) == {
         "killed": 0, "in_checkpoint": 0, "lives": 1, "adopted": 0,
     }  # fmt: skip
-    report = lives(tmp_path / "killed", 10, steps=60)
+    report = lives(tmp_path / "killed", 6, steps=36)
 
-    assert report["killed"] == 10
+    assert report["killed"] == 6
     assert report["in_checkpoint"] >= 2, "kills that hit a checkpoint in the making"
     assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
     final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]

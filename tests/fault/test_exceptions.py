@@ -17,6 +17,7 @@ import infinity
 from infinity.engine.engine import Engine
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
+from tests.support.exhaustive import in_turn
 from tests.support.offloading import KINDS
 
 from .harness import (
@@ -142,8 +143,7 @@ def test_an_exception_releases_every_unit(moment: tuple[str, int], engine: Engin
     goes_on(engine)
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids="-".join(["{0[0]}", "{0[1]}"]).format)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(("moment", "error"), in_turn(MOMENTS, [KeyboardInterrupt, SystemExit]))
 def test_training_continues_after_an_interrupt(
     moment: tuple[str, int], error: type[BaseException], engine: Engine
 ) -> None:

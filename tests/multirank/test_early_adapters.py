@@ -18,6 +18,7 @@ from torch import Tensor
 import infinity
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from tests.support.bits import assert_same
+from tests.support.exhaustive import sampled
 
 from .early_run import RankUpdates, counted_updates
 from .processes import run_ranks
@@ -33,6 +34,7 @@ CASES = {
     "tiles": ("int4", TILED),
     "layer-major tiles": ("int4", replace(TILED, layer_major=True)),
 }
+JOBS = [["plain", "layer-major tiles"], ["quantised", "tiles"]]  # Each in processes of its own.
 
 
 class Outside(NamedTuple):
@@ -89,16 +91,17 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: directory / name for name in names}
 
 
+@pytest.mark.parametrize("names", sampled(JOBS, JOBS[0].__eq__), ids="-".join)
 def test_adapters_over_a_frozen_base_are_updated_in_the_backward_with_the_bits_of_the_step(
-    bases: dict[str, Path],
+    bases: dict[str, Path], names: list[str]
 ) -> None:
     cases = [
         (bases[name], replace(case, updates=updates))
-        for name, case in CASES.values()
+        for name, case in map(CASES.__getitem__, names)
         for updates in ("both_passes", "at_step")
     ]
     for runs in run_ranks(2, _train, cases):
-        for name, early, at_step in zip(CASES, runs[::2], runs[1::2], strict=True):
+        for name, early, at_step in zip(names, runs[::2], runs[1::2], strict=True):
             assert_same(at_step.seen, early.seen, is_ordered=False)
             assert at_step.num_deferred == 0 and not any(at_step.kept), name
             assert early.num_deferred >= early.units > 0, name  # Those of the first step.

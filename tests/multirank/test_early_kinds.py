@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.exhaustive import sampled
+
 from .early_run import EarlyRun, EarlyStep, counted_updates
 from .processes import run_ranks
 from .work import NVME, Case, Run, assert_same_run, train
@@ -65,11 +67,16 @@ def _train(rank: int, cases: list[Case]) -> list[Outside]:
     return found
 
 
-@pytest.mark.parametrize("count", [2, 3])
+# Each kind with one of its places; `make exhaustive` has the other places, and three ranks.
+JOBS = {"2": [EARLY[1], EARLY[2], EARLY[5], CLIPPED], "2-rest": [*EARLY[:1], *EARLY[3:5], EARLY[6]],
+        "3": [EARLY[1]]}  # fmt: skip
+
+
+@pytest.mark.parametrize("job", sampled(JOBS, "2".__eq__))
 def test_every_unit_is_updated_in_the_backward_with_the_bits_of_updates_in_the_step(
-    count: int,
+    job: str,
 ) -> None:
-    cases = [*EARLY, CLIPPED] if count == 2 else [EARLY[1]]
+    count, cases = int(job[0]), JOBS[job]
     for rank, outside in enumerate(run_ranks(count, _train, cases)):
         for case, found in zip(cases, outside, strict=True):
             what = f"rank {rank} of {count}, {case}"

@@ -174,7 +174,15 @@ def assert_as_alone(wanted: list[tuple[Path, Case]], count: int = 2) -> list[lis
     return of_ranks
 
 
-@pytest.mark.parametrize(("name", "exchange"), in_turn(BASES, ["one_sided", "collective"]))
+@pytest.mark.parametrize(
+    ("name", "exchange"),
+    sampled(
+        product(BASES, ["one_sided", "collective"]),
+        lambda case: (
+            case in [("bf16", "one_sided"), ("int4", "collective"), ("mxfp4", "collective")]
+        ),
+    ),
+)
 def test_ranks_train_over_every_layout_as_one_rank_does(
     bases: dict[str, Path], name: str, exchange: str
 ) -> None:
@@ -191,7 +199,7 @@ def test_ranks_train_over_every_layout_as_one_rank_does(
 
 @pytest.mark.parametrize(
     ("stage", "layer_major"),
-    sampled(product([1, 2, 3], [False, True]), lambda case: case not in [(1, True), (2, False)]),
+    sampled(product([1, 2, 3], [False, True]), lambda case: case in [(1, False), (3, True)]),
 )
 def test_a_base_in_its_files_gives_the_bits_of_a_copied_one(
     bases: dict[str, Path], stage: int, layer_major: bool
@@ -226,7 +234,7 @@ def test_tiles_in_files_train_over_ranks_as_on_one(bases: dict[str, Path]) -> No
     tiled = Case(tile="64KiB")
     collective = replace(tiled, exchange="collective", steps=4)
     layer_major = replace(collective, layer_major=True, steps=3)
-    wanted = [("int4", tiled), ("int4", collective), ("int4", layer_major), ("mxfp4", layer_major)]
+    wanted = [("int4", tiled), ("int4", collective), ("mxfp4", layer_major)]
     for runs in assert_as_alone([(bases[name], case) for name, case in wanted]):
         for run, (_, case) in zip(runs, wanted, strict=True):
             assert any("experts" in name for name in run.tiled)
@@ -423,7 +431,7 @@ def reads_of_a_step(rank: int, base: Path, case: Case) -> float:
 def test_ranks_keep_parts_of_their_own_and_read_less_of_the_base(tmp_path: Path) -> None:
     """With three quarters of the base, a rank alone reads the rest in both directions of a step."""
     config = LlamaConfig(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=20, num_attention_heads=4,
+        hidden_size=256, intermediate_size=768, num_hidden_layers=12, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=96, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)

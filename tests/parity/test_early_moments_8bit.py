@@ -12,6 +12,7 @@ import torch
 
 import infinity
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.exhaustive import in_turn
 
 from .test_early_updates import Clip, Run, idle_drives, make, steps
 
@@ -48,8 +49,7 @@ def trained(
     return found, counters
 
 
-@pytest.mark.parametrize("has_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("on_host", [(), ("parameters",)], ids=["nvme", "weights on host"])
+@pytest.mark.parametrize(("has_device", "on_host"), in_turn([False, True], [("parameters",), ()]))
 def test_kept_and_undone_updates_of_moments_of_eight_bits_have_the_same_bits(
     swap_directory: Path, on_host: tuple[str, ...], has_device: bool
 ) -> None:

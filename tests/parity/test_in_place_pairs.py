@@ -2,7 +2,8 @@
 
 A case has a layout, a place of the adapter's state, budgets, a window, drives, a cut of the experts,
 an order of micro-batches, an engine, and an end of the run. `make test` has cases in which any two of
-these properties occur together in all their values; `make exhaustive` has cases with any three.
+these properties occur together in all their values, over five of the bases; `make exhaustive` has
+cases with any three, over all bases.
 The comparison is plain PyTorch over the decoded weights (in_place.py).
 """
 
@@ -31,16 +32,7 @@ from tests.support.forked import Script, wait_until
 from .in_place import CASES, MICRO_BATCHES, STEPS, Base, at_least, config_of, over, train
 
 PROPERTIES: dict[str, list[Any]] = {
-    "base": [  # Each architecture and each layout.
-        "llama-bf16",
-        "llama-nf4",
-        "deepseek-fp4",
-        "kimi-int4",
-        "kimi-mxfp4",
-        "qwen3-moe-fp8",
-        "gpt-oss-mxfp4",
-        "glm-fp8",
-    ],
+    "base": ["llama-bf16", "llama-nf4", "kimi-int4", "gpt-oss-mxfp4", "glm-fp8"],
     "state": ["nvme", "host", "device"],
     "device": ["cpu", "simulated", "simulated-least"],
     "host": ["ample", "least"],
@@ -213,9 +205,7 @@ def test_an_adapter_has_the_bits_of_plain_pytorch(
     check(case, bases(case["base"]), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "base", sampled(CASES, {"llama-nf4", "deepseek-fp4", "kimi-int4", "gpt-oss-mxfp4"}.__contains__)
-)
+@pytest.mark.parametrize("base", sampled(CASES, {"deepseek-fp4", "kimi-int4"}.__contains__))
 def test_ten_steps_over_each_codec_have_the_bits_of_plain_pytorch(
     base: str, tmp_path: Path
 ) -> None:

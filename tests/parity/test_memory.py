@@ -26,6 +26,7 @@ import pytest
 
 import infinity
 from infinity.testing import models
+from tests.support.exhaustive import sampled
 from tests.support.forked import run_script
 from tests.support.memory import resident_nbytes
 from tests.support.offloading import swap_config
@@ -151,7 +152,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, {"bf16-nvme", "fp32-gradients-split"}.__contains__))
 def test_peak_memory_is_the_budget_and_a_stated_overhead(name: str, tmp_path: Path) -> None:
     options = CASES[name]
     budget_nbytes = 48 * MIB

@@ -21,6 +21,7 @@ from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.unit_update import chunks_of
 from infinity.testing.wrapped_engine import WrappedEngine
+from tests.support.exhaustive import sampled
 
 from .test_early_updates import Run, config_of, loss_of, make, plain_run, steps
 
@@ -246,7 +247,7 @@ def eventful_steps(run: Run, seed: int) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sampled(range(3), (0).__eq__))
 def test_masters_that_change_with_their_weights_are_read_again(
     swap_directory: Path, seed: int
 ) -> None:

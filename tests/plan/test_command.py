@@ -148,7 +148,7 @@ RUNS = [
 
 @pytest.mark.parametrize(
     ("dtype", "accumulation", "moments"),
-    sampled(RUNS, lambda run: run != ("bfloat16", 1, "float32")),  # The last one has both.
+    sampled(RUNS, lambda run: run in (RUNS[1], RUNS[4])),  # Each value once.
 )
 def test_bytes_are_those_of_a_run(
     tmp_path: Path, dtype: str, accumulation: int, moments: str

@@ -25,6 +25,7 @@ from infinity.plan import Batch, forecast
 from infinity.plan.model import model_of_module
 from infinity.simulate.log import NVME, READ, WRITE
 from infinity.simulate.step import predict
+from tests.support.exhaustive import in_turn, sampled
 from tests.support.machines import ANY_MACHINE
 
 SHAPE = LlamaConfig(
@@ -164,7 +165,11 @@ def simulated_order(case: Case, table: dict[str, Any]) -> Order:
     return order
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    sampled(CASES, {"little memory", "micro-batches", "at the step", "both passes",
+                    "weights on the host"}.__contains__),
+)  # fmt: skip
 def test_transfers_of_a_kind_have_the_order_of_the_run(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     table = case.table(tmp_path)
@@ -178,8 +183,7 @@ def test_transfers_of_a_kind_have_the_order_of_the_run(tmp_path: Path, name: str
         assert goes_round(units, simulated[kind]), kind
 
 
-@pytest.mark.parametrize("host", ["10MiB", "32MiB"])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(("num_micro_batches", "host"), in_turn([1, 3], ["32MiB", "10MiB"]))
 def test_bytes_of_gradients_are_those_of_the_run(
     tmp_path: Path, host: str, num_micro_batches: int
 ) -> None:

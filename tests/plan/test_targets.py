@@ -13,6 +13,7 @@ import pytest
 
 from bench.plan_targets import CASES, END, Case, _cells, bound_s, row_of, to_markdown
 from infinity.plan.hardware import load_hardware
+from tests.support.exhaustive import sampled
 
 ROOT = Path(__file__).parents[2]
 ROWS = json.loads((ROOT / "bench/results/plan_targets.json").read_text())["rows"]
@@ -53,7 +54,7 @@ def test_the_ratios_are_those_of_the_seconds() -> None:
         assert row["ratio"] == row["step_s"] / bound_s(row["busy_s"]), name_of(row)
 
 
-@pytest.mark.parametrize("index", AGAIN)
+@pytest.mark.parametrize("index", sampled(AGAIN, lambda index: AGAIN.index(index) % 2 == 0))
 def test_the_figures_are_those_of_the_plan(index: int) -> None:
     found = row_of(CASES[index])
     row, wanted = asdict(found), ROWS[index]

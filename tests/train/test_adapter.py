@@ -32,6 +32,7 @@ from infinity.training import program
 from infinity.training.adapter import auto_targets, expert_targets, save_adapter
 from infinity.training.model import published_config
 from tests.support.bits import assert_same
+from tests.support.exhaustive import sampled
 
 from .plain import train as train_plainly
 
@@ -167,7 +168,7 @@ def test_an_adapter_of_experts_has_the_numbers_of_peft(tmp_path, table) -> None:
     peft.PeftModel.from_pretrained(loaded, tmp_path / "output")
 
 
-@pytest.mark.parametrize("codec", ["fp8", "int4", "nf4"])
+@pytest.mark.parametrize("codec", sampled(["fp8", "int4", "nf4"], "int4".__eq__))
 def test_a_run_over_a_quantised_base_has_the_bits_of_the_decoded_one(
     tmp_path, table, codec
 ) -> None:
@@ -191,8 +192,8 @@ def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> Non
     table["train"] |= {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 1}
     table["output"]["directory"] = str(tmp_path / "one")
     run(table)
-    table["train"] |= {"gradient_accumulation_steps": 6}
-    table["output"]["directory"] = str(tmp_path / "six")
+    table["train"] |= {"gradient_accumulation_steps": 3}
+    table["output"]["directory"] = str(tmp_path / "three")
     run(table)
 
     def read_nbytes(name: str) -> int:
@@ -201,7 +202,9 @@ def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> Non
 
     # Twice the base, and the adapter with its state.
     assert base_nbytes < read_nbytes("one") < 2.5 * base_nbytes
-    assert read_nbytes("six") < 1.05 * read_nbytes("one")  # What stays in memory differs a little.
+    assert read_nbytes("three") < 1.05 * read_nbytes(
+        "one"
+    )  # What stays in memory differs a little.
 
 
 def test_resumed_after_any_step_it_is_the_same_run(tmp_path, table) -> None:
