@@ -88,21 +88,21 @@ def block(side: Side, ids: torch.Tensor, steps: int) -> dict[str, Any]:
     losses = []
     for _ in range(steps + 1):
         counters, io = side.engine.counters.snapshot(), process_io()
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for row in ids.split(1):
             loss = side.model(input_ids=row, labels=row).loss / len(ids)
             loss.backward()
             losses.append(float(loss.detach()))
         side.optimizer.step()
         side.optimizer.zero_grad()
-        elapsed_s = time.perf_counter() - start_s
+        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
         after, moved = side.engine.counters.snapshot(), moved_since(io)
         names = (
             "read_wait_s", "write_wait_s", "update_s", "early_updates_kept", "early_updates_undone",
             "state_held_back_nbytes", "chunks_read_in_backward",
         )  # fmt: skip
         counted = {name: after.get(name, 0.0) - counters.get(name, 0.0) for name in names}
-        found.append({"seconds": elapsed_s, **counted, **moved})
+        found.append({"seconds": elapsed_s, "cpu_s": cpu_s, **counted, **moved})
     side.engine.flush()
     medians = {name: statistics.median(each[name] for each in found[1:]) for name in found[0]}
     return medians | {"losses": losses}
