@@ -143,7 +143,11 @@ def test_an_exception_releases_every_unit(moment: tuple[str, int], engine: Engin
     goes_on(engine)
 
 
-@pytest.mark.parametrize(("moment", "error"), in_turn(MOMENTS, [KeyboardInterrupt, SystemExit]))
+@pytest.mark.parametrize(
+    ("moment", "error"),
+    in_turn(MOMENTS, [KeyboardInterrupt, SystemExit]),
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
 def test_training_continues_after_an_interrupt(
     moment: tuple[str, int], error: type[BaseException], engine: Engine
 ) -> None:

@@ -431,7 +431,7 @@ def reads_of_a_step(rank: int, base: Path, case: Case) -> float:
 def test_ranks_keep_parts_of_their_own_and_read_less_of_the_base(tmp_path: Path) -> None:
     """With three quarters of the base, a rank alone reads the rest in both directions of a step."""
     config = LlamaConfig(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=12, num_attention_heads=4,
+        hidden_size=256, intermediate_size=768, num_hidden_layers=20, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=96, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -60,7 +60,7 @@ def steps_over(
 def test_a_refused_read_ahead_looks_at_all_blocks_once_for_each_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"num_hidden_layers": 16, "hidden_size": 64, "intermediate_size": 192}
+    sizes = {"num_hidden_layers": 32, "hidden_size": 64, "intermediate_size": 192}
     write_quantized(tiny_causal_lm("llama", **sizes), tmp_path / "base", "nf4")
     base = Base.at(tmp_path / "base")
     config = at_least(

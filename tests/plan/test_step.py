@@ -277,8 +277,9 @@ def test_bytes_are_conserved(given_job: StepSpec) -> None:
 def test_a_step_takes_at_least_as_long_as_any_track_is_busy(given_job: StepSpec) -> None:
     step = predict(given_job, RATES)
     for track, busy_s in step.busy_s.items():
-        # Some of it was fetched in the step before; a few steps may not have filled the queues.
-        assert step.step_s >= busy_s * 0.95, track
+        # Some of it was fetched in the step before. With one or few units and much memory for state
+        # that waits, the steps that are simulated have not filled the queue of writes yet.
+        assert step.step_s >= busy_s * 0.9, track
 
 
 @settings(max_examples=60)
