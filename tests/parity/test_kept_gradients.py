@@ -3,6 +3,7 @@ read. Their memory is that of whoever needs it more. No bit changes because of i
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,32 @@ def test_gradients_are_written_as_far_as_memory_does_not_hold_them(
         assert same_bits(expected, actual), capacity
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0, counts
     assert any(counts[0] > count > 0 for count in counts), counts
+
+
+def test_no_sum_is_written_while_all_have_memory_and_one_is_if_others_need_a_byte(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare_nbytes = [0, -1, 0]
+
+    def backwards(run: Run) -> list[torch.Tensor]:
+        found = []
+        for number in range(4):
+            loss = loss_of(run.model, number)
+            loss.backward()
+            found.append(loss.detach().clone())
+            if not run.is_plain and spare_nbytes:
+                counts.append(moved.num_writes)
+                engine.gradients.blocks.spare_nbytes = partial(int, spare_nbytes.pop(0))
+        run.step(CLIPPED)
+        return found
+
+    expected, counts = plain_run(backwards), list[int]()
+    run, engine, _ = offloaded_run(swap_directory, "64MiB", "deferred")
+    moved = Moved(monkeypatch)
+    actual = [*backwards(run), *run.values().values()]
+    assert counts == [0, 0, 1] and moved.num_writes == 1
+    engine.close()
+    assert same_bits(expected, actual)
 
 
 @pytest.mark.parametrize("updates", ["deferred", "both_passes"])
