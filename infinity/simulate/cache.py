@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.eviction import (
     Evictable,
     choose_neighbours,
@@ -27,36 +28,10 @@ class Visit:
     evicts: tuple[int, ...] = ()
 
 
-class _Rounds:
-    """What an `AccessOrder` tells that is always right: rounds of one order, without end."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self._order = order
-        first: dict[int, int] = {}
-        for place, unit in enumerate(order):
-            first.setdefault(unit, place)
-        following = {unit: place + len(order) for unit, place in first.items()}
-        self._gaps = [0] * len(order)  # From each use to the next one of the same unit.
-        for place in reversed(range(len(order))):
-            self._gaps[place] = following[order[place]] - place
-            following[order[place]] = place
-        self._num_visits = 0
-        self._next_use = first  # By unit: the number of the visit.
-
-    def visit(self, place: int) -> None:
-        """Notes the next use."""
-        self._next_use[self._order[place]] = self._num_visits + self._gaps[place]
-        self._num_visits += 1
-
-    def distance(self, unit: int) -> int:
-        """See `UseOrder`."""
-        return self._next_use[unit] - self._num_visits
-
-
 class _Sum:
     """A cache that is full when the sum of its units' bytes is its capacity."""
 
-    def __init__(self, trace: _Rounds, nbytes: Sequence[int], capacity_nbytes: float) -> None:
+    def __init__(self, trace: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
         self._trace = trace
         self._nbytes = nbytes
         self._capacity_nbytes = capacity_nbytes
@@ -98,7 +73,7 @@ class _Arena:
     not fit between its holes is not there. Reads ahead are not in it, because they cost no bytes
     (streaming/eviction.py, Note [Reads ahead])."""
 
-    def __init__(self, trace: _Rounds, nbytes: Sequence[int], capacity_nbytes: float) -> None:
+    def __init__(self, trace: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
         self._trace = trace
         self._nbytes = nbytes
         self._ranges = RangeAllocator(int(capacity_nbytes))
@@ -201,8 +176,10 @@ def _visits(
     held: tuple[tuple[int, ...], ...],
     is_arena: bool,
 ) -> tuple[Visit, ...]:
-    trace, length = _Rounds(order), len(order)
-    make: Callable[[_Rounds, Sequence[int], float], _Sum | _Arena]
+    trace, length = AccessOrder(), len(order)
+    for unit in order:
+        trace.visit(unit)
+    make: Callable[[AccessOrder, Sequence[int], float], _Sum | _Arena]
     make = _Arena if is_arena else _Sum
     cache = make(trace, nbytes, capacity_nbytes)
     skipped_of = [set[int]() for _ in range(num_passes)]  # Places, by pass.
@@ -217,9 +194,10 @@ def _visits(
         if (first := _same_pass(states, kinds)) is not None:
             _repeat(found, (number - first) * length, num_passes * length)
             break
+        trace.begin()
         fresh: set[int] = set()
         for place, unit in enumerate(order):
-            trace.visit(place)
+            trace.visit(unit)
             is_cached = unit in cache.cached
             if number in stale and unit in changing and unit not in fresh and is_cached:
                 cache.drop(unit)

@@ -29,22 +29,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from infinity.sizes import align_up
-from infinity.streaming.access_order import NEVER
+from infinity.streaming.access_order import NEVER, AccessOrder
 from infinity.tiers.ranges import Range, fits_within, granule_of, rounded_nbytes
 
 _OF_A_HOLE = 1 << 62  # Further away than any block.
 _MOST_WASTED = 2  # A victim this many times as large as the needed size is avoided.
-
-
-class UseOrder(Protocol):
-    """A known order of uses, such as an `AccessOrder`."""
-
-    def distance(self, unit: int) -> int:
-        """Returns the uses of other units before the next use of this one; NEVER if none is
-        known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +132,7 @@ def _score(soonest: int, nbytes: int, wanted_nbytes: int, size_nbytes: int) -> t
 
 
 def choose_victim(
-    trace: UseOrder,
+    trace: AccessOrder,
     candidates: Iterable[int],
     *,
     nearer_than: int | None = None,

@@ -276,10 +276,11 @@ def test_bytes_are_conserved(given_job: StepSpec) -> None:
 @given(jobs)
 def test_a_step_takes_at_least_as_long_as_any_track_is_busy(given_job: StepSpec) -> None:
     step = predict(given_job, RATES)
+    # Some of it was fetched in the step before. With few units that are large, writes that wait make
+    # every fifth step longer, or so, and another one is shown.
+    share = 0.97 if len(given_job.units) > 3 else 0.9
     for track, busy_s in step.busy_s.items():
-        # Some of it was fetched in the step before. With one or few units and much memory for state
-        # that waits, the steps that are simulated have not filled the queue of writes yet.
-        assert step.step_s >= busy_s * 0.9, track
+        assert step.step_s >= busy_s * share, track
 
 
 @settings(max_examples=60)

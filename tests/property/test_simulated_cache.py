@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from infinity.simulate import cache as simulated
 from infinity.simulate.cache import visits
-from infinity.streaming.access_order import AccessOrder
 
 PASSES = 2
 units = st.integers(0, 5)
@@ -139,23 +138,6 @@ def test_a_sweep_there_and_back_over_stored_units_saves_what_is_kept(
     moved = sum(nbytes[visit.unit] for visit in last if not visit.is_hit)
     least = 2 * (sum(nbytes) - capacity_nbytes)
     assert moved <= least + 2 * ((attention << 12) + max(nbytes))
-
-
-@given(order=orders, num_passes=st.integers(1, 3))
-def test_distances_are_those_of_an_order_that_is_recorded(
-    order: list[int], num_passes: int
-) -> None:
-    recorded, rounds = AccessOrder(), simulated._Rounds(order)
-    for unit in order:
-        recorded.visit(unit)
-    for _ in range(num_passes):
-        recorded.begin()
-        for place, unit in enumerate(order):
-            recorded.visit(unit)
-            rounds.visit(place)
-            for other in order:
-                assert rounds.distance(other) == recorded.distance(other)
-    assert not recorded.misses
 
 
 @given(data=st.data(), order=orders, is_arena=st.booleans(), num_passes=st.integers(1, 8))
