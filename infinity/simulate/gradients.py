@@ -71,7 +71,7 @@ class GradientTraffic:
     ) -> int:  # fmt: skip
         """Adds gradients that reached the host to the sum there, or on NVMe."""
         name, before = f"gradients of {self._log.job.units[unit].name}", list(after)
-        stays = unit in self._log.kept_sums
+        stays = unit in self._log.sums.kept
         if tier == "nvme" and not is_first and not stays:
             last = self._log.written.gradients.get(unit)
             before.append(self._log.nvme(READ, name, nbytes, [last, *after[1:]]))
@@ -85,7 +85,7 @@ class GradientTraffic:
             written = self._log.nvme(WRITE, name, nbytes, [summed])
             self._log.written.gradients[unit] = written
             # The step waits for no write of a sum that is in memory.
-            summed = summed if unit in self._log.held_sums else written
+            summed = summed if unit in self._log.sums.held else written
         self.out.append(summed)
         return summed
 

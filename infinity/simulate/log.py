@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from infinity.simulate.clock import Operation
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import ShardedLoad, StepSpec
-from infinity.simulate.sums import held_sums, kept_sums
+from infinity.simulate.sums import sums_in_memory
 
 COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
 SOCKETS, NETWORK = "sockets", "network"
@@ -40,8 +40,8 @@ class LastWrites:
 class OperationLog:
     """Appends operations. Operations of compute and update keep the order of the program.
 
-    `decided` has the operation of each step at which the optimizer decides. `kept_sums`,
-    `held_sums`: units whose gradients rest on NVMe and are in memory, see `sums.py`.
+    `decided` has the operation of each step at which the optimizer decides. `sums`: units
+    whose gradients rest on NVMe and are in memory.
     """
 
     def __init__(self, job: StepSpec, rates: Rates) -> None:
@@ -54,8 +54,7 @@ class OperationLog:
         self.update_track = COMPUTE if job.shares_host_memory else UPDATE
         self.last_on: dict[str, int] = {}
         self.written = LastWrites()
-        self.kept_sums = kept_sums(job)
-        self.held_sums = held_sums(job)
+        self.sums = sums_in_memory(job)
 
     def add(
         self, track: str, name: str, duration_s: float = 0.0, *, after: Sequence[int | None] = (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from infinity.simulate.spec import NOT_SHARDED, StepSpec
 
@@ -19,23 +20,24 @@ def fetched_nbytes(job: StepSpec) -> int:
     )
 
 
-def kept_sums(job: StepSpec) -> frozenset[int]:
-    """Returns the units whose gradients rest on NVMe, but stay in memory until their update and are
-    not written: those that come first (streaming/gradient_blocks.py)."""
+class SumsInMemory(NamedTuple):
+    """Units whose gradients rest on NVMe. `kept`: those whose sums stay in memory until their
+    update and are not written; `held`: those whose sums are in memory at their update."""
+
+    kept: frozenset[int]
+    held: frozenset[int]
+
+
+def sums_in_memory(job: StepSpec) -> SumsInMemory:
+    """Kept are those that come first (streaming/gradient_blocks.py). Held are these, and the last
+    ones, of which the write has not taken the memory."""
     sums, left_nbytes = _sums(job)
     absent_nbytes = max(sum(sums.values()) - left_nbytes, 0)
-    left_nbytes -= min(_NUM_LEAVING * max(sums.values(), default=0), absent_nbytes)
-    return frozenset(_fitting(sums, left_nbytes))
-
-
-def held_sums(job: StepSpec) -> frozenset[int]:
-    """Returns the units whose gradients rest on NVMe and are in memory at their update: those that
-    stay, and the last ones, of which the write has not taken the memory."""
-    sums, left_nbytes = _sums(job)
-    kept = kept_sums(job)
-    left_nbytes -= sum(sums[unit] for unit in kept)
+    leaving_nbytes = min(_NUM_LEAVING * max(sums.values(), default=0), absent_nbytes)
+    kept = frozenset(_fitting(sums, left_nbytes - leaving_nbytes))
     written = {unit: sums[unit] for unit in reversed(sums) if unit not in kept}
-    return kept.union(_fitting(written, left_nbytes))
+    left_nbytes -= sum(sums[unit] for unit in kept)
+    return SumsInMemory(kept, kept.union(_fitting(written, left_nbytes)))
 
 
 def _sums(job: StepSpec) -> tuple[dict[int, int], float]:

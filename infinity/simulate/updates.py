@@ -31,7 +31,7 @@ class UnitUpdates:
         job = self._log.job
         if not (self._defers and job.reads_ahead):
             return 0
-        kept_nbytes = sum(job.units[unit].gradient_nbytes for unit in self._log.held_sums)
+        kept_nbytes = sum(job.units[unit].gradient_nbytes for unit in self._log.sums.held)
         kept_nbytes += sum(
             load.written_nbytes
             for load in job.units
@@ -168,7 +168,7 @@ class UnitUpdates:
         def share(nbytes: int) -> int:
             return nbytes * (segment + 1) // count - nbytes * segment // count
 
-        is_sum_held = unit in self._log.held_sums
+        is_sum_held = unit in self._log.sums.held
         before: list[int | None] = [self._log.written.state.get((unit, segment))]
         if not is_sum_held:
             before.append(self._log.written.gradients.get(unit))

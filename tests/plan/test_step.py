@@ -14,7 +14,7 @@ from infinity.simulate.order import Use, moves
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec, UnitLoad
 from infinity.simulate.step import EARLY_SHARES, best_share, predict
-from infinity.simulate.sums import kept_sums
+from infinity.simulate.sums import sums_in_memory
 
 GB = 10**9
 RATES = Rates(flops=1e13, update=100e9, host=100e9, nvme_read=8e9, nvme_write=4e9, nvme_mixed=6e9,
@@ -266,7 +266,7 @@ def test_bytes_are_conserved(given_job: StepSpec) -> None:
         drawn[operation.traffic] += operation.nbytes
     assert {name: nbytes for name, nbytes in drawn.items() if name} == dict(step.moved_nbytes)
     # Whatever is updated is written once, and the sums that do not stay once a micro-batch.
-    num_leaving = len(given_job.units) - len(kept_sums(given_job))
+    num_leaving = len(given_job.units) - len(sums_in_memory(given_job).kept)
     params = len(given_job.units) * GB // 10
     accumulated = 4 * num_leaving * (GB // 10) * given_job.num_micro_batches
     assert step.moved_nbytes["nvme_write"] == 12 * params + accumulated
