@@ -2,7 +2,7 @@
 
     python bench/gpu.py --path /mnt/nvme0 --save bench/results/gpu.json
 
-Nine questions, each beside a ceiling or a counterpart of the same run:
+The questions, each beside a ceiling or a counterpart of the same run:
 
 * *pinning*: seconds to page-lock an arena, and the device's memory before and after
   (gpu_pinning.py).
@@ -19,12 +19,17 @@ Nine questions, each beside a ceiling or a counterpart of the same run:
   on the device, with all state there, and in memory (gpu_clipping.py).
 * *trainer*: tokens per second under transformers.Trainer with 1 and 8 micro-batches a step, beside
   Trainer with the model in memory (gpu_trainer.py).
+* *profile*: how much of a step the device computes, copies, or has nothing to do (gpu_profile.py).
+* *fsdp*: the same step with the offload of PyTorch's FSDP2 (gpu_fsdp.py).
+* *experts*: a LoRA step over a frozen INT4 mixture of experts, with its stored bytes on the device
+  and over the link (gpu_experts.py).
 * *large*: tokens per second, and share of the peak of large matrix products, of a model that is
   larger than the device would hold with its state.
 * *largest*: the most layers that device, host and drive hold together, and a step of them.
 
-Half an hour is expected on an H200 with 128 GiB of host memory, which has not run it. Everything is
-smaller with `--small`, which also runs without a GPU, to try the program and not to measure.
+Half an hour is expected on an H200 with 128 GiB of host memory. `--short` measures with half of the
+layers. Everything is tiny with `--small`, which also runs without a GPU, to try the program and not
+to measure.
 `--only` asks some of the questions. docs/GPU.md has them in the order of a first day.
 """
 
@@ -48,6 +53,8 @@ from gpu_clipping import clipping
 from gpu_common import (
     FULL,
     KINDS,
+    SETTLING,
+    SHORT,
     SMALL,
     WINDOW_BLOCKS,
     Sizes,
@@ -59,7 +66,10 @@ from gpu_common import (
     peak_nbytes,
     timed_s,
 )
+from gpu_experts import experts
+from gpu_fsdp import fsdp
 from gpu_pinning import pinning
+from gpu_profile import profile
 from gpu_trainer import trainer
 from rich.console import Console
 from rich.table import Table
@@ -83,14 +93,16 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
     parser.add_argument("--host", default="85%", help="host budget of the large model")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--small", action="store_true", help="small shapes, on any machine")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--short", action="store_true", help="half of the layers, fewer rounds")
+    size.add_argument("--small", action="store_true", help="tiny shapes, on any machine")
     parser.add_argument("--save", type=Path)
     words = parser.parse_args()
     # One device, before CUDA starts: Trainer would divide a batch over all that it sees.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if not torch.cuda.is_available() and not words.small:
         raise SystemExit("needs a CUDA device; `--small` tries the program without")
-    sizes = SMALL if words.small else FULL
+    sizes = SMALL if words.small else SHORT if words.short else FULL
     there = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console()
     document: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(words).items()}}
@@ -166,7 +178,9 @@ def steps(
             f"{window_nbytes / GIB:.2f}"
         )
     torch.manual_seed(0)
-    plain = llama(sizes.layers, sizes.hidden, sizes.sequence).to(there, torch.bfloat16).train()
+    with there:
+        plain = llama(sizes.layers, sizes.hidden, sizes.sequence)
+    plain = plain.to(torch.bfloat16).train()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=there.type == "cuda")
     for tokens in sizes.tokens:
         found["in memory"][tokens] = _sides(plain, optimizer, tokens, sizes, there)
@@ -192,7 +206,7 @@ def _sides(model: Any, optimizer: Any, tokens: int, sizes: Sizes, there: torch.d
 
     return {
         "passes_s": timed_s(passes, sizes.rounds, there),
-        "step_s": timed_s(step, max(sizes.rounds // 2, 1), there),
+        "step_s": timed_s(step, max(sizes.rounds // 2, 1), there, num_before=SETTLING),
         "peak_nbytes": peak_nbytes(step, there),
     }
 
@@ -370,13 +384,14 @@ def largest(
 
 PARTS: dict[str, Callable[..., Any]] = {
     "pinning": pinning, "copies": copies, "steps": steps, "updates": updates,
-    "clipping": clipping, "trainer": trainer, "large": large, "largest": largest,
+    "clipping": clipping, "trainer": trainer, "profile": profile, "fsdp": fsdp,
+    "experts": experts, "large": large, "largest": largest,
 }  # fmt: skip
 
 
 def _peak_flops(there: torch.device, sizes: Sizes) -> float:
     """Of a large product in bfloat16, here and now."""
-    width = 8192 if sizes is FULL else 256
+    width = 256 if sizes is SMALL else 8192
     one, other = (torch.randn(width, width, device=there, dtype=torch.bfloat16) for _ in range(2))
     seconds = timed_s(lambda: [one @ other for _ in range(10)], 3, there) / 10
     return 2 * width**3 / seconds

@@ -41,11 +41,16 @@ class Sizes:
     arena_step_nbytes: int  # What an arena that fills the host is a multiple of.
     registered_nbytes: int = MAX_REGISTERED_NBYTES
     sequence: int = SEQUENCE
+    expert_layers: int = 4  # Of the mixture of experts; the first of them has no experts.
 
 
 FULL = Sizes(
     12, 4096, 32, 64 << 10, 8 << 10, (2048, 4096, 8192, 16384, 32768), 4 * GIB, 5, 8, "48GiB", 8,
     (64 * GIB, 256 * GIB, 600 * GIB), GIB,
+)  # fmt: skip
+SHORT = Sizes(
+    6, 4096, 8, 32 << 10, 8 << 10, (2048, 8192, 32768), 2 * GIB, 3, 4, "20GiB", 8,
+    (16 * GIB,), GIB,
 )  # fmt: skip
 SMALL = Sizes(
     3, 64, 4, 256, 128, (64, 128), 16 * MIB, 2, 2, "64MiB", 8,
@@ -104,16 +109,23 @@ def free_memory(there: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def timed_s(run: Callable[[], object], rounds: int, there: torch.device) -> float:
-    """The median of some rounds, after one that is not counted."""
+# Steps before the first that is counted: until then the engine has found out which units are
+# updated in the backward.
+SETTLING = 8
+
+
+def timed_s(
+    run: Callable[[], object], rounds: int, there: torch.device, *, num_before: int = 1
+) -> float:
+    """The median of some rounds, after `num_before` that are not counted."""
     times_s = []
-    for _ in range(rounds + 1):
+    for _ in range(num_before + rounds):
         synchronize(there)
         begun_s = time.perf_counter()
         run()
         synchronize(there)
         times_s.append(time.perf_counter() - begun_s)
-    return statistics.median(times_s[1:])
+    return statistics.median(times_s[num_before:])
 
 
 def kept_for_weights_nbytes(engine: Any, there: torch.device) -> int | None:

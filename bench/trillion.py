@@ -90,7 +90,7 @@ def run(given: argparse.Namespace, directory: Path, results: Results) -> None:
         f"{high_water_nbytes() / GIB:.2f} GiB")  # fmt: skip
     optimizer = infinity.AdamW(model, lr=1e-4)
     engine = infinity.engine_of(model)
-    tokens = torch.arange(given.tokens).view(1, -1)
+    tokens = torch.arange(given.tokens, device=next(model.parameters()).device).view(1, -1)
     row: dict[str, Any] = {
         "name": "lora", "parameters": shape.num_parameters, "base_nbytes": base_nbytes,
         "built_s": built_s, "offload_s": offload_s,

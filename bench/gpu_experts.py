@@ -1,0 +1,103 @@
+"""A question of gpu.py: how long is a LoRA step over a frozen INT4 mixture of experts?
+
+Some layers of Kimi-K2's real shape, in the names and layout of its INT4 checkpoint, as files of
+holes: routers, norms and the rows of the embedding that are used are real, so tokens choose experts
+of their own; the other weights are zeros (trillion.py has all layers). The host holds every stored
+byte, and so does the device in the first window; in the second one the experts come over the link
+in each pass, and are decoded on the device.
+
+Beside the seconds of a step: the bytes that came over the link, the time that they need at the
+bandwidth of the copies in the same step, and how long the device computed, copied, and had nothing
+to do, by PyTorch's profiler (gpu_profile.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import say
+from gpu_common import Sizes, device_for, free_memory, synchronize, timed_s
+from gpu_profile import profiled, save_trace, show
+from quantized_base import KIMI_K2, Shape, sparse_fill, write_base
+from rich.console import Console
+
+import infinity
+from infinity.sizes import GIB, MIB
+
+_SMALL = Shape(
+    layers=3, hidden=256, experts=8, expert_width=128, dense_width=512, heads=4, vocabulary=2048,
+    q_rank=64, kv_rank=32, nope=32, rope=16, value=32, chosen=2,
+)  # fmt: skip
+_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+def experts(
+    sizes: Sizes, words: Any, scratch: Path, there: torch.device, document: Any, console: Console
+) -> Any:
+    is_small = sizes.hidden < KIMI_K2.hidden // 2
+    shape = _SMALL if is_small else dataclasses.replace(KIMI_K2, layers=sizes.expert_layers)
+    # Windows that hold every stored byte, and a fraction of them.
+    windows = ("8MiB", "2MiB") if is_small else ("auto", 10 * GIB)
+    base = scratch / "base"
+    base_nbytes = write_base(shape, base, sparse_fill(list(range(max(sizes.tokens))), shape.hidden))
+    say(f"base: {shape.num_parameters / 1e9:.1f} B parameters, {base_nbytes / 1e9:.1f} GB stored")
+    host_nbytes = base_nbytes + (32 * MIB if is_small else 6 * GIB)
+    rows = []
+    for window in windows:
+        rows += _of_window(window, host_nbytes, base, scratch, sizes, words, there)
+        free_memory(there)
+    show(rows, console, "a LoRA step over a frozen mixture of experts")
+    for row in rows:
+        console.print(
+            f"window {row['window']}, {row['tokens']:,} tokens: {row['step_s']:.3f} s a step, "
+            f"{row['in_nbytes'] / 1e9:.1f} GB over the link"
+        )
+    return {"parameters": shape.num_parameters, "base_nbytes": base_nbytes, "rows": rows}
+
+
+def _of_window(
+    window: Any, host_nbytes: int, base: Path, scratch: Path, sizes: Sizes, words: Any, there: Any
+) -> list[dict[str, Any]]:
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with infinity.init_empty_weights():
+        config = AutoConfig.from_pretrained(base)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=list(_TARGETS)))
+    settings = {
+        "tiers": {
+            "host": {"capacity": host_nbytes},
+            "device": {"capacity": window},
+            "nvme": [{"path": str(scratch / "swap")}],
+        },
+        "placement": {"master": "host", "moments": "host", "gradients": "host"},
+    }
+    own = device_for(there)
+    infinity.offload(model, settings, weights=base, **({} if own is None else {"device": own}))
+    engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=1e-4)
+    rows = []
+    for tokens in (each for each in sizes.tokens if each <= sizes.micro_batch_tokens):
+        say(f"a LoRA step, window {window}, {tokens:,} tokens")
+        ids = torch.arange(tokens, device=there).view(-1, sizes.sequence)
+
+        def step(ids: torch.Tensor = ids) -> None:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()  # Reads what the host does not have.
+        step_s = timed_s(step, 2, there)
+        before = engine.counters.snapshot().get("device_in_nbytes", 0)
+        step()
+        synchronize(there)
+        in_nbytes = engine.counters.snapshot().get("device_in_nbytes", 0) - before
+        row = {"tokens": tokens, "window": str(window), "in_nbytes": in_nbytes}
+        rows.append(row | profiled(step, there) | {"unprofiled_step_s": step_s})
+        if words.save is not None:
+            save_trace(step, words.save.with_suffix(f".experts.{window}.{tokens}.json.gz"), there)
+    infinity.close(model)
+    return rows
