@@ -80,8 +80,9 @@ class Fp8Blocks(FusedCodec):
 
     @property
     @override
-    def trial_shape(self) -> Shape:
-        return 2, min(self.block[0], 128) + 5, min(self.block[1], 128) + 70
+    def trial_shapes(self) -> tuple[Shape, ...]:
+        rows, columns = (min(length, 128) for length in self.block)
+        return (2, max(rows, 1), max(columns, 1)), (2, rows + 5, columns + 70)
 
     @override
     def form(self, shape: Shape) -> EightBits:

@@ -73,8 +73,8 @@ class Int4Groups(FusedCodec):
 
     @property
     @override
-    def trial_shape(self) -> Shape:
-        return 2, 35, 3 * math.lcm(self.group, _CODES_PER_WORD)
+    def trial_shapes(self) -> tuple[Shape, ...]:
+        return ((2, 35, 3 * math.lcm(self.group, _CODES_PER_WORD)),)
 
     @override
     def form(self, shape: Shape) -> FourBits:

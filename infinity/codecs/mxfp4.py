@@ -88,9 +88,9 @@ class Mxfp4Blocks(FusedCodec):
 
     @property
     @override
-    def trial_shape(self) -> Shape:
+    def trial_shapes(self) -> tuple[Shape, ...]:
         stored = (2, 35, 3 * BLOCK)
-        return self._stored(stored)
+        return (self._stored(stored),)
 
     @override
     def form(self, shape: Shape) -> FourBits:

@@ -94,8 +94,8 @@ class Nf4(FusedCodec):
 
     @property
     @override
-    def trial_shape(self) -> Shape:
-        return 37, 2 * self.block + 1
+    def trial_shapes(self) -> tuple[Shape, ...]:
+        return (37, 2 * self.block + 1), (37, 3 * self.block)
 
     @override
     def form(self, shape: Shape) -> FourBits:

@@ -24,7 +24,7 @@ def decode(
     device = out.device
     is_there = device.type == "cuda" and all(part.device == device for part in parts)
     launch = launch_of(codec.form(shape), shape, out.stride(), out.dtype) if is_there else None
-    if launch is None or explain_refusal(codec, out.dtype, device, launch.order):
+    if launch is None or explain_refusal(codec, out.dtype, device, launch.variant):
         decode_by_values(codec, parts, shape, out)
         return
     row = place_of(0, codec.offset, [0] * len(parts))
@@ -39,28 +39,28 @@ def runs(batch: DecodeBatch, device: torch.device) -> bool:
         return False
     codec, dtype = batch.first.codec, batch.first.dtype
     assert isinstance(codec, FusedCodec)
-    return not explain_refusal(codec, dtype, device, batch.launch.order)
+    return not explain_refusal(codec, dtype, device, batch.launch.variant)
 
 
 def explain_refusal(
-    codec: FusedCodec, dtype: torch.dtype, device: torch.device, order: str = "ROWS"
+    codec: FusedCodec, dtype: torch.dtype, device: torch.device, variant: str = ""
 ) -> str:
-    """Returns why the reference decodes on the device, "" if the Triton kernel does. `order`: see
-    `DecodeLaunch.order`."""
+    """Returns why the reference decodes on the device, "" if the Triton kernel does. `variant`: see
+    `DecodeLaunch.variant`; "" is that of most checkpoints."""
     return trials.explain_refusal(
         f"decoding of {codec.format} to {dtype}",
-        (codec.trial_codecs, dtype, order),
+        (codec.trial_codecs, dtype, variant),
         device,
-        lambda: has_reference_bits(codec, dtype, device, order),
+        lambda: has_reference_bits(codec, dtype, device, variant),
     )
 
 
 def has_reference_bits(
-    codec: FusedCodec, dtype: torch.dtype, device: torch.device, order: str
+    codec: FusedCodec, dtype: torch.dtype, device: torch.device, variant: str
 ) -> bool:
     """Decodes weights of random bytes by one launch, and each by the reference."""
     source = torch.Generator().manual_seed(0)  # Not the program's own generator.
-    stored, weights, numel = _trial_weights(codec, dtype, order)
+    stored, weights, numel = _trial_weights(codec, dtype, variant)
     block = torch.randint(256, (stored,), generator=source, dtype=torch.uint8).to(device)
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     found = torch.full((numel,), 21845, dtype=bits, device=device)
@@ -76,15 +76,16 @@ def has_reference_bits(
 
 
 def _trial_weights(
-    codec: FusedCodec, dtype: torch.dtype, order: str
+    codec: FusedCodec, dtype: torch.dtype, variant: str
 ) -> tuple[int, list[WeightPlace], int]:
     """Returns the bytes of a block, weights of which it has parts at odd addresses, and the number
-    of elements of the memory for them."""
-    shape = codec.trial_shape
-    stride = next(
-        stride
+    of elements of the memory for them: some begin at even places, some at odd ones."""
+    shape, stride = next(
+        (shape, stride)
+        for shape in reversed(codec.trial_shapes)
         for stride in _trial_strides(shape)
-        if (launch := launch_of(codec.form(shape), shape, stride, dtype)) and launch.order == order
+        if (launch := launch_of(codec.form(shape), shape, stride, dtype))
+        and variant in ("", launch.variant)
     )
     span = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     stored_nbytes, numel, weights = 1, 3, []
@@ -95,14 +96,15 @@ def _trial_weights(
             parts.append((stored_nbytes, part.nbytes))
             stored_nbytes += part.nbytes + 3
         weights.append(WeightPlace(member, shape, tuple(parts), dtype, numel, stride))
-        numel += span + 5
+        numel += span + 5 + (span % 2)
     return stored_nbytes, weights[::-1], numel
 
 
 def _trial_strides(shape: Shape) -> Iterator[tuple[int, ...]]:
     """Yields strides with gaps: columns side by side, rows side by side, neither."""
     *_, rows, columns = shape
-    for row_stride, column_stride in ((columns + 3, 1), (1, rows + 3), (2 * columns + 1, 2)):
+    even = (columns + 3) // 2 * 2
+    for row_stride, column_stride in ((even, 1), (1, rows + 3), (2 * columns + 1, 2)):
         matrix_stride = max(rows * row_stride, columns * column_stride) + 5
         yield (matrix_stride, row_stride, column_stride)[-len(shape) :]
 

@@ -132,8 +132,9 @@ class FusedCodec(Codec):
 
     @property
     @abstractmethod
-    def trial_shape(self) -> Shape:
-        """The shape of a weight that shows the borders of groups, blocks and tiles."""
+    def trial_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of weights that show the borders of groups, blocks and tiles: one for each kernel
+        that decodes the codec's weights. The last one is like those of most checkpoints."""
 
     @property
     def trial_codecs(self) -> tuple[FusedCodec, ...]:

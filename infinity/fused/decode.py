@@ -18,8 +18,12 @@ MOST_WEIGHTS = 65_535  # Of one launch: the length of the second axis of a grid.
 _MOST_PARTS = 5
 _MOST_ROWS = 1 << 30  # Rows and columns are counted in 32 bits, to the end of a tile.
 _FORMS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-_TILE = (32, 64)  # Rows and columns of a program. Both cover whole sectors of 32 bytes, so that an
-# output may be transposed.
+# Rows and columns of a program. Both cover whole sectors of 32 bytes, so that an output may be
+# transposed.
+_TILE = (32, 64)
+_MOST_WITHIN = (
+    1 << 31
+) - 1  # Elements from the first one of a tile to its last are 32-bit numbers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,11 @@ class DecodeLaunch:
     constants: Mapping[str, object]
 
     @property
-    def order(self) -> str:
-        """The elements that lie side by side in an output: ROWS, COLUMNS or STRIDED."""
-        return str(self.constants["order"])
+    def variant(self) -> str:
+        """What was compiled, of one codec and dtype: the kernel, the elements that lie side by side
+        in an output (ROWS, COLUMNS or STRIDED), and whether a tile has one scale."""
+        one_scale = " ONE SCALE" if self.constants.get("has_one_scale") else ""
+        return f"{self.kernel} {self.constants['order']}{one_scale}"
 
     def run(self, parts: Sequence[torch.Tensor], places: torch.Tensor, out: torch.Tensor) -> None:
         """Decodes a weight for each row of `places` (`place_of`).
@@ -112,7 +118,16 @@ def launch_of(
     programs = matrices * -(-rows // _TILE[0]) * -(-columns // _TILE[1])
     if max(rows, columns) > _MOST_ROWS or not 0 < programs < 1 << 31:
         return None
-    kernel, num_parts, extra, constants = _kernel_of(form, rows, columns)
+    within = _TILE[0] * max(columns, row_stride) + _TILE[1] * column_stride
+    if isinstance(form, EightBits) and within > _MOST_WITHIN:
+        return None
+    is_by_groups = (
+        isinstance(form, FourBits)
+        and columns % form.group == 0
+        and form.group.bit_count() == 1 < form.group
+        and within <= _MOST_WITHIN
+    )
+    kernel, num_parts, extra, constants = _kernel_of(form, rows, columns, is_by_groups)
     order = "ROWS" if column_stride == 1 else "COLUMNS" if row_stride == 1 else "STRIDED"
     return DecodeLaunch(
         kernel,
@@ -132,12 +147,16 @@ def launch_of(
 
 
 def _kernel_of(
-    form: CodeForm, rows: int, columns: int
+    form: CodeForm, rows: int, columns: int, is_by_groups: bool
 ) -> tuple[str, int, tuple[int, ...], dict[str, object]]:
     """Returns name, number of parts, numbers of its own and constants of the kernel."""
     if isinstance(form, EightBits):
         block = min(form.block[0], rows), min(form.block[1], columns)
-        return "decode_fp8", 2, block, {"scale_form": form.scale}
+        has_one_scale = all(
+            length % tile == 0 or length == extent
+            for length, tile, extent in zip(block, _TILE, (rows, columns), strict=True)
+        )
+        return "decode_fp8", 2, block, {"scale_form": form.scale, "has_one_scale": has_one_scale}
     constants: dict[str, object] = {
         "group": form.group,
         "nested_block": max(1, form.nested_block),
@@ -145,4 +164,5 @@ def _kernel_of(
         "scale_form": "NESTED" if form.nested_block else form.scale,
         "product_form": form.product,
     }
-    return "decode_four_bits", _MOST_PARTS, (), constants
+    kernel = "decode_four_bits_by_groups" if is_by_groups else "decode_four_bits"
+    return kernel, _MOST_PARTS, (), constants

@@ -113,16 +113,24 @@ def test_no_product_is_contracted_and_no_denormal_is_flushed(compiler: None) -> 
     types = {**pointers, "out": "*i16", "places": "*i64", **dict.fromkeys(strides, "i64")}
     tile = {"tile_rows": 32, "tile_columns": 64, "order": "ROWS"}
     eight = float_operations(
-        decode_kernels.decode_fp8, types, {**tile, "scale_form": "F32", "out_form": "BF16"}
+        decode_kernels.decode_fp8,
+        types,
+        {**tile, "scale_form": "F32", "has_one_scale": True, "out_form": "BF16"},
     )
     nf4 = {"group": 64, "nested_block": 256, "values": "TABLE", "scale_form": "NESTED"}
-    four = float_operations(
-        decode_kernels.decode_four_bits,
-        types,
-        {**tile, **nf4, "product_form": "F16", "out_form": "BF16"},
-    )
     assert set(eight) == {"selp.f32", "mul.rn.f32", "cvt.rn.f32.u32"}
-    assert set(four) == {"mul.rn.f32", "add.rn.f32", "cvt.rn.f16.f32", "cvt.f32.f16"}
+    for kernel in (decode_kernels.decode_four_bits, decode_kernels.decode_four_bits_by_groups):
+        four = float_operations(
+            kernel, types, {**tile, **nf4, "product_form": "F16", "out_form": "BF16"}
+        )
+        assert set(four) == {"mul.rn.f32", "add.rn.f32", "cvt.rn.f16.f32", "cvt.f32.f16"}
+    int4 = {"group": 32, "nested_block": 1, "values": "INT4", "scale_form": "BF16"}
+    four = float_operations(
+        decode_kernels.decode_four_bits_by_groups,
+        types,
+        {**tile, **int4, "product_form": "BF16", "out_form": "BF16"},
+    )
+    assert set(four) == {"mul.rn.f32", "add.rn.f32"}
 
 
 # -- The choice ----------------------------------------------------------------------------------
@@ -152,7 +160,7 @@ class Wrong(Fp8Blocks):
 
 class Broken(Fp8Blocks):
     @property
-    def trial_shape(self) -> Shape:
+    def trial_shapes(self) -> tuple[Shape, ...]:
         raise RuntimeError("no C compiler")
 
 

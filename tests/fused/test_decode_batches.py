@@ -175,7 +175,7 @@ def test_all_experts_of_one_shape_are_one_launch(
     DecodePlan(weights).decode(block, memory)
     by_reference(weights, block, reference)
     assert torch.equal(memory, reference)
-    assert launches == [("decode_four_bits", length) for length in expected]
+    assert launches == [("decode_four_bits_by_groups", length) for length in expected]
 
 
 def test_a_launch_has_no_more_weights_than_a_grid_has_rows() -> None:
@@ -236,8 +236,8 @@ def test_a_trial_compiles_what_later_launches_run(
         assert launch is not None and isinstance(codec, FusedCodec)
         launched.found.clear()
         cpu = torch.device("cpu")
-        assert on_device.explain_refusal(codec, dtype, cpu, launch.order) == ""
-        kind = codec.trial_codecs, dtype, launch.order
+        assert on_device.explain_refusal(codec, dtype, cpu, launch.variant) == ""
+        kind = codec.trial_codecs, dtype, launch.variant
         tried.setdefault(kind, set(launched.found))
         assert len(tried[kind]) == 1
         launched.found.clear()
