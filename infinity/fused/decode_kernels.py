@@ -242,7 +242,7 @@ def _store_pairs(
     out_form: tl.constexpr,
     order: tl.constexpr,
 ):
-    """Stores the bits of a tile's even and odd columns. `here`: the address of the first element."""
+    """Stores the bits of even and odd columns. `here`: the address of the first element."""
     within = _within(row, 2 * pair, row_stride, column_stride, order)
     step = column_stride.to(tl.int32)
     if out_form == "F32":
