@@ -26,11 +26,17 @@ def update_span_(span: StateSpan, settings: Settings, grad_scale: float) -> None
 
     The first call per device, rule and format compiles and tries the kernel, which takes seconds.
     """
+    is_fused = is_updated_by_kernel(span, settings)
+    (fused_span_ if is_fused else reference_span_)(span, settings, grad_scale)
+
+
+def is_updated_by_kernel(span: StateSpan, settings: Settings) -> bool:
+    """Whether the Triton kernel updates a span, which takes no memory beside it; else the reference
+    does, in many operations."""
     device, gradient_dtype = span.weight.device, span.gradient.dtype
-    is_refused = device.type != "cuda" or explain_refusal(
+    return device.type == "cuda" and not explain_refusal(
         settings, device, gradient_dtype, is_split=span.is_split
     )
-    (reference_span_ if is_refused else fused_span_)(span, settings, grad_scale)
 
 
 def explain_refusal(

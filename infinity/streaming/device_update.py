@@ -6,7 +6,9 @@ the readable reference of the rule in torch operations has the bits of the host'
 each operation is rounded as IEEE 754 says, and none is contracted that the rule does not fuse
 (`ops/on_device.py`).
 
-While one slice is updated, the next one is copied in and the last one out.
+While one slice is updated, the next one is copied in and the last one out. A span that rests on the
+device is one slice where a kernel updates it: a launch costs more than the update of a million
+elements.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from infinity.ops.on_device import update_span_
+from infinity.ops.on_device import is_updated_by_kernel, update_span_
 from infinity.ops.optimizers import Settings, step_
 from infinity.ops.span import StateSpan
 from infinity.ops.torch_kernels import is_native
@@ -24,7 +26,7 @@ from infinity.tiers.device import Copy, DeviceAdapter
 
 # Elements on the device at once, three times: arrays of 16 bytes each, and for the reference ten
 # times 8 bytes that its arithmetic makes on the way. A multiple of span.CUT_NUMEL.
-SLICE_NUMEL = 1 << 20
+SLICE_NUMEL = 1 << 21
 
 
 def can_update_on_device(spans: Sequence[StateSpan], settings: Settings) -> bool:
@@ -39,7 +41,7 @@ def update_on_device(
 ) -> None:
     """One step of every span, in place. Arrays are in the host's arena, or on the device. What is
     on the host is done when it returns, the rest in the order of the current stream."""
-    slices = [part for span in spans for part in _slices(span)]
+    slices = [part for span in spans for part in _slices(device, span, settings)]
     copying: deque[list[Copy]] = deque()
     returned: list[Copy] = []
     following = _copy_in(device, slices[0]) if slices else None
@@ -85,12 +87,21 @@ def update_on_host(
                 old_array.copy_(new_array)
 
 
-def _slices(span: StateSpan) -> Iterator[StateSpan]:
+def _slices(device: DeviceAdapter, span: StateSpan, settings: Settings) -> Iterator[StateSpan]:
+    if not any(map(device.is_on_host, _arrays(span))) and is_updated_by_kernel(span, settings):
+        yield span
+        return
     for start in range(0, span.weight.numel(), SLICE_NUMEL):
         part = slice(start, start + SLICE_NUMEL)
         states = tuple(state[part] for state in _states(span))
         residual = None if span.residual is None else span.residual[part]
         yield StateSpan(span.weight[part], span.gradient[part], states, residual)
+
+
+def _arrays(span: StateSpan) -> Iterator[torch.Tensor]:
+    yield from (span.weight, span.gradient, *_states(span))
+    if span.residual is not None:
+        yield span.residual
 
 
 def _states(span: StateSpan) -> list[torch.Tensor]:

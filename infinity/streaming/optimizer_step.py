@@ -44,7 +44,7 @@ from infinity.streaming.step_record import (
     UpdatedWeights,
     UpdateSettings,
 )
-from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, updates_of
+from infinity.streaming.unit_update import CHUNKS_AT_REST, ChunkUpdates, UnitUpdate, updates_of
 from infinity.streaming.update_worker import MOST_CHECKED_OUT, UpdateWorker, Waitable
 from infinity.tiers.pool import HostPool
 
@@ -65,7 +65,6 @@ class Updater(StepRunner):
         self._pool = pool
         self._weight_cache = weight_cache
         self._gradients = gradients
-        self.chunk_nbytes = settings.chunk_nbytes
         self._reads_ahead = settings.reads_ahead
         self._is_on_host = settings.on_device is None
         self._counters = counters
@@ -77,6 +76,7 @@ class Updater(StepRunner):
             sums_to_come_nbytes=lambda: gradients.blocks.to_come_nbytes,
             has_fixed_arrays=isinstance(store, LocalStore),
         )  # fmt: skip
+        self.chunk_nbytes = settings.chunk_nbytes * (1 if self._ring.travels else CHUNKS_AT_REST)
         gradients.in_blocks.awaits_update = self.is_pending
         if isinstance(weight_cache, WeightCache):
             gradients.blocks.spare_nbytes = self._spare_for_sums
@@ -94,7 +94,7 @@ class Updater(StepRunner):
             copies = OldCopies(store, pool, lambda: self._spare_nbytes() - sums.to_come_nbytes)
             self._early = EarlyUpdates(
                 store, weight_cache, gradients, self._ring, self._chunks, counters, copies,
-                chunk_nbytes=settings.chunk_nbytes, is_beside=settings.is_beside,
+                chunk_nbytes=self.chunk_nbytes, is_beside=settings.is_beside,
             )  # fmt: skip
         # Where no state travels, gradients change nothing for updates.
         self.follows_gradients = self._early is not None or self._ring.travels

@@ -18,6 +18,10 @@ from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import StepRecord, UpdatedWeights
 from infinity.tiers.device import DeviceAdapter
 
+# Chunks that are one where no state travels: nobody waits for its bytes, and a chunk costs a turn
+# under the lock and a wake of all threads.
+CHUNKS_AT_REST = 4
+
 
 @dataclass(eq=False, slots=True)
 class UnitUpdate:
