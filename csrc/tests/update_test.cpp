@@ -274,6 +274,23 @@ TEST(SumsProductsAndCopiesAreThoseOfTheElementsAtEveryLength) {
   }
 }
 
+TEST(LargeCopiesPastTheCachesAreExactAtEveryAlignment) {
+  constexpr std::size_t kNbytes = (std::size_t{1} << 23) + 77;
+  std::vector<std::uint8_t> source(kNbytes + 64);
+  for (std::size_t i = 0; i < source.size(); ++i) {
+    source[i] = static_cast<std::uint8_t>(i * 31U + (i >> 8U));
+  }
+  for (const std::size_t from : {std::size_t{0}, std::size_t{3}}) {
+    for (const std::size_t to : {std::size_t{0}, std::size_t{1}, std::size_t{63}}) {
+      std::vector<std::uint8_t> target(kNbytes + 128, 255);
+      copy(target.data() + to, source.data() + from, kNbytes, 3);
+      CHECK(std::equal(source.data() + from, source.data() + from + kNbytes, target.data() + to));
+      CHECK(to == 0 || target[to - 1] == 255);
+      CHECK(target[to + kNbytes] == 255);
+    }
+  }
+}
+
 // Codes and scales in heap arrays of their own length.
 struct State8Bit {
   std::vector<std::uint8_t> codes[2];

@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include "float_environment.h"
 #include "thread_pool.h"
 
@@ -15,6 +19,8 @@ namespace {
 // What a thread takes at a time: 1 MiB of fp32, a hundred microseconds.
 constexpr std::size_t kItemNumel = std::size_t{1} << 18;
 constexpr std::size_t kItemNbytes = std::size_t{1} << 21;
+// A copy of so many bytes leaves nothing in caches that would be there when it is read.
+constexpr std::size_t kStreamedNbytes = std::size_t{1} << 23;
 
 float widen(float value) { return value; }
 float widen(std::uint16_t value) {
@@ -29,6 +35,31 @@ void in_parts(std::size_t size, std::size_t part_size, std::size_t num_threads, 
     const DefaultFloatEnvironment environment;
     body(part * part_size, std::min((part + 1) * part_size, size));
   });
+}
+
+// As memcpy, past the caches: the old bytes of the target are not read, a third of the traffic.
+void copy_streamed(std::byte* to, const std::byte* from, std::size_t nbytes) {
+#if defined(__x86_64__)
+  constexpr std::size_t kLine = 64;
+  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(to) % kLine;
+  const std::size_t head = std::min(nbytes, misaligned == 0 ? 0 : kLine - misaligned);
+  std::memcpy(to, from, head);
+  std::size_t done = head;
+  for (; done + kLine <= nbytes; done += kLine) {
+    const auto* source = reinterpret_cast<const __m128i*>(from + done);
+    auto* target = reinterpret_cast<__m128i*>(to + done);
+    const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+    const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+    _mm_stream_si128(target, a);
+    _mm_stream_si128(target + 1, b);
+    _mm_stream_si128(target + 2, c);
+    _mm_stream_si128(target + 3, d);
+  }
+  std::memcpy(to + done, from + done, nbytes - done);
+  _mm_sfence();  // Whoever is told that it is over reads the new bytes.
+#else
+  std::memcpy(to, from, nbytes);
+#endif
 }
 
 template <class T>
@@ -69,8 +100,13 @@ void multiply(float* product, const void* values, GradientFormat format, float f
 void copy(void* target, const void* source, std::size_t nbytes, std::size_t num_threads) {
   auto* to = static_cast<std::byte*>(target);
   const auto* from = static_cast<const std::byte*>(source);
+  const bool is_streamed = nbytes >= kStreamedNbytes && target != source;
   in_parts(nbytes, kItemNbytes, num_threads, [=](std::size_t start, std::size_t stop) {
-    std::memcpy(to + start, from + start, stop - start);
+    if (is_streamed) {
+      copy_streamed(to + start, from + start, stop - start);
+    } else {
+      std::memcpy(to + start, from + start, stop - start);
+    }
   });
 }
 

@@ -17,6 +17,9 @@ from infinity import _core
 from infinity.config.cores import threads_here
 
 LEAST_NBYTES = 1 << 18  # Of the result; less is over before another thread is awake.
+_STREAMED_NBYTES = (
+    1 << 23
+)  # From here on the native copy goes past the caches, as torch's does not.
 _IS_BF16 = {torch.float32: False, torch.bfloat16: True}
 
 
@@ -49,7 +52,8 @@ def multiplied_(values: torch.Tensor, factor: float) -> torch.Tensor:
 def copy_(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copies `source` to `target`, and returns it: tensors of one shape, of any dtypes and strides,
     which do not overlap."""
-    threads = _native_threads(target, source)
+    is_large = target.nbytes >= _STREAMED_NBYTES
+    threads = _native_threads(target, source, is_slow_in_torch=is_large)
     is_same, is_wider = source.dtype is target.dtype, target.dtype is torch.float32
     if threads is None or not (is_same or (is_wider and source.dtype in _IS_BF16)):
         return target.copy_(source)

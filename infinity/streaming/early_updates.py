@@ -16,6 +16,12 @@ Note [Old state]
   chunk, to memory that nobody else needs; a unit that finds none is not updated early.
   `state/early.py` says which units can go back.
 
+Note [Which first]
+  Chunks of drives are read ahead in the order of the gradients, and updated in it. Where all state
+  rests on the host, beside a device, nothing is read: every unit is planned, and the worker takes
+  the one whose gradients came last. What the backward does not get to is then what the forward
+  needs last.
+
 Note [Nobody sees an early update]
   Before the decision, whoever needs the weights or the state of a unit gets the old ones: the early
   update is taken back first. Gradients are only read, so nothing is lost but time.
@@ -94,12 +100,12 @@ class EarlyUpdates:
         self._copies = copies
         self._chunk_nbytes = chunk_nbytes
         self._is_beside = is_beside
+        units = [unit for unit in store.units if can_go_back(store, unit, is_beside=is_beside)]
+        # Note [Which first].
+        self._is_newest_first = is_beside and not any(has_generations(store, u) for u in units)
         self.policy = EarlyPolicy(
-            {
-                unit.index: updated_nbytes(unit)
-                for unit in store.units
-                if can_go_back(store, unit, is_beside=is_beside)
-            }
+            {unit.index: updated_nbytes(unit) for unit in units},
+            is_newest_first=self._is_newest_first,
         )
         self._planned: dict[int, _Early] = {}  # In the order of their gradients.
         self._complete: dict[int, _Early] = {}  # Not DONE, in the order in which they came.
@@ -173,7 +179,7 @@ class EarlyUpdates:
         self._is_advancing = True
         try:
             if self.wake_worker is None:
-                while self._complete and self._advance(next(iter(self._complete))):
+                while self._complete and self._advance(self._in_turn()[0]):
                     pass
             elif self._check_out_first():
                 self.wake_worker()
@@ -183,15 +189,22 @@ class EarlyUpdates:
 
     def _check_out_first(self) -> bool:
         """Checks weights out for the worker. Returns whether the worker has any."""
-        num_checked_out = 0
-        for index, early in list(self._complete.items()):
+        num_checked_out = sum(map(self._is_checked_out, self._complete))
+        for index in self._in_turn():
+            early = self._complete[index]
             assert early.update is not None
-            if self._can_update(early):
-                self._chunks.check_out(early.update)
-            num_checked_out += self._is_checked_out(index)
-            if num_checked_out == MOST_CHECKED_OUT:
+            if num_checked_out >= MOST_CHECKED_OUT:
                 break
+            if early.update.weights is None and self._can_update(early):
+                self._chunks.check_out(early.update)
+                num_checked_out += 1
         return num_checked_out > 0
+
+    def _in_turn(self) -> list[int]:
+        """The complete units in the order of their updates; one that is begun is finished first."""
+        if not self._is_newest_first:
+            return list(self._complete)
+        return sorted(reversed(self._complete), key=lambda unit: not self._complete[unit].is_begun)
 
     def _is_checked_out(self, unit: int) -> bool:
         update = self._complete[unit].update
@@ -200,7 +213,7 @@ class EarlyUpdates:
     def turn(self) -> Sequence[Transfer] | None:
         """A turn of the worker, see `UpdateWorker`: updates a chunk of the first unit that it can.
         The weights of a unit before it may be on their way."""
-        units = list(filter(self._is_checked_out, self._complete))
+        units = list(filter(self._is_checked_out, self._in_turn()))
         if not units or self._is_advancing:
             return None
         self._is_advancing = True
