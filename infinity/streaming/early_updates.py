@@ -204,7 +204,8 @@ class EarlyUpdates:
         """The complete units in the order of their updates; one that is begun is finished first."""
         if not self._is_newest_first:
             return list(self._complete)
-        return sorted(reversed(self._complete), key=lambda unit: not self._complete[unit].is_begun)
+        newest_first = list(self._complete)[::-1]
+        return sorted(newest_first, key=lambda unit: not self._complete[unit].is_begun)
 
     def _is_checked_out(self, unit: int) -> bool:
         update = self._complete[unit].update
