@@ -35,6 +35,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
@@ -50,9 +51,13 @@ from infinity.streaming.parameters import WeightCache
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import StepRecord
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of, updates_of
-from infinity.streaming.update_worker import MOST_CHECKED_OUT
+from infinity.streaming.update_worker import MOST_CHECKED_OUT, LooseWork
 
 _WAITS = ("read_wait_s", "write_wait_s")
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(eq=False, slots=True)
@@ -113,8 +118,10 @@ class EarlyUpdates:
         self._old: OldGeneration | None = None  # Since the first early update of the step.
         self._num_undone = 0  # Taken back before the step has decided.
         self._is_advancing = False
-        # Of the worker that updates, where there is one.
+        # Of the worker that updates, where there is one: wakes it, and ends what it does without
+        # the lock.
         self.wake_worker: Callable[[], None] | None = None
+        self.end_work: Callable[[], None] = _nothing
         # For `wait_share`: the waits and the time at the last decision.
         self._waits_before_s = 0.0
         self._forward_wait_s = 0.0
@@ -179,7 +186,7 @@ class EarlyUpdates:
         self._is_advancing = True
         try:
             if self.wake_worker is None:
-                while self._complete and self._advance(self._in_turn()[0]):
+                while self._complete and self._advance_at_once(self._in_turn()[0]):
                     pass
             elif self._check_out_first():
                 self.wake_worker()
@@ -211,7 +218,7 @@ class EarlyUpdates:
         update = self._complete[unit].update
         return update is not None and update.weights is not None
 
-    def turn(self) -> Sequence[Transfer] | None:
+    def turn(self) -> Sequence[Transfer] | LooseWork | None:
         """A turn of the worker, see `UpdateWorker`: updates a chunk of the first unit that it can.
         The weights of a unit before it may be on their way."""
         units = list(filter(self._is_checked_out, self._in_turn()))
@@ -219,11 +226,11 @@ class EarlyUpdates:
             return None
         self._is_advancing = True
         try:
-            is_done = any(self._advance(unit) for unit in units)
+            begun = next(filter(None, map(self._advance, units)), None)
             with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
                 self._read_ahead()
-            if is_done:
-                return ()
+            if begun is not None:
+                return begun if isinstance(begun, LooseWork) else ()
             waiting = filter(self._is_checked_out, self._complete)
             first = next((self._complete[unit].update for unit in waiting), None)
             return None if first is None else self._ring.awaited(first.left[0])
@@ -238,8 +245,17 @@ class EarlyUpdates:
             update.weights is not None or self._weight_cache.can_check_out(early.unit.index)
         )
 
-    def _advance(self, index: int) -> bool:
-        """Updates the next chunk of a complete unit, if it can be now. Returns whether it was."""
+    def _advance_at_once(self, index: int) -> bool:
+        """As `_advance`, on this thread. Returns whether anything was done."""
+        begun = self._advance(index)
+        if isinstance(begun, LooseWork):
+            begun.run()
+            begun.end()
+        return bool(begun)
+
+    def _advance(self, index: int) -> LooseWork | bool:
+        """Returns the update of the next chunk of a complete unit; False if it cannot be updated
+        now, True if the unit has no early update any more."""
         early = self._complete[index]
         update = early.update
         assert update is not None
@@ -254,18 +270,25 @@ class EarlyUpdates:
             early.update = None  # The step makes it.
             return True
         try:
-            if not self._chunks.try_next(update, self._copies.keep):
-                return False
+            work = self._chunks.try_next(update, partial(self._end_chunk, index), self._copies.keep)
         except StorageError:
             self.take_back(index)  # Who needs the unit next meets the cause, and tells it.
             return False
         except BaseException:
             self.take_back(index)
             raise
-        if update.is_done:
+        return work or False
+
+    def _end_chunk(self, index: int, error: BaseException | None) -> None:
+        update = self._complete[index].update
+        assert update is not None
+        if error is not None:
+            self.take_back(index)
+            if not isinstance(error, StorageError):  # As in `_advance`.
+                raise error
+        elif update.is_done:
             self._chunks.check_in(update, write_now=True)
             self._done[index] = self._complete.pop(index)
-        return True
 
     def _keep_old(self, unit: Unit) -> bool:
         """Keeps the state of a unit that has generations. Returns whether it can: weights that were
@@ -294,6 +317,7 @@ class EarlyUpdates:
         """Keeps the early updates that are what the step decided, and takes back the others.
         Returns those that are kept; one that is not done has its weights checked out, and is to be
         finished by the record."""
+        self.end_work()
         kept = []
         for index, early in [*self._done.items(), *self._complete.items()]:
             assert early.update is not None
@@ -331,6 +355,8 @@ class EarlyUpdates:
     def take_back(self, unit: int) -> None:
         """Undoes the unit's early update, if there is one: its state is that of the last step.
         Raises StorageError if a write has failed."""
+        if unit in self._done or unit in self._complete:
+            self.end_work()
         early = self._done.pop(unit, None) or self._complete.pop(unit, None)
         if early is None or early.update is None:
             return
@@ -371,6 +397,7 @@ class EarlyUpdates:
     def release(self) -> bool:
         """Gives memory back: weights that are checked out between two chunks, or the last copy of
         old state. Returns whether there was any."""
+        self.end_work()
         for unit, early in self._complete.items():
             if early.update is not None and early.update.weights is not None:
                 if self._is_advancing:

@@ -25,18 +25,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
 
 from typing_extensions import override
 
 from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
 from infinity.state.old_copies import OldCopies
-from infinity.state.store import DeviceLocation, LocalStore, StateStore, Transfer
+from infinity.state.store import DeviceLocation, LocalStore, StateStore
 from infinity.state.units import Chunk, StateKind
 from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.parameters import WeightCache
+from infinity.streaming.pending_beside import PendingBeside
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import (
     StepRecord,
@@ -45,7 +45,7 @@ from infinity.streaming.step_record import (
     UpdateSettings,
 )
 from infinity.streaming.unit_update import CHUNKS_AT_REST, ChunkUpdates, UnitUpdate, updates_of
-from infinity.streaming.update_worker import MOST_CHECKED_OUT, UpdateWorker, Waitable
+from infinity.streaming.update_worker import LooseWork, UpdateWorker, Waitable
 from infinity.tiers.pool import HostPool
 
 
@@ -108,9 +108,11 @@ class Updater(StepRunner):
         self._is_applying = False
         self._worker: UpdateWorker | None = None  # Adds gradients to sums.
         self._updates_beside = False  # Whether the worker updates, too.
-        # Pending units whose weights are checked out for the worker, in the order of their updates.
-        self._beside: list[UnitUpdate] = []
-        self._is_feeding = False  # Whether the worker makes pending updates.
+        self._beside = PendingBeside(
+            self._pending, weight_cache, self._chunks, self._ring,
+            following=self._expected, ended=self._end, torn=self._tear,
+        )  # fmt: skip
+        self._work: LooseWork | None = None  # What the worker does without the lock.
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
         self._decided_s = time.monotonic()  # The last decision.
 
@@ -124,7 +126,7 @@ class Updater(StepRunner):
         resources.callback(self._worker.close)
         self._updates_beside = self._rides_along and self._is_on_host
         if self._updates_beside and self._early is not None:
-            self._early.wake_worker = self._worker.wake
+            self._early.wake_worker, self._early.end_work = self._worker.wake, self._end_work
 
     # -- Pending updates -------------------------------------------------------------------------
 
@@ -132,6 +134,7 @@ class Updater(StepRunner):
     def defer(self, record: StepRecord) -> None:
         """Makes every unit with a parameter in the record pending, but for those that were updated
         in the backward; nothing is moved yet."""
+        self._end_work()
         self._make_space_for_weights()
         kept = self._decide(record)
         self._updated, self._next, self._before_backward = {}, None, None
@@ -147,7 +150,7 @@ class Updater(StepRunner):
         self._ring.drop_reads(lambda chunk: chunk.unit.index not in self._pending)
         with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
             self._ring.bring_all_gradients()
-        self._is_feeding = self._updates_beside and not self._has_state_on_device
+        self._beside.is_feeding = self._updates_beside and not self._has_state_on_device
         if self._early is not None and self._early.policy.is_on:
             self._before_backward = self._expected_in_backward(self._early)
 
@@ -173,7 +176,7 @@ class Updater(StepRunner):
             if not update.is_done:
                 self._make_pending(update)
                 if self._updates_beside:  # The worker goes on.
-                    self._beside.append(update)
+                    self._beside.add(update)
         return {update.unit.index for update in kept}
 
     @override
@@ -215,6 +218,8 @@ class Updater(StepRunner):
         """
         if self._early is not None:
             self._early.take_back(unit)
+        if unit in self._pending:
+            self._end_work()
         update = self._pending.get(unit)
         if update is None:
             return
@@ -245,11 +250,14 @@ class Updater(StepRunner):
     @override
     def finish_writes(self) -> None:
         """Waits until what was updated so far is where it rests."""
+        self._end_work()
         self._ring.finish_writes()
 
     @override
     def abandon(self) -> None:
         """Forgets what is pending and waits for what is in flight; the engine is closing."""
+        with contextlib.suppress(Exception):  # It would have been raised by whoever needed it.
+            self._end_work()
         self._withdraw()
         self.finish_writes()
         self._ring.forget_arrays()
@@ -329,24 +337,7 @@ class Updater(StepRunner):
 
     # -- Beside the device -------------------------------------------------------------------------
 
-    def _feed_worker(self) -> None:
-        """Checks weights of pending units out for the worker, those that are needed next."""
-        self._beside = [update for update in self._beside if self._is_beside(update)]
-        pending = (self._pending[u] for u in self._weight_cache.expected() if u in self._pending)
-        for update in islice(pending, 2 * MOST_CHECKED_OUT):
-            if len(self._beside) == MOST_CHECKED_OUT:
-                break
-            if update.weights is None and self._local_weights.can_check_out(update.unit.index):
-                self._chunks.check_out(update)
-                self._beside.append(update)
-        if self._beside and self._worker is not None:
-            self._worker.wake()
-
-    def _is_beside(self, update: UnitUpdate) -> bool:
-        """Whether the update is still to be made, with the weights that were checked out."""
-        return self._pending.get(update.unit.index) is update and update.weights is not None
-
-    def _turn(self) -> Sequence[Waitable] | None:
+    def _turn(self) -> Sequence[Waitable] | LooseWork | None:
         """A turn of the worker, see `UpdateWorker`: first of additions to sums, which the
         step needs, then of pending updates, then of early ones."""
         if self._is_applying or self._torn is not None:
@@ -356,41 +347,28 @@ class Updater(StepRunner):
             return added
         if not self._updates_beside:
             return None
-        update = next(filter(self._is_beside, self._beside), None)
-        if update is not None and self._is_feeding:
-            return self._turn_of(update)
-        return None if self._early is None else self._early.turn()
+        self._end_work()
+        update = self._beside.first()
+        found: Sequence[Waitable] | LooseWork | None = None
+        if update is not None:
+            found = self._beside.turn_of(update)
+        elif self._early is not None:
+            found = self._early.turn()
+        self._work = found if isinstance(found, LooseWork) else None
+        return found
 
-    def _turn_of(self, update: UnitUpdate) -> Sequence[Transfer] | None:
-        try:
-            with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
-                if self._ring.take(or_none=True):
-                    self._ring.start_more(self._expected())
-            if not self._chunks.try_next(update):
-                return self._ring.awaited(update.left[0])
-            if update.is_done:
-                self._chunks.check_in(update, write_now=True)
-                self._end(update)
-        except BaseException as error:
-            self._is_feeding = False  # Who needs the unit next meets the cause, and tells it.
-            if update.is_begun:
-                self._tear(error)
-            if isinstance(error, StorageError):
-                return None
-            raise
-        return ()
+    def _end_work(self) -> None:
+        """Ends what the worker does without the lock, see `LooseWork`."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.end()
 
-    def _release_beside(self) -> bool:
-        """Gives back weights that are checked out for the worker. An update that has begun is made
-        first. Returns whether there were any."""
-        for update in filter(self._is_beside, self._beside):
-            if not update.is_begun:
-                self._chunks.check_in(update, write_now=False)
-                return True
-            if self._ring.is_taken and self._torn is None:
-                self.bring_up_to_date(update.unit.index)
-                return True
-        return False
+    def _finish(self, unit: int) -> bool:
+        """Makes the rest of a pending update. Returns whether it can be made now."""
+        if not self._ring.is_taken or self._torn is not None:
+            return False
+        self.bring_up_to_date(unit)
+        return True
 
     # -- In the backward ---------------------------------------------------------------------------
 
@@ -445,8 +423,9 @@ class Updater(StepRunner):
         reads_ahead = self._pending and self._reads_ahead and self._ring.travels
         if reads_ahead and self._ring.take(or_none=True):
             self._ring.start_more(self._expected())
-        if self._pending and self._is_feeding:
-            self._feed_worker()
+        is_fed = bool(self._pending) and self._beside.is_feeding and self._beside.feed()
+        if is_fed and self._worker is not None:
+            self._worker.wake()
         if self._worker is not None and self._gradients.leaving.num_additions:
             self._worker.wake()
         if self._early is not None:
@@ -495,6 +474,7 @@ class Updater(StepRunner):
         block, with what was read ahead, or weights of an early update that is under way."""
         if self._is_applying:
             return False
-        if self._release_beside():
+        self._end_work()
+        if self._beside.release(self._finish):
             return True
         return self._ring.give_up() or (self._early is not None and self._early.release())

@@ -16,6 +16,7 @@ from infinity.storage.checksums import PageDigests
 from infinity.streaming.chunk_update import StagedChunk, update_chunk
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import StepRecord, UpdatedWeights
+from infinity.streaming.update_worker import LooseWork
 from infinity.tiers.device import DeviceAdapter
 
 # Chunks that are one where no state travels: nobody waits for its bytes, and a chunk costs a turn
@@ -30,6 +31,7 @@ class UnitUpdate:
     unit: Unit
     record: StepRecord
     chunks: tuple[Chunk, ...]
+    num_begun: int = 0
     num_done: int = 0
     weights: torch.Tensor | None = None  # While they are checked out: uint8 (weight_nbytes,).
     is_begun: bool = False  # Some state may have changed.
@@ -41,8 +43,8 @@ class UnitUpdate:
 
     @property
     def left(self) -> tuple[Chunk, ...]:
-        """The chunks that are not updated yet."""
-        return self.chunks[self.num_done :]
+        """The chunks whose updates have not begun."""
+        return self.chunks[self.num_begun :]
 
     @property
     def overwrites_all(self) -> bool:
@@ -148,28 +150,43 @@ class ChunkUpdates:
             self._ring.give_back(staged)
 
     def try_next(
-        self, update: UnitUpdate, keep: Callable[[Chunk, torch.Tensor], None] | None = None
-    ) -> bool:
+        self,
+        update: UnitUpdate,
+        then: Callable[[BaseException | None], None],
+        keep: Callable[[Chunk, torch.Tensor], None] | None = None,
+    ) -> LooseWork | None:
         """As `run_next` where the state of the chunk was read ahead and is there; never waits for
-        it. Returns whether the chunk was updated."""
+        it. Returns the update of the chunk, which needs no lock, and its end, which calls `then`
+        with what the update has raised; None if the state is not there."""
         chunk = update.left[0]
         if self._ring.travels:
             staged = self._ring.started(chunk)
             if staged is None or not self._ring.is_there(staged):
-                return False
+                return None
             self._ring.bring_gradients(staged)
             if not self._ring.is_there(staged):
-                return False
+                return None
             self._ring.take_started(chunk)
         else:
             staged = self._ring.due(chunk)
         try:
             self.check_out(update)
             self._ring.await_reads(staged)  # Over, but they may have failed.
-            self._update(update, staged, keep)
-        finally:
+            compute = self._begin(update, staged, keep)
+        except BaseException:
             self._ring.give_back(staged)
-        return True
+            raise
+
+        def end(error: BaseException | None) -> None:
+            try:
+                if error is None:
+                    self._end(update, staged)
+            except BaseException as failure:
+                error = failure
+            self._ring.give_back(staged)
+            then(error)
+
+        return LooseWork(compute, end)
 
     def _update(
         self,
@@ -177,18 +194,36 @@ class ChunkUpdates:
         staged: StagedChunk,
         keep: Callable[[Chunk, torch.Tensor], None] | None,
     ) -> None:
-        assert update.weights is not None
-        if keep is not None:
-            keep(staged.chunk, update.weights)
+        self._begin(update, staged, keep)()
+        self._end(update, staged)
+
+    def _begin(
+        self,
+        update: UnitUpdate,
+        staged: StagedChunk,
+        keep: Callable[[Chunk, torch.Tensor], None] | None,
+    ) -> Callable[[], None]:
+        """Returns the arithmetic of a chunk, whose arrays nobody else touches before `_end`."""
+        weights = update.weights
+        assert weights is not None
         update.is_begun = True
+        update.num_begun += 1
         of_weights = None if self._digests is None else self._digests(update.unit.index)
         if staged.slot is not None and self._on_device is None:
             self._ring.take_digests(staged, staged.slot)
-        start_ns = time.monotonic_ns()
-        try:
-            with torch.no_grad():
-                update_chunk(staged, update.weights, update.record, self._on_device, of_weights)
-        finally:
-            self._counters.add_time("update_s", start_ns, f"update of {update.unit.name}")
+
+        def compute() -> None:
+            if keep is not None:
+                keep(staged.chunk, weights)
+            start_ns = time.monotonic_ns()
+            try:
+                with torch.no_grad():
+                    update_chunk(staged, weights, update.record, self._on_device, of_weights)
+            finally:
+                self._counters.add_time("update_s", start_ns, f"update of {update.unit.name}")
+
+        return compute
+
+    def _end(self, update: UnitUpdate, staged: StagedChunk) -> None:
         self._ring.write_back(staged)
         update.num_done += 1

@@ -14,6 +14,7 @@ import infinity
 from infinity.checkpoint.run.commit import thaw_removed
 from infinity.errors import InfinityError, StorageError
 from infinity.streaming.optimizer_step import Updater
+from infinity.streaming.pending_beside import PendingBeside
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.parity.test_early_updates import (
     Clip,
@@ -170,14 +171,16 @@ if newest:
     first = infinity.checkpoint.load(newest[-1], model, run.optimizer).step
 real, updated = unit_update.ChunkUpdates.try_next, 0
 
-def mortal(self, update, keep=None):
-    global updated
-    is_updated = real(self, update, keep)
-    updated += is_updated
-    if die_at and updated == die_at:
-        print("early", updated, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return is_updated
+def mortal(self, update, then, keep=None):
+    def counted(error):
+        global updated
+        updated += 1
+        if die_at and updated == die_at:
+            print("early", updated, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        then(error)
+
+    return real(self, update, counted, keep)
 
 unit_update.ChunkUpdates.try_next = mortal
 idle = idle_drives()
@@ -284,7 +287,7 @@ def test_a_step_whose_older_updates_fail_has_decided_nothing(
         return [*losses, *steps(run, 2, start=BEFORE + 1)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updater, "_turn_of", lambda *_: None)  # No worker makes pending updates.
+        patch.setattr(PendingBeside, "turn_of", lambda *_: None)  # No worker makes pending updates.
         assert both_sides(body, config_of(swap_directory), options())["early_updates_kept"]
     assert failed, "no unit waited for its update"
 

@@ -22,6 +22,7 @@ from infinity.state.units import Chunk
 from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.staging_ring import StagingRing
+from infinity.streaming.update_worker import LooseWork
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import sampled
 
@@ -198,8 +199,14 @@ def idle_drives() -> Iterator[None]:
 
     def now(early: EarlyUpdates) -> None:
         real(early)
-        while early.wake_worker is not None and early.turn() == ():
-            pass  # What the worker may not get to before the step.
+        while early.wake_worker is not None:  # What the worker may not get to before the step.
+            early.end_work()
+            turn = early.turn()
+            if isinstance(turn, LooseWork):
+                turn.run()
+                turn.end()
+            elif turn != ():
+                break
 
     def under_way(early: EarlyUpdates) -> list[Any]:
         ring = early._ring

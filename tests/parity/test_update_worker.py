@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from infinity.errors import InfinityError, StorageError
+from infinity.streaming import unit_update
 from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.leaving_gradients import LeavingGradients
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
+from infinity.streaming.update_worker import LooseWork
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.device import Copy
 from tests.support.exhaustive import sampled
@@ -96,7 +99,63 @@ def test_the_worker_updates_while_nobody_calls_the_engine(
     assert not worker.is_alive(), "closing ends the thread"
 
 
-@pytest.mark.parametrize("seed", sampled(range(4), (2).__gt__))
+ALL_ON_HOST = dict.fromkeys(("parameters", "master", "moments"), "host")
+
+
+def test_the_backward_goes_on_while_a_chunk_is_updated(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INV-26: the arithmetic of a chunk does not hold the engine's lock, which every gradient
+    takes."""
+    run = offloaded(swap_directory, placement=ALL_ON_HOST)
+    seen = steps(run, 3)
+    is_updating, goes_on = threading.Event(), threading.Event()
+    was_held_up: list[bool] = []
+    real = unit_update.update_chunk
+
+    def slow(*arguments: Any) -> None:
+        if threading.current_thread().name == WORKER and not is_updating.is_set():
+            is_updating.set()
+            was_held_up.append(not goes_on.wait(10))
+        real(*arguments)
+
+    monkeypatch.setattr(unit_update, "update_chunk", slow)
+    first: nn.Module = run.model.blocks[0]  # The last in the backward but the embedding.
+    hook = first.register_full_backward_hook(lambda *_: is_updating.wait(10) and None)
+    loss_of(run.model, 3).backward()
+    hook.remove()
+    goes_on.set()
+    assert was_held_up == [] or not was_held_up[0]
+    assert is_updating.is_set(), "the worker has updated nothing"
+    run.step()
+    expected = plain_run(lambda run: steps(run, 4))
+    assert all(map(torch.equal, expected, [*seen, expected[3], *run.values().values()]))
+    assert not any(was_held_up), "gradients waited for the update"
+    infinity.close(run.model)
+
+
+def test_the_newest_unit_is_first_where_all_state_rests_on_the_host(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the backward does not get to is then what the next forward needs last."""
+    run = offloaded(swap_directory, placement=ALL_ON_HOST)
+    steps(run, 3)
+    early = early_of(run)
+    wake, early.wake_worker = early.wake_worker, lambda: None  # It has no turn in the backward.
+    loss_of(run.model, 3).backward()
+    complete = list(early._complete)
+    assert len(complete) > 3 and early._in_turn() == complete[::-1]
+    begun = early._complete[complete[0]].update
+    assert begun is not None
+    begun.is_begun = True
+    assert early._in_turn() == [complete[0], *complete[:0:-1]]
+    begun.is_begun = False
+    early.wake_worker = wake
+    run.step()
+    infinity.close(run.model)
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_a_worker_that_is_interrupted_anywhere_changes_no_bit(
     swap_directory: Path, seed: int
 ) -> None:
@@ -120,7 +179,8 @@ def test_a_worker_that_is_interrupted_anywhere_changes_no_bit(
             run.step(1e-3 if event == 3 else 1e6)
         return seen
 
-    compare(body, offloaded(swap_directory, seed))
+    changes = {"placement": ALL_ON_HOST} if seed % 2 else {}
+    compare(body, offloaded(swap_directory, seed, **changes))
 
 
 def test_the_lock_is_free_while_the_end_of_a_backward_waits_for_the_device(
@@ -282,7 +342,9 @@ def test_a_worker_of_pending_updates_that_is_interrupted_anywhere_changes_no_bit
             elif event == 2 and not run.is_plain:
                 updater = updater_of(run)
                 with infinity.engine_of(run.model)._lock:  # As if memory were short.
-                    updater._feed_worker()
+                    assert updater._worker is not None
+                    if updater._beside.feed():
+                        updater._worker.wake()
                     while updater.reclaim():
                         pass
                 assert not updater._ring.is_taken or not updater._ring.travels
@@ -300,10 +362,10 @@ def test_a_read_that_fails_in_the_worker_is_met_by_who_needs_the_unit(
     steps(run, 2, lambda _: 1e-3)
     real, calls = ChunkUpdates.try_next, 0
 
-    def fail(self: ChunkUpdates, update: UnitUpdate, keep: Any = None) -> bool:
+    def fail(self: ChunkUpdates, update: UnitUpdate, *others: Any) -> LooseWork | None:
         nonlocal calls
         if update.is_begun is not is_begun:
-            return real(self, update, keep)
+            return real(self, update, *others)
         calls += 1
         raise StorageError(5, operation="read", path="p", offset_nbytes=0, nbytes=4096)
 
