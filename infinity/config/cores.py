@@ -85,6 +85,24 @@ def threads_here(torch_threads: int) -> int:
     return own_threads(torch_threads, cores=cores, node_cores=node_cores, environment=os.environ)
 
 
+def last_cache_nbytes(root: Path = Path("/")) -> int:
+    """Returns the bytes of the largest cache of the first core; 0 if the kernel does not say.
+
+    Source: Documentation/ABI/testing/sysfs-devices-system-cpu, `cache/index3/size`.
+    """
+    caches = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    units = {"K": 1 << 10, "M": 1 << 20}
+    return max(
+        (
+            int(size[:-1]) * units[size[-1]]
+            for path in caches
+            for size in _words(path)
+            if size[-1] in units and size[:-1].isdigit()
+        ),
+        default=0,
+    )
+
+
 def node_of_device(pci_address: str, root: Path = Path("/")) -> int | None:
     """Returns the NUMA node of a device by its address as in /sys/bus/pci/devices; None where the
     machine has one node, or sysfs does not say."""

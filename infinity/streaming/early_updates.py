@@ -198,10 +198,12 @@ class EarlyUpdates:
         """Checks weights out for the worker. Returns whether the worker has any."""
         num_checked_out = sum(map(self._is_checked_out, self._complete))
         for index in self._in_turn():
-            early = self._complete[index]
-            assert early.update is not None
             if num_checked_out >= MOST_CHECKED_OUT:
                 break
+            early = self._complete.get(index)
+            if early is None:  # Its last chunk has ended, because memory was short.
+                continue
+            assert early.update is not None
             if early.update.weights is None and self._can_update(early):
                 self._chunks.check_out(early.update)
                 num_checked_out += 1

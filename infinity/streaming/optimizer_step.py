@@ -218,7 +218,7 @@ class Updater(StepRunner):
         """
         if self._early is not None:
             self._early.take_back(unit)
-        if unit in self._pending:
+        if self._work is not None and unit in self._pending:
             self._end_work()
         update = self._pending.get(unit)
         if update is None:

@@ -139,13 +139,16 @@ class ChunkUpdates:
 
         `keep(chunk, weights)` is called before anything of the chunk changes.
         """
-        staged = self._ring.due(update.left[0])
+        left = update.left
+        staged = self._ring.due(left[0])
         try:
-            self._ring.start_more(update.left[1:])
+            self._ring.start_more(left[1:])
             with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
                 self._ring.start_more(following)
             self._ring.await_reads(staged)
-            self._update(update, staged, keep)
+            self._begin(update, staged, keep)()
+            self._ring.write_back(staged)
+            update.num_done += 1
         finally:
             self._ring.give_back(staged)
 
@@ -180,7 +183,8 @@ class ChunkUpdates:
         def end(error: BaseException | None) -> None:
             try:
                 if error is None:
-                    self._end(update, staged)
+                    self._ring.write_back(staged)
+                    update.num_done += 1
             except BaseException as failure:
                 error = failure
             self._ring.give_back(staged)
@@ -188,22 +192,13 @@ class ChunkUpdates:
 
         return LooseWork(compute, end)
 
-    def _update(
-        self,
-        update: UnitUpdate,
-        staged: StagedChunk,
-        keep: Callable[[Chunk, torch.Tensor], None] | None,
-    ) -> None:
-        self._begin(update, staged, keep)()
-        self._end(update, staged)
-
     def _begin(
         self,
         update: UnitUpdate,
         staged: StagedChunk,
         keep: Callable[[Chunk, torch.Tensor], None] | None,
     ) -> Callable[[], None]:
-        """Returns the arithmetic of a chunk, whose arrays nobody else touches before `_end`."""
+        """Returns the arithmetic of a chunk. Nobody else touches its arrays before it is over."""
         weights = update.weights
         assert weights is not None
         update.is_begun = True
@@ -223,7 +218,3 @@ class ChunkUpdates:
                 self._counters.add_time("update_s", start_ns, f"update of {update.unit.name}")
 
         return compute
-
-    def _end(self, update: UnitUpdate, staged: StagedChunk) -> None:
-        self._ring.write_back(staged)
-        update.num_done += 1

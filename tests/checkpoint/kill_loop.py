@@ -137,19 +137,18 @@ def die_at(effect: int) -> None:
 def die_in_early_update(nth: int, directory: Path, counters: Counters) -> None:
     """SIGKILL behind the nth chunk that an early update has changed; 0 is never. Notes before it how
     many early updates this life has kept."""
-    left, real = nth, EarlyUpdates._advance
+    left, real = nth, EarlyUpdates._end_chunk
 
-    def mortal(early: EarlyUpdates, unit: int) -> bool:
+    def mortal(early: EarlyUpdates, unit: int, error: BaseException | None) -> None:
         nonlocal left
-        is_updated = real(early, unit)
-        left -= is_updated
-        if left == 0 and is_updated:
+        left -= 1
+        if left == 0:
             with (directory / "in_early_updates").open("a") as log:
                 log.write(f"{counters.snapshot().get('early_updates_kept', 0):.0f}\n")
             os.kill(os.getpid(), signal.SIGKILL)
-        return is_updated
+        real(early, unit, error)
 
-    EarlyUpdates._advance = mortal  # type: ignore[method-assign]
+    EarlyUpdates._end_chunk = mortal  # type: ignore[method-assign]
     idle_drives().__enter__()  # The process ends with it.
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from infinity.config.cores import cpu_quota, node_of_device, own_threads, usable_cores
+from infinity.config.cores import (
+    cpu_quota,
+    last_cache_nbytes,
+    node_of_device,
+    own_threads,
+    usable_cores,
+)
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}
 
@@ -64,3 +70,12 @@ def test_the_node_of_a_device_is_what_sysfs_says(
         (folder / "numa_node").write_text(said + "\n")
     assert node_of_device("0000:1b:00.0", tmp_path) == expected
     assert node_of_device("", tmp_path) is None
+
+
+def test_the_largest_cache_is_found(tmp_path: Path) -> None:
+    assert last_cache_nbytes(tmp_path) == 0
+    caches = tmp_path / "sys/devices/system/cpu/cpu0/cache"
+    for index, size in enumerate(["48K", "32K", "2048K", "300M", "?"]):
+        (caches / f"index{index}").mkdir(parents=True)
+        (caches / f"index{index}" / "size").write_text(f"{size}\n")
+    assert last_cache_nbytes(tmp_path) == 300 << 20
