@@ -17,9 +17,7 @@ from infinity import _core
 from infinity.config.cores import threads_here
 
 LEAST_NBYTES = 1 << 18  # Of the result; less is over before another thread is awake.
-_STREAMED_NBYTES = (
-    1 << 23
-)  # From here on the native copy goes past the caches, as torch's does not.
+_STREAMED_NBYTES = 1 << 23  # Native copies of so many go past the caches, torch's do not.
 _IS_BF16 = {torch.float32: False, torch.bfloat16: True}
 
 

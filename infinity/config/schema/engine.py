@@ -127,7 +127,9 @@ class Schedule(Section):
         "two parts of the backward. Never changes a result.",
     )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
-        16 * MIB, description="Bytes of each kind of state in one chunk of the optimizer's update."
+        16 * MIB,
+        description="Bytes of each kind of state in one chunk of the optimizer's update; four "
+        "times as many where no state travels.",
     )
 
 
