@@ -146,9 +146,7 @@ class ChunkUpdates:
             with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
                 self._ring.start_more(following)
             self._ring.await_reads(staged)
-            self._begin(update, staged, keep)()
-            self._ring.write_back(staged)
-            update.num_done += 1
+            self._update(update, staged, keep)
         finally:
             self._ring.give_back(staged)
 
@@ -191,6 +189,16 @@ class ChunkUpdates:
             then(error)
 
         return LooseWork(compute, end)
+
+    def _update(
+        self,
+        update: UnitUpdate,
+        staged: StagedChunk,
+        keep: Callable[[Chunk, torch.Tensor], None] | None,
+    ) -> None:
+        self._begin(update, staged, keep)()
+        self._ring.write_back(staged)
+        update.num_done += 1
 
     def _begin(
         self,
