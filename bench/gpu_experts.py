@@ -6,9 +6,8 @@ of their own; the other weights are zeros (trillion.py has all layers). The host
 byte, and so does the device in the first window; in the second one the experts come over the link
 in each pass, and are decoded on the device.
 
-Beside the seconds of a step: the bytes that came over the link, the time that they need at the
-bandwidth of the copies in the same step, and how long the device computed, copied, and had nothing
-to do, by PyTorch's profiler (gpu_profile.py).
+Beside the seconds of a step: the bytes that came over the link, and how long the device computed,
+copied, and had nothing to do, by PyTorch's profiler (gpu_profile.py).
 """
 
 from __future__ import annotations

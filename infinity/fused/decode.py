@@ -21,9 +21,7 @@ _FORMS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 # Rows and columns of a program. Both cover whole sectors of 32 bytes, so that an output may be
 # transposed.
 _TILE = (32, 64)
-_MOST_WITHIN = (
-    1 << 31
-) - 1  # Elements from the first one of a tile to its last are 32-bit numbers.
+_MOST_WITHIN = (1 << 31) - 1  # From the first element of a tile to its last: numbers of 32 bits.
 
 
 @dataclass(frozen=True, slots=True)

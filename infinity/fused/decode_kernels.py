@@ -68,14 +68,9 @@ def _within(row, column, row_stride, column_stride, order: tl.constexpr):
 @triton.jit
 def _tile(rows, columns, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
     """This program's matrix, rows (tile_rows, 1), columns (1, tile_columns), and what is inside."""
-    tiles_down = (rows + tile_rows - 1) // tile_rows
-    tiles_across = (columns + tile_columns - 1) // tile_columns
-    tile = tl.program_id(0)
-    across = tile % tiles_across
-    down = (tile // tiles_across) % tiles_down
-    matrix = (tile // tiles_across // tiles_down).to(tl.int64)
-    row = (down * tile_rows + tl.arange(0, tile_rows))[:, None]
-    column = (across * tile_columns + tl.arange(0, tile_columns))[None, :]
+    matrix, first_row, first_column = _first(rows, columns, tile_rows, tile_columns)
+    row = (first_row + tl.arange(0, tile_rows))[:, None]
+    column = (first_column + tl.arange(0, tile_columns))[None, :]
     return matrix, row, column, (row < rows) & (column < columns)
 
 

@@ -56,10 +56,6 @@ from infinity.streaming.update_worker import MOST_CHECKED_OUT, LooseWork
 _WAITS = ("read_wait_s", "write_wait_s")
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(eq=False, slots=True)
 class _Early:
     """An early update; the table is in the docstring of the file."""
@@ -121,7 +117,7 @@ class EarlyUpdates:
         # Of the worker that updates, where there is one: wakes it, and ends what it does without
         # the lock.
         self.wake_worker: Callable[[], None] | None = None
-        self.end_work: Callable[[], None] = _nothing
+        self.end_work: Callable[[], None] = lambda: None
         # For `wait_share`: the waits and the time at the last decision.
         self._waits_before_s = 0.0
         self._forward_wait_s = 0.0
