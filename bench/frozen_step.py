@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Results, high_water_nbytes, moved_since, process_io, say
-from quantized_base import Shape, random_fill, write_base
+from quantized_base import Shape, lora_over, random_fill, write_base
 
 MIB = 1 << 20
 _REQUESTS = 8  # In flight for the ceiling; each is a unit of the model.
@@ -171,18 +171,12 @@ class Side:
     """One of the two: a model with an adapter over the base, in a host budget."""
 
     def __init__(self, given: argparse.Namespace, base: Path, host_nbytes: int) -> None:
-        import peft
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
 
         import infinity
 
-        with infinity.init_empty_weights():
-            config = AutoConfig.from_pretrained(base)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        torch.manual_seed(0)
-        targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-        self._model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
+        torch.manual_seed(0)  # Of the adapter, the same on both sides.
+        self._model = lora_over(base)
         swap = tempfile.mkdtemp(prefix="swap-", dir=base.parent)
         settings = {
             "tiers": {"host": {"capacity": f"{-(-host_nbytes // MIB)}MiB"},
@@ -195,7 +189,9 @@ class Side:
         self._engine = infinity.engine_of(self._model)
         generator = torch.Generator().manual_seed(1)
         self._batches = [
-            torch.randint(0, config.vocab_size, (1, given.sequence), generator=generator)
+            torch.randint(
+                0, self._model.config.vocab_size, (1, given.sequence), generator=generator
+            )
             for _ in range(given.micro_batches)
         ]
 

@@ -64,6 +64,7 @@ from gpu_common import (
     llama,
     offloaded,
     peak_nbytes,
+    step_of,
     timed_s,
 )
 from gpu_experts import experts
@@ -199,11 +200,7 @@ def _sides(model: Any, optimizer: Any, tokens: int, sizes: Sizes, there: torch.d
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.zero_grad()
 
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = step_of(model, optimizer, ids)
     return {
         "passes_s": timed_s(passes, sizes.rounds, there),
         "step_s": timed_s(step, max(sizes.rounds // 2, 1), there, num_before=SETTLING),
@@ -370,13 +367,7 @@ def largest(
     num_params = sum(p.numel() for p in model.parameters())
     optimizer = infinity.AdamW(model, lr=1e-5)
     ids = batch_of(sizes.sequence, sizes.sequence, there)
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step_s = timed_s(step, 1, there)
+    step_s = timed_s(step_of(model, optimizer, ids), 1, there)
     engine.close()
     console.print(f"{num_params:,} parameters in {layers} layers: {step_s:.1f} s a step")
     return {"num_params": num_params, "layers": layers, "step_s": step_s}

@@ -97,6 +97,17 @@ def batch_of(tokens: int, sequence: int, there: torch.device) -> torch.Tensor:
     return torch.randint(2048, (tokens // sequence, sequence), generator=source).to(there)
 
 
+def step_of(model: Any, optimizer: Any, ids: torch.Tensor, **options: Any) -> Callable[[], None]:
+    """Returns a step of training: passes, update, gradients dropped."""
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, **options).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def synchronize(there: torch.device) -> None:
     if there.type == "cuda":
         torch.cuda.synchronize()

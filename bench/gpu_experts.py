@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from common import say
-from gpu_common import Sizes, device_for, free_memory, synchronize, timed_s
+from gpu_common import Sizes, device_for, free_memory, step_of, synchronize, timed_s
 from gpu_profile import profiled, save_trace, show
-from quantized_base import KIMI_K2, Shape, sparse_fill, write_base
+from quantized_base import KIMI_K2, Shape, lora_over, sparse_fill, write_base
 from rich.console import Console
 
 import infinity
@@ -30,7 +30,6 @@ _SMALL = Shape(
     layers=3, hidden=256, experts=8, expert_width=128, dense_width=512, heads=4, vocabulary=2048,
     q_rank=64, kv_rank=32, nope=32, rope=16, value=32, chosen=2,
 )  # fmt: skip
-_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
 def experts(
@@ -60,13 +59,7 @@ def experts(
 def _of_window(
     window: Any, host_nbytes: int, base: Path, scratch: Path, sizes: Sizes, words: Any, there: Any
 ) -> list[dict[str, Any]]:
-    import peft
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with infinity.init_empty_weights():
-        config = AutoConfig.from_pretrained(base)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=list(_TARGETS)))
+    model = lora_over(base)
     settings = {
         "tiers": {
             "host": {"capacity": host_nbytes},
@@ -82,12 +75,7 @@ def _of_window(
     for tokens in (each for each in sizes.tokens if each <= sizes.micro_batch_tokens):
         say(f"a LoRA step, window {window}, {tokens:,} tokens")
         ids = torch.arange(tokens, device=there).view(-1, sizes.sequence)
-
-        def step(ids: torch.Tensor = ids) -> None:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        step = step_of(model, optimizer, ids, use_cache=False)
         step()  # Reads what the host does not have.
         step_s = timed_s(step, 2, there)
         before = engine.counters.snapshot().get("device_in_nbytes", 0)

@@ -15,7 +15,17 @@ from typing import Any
 
 import torch
 from common import say
-from gpu_common import KINDS, SETTLING, Sizes, batch_of, free_memory, llama, offloaded, timed_s
+from gpu_common import (
+    KINDS,
+    SETTLING,
+    Sizes,
+    batch_of,
+    free_memory,
+    llama,
+    offloaded,
+    step_of,
+    timed_s,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -89,12 +99,6 @@ def _steps(
 ) -> dict[int, float]:
     found = {}
     for count in sizes.tokens:
-        ids = batch_of(count, sizes.sequence, there)
-
-        def step(ids: torch.Tensor = ids) -> None:
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        step = step_of(model, optimizer, batch_of(count, sizes.sequence, there))
         found[count] = timed_s(step, sizes.rounds, there, num_before=num_before)
     return found

@@ -19,7 +19,16 @@ from typing import Any
 
 import torch
 from common import say
-from gpu_common import KINDS, SETTLING, Sizes, batch_of, free_memory, offloaded, synchronize
+from gpu_common import (
+    KINDS,
+    SETTLING,
+    Sizes,
+    batch_of,
+    free_memory,
+    offloaded,
+    step_of,
+    synchronize,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -46,13 +55,7 @@ def profile(
     rows = []
     for tokens in sizes.tokens:
         say(f"profile of {tokens:,} tokens")
-        ids = batch_of(tokens, sizes.sequence, there)
-
-        def step(ids: torch.Tensor = ids) -> None:
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        step = step_of(model, optimizer, batch_of(tokens, sizes.sequence, there))
         for _ in range(SETTLING):
             step()
         before = engine.counters.snapshot()

@@ -160,6 +160,20 @@ KIMI_K2 = Shape(
 )  # fmt: skip
 
 
+def lora_over(base: Path) -> Any:
+    """Returns the model of a base, without values, with an adapter of rank 8 on its attention."""
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import infinity
+
+    with infinity.init_empty_weights():
+        config = AutoConfig.from_pretrained(base)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
+
+
 def write_base(shape: Shape, directory: Path, fill: Fill) -> int:
     """Writes config.json, the index and the shards; returns the bytes of all shards (their sizes,
     with holes)."""

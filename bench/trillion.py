@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Results, high_water_nbytes, moved_since, process_io, progress, say
-from quantized_base import KIMI_K2, sparse_fill, write_base
+from quantized_base import KIMI_K2, lora_over, sparse_fill, write_base
 
 GIB = 1 << 30
 
@@ -61,19 +61,15 @@ def run(given: argparse.Namespace, directory: Path, results: Results) -> None:
     base_nbytes = write_base(shape, base, sparse_fill(list(range(given.tokens)), shape.hidden))
     say(f"base: {shape.num_parameters / 1e9:.1f} B parameters, {base_nbytes / 1e9:.1f} GB")
 
-    import peft
+    # Importing peft takes seconds, which are not the model's.
+    import peft  # noqa: F401
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     import infinity
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     begun = time.perf_counter()
-    with infinity.init_empty_weights():
-        config = AutoConfig.from_pretrained(base)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
+    model = lora_over(base)
     built_s = time.perf_counter() - begun
     settings = {
         "tiers": {"host": {"capacity": given.host}, "nvme": [{"path": str(directory / "swap")}]},
