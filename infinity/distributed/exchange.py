@@ -29,8 +29,8 @@ import torch
 
 from infinity.ops.mean import write_mean
 from infinity.sizes import MIB, align_up
-from infinity.tiers.device import Region, ResizedRegion, all_of
-from infinity.tiers.stream_runtime import Event, Stream
+from infinity.tiers.device import Decoding, Region, ResizedRegion, all_of
+from infinity.tiers.stream_runtime import Event, Stream, event_behind
 from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
 
 # Of all ranks together in a round. A round costs some launches from Python, and a unit of one round
@@ -181,8 +181,8 @@ class DeviceExchange:
         self._of_node: _Gathers | None = None
         if node_gathers is not None and buffers.node_count:
             self._of_node = _Gathers(node_gathers, buffers.node_count, buffers.node_part_nbytes)
-        self._link: Stream = device.streams.new_stream()
-        self._sum_link: Stream = device.streams.new_stream()
+        self._link: Stream = device.streams.new_stream("link")
+        self._sum_link: Stream = device.streams.new_stream("sums")
         self._sending = [self._buffer(buffers.sent_nbytes) for _ in range(2)]
         self._gathered = self._buffer(buffers.gathered_nbytes)
         self._outgoing = self._buffer(buffers.count * buffers.sum_part_nbytes)
@@ -250,25 +250,28 @@ class DeviceExchange:
         region: Region,
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
-        decode: Callable[[torch.Tensor], None],
+        decoding: Decoding,
         *,
         is_of_node: bool = False,
     ) -> tuple[StreamCopy, StreamCopy]:
-        """As `gather`, of a unit's stored bytes, of which `decode` fills `region`."""
+        """As `gather`, of a unit's stored bytes, which are decoded into `region`."""
         assert isinstance(region, StreamRegion)
-        with self._device.using_staging(self._link) as staging:
-            stored, streams = all_of(staging), self._device.streams
-            _, departure = self._gather(stored, local, ranges, is_of_node, made=staging)
-            streams.run(self._link, lambda: decode(stored), used=[staging], made=region.memory)
-        self._device.note_use(region, self._link)
-        return self._device.watch_link(self._link, None), departure
+        streams = self._link, self._device.decoder
+        with self._device.using_staging(decoding.memory, *streams) as staging:
+            _, departure = self._gather(all_of(staging), local, ranges, is_of_node, made=staging)
+            return self._device.decode(region, staging, decoding, self._link), departure
 
     def gather_ahead(
-        self, local: torch.Tensor, ranges: Sequence[PlacedRange], *, is_of_node: bool = False
+        self,
+        local: torch.Tensor,
+        ranges: Sequence[PlacedRange],
+        memory: int,
+        *,
+        is_of_node: bool = False,
     ) -> tuple[StreamCopy, StreamCopy]:
-        """As `gather`, of a unit's stored bytes, into the device's memory for bytes that are
+        """As `gather`, of a unit's stored bytes, into a memory of the device for bytes that are
         decoded later."""
-        with self._device.using_staging(self._link, is_ahead=True) as staging:
+        with self._device.using_staging(memory, self._link) as staging:
             return self._gather(all_of(staging), local, ranges, is_of_node, made=staging)
 
     def gather_in_place(
@@ -318,9 +321,7 @@ class DeviceExchange:
             work = self._round(gathers, full, on_device, turn, start, nbytes, ranges)
             used = (self._sending[turn].memory, self._gathered.memory)
             self._device.streams.run(self._link, work, used, made)
-            event = self._device.streams.new_event()
-            event.record(self._link)
-            self._sent[turn] = event
+            self._sent[turn] = event_behind(self._device.streams, self._link)
         arrival = self._device.watch_link(self._link, local if full is None else full)
         return arrival, departure or arrival
 
@@ -377,11 +378,8 @@ class DeviceExchange:
         """Returns an event behind the present work of a stream, which makes the tensors, and of the
         current one, which has just allocated the result.
         """
-        events = []
-        for awaited in {stream or self.current(), self.current()}:
-            events.append(self._device.streams.new_event())
-            events[-1].record(awaited)
-        return events
+        streams = {stream or self.current(), self.current()}
+        return [event_behind(self._device.streams, stream) for stream in streams]
 
     def sum(
         self,

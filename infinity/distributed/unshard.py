@@ -21,7 +21,7 @@ from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
 from infinity.state.units import StateKind
 from infinity.streaming.weight_provider import Arrival, WeightProvider
-from infinity.tiers.device import FINISHED, Copy, Region
+from infinity.tiers.device import FINISHED, Copy, Decoding, Region
 
 # Kinds of these proposals; see coordinator.Key.
 _GATHERING, _REFRESHING = 0, 2
@@ -103,7 +103,7 @@ class DeviceUnshard:
         region: Region | None,
         local: torch.Tensor,
         reading: Transfer | None,
-        decode: Callable[[torch.Tensor], None] | None,
+        decoding: Decoding | None,
     ) -> AllGather:
         """See `WeightProvider.begin`."""
         ranges = self._ranges(unit)
@@ -117,11 +117,13 @@ class DeviceUnshard:
                 reading.wait()
             self._count(unit)
             if region is None:
-                return self._exchange.gather_ahead(local, ranges, is_of_node=is_of_node)
-            if decode is None:
+                assert decoding is not None
+                memory = decoding.memory
+                return self._exchange.gather_ahead(local, ranges, memory, is_of_node=is_of_node)
+            if decoding is None:
                 return self._exchange.gather(region, local, ranges, is_of_node=is_of_node)
             return self._exchange.gather_decoded(
-                region, local, ranges, decode, is_of_node=is_of_node
+                region, local, ranges, decoding, is_of_node=is_of_node
             )
 
         try:
@@ -210,9 +212,9 @@ class UnshardedWeights(WeightProvider):
         region: Region | None,
         local: torch.Tensor,
         reading: Transfer | None,
-        decode: Callable[[torch.Tensor], None] | None,
+        decoding: Decoding | None,
     ) -> Arrival:
-        return _InTraining(self._unshard.begin(unit, region, local, reading, decode), self)
+        return _InTraining(self._unshard.begin(unit, region, local, reading, decoding), self)
 
     @property
     def is_training(self) -> bool:

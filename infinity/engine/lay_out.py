@@ -26,7 +26,7 @@ from infinity.modules.tiling.split import Tiling
 from infinity.state.budgets import Budgets, compute_budgets, weights_in_use
 from infinity.state.moments import moments_of
 from infinity.state.stored import lay_out_stored
-from infinity.state.tiles import fit
+from infinity.state.tiles import decodes_experts, fit
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import available_host_nbytes
 from infinity.tiers.open_device import (
@@ -104,8 +104,11 @@ def lay_out(
     def has_space_ahead(found: LaidOut) -> bool:
         return found.budgets.has_space_ahead(max(unit.weight_nbytes for unit in found.units))
 
+    def decodes(found: LaidOut) -> bool:
+        return decodes_experts(found.budgets, found.units)
+
     try:
-        return fit(config.schedule.tile, attempt, has_space_ahead, tiling.largest_nbytes)
+        return fit(config.schedule.tile, attempt, has_space_ahead, decodes, tiling.largest_nbytes)
     except CapacityError as error:
         reasons = tiling.why_not()
         if config.schedule.tile is not None and reasons:

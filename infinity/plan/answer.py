@@ -12,6 +12,7 @@ from infinity.simulate.log import CHECKPOINT_READ, READ, WRITE
 
 _BOUND = {
     "compute": "computing binds",
+    "decode": "the decoding of stored weights binds",
     "update": "the optimizer's pass on the host binds",
     "norms": "the norms of gradients bind",
     "nvme": "the drives bind",

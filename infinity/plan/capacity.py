@@ -22,7 +22,7 @@ from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets, compute_budgets, weights_in_use
 from infinity.state.placement import StatePlacement, resting_nbytes
-from infinity.state.tiles import fit
+from infinity.state.tiles import decodes_experts, fit
 from infinity.state.units import Unit
 from infinity.storage.volume_layout import SPARES_REMEDY
 
@@ -58,7 +58,11 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
         tiled, _, budgets = found
         return budgets.has_space_ahead(max(tiled.attached_nbytes(unit) for unit in tiled.units))
 
-    return fit(config.schedule.tile, attempt, has_space_ahead, largest_nbytes(model))
+    def decodes(found: Fitted) -> bool:
+        tiled, _, budgets = found
+        return decodes_experts(budgets, tiled.units)
+
+    return fit(config.schedule.tile, attempt, has_space_ahead, decodes, largest_nbytes(model))
 
 
 def _in_use(model: PlannedModel, *, shares_host_memory: bool) -> dict[str, int]:

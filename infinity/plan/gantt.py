@@ -15,6 +15,7 @@ from infinity.sizes import format_nbytes
 
 TRACK_TITLES = {
     "compute": "compute",
+    "decode": "decoding",
     "update": "updates on the host",
     "norms": "norms of gradients",
     "gather": "between devices",

@@ -15,6 +15,7 @@ from infinity.sizes import format_nbytes
 
 _LANES = {
     "compute": "compute",
+    "decode": "decoding of stored weights",
     "update": "the optimizer's pass on the host",
     "norms": "norms of gradients",
     "nvme": "NVMe",

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from infinity.plan.model import ModuleWork, PlannedModel
-from infinity.state.tiles import cut_rows
+from infinity.state.tiles import cut_rows, experts_of
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.tiers.ranges import rounded_nbytes
 
@@ -24,7 +24,7 @@ def largest_nbytes(model: PlannedModel) -> int:
     nbytes_of = _nbytes_of(model)
     every = [tensor.facts for unit in model.units for tensor in unit.tensors]
     sizes = [nbytes_of(facts) for facts in every if _is_matrix(facts)]
-    sizes += [sum(map(nbytes_of, _experts(unit))) for unit in model.units]
+    sizes += [sum(map(nbytes_of, experts_of(unit))) for unit in model.units]
     return max(sizes, default=0)
 
 
@@ -71,12 +71,6 @@ def _is_matrix(facts: TensorFacts) -> bool:
     return len(shape) == 2 or (len(shape) == 3 and shape[0] <= _MOST_STACKED)
 
 
-def _experts(unit: Unit) -> list[TensorFacts]:
-    """Returns the stacks with a row per expert, found by the usual name of their module."""
-    every = [tensor.facts for tensor in unit.tensors]
-    return [f for f in every if len(f.shape) > 2 and "experts" in f.name.split(".")]
-
-
 _NbytesOf = Callable[[TensorFacts], int]
 
 
@@ -98,7 +92,7 @@ def _cut(unit: Unit, limit_nbytes: int, nbytes_of: _NbytesOf) -> tuple[list[Tens
     """Returns the tensors that remain, and the tiles in the order of their use."""
     left: list[TensorFacts] = []
     tiles: _Tiles = []
-    experts = _experts(unit)
+    experts = experts_of(unit)
     for tensor in unit.tensors:
         facts = tensor.facts
         if experts and facts is experts[0]:
@@ -162,7 +156,7 @@ def _hooked_modules(
             (unit,),
             share,
             is_tile=work.attention_width > 0,
-            is_experts=bool(_experts(units[unit])),
+            is_experts=bool(experts_of(units[unit])),
             trained_params=None if work.trained_params is None else 0,
             has_backward=work.has_backward,
         )

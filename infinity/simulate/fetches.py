@@ -47,8 +47,7 @@ class Fetches:
         self._copied: dict[int, int] = {}
         self._read: dict[int, int] = {}
         self._visit = 0
-        self._is_staged = False  # Some weights of the visit that has begun.
-        self._staging_free: int | None = None  # The decoding of those staged last.
+        self._space_of_staged: Sequence[int] = ()  # What gave space to those staged last.
         self.agreed: int | None = None
         self.updated: dict[int, int] = {}
 
@@ -130,7 +129,7 @@ class Fetches:
             ]
             name, sharded = f"weights of {load.name}", load.sharded
             is_staged = self._log.job.stages_ahead and load.decoded_nbytes > 0
-            awaited = [self._staging_free] if is_staged else freed
+            awaited = self._space_of_staged if is_staged else freed
             after = [ready, *awaited, self.agreed, self.updated.get(unit)]
             if load.inward_nbytes:
                 ready = self._log.move(H2D, name, load.inward_nbytes, after)
@@ -143,18 +142,13 @@ class Fetches:
                 ready = self._log.add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
                                   nbytes=load.weight_nbytes, traffic=GATHER)  # fmt: skip
             if is_staged:
-                self._is_staged = True
-                ready = self._log.join(name, [ready, *freed])
+                # The next one is asked for when this one is decoded.
+                ready, self._space_of_staged = self._log.join(name, [ready, *freed]), freed
         return ready
 
     def note_updated(self, units: Iterable[int]) -> None:
         """Notes that the shards of these units are updated: what is kept of them is new."""
         self._updated_since.update(units)
-
-    def note_decoded(self, decoded: int) -> None:
-        """Notes the operation that decodes the weights of the visits that have begun."""
-        if self._is_staged:
-            self._staging_free, self._is_staged = decoded, False
 
     def _fetch(self, unit: int, visit: Visit) -> int | None:
         if visit.is_hit:

@@ -90,7 +90,7 @@ def make_job(
         is_deferred=is_deferred,
         saved_on=saved_on,
         inputs_nbytes=inputs_nbytes,
-        stages_ahead=budgets.staged_nbytes > 0,
+        stages_ahead=budgets.stages_ahead,
         keeps_experts=config.schedule.micro_batch is not None,
         takes_norms=config.optimizer.max_grad_norm is not None,
     )

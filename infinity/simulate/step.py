@@ -287,7 +287,6 @@ class _Draft:
         ready = self._decode(use, ready)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
-        self._fetches.note_decoded(computed)
         self._pass_out(move, computed)
         for unit in use.units:
             if unit in self._updates.unwritten:
@@ -303,7 +302,6 @@ class _Draft:
         ready = self._decode(use, ready)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
-        self._fetches.note_decoded(computed)
         self._pass_out(move, computed)
         self._fetches.release(use, computed)
 
@@ -360,8 +358,8 @@ class _Draft:
         if not use.decoded_nbytes:
             return ready
         duration_s = use.decoded_nbytes / self.log.rates.decode
-        decoded = self.log.add(COMPUTE, f"decoding of {self._name(use)}", duration_s, after=ready)
-        self._fetches.note_decoded(decoded)
+        name = f"decoding of {self._name(use)}"
+        decoded = self.log.add(self.log.decode_track, name, duration_s, after=ready)
         return [decoded]
 
     def _name(self, use: Use) -> str:

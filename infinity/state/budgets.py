@@ -43,9 +43,11 @@ class Budgets:
     optimizer, `num_staging_slots` slots for chunks of `chunk_nbytes`. `needed_for_sums_nbytes`: the
     working memory of `infinity.forward_backward`; `least_for_sums_nbytes`: the smallest host budget
     that has it. `decoded_from_nbytes`: the stored bytes of the largest unit that is decoded when it
-    is attached. `decoded_nbytes`: host memory for decoded weights alone; 0 in a tight pool.
-    `staged_nbytes`: device memory for the stored bytes of the next unit, where there is no space
-    for its decoded weights beside those in use; else 0.
+    is attached; `largest_decoded_nbytes`: the weights of one unit that are decoded on a
+    device with memory of its own. `decoded_nbytes`: host memory for decoded weights alone; 0 in a
+    tight pool.
+    `staged_nbytes`: device memory for the stored bytes of the next unit, which come while one is
+    decoded, or computed with where there is no space for two decoded ones; 0 if there is none.
     """
 
     shares_host_memory: bool
@@ -65,6 +67,7 @@ class Budgets:
     needed_for_sums_nbytes: int
     least_for_sums_nbytes: int
     decoded_from_nbytes: int
+    largest_decoded_nbytes: int
     decoded_nbytes: int
     staged_nbytes: int
 
@@ -76,6 +79,11 @@ class Budgets:
         )
         stored_nbytes = self.decoded_from_nbytes + self.staged_nbytes
         return None if window_nbytes is None else window_nbytes - stored_nbytes
+
+    @property
+    def stages_ahead(self) -> bool:
+        """Whether stored bytes come to the device before there is space for their weights."""
+        return self.staged_nbytes > 0 and not self.has_space_ahead(self.largest_decoded_nbytes)
 
     def has_space_ahead(self, next_nbytes: int) -> bool:
         """Returns whether `next_nbytes` of weights can be fetched beside those in use."""
@@ -190,9 +198,8 @@ def compute_budgets(
     ranks, `gathered_nbytes`: the weights of the largest unit, gathered from shards;
     `serving_nbytes`: memory to serve other ranks from, lent once; `received_nbytes`: the most
     gradients that other ranks send during a backward; `summed_nbytes`: sums of gradients before
-    they are sent, reserved if the configuration has micro-batches. `host_held_nbytes`,
-    `decoded_nbytes`, `largest_decoded_nbytes`: as of `weights_in_use` (None: `held_nbytes`).
-    `num_sharing`: ranks that share the configured host budget; errors name the whole.
+    they are sent, if there are micro-batches; `num_sharing`: ranks that share the host budget
+    (errors name all of it). The other sizes: as of `weights_in_use` (None: `held_nbytes`).
     Raises ConfigError for a tier that is not configured, CapacityError for too small a budget.
     """
     request = _Request(
@@ -206,6 +213,7 @@ def compute_budgets(
     comfortable = _comfortable_nbytes(request, alone) + smallest - alone
     asked_nbytes = _asked_host_nbytes(request, comfortable + received_nbytes, available_host_nbytes)
     resting = _only_on_host_nbytes(request)
+    least_for_sums = resting + with_sums + _reduce_buffer_nbytes(request, 0, 0)
     buffer_nbytes = _reduce_buffer_nbytes(request, asked_nbytes, asked_nbytes - smallest - resting)
     host_nbytes = asked_nbytes - buffer_nbytes
     _refuse_small_host(request, host_nbytes, buffer_nbytes, smallest)
@@ -231,17 +239,17 @@ def compute_budgets(
         num_staging_slots=num_slots,
         ring_nbytes=ring_nbytes,
         needed_for_sums_nbytes=with_sums - serving_nbytes,
-        least_for_sums_nbytes=num_sharing
-        * (resting + with_sums + _reduce_buffer_nbytes(request, 0, 0)),
+        least_for_sums_nbytes=num_sharing * least_for_sums,
         decoded_from_nbytes=request.decoded_from_nbytes,
+        largest_decoded_nbytes=request.largest_decoded_nbytes,
         decoded_nbytes=0 if is_tight else zone_nbytes,
         staged_nbytes=0 if is_tight else _staged_ahead_nbytes(request, placement),
     )
 
 
 def _staged_ahead_nbytes(request: _Request, placement: StatePlacement) -> int:
-    """Returns the device memory for the stored bytes of the next unit: none where its decoded
-    weights fit beside those in use, nor where its stored bytes do not."""
+    """Returns the device memory for the stored bytes of the next unit: none where they do not fit,
+    nor where its decoded weights fit beside those in use and would not with them."""
     window_nbytes = _device_window_nbytes(
         request.shares_host_memory, request.device_nbytes, placement
     )
@@ -249,8 +257,9 @@ def _staged_ahead_nbytes(request: _Request, placement: StatePlacement) -> int:
     if window_nbytes is None or not request.config.schedule.prefetch:
         return 0
     left_nbytes = window_nbytes - stored_nbytes - request.held_nbytes
-    is_needed = left_nbytes < request.largest_decoded_nbytes
-    return stored_nbytes if is_needed and stored_nbytes <= left_nbytes else 0
+    if left_nbytes >= request.largest_decoded_nbytes:
+        left_nbytes -= request.largest_decoded_nbytes
+    return stored_nbytes if stored_nbytes <= left_nbytes else 0
 
 
 def _is_tight(free_nbytes: int, needed_nbytes: int) -> bool:

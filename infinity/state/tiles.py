@@ -6,11 +6,13 @@ Pure. The engine cuts modules by it, the planner shapes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, TypeVar
 
 from infinity.errors import CapacityError
 from infinity.sizes import KIB, align_up
+from infinity.state.budgets import Budgets
+from infinity.state.units import TensorFacts, Unit
 
 T = TypeVar("T")
 
@@ -19,7 +21,6 @@ T = TypeVar("T")
 ROW_ALIGNMENT = 64
 # Below this, reads are dear and modules are many.
 SMALLEST_TILE_NBYTES = 64 * KIB
-
 
 _ATTRIBUTES = r"(?:weight|bias|(?:gate_up|gate|up|down)_proj(?:_bias)?)"
 _TILE = re.compile(rf"(?:^|(?<=\.))tiles\.(\d+)\.(?={_ATTRIBUTES}(?:\.|$))")
@@ -69,33 +70,45 @@ def limits(largest_nbytes: int) -> Iterator[int]:
         limit_nbytes //= 2
 
 
+def experts_of(unit: Unit) -> list[TensorFacts]:
+    """Returns the stacks with a row per expert, found by the usual name of their module."""
+    every = [tensor.facts for tensor in unit.tensors]
+    return [f for f in every if len(f.shape) > 2 and "experts" in f.name.split(".")]
+
+
+def decodes_experts(budgets: Budgets, units: Iterable[Unit]) -> bool:
+    """Whether experts are decoded on a device with memory of its own."""
+    return budgets.largest_decoded_nbytes > 0 and any(map(experts_of, units))
+
+
 def fit(
     tile: Literal["auto"] | int | None,
     attempt: Callable[[int | None], T],
     has_space_ahead: Callable[[T], bool],
+    decodes: Callable[[T], bool],
     largest_nbytes: int,
 ) -> T:
     """Returns the result of `attempt(limit_nbytes)` for the limit that `[schedule] tile` requests.
 
     `attempt` raises CapacityError if the model does not fit; None requests no tiles. "auto" takes
-    tiles only if the model does not fit without: the largest ones that leave space to fetch the
-    next while one computes, or else the largest that fit. If none fit, raises the CapacityError of
-    the division that needs the least host memory; of those that fit the host, device memory.
+    tiles if the model does not fit without, or if it `decodes` units and there is no space for the
+    next one while one computes: the largest tiles that leave such space, or else the largest that
+    fit. If none fit, raises the CapacityError of the division that needs the least host memory; of
+    those that fit the host, device memory.
     """
     if tile != "auto":
         return attempt(tile)
     refused: list[CapacityError] = []
-    largest_that_fits: int | None = None
+    fitting: list[int | None] = []
     for limit_nbytes in (None, *limits(largest_nbytes)):
         try:
             found = attempt(limit_nbytes)
         except CapacityError as error:
             refused.append(error)
             continue
-        if limit_nbytes is None or has_space_ahead(found):
+        if has_space_ahead(found) or (limit_nbytes is None and not decodes(found)):
             return found
-        if largest_that_fits is None:
-            largest_that_fits = limit_nbytes
-    if largest_that_fits is None:
+        fitting.append(limit_nbytes)
+    if not fitting:
         raise min(refused, key=lambda error: (error.tier == "host", error.needed_nbytes))
-    return attempt(largest_that_fits)
+    return attempt(fitting[0])

@@ -20,8 +20,9 @@ Note [Zone]
 Note [Staged ahead]
   A device may have no space for the decoded weights of the next unit beside those in use. Then
   their stored bytes, which are a fraction of them, go to the device while it computes, to memory
-  that one unit at a time holds (`staged`). They are decoded when the unit before has ended. If
-  there is space for the decoded weights, they are decoded at once, from other memory.
+  that the unit holds (`staged`). They are decoded when the unit before has ended. If there is space
+  for the decoded weights, they are decoded at once. There are two memories, which take turns: the
+  bytes of one unit come while those of another are decoded.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from infinity.state.units import StateKind, Unit
 from infinity.state.weight_places import weight_places
 from infinity.storage.protocol import Priority
 from infinity.streaming.weight_state import Weights
-from infinity.tiers.device import Copy, DeviceAdapter, Region
+from infinity.tiers.device import Copy, Decoding, DeviceAdapter, Region
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import Range, RangeAllocator
@@ -68,6 +69,8 @@ class WeightDecoding:
         self._reclaim: Callable[[], bool] = lambda: False
         self._stages_ahead = False
         self._staged: Weights | None = None
+        self._memory = 0  # Of the device, for stored bytes: the last that was taken.
+        self._staged_memory = 0
         self._plans: dict[int, DecodePlan] = {}  # By unit.
         self._absent_nbytes: Callable[[], int] = lambda: 0
 
@@ -84,7 +87,7 @@ class WeightDecoding:
 
         `reclaim()` drops the blocks of the zone that are not in use, and returns whether there were
         any. `absent_nbytes()`: host memory that weights still need until all of them are kept.
-        `stages_ahead`: as much device memory for `stage`.
+        `stages_ahead`: as much device memory for the next unit.
         """
         units = [unit for unit in self._store.units if unit.stored is not None]
         self._plans = {unit.index: DecodePlan(weight_places(unit)) for unit in units}
@@ -94,7 +97,7 @@ class WeightDecoding:
         stored = [unit.stored.nbytes for unit in units if unit.stored is not None]
         self._stages_ahead = stages_ahead and bool(stored)
         if stored:
-            self._device.prepare_decoding(max(stored), is_ahead=self._stages_ahead)
+            self._device.prepare_decoding(max(stored), 2 if self._stages_ahead else 1)
         if zone_nbytes:
             self._zone = self._pool.require(zone_nbytes, "decoded parameters")
             self._ranges = RangeAllocator(zone_nbytes)
@@ -178,10 +181,18 @@ class WeightDecoding:
         """The unit that holds the device's memory for bytes that are decoded later."""
         return self._staged
 
-    def lend_staging(self, weights: Weights) -> None:
-        """Gives the unit that memory, which no other holds."""
+    def lend_staging(self, weights: Weights) -> int:
+        """Gives the unit such memory. No other unit holds any."""
         assert self._staged is None and self.can_stage(weights.unit)
-        self._staged = weights
+        self._staged, self._staged_memory = weights, self._take_memory()
+        return self._staged_memory
+
+    def _take_memory(self) -> int:
+        """Returns the memory that was not the last to be taken, if no unit holds it."""
+        if self._stages_ahead:
+            is_held = self._staged is not None and self._staged_memory != self._memory
+            self._memory = self._memory if is_held else 1 - self._memory
+        return self._memory
 
     def free_staging(self) -> None:
         """Takes the memory back: what was issued for it comes before the next use."""
@@ -194,24 +205,28 @@ class WeightDecoding:
         On a device that computes on host memory the region shows the pages of a second block.
         Raises CapacityError if there is no space for that block.
         """
-        unit, region, block = weights.unit, weights.region, weights.block
+        region, block = weights.region, weights.block
         if self._staged is weights:
-            assert unit.stored is not None
-            decode = self.decoder(weights)
-            copy = self._device.attach_staged(region, unit.stored.nbytes, decode)
+            copy = self._device.attach_staged(region, self.on_device(weights))
             self.free_staging()
             return copy
         assert block is not None
         if self._device.shares_host_memory:
             return self._device.attach(region, self.decode(weights, block))
-        return self._device.attach_decoded(region, block, self.decoder(weights))
+        return self._device.attach_decoded(region, block, self.on_device(weights))
 
-    def decoder(self, weights: Weights) -> Callable[[torch.Tensor], None]:
-        """Returns a function that fills the region from stored bytes: uint8, on the device."""
+    def on_device(self, weights: Weights) -> Decoding:
+        """Returns how the region is filled on the device, from memory that the unit takes now, or
+        holds."""
         plan, region = self._plans[weights.unit.index], weights.region
-        return lambda stored: plan.decode(
-            stored, region.tensor(0, (region.nbytes,), (1,), torch.uint8)
-        )
+        stored = weights.unit.stored
+        assert stored is not None
+
+        def fill(content: torch.Tensor) -> None:
+            plan.decode(content, region.tensor(0, (region.nbytes,), (1,), torch.uint8))
+
+        memory = self._staged_memory if self._staged is weights else self._take_memory()
+        return Decoding(stored.nbytes, memory, fill)
 
     def decode(self, weights: Weights, block: Block) -> Block:
         """Makes the weights of the stored bytes in `block`, in another block, until `drop`."""

@@ -246,13 +246,13 @@ class WeightMoves:
         block (READY), or from all ranks (ABSENT). See weight_decoding.py, Note [Staged ahead]."""
         if self.decoding.staged is not None:
             self.unstage(self.decoding.staged)
-        self.decoding.lend_staging(weights)
+        memory = self.decoding.lend_staging(weights)
         try:
             if feeder is not None:
                 self._start_arrival(weights, feeder, None)
             else:
                 assert weights.block is not None and weights.state is WeightState.READY
-                weights.copying = self._device.stage(weights.block)
+                weights.copying = self._device.stage(weights.block, memory)
                 weights.state = WeightState.STAGED
         except BaseException:
             self.decoding.free_staging()  # What is there is of an earlier unit.
@@ -308,9 +308,9 @@ class WeightMoves:
 
     def _start_arrival(self, weights: Weights, feeder: Weights, region: Region | None) -> None:
         unit = weights.unit
-        decode = None if unit.stored is None else self.decoding.decoder(weights)
+        decoding = None if unit.stored is None else self.decoding.on_device(weights)
         weights.arrival = self._source.begin(
-            unit.index, region, self._bytes_of(feeder), feeder.reading, decode
+            unit.index, region, self._bytes_of(feeder), feeder.reading, decoding
         )
         weights.feeder, feeder.fills = feeder, weights
         self._there[weights.unit.index] = weights

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from typing_extensions import override
 
 from infinity.state.store import Transfer
-from infinity.tiers.device import Copy, Region
+from infinity.tiers.device import Copy, Decoding, Region
 
 
 class Arrival(Protocol):
@@ -57,12 +57,12 @@ class WeightProvider(Protocol):
         region: Region | None,
         local: torch.Tensor,
         reading: Transfer | None,
-        decode: Callable[[torch.Tensor], None] | None,
+        decoding: Decoding | None,
     ) -> Arrival:
         """Gives the region its memory, and begins to fill it. `local`: the feeder's bytes, which
-        are being read until `reading` is over. `decode` fills the region from the unit's stored
-        bytes, if it has any. Without a region, they go to the device's memory for them
-        (`DeviceAdapter.stage`), which nobody else uses."""
+        are being read until `reading` is over. `decoding`: of the unit's stored bytes, if it has
+        any. Without a region, they go to its memory (`DeviceAdapter.stage`), which nobody else
+        uses."""
 
 
 class TierWeights(WeightProvider):
@@ -93,6 +93,6 @@ class TierWeights(WeightProvider):
         region: Region | None,
         local: torch.Tensor,
         reading: Transfer | None,
-        decode: Callable[[torch.Tensor], None] | None,
+        decoding: Decoding | None,
     ) -> Arrival:
         raise AssertionError("no unit has a feeder")

@@ -214,7 +214,6 @@ class SimulatedStreams(Streams):
         self._local = threading.local()
         self._delay_s = delay_s
         self._moments = itertools.count(1)
-        self._names = iter(("in", "out", "link", "sums"))
         self._failure: BaseException | None = None
         self.noting = threading.RLock()  # Guards the record of the order.
         self.host = _EventOrder("the host")
@@ -239,8 +238,8 @@ class SimulatedStreams(Streams):
         return next(self._moments)
 
     @override
-    def new_stream(self) -> SimulatedStream:
-        stream = SimulatedStream(self, next(self._names), has_worker=True)
+    def new_stream(self, name: str) -> SimulatedStream:
+        stream = SimulatedStream(self, name, has_worker=True)
         self.transfer.append(stream)
         return stream
 

@@ -20,6 +20,7 @@ from infinity.storage.arena import Window, can_remap
 from infinity.tiers.device import (
     FINISHED,
     Copy,
+    Decoding,
     DeviceAdapter,
     Region,
     ResidentRegion,
@@ -95,23 +96,19 @@ class CpuDevice(DeviceAdapter):
         return FINISHED
 
     @override
-    def attach_decoded(
-        self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
-    ) -> Copy:
+    def attach_decoded(self, region: Region, block: Block, decoding: Decoding) -> Copy:
         raise AssertionError("what is decoded on the host is decoded into a host block")
 
     @override
-    def prepare_decoding(self, nbytes: int, *, is_ahead: bool) -> None:
+    def prepare_decoding(self, nbytes: int, count: int) -> None:
         return None
 
     @override
-    def stage(self, block: Block) -> Copy:
+    def stage(self, block: Block, memory: int) -> Copy:
         raise AssertionError("what is decoded on the host is decoded into a host block")
 
     @override
-    def attach_staged(
-        self, region: Region, nbytes: int, decode: Callable[[torch.Tensor], None]
-    ) -> Copy:
+    def attach_staged(self, region: Region, decoding: Decoding) -> Copy:
         raise AssertionError("what is decoded on the host is decoded into a host block")
 
     @override

@@ -76,7 +76,7 @@ class AcceleratorStreams(Streams):
         self._module: Any = torch.get_device_module(device)
 
     @override
-    def new_stream(self) -> Any:
+    def new_stream(self, name: str) -> Any:
         return self._module.Stream(self.device, priority=self._priority)
 
     @override

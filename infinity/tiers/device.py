@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -64,6 +65,19 @@ class Region(Protocol):
         """A tensor over the region; every call shares one storage."""
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How the weights of a region are made of stored bytes on the device.
+
+    `memory`: the number of the device memory that the bytes come to. `fill` writes to the region's
+    tensors, given the bytes: uint8, shape (nbytes,).
+    """
+
+    nbytes: int
+    memory: int
+    fill: Callable[[torch.Tensor], None]
+
+
 class DeviceAdapter(Protocol):
     """The only thing above the tiers that knows what the device is."""
 
@@ -82,25 +96,21 @@ class DeviceAdapter(Protocol):
         """Starts bringing the block's bytes in. The block stays lent until `Copy.wait` or,
         where memory is shared, until `detach`."""
 
-    def attach_decoded(
-        self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
-    ) -> Copy:
-        """Starts filling the region with what `decode` makes of the block's bytes (uint8, shape
-        (block.nbytes,), on the device). `decode` writes to the region's tensors. For devices with
-        memory of their own. The block stays lent until `Copy.wait`."""
+    def attach_decoded(self, region: Region, block: Block, decoding: Decoding) -> Copy:
+        """Starts filling the region with the weights that are made of the block's bytes, beside
+        copies that are asked for later. For devices with memory of their own. The block stays lent
+        until `Copy.wait`."""
 
-    def prepare_decoding(self, nbytes: int, *, is_ahead: bool) -> None:
-        """Takes the device memory for `attach_decoded`: the bytes of the largest block. With
-        `is_ahead` as much for `stage`."""
+    def prepare_decoding(self, nbytes: int, count: int) -> None:
+        """Takes device memory for stored bytes: `count` times `nbytes`, those of the largest
+        block."""
 
-    def stage(self, block: Block) -> Copy:
-        """Starts copying the stored bytes of a block to the memory for them, behind the last
-        `attach_staged`. The block stays lent until `Copy.wait`."""
+    def stage(self, block: Block, memory: int) -> Copy:
+        """Starts copying the stored bytes of a block to a memory for them, behind its last use. The
+        block stays lent until `Copy.wait`."""
 
-    def attach_staged(
-        self, region: Region, nbytes: int, decode: Callable[[torch.Tensor], None]
-    ) -> Copy:
-        """As `attach_decoded`, from the first `nbytes` that were staged last."""
+    def attach_staged(self, region: Region, decoding: Decoding) -> Copy:
+        """As `attach_decoded`, of the bytes that were staged last in the memory."""
 
     def current_stream(self) -> Hashable | None:
         """The stream that is current in this thread; None for a device without streams."""

@@ -41,8 +41,8 @@ class Streams(Protocol):
 
     device: torch.device
 
-    def new_stream(self) -> Stream:
-        """Returns a stream of its own for transfers."""
+    def new_stream(self, name: str) -> Stream:
+        """Returns a stream of its own for transfers. `name`: for messages."""
 
     def new_event(self, *, is_timed: bool = False) -> Event:
         """Returns an event; with `is_timed` for `elapsed_time`."""
@@ -71,3 +71,10 @@ class Streams(Protocol):
 
     def synchronize(self) -> None:
         """Blocks until nothing is left to do, on any stream."""
+
+
+def event_behind(streams: Streams, stream: Stream) -> Event:
+    """Returns an event behind the work issued on the stream so far."""
+    event = streams.new_event()
+    event.record(stream)
+    return event

@@ -4,13 +4,14 @@
 (`tiers/cuda.py`), or that of the simulated device, which reports operations without an order.
 
 Note [Streams]
-  Three streams: the current stream, which computes; `in` for copies host -> device; `out` for
-  copies device -> host. Two more, `link` and `sums`, carry the exchange between the devices of
-  ranks (distributed/exchange.py). A stream waits for another one by an event. The host waits for a
-  stream only in `Copy.wait`.
+  Four streams: the current stream, which computes; `in` for copies host -> device; `out` for
+  copies device -> host; `decode`, which makes weights of stored bytes. Two more, `link` and `sums`,
+  carry the exchange between the devices of ranks (distributed/exchange.py). A stream waits for
+  another one by an event. The host waits for a stream only in `Copy.wait`.
 
   * Memory of regions is allocated and freed on `in`, so it passes from region to region, and never
-    to or from activations: the memory reserved for weights does not grow with time. The allocator
+    to or from activations: the memory reserved for weights does not grow with time. `decode` fills
+    it behind `in`, as a use that `detach` waits for. The allocator
     reuses freed memory for later work of the stream that freed it; `detach` therefore makes `in`
     wait for the last uses of the region. The end of a use is recorded by `end_use`, not by
     `detach`. So a copy into the memory of an earlier unit does not wait for the unit that computes
@@ -46,10 +47,18 @@ import torch
 from typing_extensions import override
 
 from infinity.observe import Counters, Track
-from infinity.tiers.device import Copy, DeviceAdapter, Region, ResidentRegion, ResizedRegion, all_of
+from infinity.tiers.device import (
+    Copy,
+    Decoding,
+    DeviceAdapter,
+    Region,
+    ResidentRegion,
+    ResizedRegion,
+    all_of,
+)
 from infinity.tiers.device_faults import DeviceFaults, reporting_faults
 from infinity.tiers.host import Block, HostBlocks
-from infinity.tiers.stream_runtime import Event, Stream, Streams
+from infinity.tiers.stream_runtime import Event, Stream, Streams, event_behind
 
 
 @dataclass(eq=False)
@@ -143,26 +152,25 @@ class StreamCopy(Copy):
 
 class _Staging:
     """Device memory for stored bytes. Its users issue their work one behind the other, on any
-    stream and in any thread."""
+    streams and in any thread."""
 
     def __init__(self, streams: Streams, memory: ResizedRegion) -> None:
         memory.take_memory()
         self._streams = streams
         self._memory = memory
         self._lock = threading.Lock()
-        self._used: Event | None = None  # By the last user.
+        self._used: list[Event] = []  # By the last user, on each of its streams.
 
     @contextmanager
-    def using(self, stream: Stream) -> Iterator[ResizedRegion]:
-        """Lends the memory for work that is issued on the stream, behind that of the last user."""
+    def using(self, *streams: Stream) -> Iterator[ResizedRegion]:
+        """See `StreamDevice.using_staging`."""
         with self._lock:
-            if self._used is not None:
-                stream.wait_event(self._used)
+            for event in self._used:
+                streams[0].wait_event(event)
             try:
                 yield self._memory
             finally:  # A part of the work may have been issued.
-                self._used = self._streams.new_event()
-                self._used.record(stream)
+                self._used = [event_behind(self._streams, stream) for stream in streams]
 
 
 _CLOCK_NS = 60 * 10**9
@@ -212,11 +220,11 @@ class StreamDevice(DeviceAdapter):
         self.torch_device = streams.device
         self.streams = streams
         self.faults = DeviceFaults(name)
-        self._in = streams.new_stream()
-        self._out = streams.new_stream()
+        self._in = streams.new_stream("in")
+        self._out = streams.new_stream("out")
+        self._decoder: Stream | None = None
         self._clock: _DeviceClock | None = None  # Made when a trace needs one: that waits once.
-        # Bytes that are decoded into regions: at once, and when there is space for them.
-        self._staging: dict[bool, _Staging] = {}
+        self._staging: list[_Staging] = []
         self._copying = threading.RLock()
         # Copies without another owner: the tensors that they keep live until they are done.
         self._under_way: deque[StreamCopy] = deque()
@@ -259,56 +267,56 @@ class StreamDevice(DeviceAdapter):
 
     @override
     @reporting_faults
-    def attach_decoded(
-        self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
-    ) -> Copy:
-        return self._decode_into(region, block.nbytes, decode, block)
+    def attach_decoded(self, region: Region, block: Block, decoding: Decoding) -> Copy:
+        memory = decoding.memory
+        with self._taking(region), self.using_staging(memory, self._in, self.decoder) as staging:
+            self._issue(self._in, self.host.tensor(block), all_of(staging)[: block.nbytes])
+            return self.decode(region, staging, decoding, self._in)
 
     @override
     @reporting_faults
-    def stage(self, block: Block) -> Copy:
-        with self.using_staging(self._in, is_ahead=True) as staging:
-            stored = all_of(staging)[: block.nbytes]
-            return self._issue(self._in, self.host.tensor(block), stored)
+    def stage(self, block: Block, memory: int) -> Copy:
+        with self.using_staging(memory, self._in) as staging:
+            return self._issue(self._in, self.host.tensor(block), all_of(staging)[: block.nbytes])
 
     @override
     @reporting_faults
-    def attach_staged(
-        self, region: Region, nbytes: int, decode: Callable[[torch.Tensor], None]
-    ) -> Copy:
-        return self._decode_into(region, nbytes, decode, None)
+    def attach_staged(self, region: Region, decoding: Decoding) -> Copy:
+        with self._taking(region), self.using_staging(decoding.memory, self.decoder) as staging:
+            return self.decode(region, staging, decoding, self._in)
 
-    def _decode_into(
-        self,
-        region: Region,
-        nbytes: int,
-        decode: Callable[[torch.Tensor], None],
-        block: Block | None,
-    ) -> Copy:
-        """Fills the region from the stored bytes of a block; None: from those of `stage`."""
-        with (
-            self._taking(region) as memory,
-            self.using_staging(self._in, is_ahead=block is None) as staging,
-        ):
-            stored = all_of(staging)[:nbytes]
-            if block is not None:
-                self._issue(self._in, self.host.tensor(block), stored)
-            self.streams.run(self._in, lambda: decode(stored), used=[staging], made=memory)
-            return self.watch_link(self._in, None)
+    def decode(
+        self, region: Region, staging: ResizedRegion, decoding: Decoding, behind: Stream
+    ) -> StreamCopy:
+        """Issues on `decoder` the decoding of what is in `using_staging` into a region, behind the
+        work that `behind` has so far."""
+        assert isinstance(region, StreamRegion)
+        stream, stored = self.decoder, all_of(staging)[: decoding.nbytes]
+        stream.wait_event(event_behind(self.streams, behind))
+        memory = region.memory
+        self.streams.run(stream, lambda: decoding.fill(stored), used=[staging], made=memory)
+        self.note_use(region, stream)
+        return self.watch_link(stream, None)
+
+    @property
+    def decoder(self) -> Stream:
+        """The stream that decodes; from `prepare_decoding` on."""
+        assert self._decoder is not None, "no stored bytes were foreseen"
+        return self._decoder
 
     @override
     @reporting_faults
-    def prepare_decoding(self, nbytes: int, *, is_ahead: bool) -> None:
-        for is_of_ahead in (False, True) if is_ahead else (False,):
-            memory = self.streams.empty_region(self._in, nbytes)
-            self._staging[is_of_ahead] = _Staging(self.streams, memory)
+    def prepare_decoding(self, nbytes: int, count: int) -> None:
+        self._decoder = self.streams.new_stream("decode")
+        memories = [self.streams.empty_region(self._in, nbytes) for _ in range(count)]
+        self._staging = [_Staging(self.streams, memory) for memory in memories]
 
     @contextmanager
-    def using_staging(self, stream: Stream, *, is_ahead: bool = False) -> Iterator[ResizedRegion]:
-        """Lends memory of `prepare_decoding` for work that is issued on the stream, behind the
-        work of the last user. `is_ahead`: that of `stage`. Any thread."""
-        with self._staging[is_ahead].using(stream) as memory:
-            yield memory
+    def using_staging(self, memory: int, *streams: Stream) -> Iterator[ResizedRegion]:
+        """Lends a memory of `prepare_decoding` for work that is issued on the first stream, behind
+        the work of the last user, and on others, which wait for the first. Any thread."""
+        with self._staging[memory].using(*streams) as lent:
+            yield lent
 
     @override
     def current_stream(self) -> Any:  # A `Stream`, which hashes as torch's and every object do.
@@ -331,9 +339,7 @@ class StreamDevice(DeviceAdapter):
     @reporting_faults
     def note_use(self, region: StreamRegion, stream: Stream) -> None:
         """Records that the work issued so far is the stream's last use of the region for now."""
-        event = self.streams.new_event()
-        event.record(stream)
-        region.uses[stream] = event
+        region.uses[stream] = event_behind(self.streams, stream)
 
     @override
     @reporting_faults
@@ -375,9 +381,7 @@ class StreamDevice(DeviceAdapter):
         )
         owner = self.streams.current()
         with self._copying:
-            event = self.streams.new_event()
-            event.record(owner)
-            stream.wait_event(event)
+            stream.wait_event(event_behind(self.streams, owner))
             copy = self._issue(stream, on_host.detach(), on_device.detach(), owner)
             while self._under_way and self._under_way[0].done():
                 self._under_way.popleft().release_memory()
@@ -400,16 +404,13 @@ class StreamDevice(DeviceAdapter):
     @reporting_faults
     def inward_event(self) -> Event:
         """Returns an event behind the copies to the device issued so far."""
-        event = self.streams.new_event()
-        event.record(self._in)
-        return event
+        return event_behind(self.streams, self._in)
 
     @reporting_faults
     def watch_link(self, link: Stream, keep: object, *, owner: Stream | None = None) -> StreamCopy:
         """Returns a copy that is done when a stream has run the operations issued so far. `keep`:
         tensors whose memory belongs to `owner`."""
-        event = self.streams.new_event()
-        event.record(link)
+        event = event_behind(self.streams, link)
         return StreamCopy(self.streams, event, self.faults, owner=owner, keep=keep, traced=None)
 
     @override

@@ -220,7 +220,7 @@ def test_devices_put_stored_bytes_together_before_they_have_space_to_decode_them
     bases: dict[str, Path],
 ) -> None:
     """The decoded weights of a block fit beside the stored bytes of the next, not beside its own."""
-    case = Case(exchange="collective", device_capacity="3088KiB", steps=5)
+    case = Case(exchange="collective", device_capacity="3088KiB", tile=0, steps=5)
     ways = [case, replace(case, layer_major=True, steps=3)]
     for runs in assert_as_alone([(bases["int4"], way) for way in ways]):
         for run in runs:

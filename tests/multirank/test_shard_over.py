@@ -125,7 +125,10 @@ COPIED = Case(frozen="copy", shard_over="node")
 WAYS = [
     ("bf16", COPIED),
     ("bf16", replace(COPIED, exchange="collective", steps=4)),
-    ("int4", Case(exchange="collective", shard_over="node", device_capacity=TIGHT, steps=4)),
+    (
+        "int4",
+        Case(exchange="collective", shard_over="node", device_capacity=TIGHT, tile=0, steps=4),
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange
 from infinity.observe import Counters
 from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena
-from infinity.tiers.device import all_of
+from infinity.tiers.device import Decoding, all_of
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.stream_runtime import Event
 from infinity.tiers.streams import StreamDevice, StreamRegion
@@ -187,7 +187,7 @@ def _decode_later(
     ones from this rank's host."""
     region = device.reserve(WHOLE_NBYTES)
     assert isinstance(region, StreamRegion)
-    device.prepare_decoding(WHOLE_NBYTES, is_ahead=True)
+    device.prepare_decoding(WHOLE_NBYTES, 2)
 
     def decode(stored: torch.Tensor) -> None:
         all_of(region.memory).copy_(stored.bitwise_not())
@@ -199,13 +199,14 @@ def _decode_later(
         on_host = host.tensor(block, nbytes=mine.numel())
         on_host.copy_(mine)
         if number == 1:
-            departure = device.stage(block)
+            departure = device.stage(block, number % 2)
         else:
-            _, departure = exchange.gather_ahead(on_host, stretches)
+            _, departure = exchange.gather_ahead(on_host, stretches, number % 2)
         if region.is_attached:
             device.end_use(region)
             device.detach(region)
-        device.attach_staged(region, WHOLE_NBYTES, decode).order()
+        decoding = Decoding(WHOLE_NBYTES, number % 2, decode)
+        device.attach_staged(region, decoding).order()
         found = all_of(region.memory).bitwise_not()
         departure.wait()
         host.free(block)

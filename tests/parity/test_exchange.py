@@ -149,7 +149,7 @@ def order_without_wait(copy: StreamCopy) -> None:
 
 
 @contextmanager
-def lend_at_once(staging: Any, stream: Any) -> Iterator[Any]:
+def lend_at_once(staging: Any, *streams: Any) -> Iterator[Any]:
     yield staging._memory
 
 

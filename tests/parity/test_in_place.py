@@ -72,11 +72,11 @@ def test_a_unit_whose_staging_failed_is_not_made_of_the_bytes_of_another(
     config = one_decoded_block_of(base, tmp_path)
     stage, calls = StreamDevice.stage, []
 
-    def failing(device: StreamDevice, block: Any) -> Any:
+    def failing(device: StreamDevice, block: Any, memory: int) -> Any:
         calls.append(block)
         if len(calls) == 2:
             raise RuntimeError("a driver's error")
-        return stage(device, block)
+        return stage(device, block, memory)
 
     monkeypatch.setattr(StreamDevice, "stage", failing)
     with over(base, config, device=SimulatedDevice(3)) as (model, _):

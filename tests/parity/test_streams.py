@@ -387,7 +387,7 @@ def test_streams_of_transfers_on_cuda_go_before_those_that_compute(
     monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     with Arena(1 << 20) as arena:
         device = CudaDevice(HostBlocks(arena, Counters()), Counters(), index=0)
-        device.streams.new_stream()
+        device.streams.new_stream("side")
         unpin(arena, Runtime(0))
     assert made == [-1, -1, -1]
 

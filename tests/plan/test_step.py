@@ -133,7 +133,7 @@ def test_updates_on_the_device_copy_all_state_in_and_what_changed_out() -> None:
 
 
 def test_stored_bytes_come_while_a_unit_computes_where_one_decoded_unit_fits() -> None:
-    """The bytes of the next unit come once those of this one are decoded, and not before."""
+    """The bytes of the next unit come once those of this one have space, and not before."""
     frozen = UnitLoad("u", "host", GB, 0, {}, {}, 0, "host", 0, 0, decoded_nbytes=4 * GB)
     plain = job(
         units=tuple(replace(frozen, name=f"u{index}") for index in range(8)),
@@ -151,7 +151,7 @@ def test_stored_bytes_come_while_a_unit_computes_where_one_decoded_unit_fits() -
         )
         if operation.track == "h2d" or ": decoding of " in operation.name
     )
-    decoded_s = [finish_s for _, finish_s, track, _ in order if track == "compute"]
+    decoded_s = [finish_s for _, finish_s, track, _ in order if track == "decode"]
     begun_s = [start_s for start_s, _, track, _ in order if track == "h2d" and start_s > 0]
     assert len(begun_s) > 10 and all(start_s in decoded_s for start_s in begun_s)
 

@@ -115,7 +115,8 @@ class Schedule(Section):
         description="Largest tile, in bytes. A linear layer or an embedding with a larger "
         "weight, and packed experts that are larger together, run as tiles of at most this "
         "size (at least one expert), which are fetched and released one after the other. "
-        '"auto" makes tiles only if the model does not fit otherwise; 0 makes none. Results '
+        '"auto" makes tiles only if the model does not fit otherwise, or if experts are decoded on '
+        "a device that has no space for the next layer's; 0 makes none. Results "
         "agree to rounding: the gradient of a linear layer's input is summed over its tiles.",
     )
     tile_micro_batches: Annotated[int, Integer(1)] = Field(
