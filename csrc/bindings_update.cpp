@@ -140,6 +140,17 @@ void sum_squares(std::uintptr_t values, std::size_t numel, std::uintptr_t sums,
                       num_threads);
 }
 
+double norm_of_bf16(std::uintptr_t values, std::size_t numel, const std::string& simd,
+                    std::size_t variant) {
+  check_array(values, numel, 2, "values");
+  const update::InstructionSet* set = update::find_instruction_set(simd);
+  if (set == nullptr || variant >= set->table.norms.size()) {
+    throw py::value_error("no norm for simd='" + simd + "', variant=" + std::to_string(variant));
+  }
+  const py::gil_scoped_release released;
+  return set->table.norms[variant](pointer_to<const std::uint16_t*>(values), numel);
+}
+
 void add(std::uintptr_t total, std::uintptr_t term, std::size_t numel, bool is_bf16,
          std::size_t num_threads) {
   check_array(total, numel, sizeof(float), "total");
@@ -185,6 +196,9 @@ void bind_update(py::module_& module) {
   update.attr("SQUARES_NUMEL") = update::kSquaresNumel;
   update.def("sum_squares", &sum_squares, py::arg("values"), py::arg("numel"), py::arg("sums"),
              py::kw_only(), py::arg("num_threads"));
+  update.def("norm_of_bf16", &norm_of_bf16, py::arg("values"), py::arg("numel"), py::kw_only(),
+             py::arg("simd"), py::arg("variant"));
+  update.attr("NUM_NORMS") = std::tuple_size_v<update::NormKernels>;
   update.def("add", &add, py::arg("total"), py::arg("term"), py::arg("numel"), py::kw_only(),
              py::arg("is_bf16"), py::arg("num_threads"));
   update.def("multiply", &multiply, py::arg("product"), py::arg("values"), py::arg("factor"),

@@ -165,6 +165,13 @@ class update:  # noqa: N801 (a submodule)
         """Addresses of fp32 (numel,) and of fp64 (ceil(numel / SQUARES_NUMEL),), which is
         written."""
 
+    NUM_NORMS: int
+
+    @staticmethod
+    def norm_of_bf16(values: int, numel: int, *, simd: str, variant: int) -> float:
+        """The 2-norm of bf16 (numel,), summed in fp32 in the lanes of an instruction set.
+        `variant`, below `NUM_NORMS`: where products are fused with sums."""
+
     @staticmethod
     def add(total: int, term: int, numel: int, *, is_bf16: bool, num_threads: int) -> None:
         """Adds `term`, fp32 or bf16 (numel,), to `total`, fp32."""

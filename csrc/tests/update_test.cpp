@@ -1,6 +1,7 @@
 #include "update/update.h"
 
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -245,6 +246,24 @@ float widened(std::uint16_t value) {
   float found = 0;
   std::memcpy(&found, &bits, sizeof found);
   return found;
+}
+
+TEST(NormsOfBf16AreThoseOfTheElementsAtEveryLength) {
+  for (std::size_t numel = 0; numel < 70; ++numel) {
+    const State state(numel);
+    double squares = 0;
+    for (const std::uint16_t value : state.narrow_gradient) {
+      const double wide = widened(value);
+      squares += wide * wide;
+    }
+    const double expected = std::sqrt(squares);
+    for (const InstructionSet& set : instruction_sets()) {
+      for (const NormKernel norm : set.table.norms) {
+        const double found = norm(state.narrow_gradient.data(), numel);
+        CHECK(std::abs(found - expected) <= 1e-6 * expected);
+      }
+    }
+  }
 }
 
 TEST(SumsProductsAndCopiesAreThoseOfTheElementsAtEveryLength) {

@@ -4,7 +4,9 @@
 // linker could keep the copy that only the newest processor can run.
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
 
 #include "span.h"
 
@@ -17,9 +19,14 @@ struct RuleKernels {
   Kernel kernels[2][2][2];  // By StateFormat, WeightFormat, GradientFormat.
 };
 
+// The norm of bf16 numbers, by how products are rounded before they are added (norm.h).
+using NormKernel = float (*)(const std::uint16_t* values, std::size_t numel);
+using NormKernels = std::array<NormKernel, 4>;
+
 struct KernelTable {
   const RuleKernels* rules;
   std::size_t num_rules;
+  NormKernels norms = {};
 };
 
 // A null table where the compiler could not build for the instruction set.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "norm.h"
 #include "rules/adam.h"
 #include "rules/adamw.h"
 #include "rules/lion.h"
@@ -34,7 +35,7 @@ constexpr RuleKernels kernels_of() {
 template <class V, class L, class... Rules>
 struct RuleList {
   static constexpr RuleKernels kRules[] = {kernels_of<V, L, Rules>()...};
-  static constexpr KernelTable kTable = {kRules, sizeof...(Rules)};
+  static constexpr KernelTable kTable = {kRules, sizeof...(Rules), norms_of<V>()};
 };
 
 template <class V, class L>

@@ -101,6 +101,9 @@ class ParamGrads:
                 self._backwards.ensure_armed()
             if is_sum:
                 self._gradients.forget(param.spec)
+            narrow_units = self._gradients.narrow_units
+            if narrow_units and self._gradients.widens(param.unit, param.spec):
+                self._updater.withdraw(param.unit.index)
             self._gradients.add(param.unit, param.spec, gradient)
             if self._updater.follows_gradients:
                 self._updater.note_gradient(param.unit.index)

@@ -179,6 +179,18 @@ class StepSpec:
         """Whether the device computes in host memory, as a CPU does."""
         return self.device_cache_nbytes is None
 
+    def narrowed_nbytes(self, load: UnitLoad) -> int:
+        """Returns how many bytes fewer a unit's gradients are where they stay in the dtype of the
+        weights (streaming/narrow_sums.py)."""
+        is_narrow = (
+            not self.shares_host_memory
+            and not self.updates_on_device
+            and self.num_micro_batches == 1
+            and (load.gradients, load.full_master) == ("host", None)
+            and load.sharded is NOT_SHARDED
+        )
+        return load.gradient_nbytes - load.leaving_nbytes if is_narrow else 0
+
     @property
     def defers(self) -> bool:
         """Whether updates follow the step. Over ranks a thread makes them, which does so only for

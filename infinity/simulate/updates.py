@@ -196,7 +196,8 @@ class UnitUpdates:
         else:
             # A copy reads and writes, and is as fast as memory, as an update is.
             copied_nbytes = 2 * self.copied_nbytes(load) if is_early else 0
-            duration_s = share(load.update_nbytes + copied_nbytes) / self._log.rates.update
+            moved_nbytes = load.update_nbytes - job.narrowed_nbytes(load) + copied_nbytes
+            duration_s = share(moved_nbytes) / self._log.rates.update
             updated = self._log.add(self._log.update_track, name, duration_s, after=before)
         free = [updated]
         if load.state_write_nbytes.get("nvme"):

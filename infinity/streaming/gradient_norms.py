@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from infinity.ops.bf16_norms import has_norm_of_bf16, norm_of_bf16
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, shaped
 from infinity.streaming.gradient_sums import TensorGradient
@@ -21,7 +22,10 @@ from infinity.tiers.device import Copy
 
 def norm_of(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Returns the 2-norm of a sum, an fp32 scalar with the bits of plain PyTorch. `flat`: fp32
-    (numel,), or fewer elements, which `nonzero_rows.py` has picked."""
+    (numel,), or fewer elements, which `nonzero_rows.py` has picked; or bf16 (numel,), whose norm is
+    that of the same numbers in fp32."""
+    if flat.dtype is torch.bfloat16:
+        return norm_of_bf16(flat)
     elements = shaped(flat, spec) if flat.numel() == spec.numel else flat
     norm: torch.Tensor = torch.linalg.vector_norm(elements)
     return norm
@@ -51,6 +55,11 @@ class CompleteSums:
         For a device with memory of its own: the host's cores are free while it computes.
         """
         self._threads = NormThreads(begin_thread)
+
+    @property
+    def takes_bf16(self) -> bool:
+        """Whether a sum may be measured that is kept in bf16."""
+        return self.measure is norm_of and self.counts and has_norm_of_bf16()
 
     @property
     def follow_copies(self) -> bool:

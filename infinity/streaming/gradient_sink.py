@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
 import torch
@@ -21,9 +21,15 @@ class GradientSink(Protocol):
     """
 
     norms: CompleteSums  # Has the norms of complete sums computed.
+    narrow_units: Set[int] = frozenset()  # Units with sums in bf16: `narrow_sums.py`.
 
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
         """Adds one gradient to the sum: any floating dtype, the parameter's shape, any device."""
+
+    def widens(self, unit: Unit, spec: TensorSpec) -> bool:
+        """Whether `add` changes the form of the unit's sums, one of `narrow_units`. Whoever updates
+        early with them takes that back before."""
+        return unit.index in self.narrow_units and self.has(spec)
 
     def put(
         self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False

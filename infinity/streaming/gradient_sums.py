@@ -34,6 +34,8 @@ from infinity.streaming.norm_tasks import NormTask
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
+_WIDENED_NUMEL = 1 << 20  # Elements that are widened at a time.
+
 
 def refuse_sparse(spec: TensorSpec, gradient: torch.Tensor) -> None:
     """Raises UnsupportedError for a gradient that is not dense."""
@@ -138,6 +140,8 @@ class UnitGradients:
     state: SumState = SumState.AT_REST
     block: Block | None = None
     array: torch.Tensor | None = None  # The block: fp32 (state_numel,).
+    # The gradients, while they are kept in bf16 in the second half of `on_host`: (state_numel,).
+    narrow: torch.Tensor | None = None
     writing: Transfer | None = None  # While WRITING.
     _places: dict[TensorSpec, torch.Tensor] = field(default_factory=dict)  # Of the array.
 
@@ -153,6 +157,21 @@ class UnitGradients:
         if place is None:
             place = self._places[spec] = shaped(flat_of(array, spec), spec)
         return place
+
+    def narrow_form(self) -> torch.Tensor:
+        """Returns the memory of `narrow`. A widening of it in order overwrites what is widened."""
+        assert self.on_host is not None
+        return self.on_host.view(torch.bfloat16)[self.on_host.numel() :]
+
+    def widen(self) -> None:
+        """Keeps the gradients in fp32 from now on. Nobody reads them, or is about to."""
+        narrow, self.narrow = self.narrow, None
+        if narrow is not None:
+            assert self.on_host is not None
+            for source, target in zip(
+                narrow.split(_WIDENED_NUMEL), self.on_host.split(_WIDENED_NUMEL), strict=True
+            ):
+                target.copy_(source.float())  # A copy first: at the end they overlap.
 
     def lend(self, block: Block, array: torch.Tensor) -> None:
         """AT_REST -> ON_HOST; the array has the sum."""

@@ -32,6 +32,7 @@ from infinity.streaming.gradient_sums import (
     sums_of,
 )
 from infinity.streaming.leaving_gradients import LeavingGradient, LeavingGradients
+from infinity.streaming.narrow_sums import NarrowSums
 from infinity.streaming.resting_norms import RestingNorms
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
@@ -69,6 +70,8 @@ class GradientStore(GradientSink):
             device, self._staging, counters, most_kept_nbytes, self._note_there
         )
         self.norms = CompleteSums() if norms is None else norms
+        self.narrow = NarrowSums(self._tensors, self.leaving, self.norms)
+        self.narrow_units = self.narrow.units
         self.in_blocks = SumsInBlocks(
             store, pool, self.blocks, counters, self.norms, self._tensors, self._is_in_use
         )
@@ -103,6 +106,8 @@ class GradientStore(GradientSink):
                 self._await_more(sums)
             if (not first or self.leaving.num_additions) and self.leaving.has(spec):
                 self.leaving.end_all()  # The last one may be on its way to this place.
+            if sums.narrow is not None:
+                self.narrow.widen(sums)
             if self._scaled or (place := sums.known_place(spec)) is None:
                 place = sums.place(spec, self._array(unit))
             put(place, gradient, first=first)
@@ -158,7 +163,8 @@ class GradientStore(GradientSink):
             return
         if first and self.leaving.num_additions and self.leaving.has(spec):
             self.leaving.end_all()  # Additions to a sum that was forgotten.
-        place = flat_of(self._array(unit), spec)
+        is_narrow = self.narrow.takes(sums, spec, flat, first=first)
+        place = flat_of(sums.narrow_form() if is_narrow else self._array(unit), spec)
         if first:
             self._send(unit, spec, flat, place)
         else:
@@ -227,6 +233,8 @@ class GradientStore(GradientSink):
     def _array(self, unit: Unit) -> torch.Tensor:
         """The unit's gradients where the host can add to them: fp32 (state_numel,)."""
         sums = self._sums[unit.index]
+        if sums.narrow is not None:
+            self.narrow.widen(sums)
         if sums.on_host is None and sums.state is SumState.AT_REST:
             self._rescale_resting(unit, self.in_blocks.lend(sums))
         elif sums.state is SumState.WRITING:
@@ -238,8 +246,10 @@ class GradientStore(GradientSink):
         return array
 
     def _readable(self, unit: Unit) -> torch.Tensor:
-        """As `_array`, for a look: a write that is under way is not waited for."""
-        array = self._sums[unit.index].array
+        """As `_array`, for a look: a write that is under way is not waited for, and the gradients
+        may be in bf16."""
+        sums = self._sums[unit.index]
+        array = sums.array if sums.narrow is None else sums.narrow
         return self._array(unit) if array is None or self._scaled else array
 
     def _rescale_resting(self, unit: Unit, array: torch.Tensor) -> None:
@@ -364,8 +374,10 @@ class GradientStore(GradientSink):
         return not is_leaving and all(self._tensors[s].scale is None for s in unit.trainable())
 
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:
-        """Gradients that rest on NVMe, in their host block: fp32 (state_numel,), or None."""
-        return self._sums[unit.index].array
+        """Gradients that are not where they rest, or not in that form: those that rest on NVMe in
+        their host block, fp32 (state_numel,), or narrow ones, bf16; or None."""
+        sums = self._sums[unit.index]
+        return sums.array if sums.narrow is None else sums.narrow
 
     def expect_norms(self, tensors: Iterable[tuple[Unit, TensorSpec]]) -> None:
         """Norms of these gradients are asked for next. Has those that rest on a device measured
@@ -387,6 +399,8 @@ class GradientStore(GradientSink):
         if known.norm is None and known.task is None:
             on_device = self.resting_on_device(unit) if self.norms.is_on_device else None
             flat = self.view(unit, spec) if on_device is None else flat_of(on_device, spec)
+            if flat.dtype is torch.bfloat16 and not self.norms.takes_bf16:
+                flat = flat.float()
             if known.task is None:  # Else the sum has come with the view.
                 known.norm = self.norms.measure(flat, spec)
         return known.finished_norm()
@@ -401,7 +415,7 @@ class GradientStore(GradientSink):
         if on_device is not None:
             flat = flat_of(on_device, spec).cpu().clone()
         else:
-            flat = flat_of(self._readable(unit), spec).clone()
+            flat = flat_of(self._readable(unit), spec).to(torch.float32, copy=True)
             if isinstance(self._store.location(unit, StateKind.GRADIENTS), NvmeLocation):
                 self.write_out(unit)
         return shaped(flat, spec)
@@ -414,8 +428,8 @@ class GradientStore(GradientSink):
         return on_device
 
     def view(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """One gradient, fp32, flat, on the host: not a copy where that can be, and valid until
-        anything else is asked of these gradients."""
+        """One gradient, flat, on the host, fp32 or as it is kept in bf16: not a copy where that can
+        be, and valid until anything else is asked of these gradients."""
         assert self.has(spec)
         self._send_sums(unit)  # Sums of other units stay on the device.
         self.leaving.end_all()

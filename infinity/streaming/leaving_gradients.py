@@ -5,11 +5,12 @@ added to the place when the copy is over. Copies end in the order in which they 
 do the additions (INV-8).
 
 Note [Out of the device]
-  A gradient leaves a device with memory of its own in fp32, into its place on the host. The device
-  widens it: twice the bytes cross the link, and the host's memory, which bounds the updates, moves
-  4 bytes an element where it would move 10. The host does not wait while the backward runs: what is
-  due to be written waits for its copies, and the computation waits for those of the unit before the
-  last, whose memory is free then. A further gradient of a sum that is on the host passes staging
+  A gradient leaves a device with memory of its own for its place on the host. That is bf16 where
+  the update reads it so (`narrow_sums.py`). Else the device widens it to fp32: twice the bytes
+  cross the link, and the host's memory, which bounds the updates, moves 4 bytes an element where it
+  would move 10. The host does not wait while the backward runs: what is due to be written waits for
+  its copies, and the computation waits for those of the unit before the last, whose memory is free
+  then. A further gradient of a sum that is on the host passes staging
   blocks, and is added when its copy is over, by the engine's worker or by the next call. Where
   several micro-batches go through one block they are summed on the device first
   (`device_sums.py`), in the same order, and leave it once; outside of blocks, too, where the device
@@ -52,7 +53,7 @@ class LeavingGradient:
     spec: TensorSpec
     copy: Copy
     nbytes: int  # Of device memory that is kept until then.
-    place: torch.Tensor | None  # Of all of the gradient, fp32 (numel,); None: another part follows.
+    place: torch.Tensor | None  # Of all of the gradient, (numel,); None: another part follows.
     addition: _Addition | None = None
 
 
@@ -86,14 +87,15 @@ class LeavingGradients:
         return bool(self._leaving)
 
     def start(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor) -> None:
-        """Starts copying a gradient, flat and at most fp32, to its place, fp32 (numel,).
+        """Starts copying a gradient, flat and at most fp32, to its place, (numel,), of its dtype or
+        fp32.
 
         The device widens it, in parts, so that the host's cores and memory, which updates need, do
         not.
         """
-        numel = place.numel() if flat.dtype is torch.float32 else _WIDENED_NUMEL
+        numel = place.numel() if flat.dtype is place.dtype else _WIDENED_NUMEL
         for source, target in zip(flat.split(numel), place.split(numel), strict=True):
-            wide = source.float()
+            wide = source.to(place.dtype)
             is_last = target.data_ptr() + target.nbytes == place.data_ptr() + place.nbytes
             copy = self._device.copy(wide, target)
             self._keep(LeavingGradient(unit, spec, copy, wide.nbytes, place if is_last else None))

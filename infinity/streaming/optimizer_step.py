@@ -74,8 +74,9 @@ class Updater(StepRunner):
             spare_nbytes=self._spare_nbytes if settings.rides_along else None,
             sums_in_memory=gradients.sums_in_memory, is_for_device=not self._is_on_host,
             sums_to_come_nbytes=lambda: gradients.blocks.to_come_nbytes,
-            has_fixed_arrays=isinstance(store, LocalStore),
+            has_fixed_arrays=isinstance(store, LocalStore), narrow_units=gradients.narrow_units,
         )  # fmt: skip
+        gradients.narrow.is_on = settings.is_beside and self._is_on_host
         self.chunk_nbytes = settings.chunk_nbytes * (1 if self._ring.travels else CHUNKS_AT_REST)
         gradients.in_blocks.awaits_update = self.is_pending
         if isinstance(weight_cache, WeightCache):

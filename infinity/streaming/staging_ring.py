@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import islice
 
 import torch
@@ -45,13 +45,12 @@ class StagingRing:
 
     A slot has space for a chunk of `chunk_nbytes` of fp32 in every state kind that travels.
     `spare_nbytes`: returns the free memory that may be taken for spare slots; None: there are none.
-    `sums_in_memory`: returns a unit's gradients in host memory (fp32, (state_numel,)), if they rest
-    elsewhere and are there still: they are not read. `sums_to_come_nbytes`: returns the memory that
-    sums of the next backward will take, or of this one.
-    `is_for_device`: the device updates, so state that rests on it does not travel.
-    `reads_again`: a read that has failed before anybody needed it is made again when it is needed.
-    `has_fixed_arrays`: state at rest stays at its address as long as the store.
-    `travels`: whether any state does; else there are no slots.
+    `sums_in_memory`: returns a unit's gradients that are in memory in another place or form than
+    at rest, (state_numel,): they are not read. `sums_to_come_nbytes`: returns the memory that sums
+    of the next backward will take, or of this one. `is_for_device`: the device updates, so state
+    that rests on it does not travel. `reads_again`: a read that has failed before anybody needed it
+    is made again. `has_fixed_arrays`: state at rest stays at its address as long as the store, and
+    gradients of `narrow_units` at another. `travels`: whether any state does.
     """
 
     def __init__(
@@ -64,6 +63,7 @@ class StagingRing:
         num_slots: int,
         spare_nbytes: Callable[[], int] | None = None,
         sums_in_memory: Callable[[Unit], torch.Tensor | None] | None = None,
+        narrow_units: Set[int] = frozenset(),
         is_for_device: bool = False,
         sums_to_come_nbytes: Callable[[], int] | None = None,
         has_fixed_arrays: bool = False,
@@ -89,6 +89,7 @@ class StagingRing:
         self._slot_nbytes = sum(self._travelling.values())
         self._spare_nbytes = spare_nbytes
         self._sums_in_memory = sums_in_memory or (lambda _: None)
+        self._narrow_units = narrow_units
         self._sums_to_come_nbytes = sums_to_come_nbytes or (lambda: 0)
         self._has_fixed_arrays = has_fixed_arrays
         self._reads_again = reads_again
@@ -97,7 +98,7 @@ class StagingRing:
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
         self._started: dict[tuple[int, int], StagedChunk] = {}  # By unit and start; oldest first.
         # Where no state travels: chunks with all their arrays, until `forget_arrays`.
-        self._at_rest: dict[tuple[int, int], StagedChunk] = {}
+        self._at_rest: dict[tuple[int, int, bool], StagedChunk] = {}
 
     # -- The block -------------------------------------------------------------------------------
 
@@ -222,7 +223,8 @@ class StagingRing:
     def due(self, chunk: Chunk) -> StagedChunk:
         """Returns a chunk that is needed now, with its gradients: read ahead already, or started
         here. The caller ends with `give_back`."""
-        known = self._at_rest.get(_key(chunk))
+        key = *_key(chunk), chunk.unit.index in self._narrow_units
+        known = self._at_rest.get(key)
         if known is not None:
             known.chunk = chunk  # It may have fewer slices than the last time.
             return known
@@ -236,9 +238,8 @@ class StagingRing:
         except BaseException:
             self.give_back(staged)
             raise
-        is_fixed = self._has_fixed_arrays and not self.travels
-        if is_fixed and self._sums_in_memory(chunk.unit) is None:
-            self._at_rest[_key(chunk)] = staged
+        if self._has_fixed_arrays and not self.travels:
+            self._at_rest[key] = staged
         return staged
 
     def started(self, chunk: Chunk) -> StagedChunk | None:

@@ -125,7 +125,8 @@ def test_updates_on_the_device_copy_all_state_in_and_what_changed_out() -> None:
     slow = replace(RATES, update=5e9, device_update=1e12)
     host, device = predict(here, slow), predict(there, slow)
     more = {link: device.moved_nbytes[link] - host.moved_nbytes[link] for link in ("h2d", "d2h")}
-    assert more == {"h2d": 16 * params, "d2h": 12 * params}
+    # Gradients that the host updates with leave the device in bf16.
+    assert more == {"h2d": 16 * params, "d2h": 14 * params}
     assert device.step_s < host.step_s and host.binding == "update"
     # A host faster than the link has nothing to gain.
     fast = replace(slow, update=200e9)
