@@ -173,14 +173,23 @@ def simulated_order(case: Case, table: dict[str, Any]) -> Order:
 def test_transfers_of_a_kind_have_the_order_of_the_run(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     table = case.table(tmp_path)
-    ran, simulated = order_of_a_run(case, table), simulated_order(case, table)
+    simulated = simulated_order(case, table)
+    # What a busy drive has not brought in time for an early update is read in the forward.
+    for _ in range(1 if case.early_share is None else 3):
+        others = kinds_in_another_order(order_of_a_run(case, table), dict(simulated), case)
+        if not others:
+            return
+    raise AssertionError(others)
+
+
+def kinds_in_another_order(ran: Order, simulated: Order, case: Case) -> list[Any]:
+    """Returns the kinds of transfers whose order in a run is not that of the simulated step."""
     if case.placement.get("gradients") != "host":
         # With updates the gradients are read as a part of the state.
         ran.pop(("read", "gradients"), None)
         simulated.pop(("read", "gradients"), None)
     assert simulated.keys() == ran.keys()
-    for kind, units in ran.items():
-        assert goes_round(units, simulated[kind]), kind
+    return [kind for kind, units in ran.items() if not goes_round(units, simulated[kind])]
 
 
 @pytest.mark.parametrize(("num_micro_batches", "host"), in_turn([1, 3], ["32MiB", "10MiB"]))
