@@ -279,7 +279,7 @@ def _assemble(
     weight_cache = WeightCache(
         store, pool=pool, device=device, counters=counters, window_nbytes=budgets.window_nbytes,
         device_window=_device_window(budgets, units),
-        decoded_nbytes=budgets.decoded_nbytes, stages_ahead=budgets.staged_nbytes > 0,
+        decoded_nbytes=budgets.decoded_nbytes, has_second_memory=budgets.staged_nbytes > 0,
         source=source, inputs=inputs,
     )  # fmt: skip
     passes = Passes(counters.tracer)

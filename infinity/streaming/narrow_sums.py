@@ -52,11 +52,14 @@ class NarrowSums:
         return sums.narrow is not None and is_bf16
 
     def _is_expected(self, unit: Unit, spec: TensorSpec) -> bool:
-        """Whether no tensor of the unit had several gradients in the last step."""
-        known = [self._tensors[other] for other in unit.trainable()]
+        """Whether all tensors of the unit are bf16, and none had several gradients in the last
+        step."""
+        specs = list(unit.trainable())
+        known = [self._tensors[other] for other in specs]
         is_measured = any(gradient.was_norm_needed for gradient in known)
         return (
             self._tensors[spec].num_expected == 1
+            and all(other.facts.dtype is torch.bfloat16 for other in specs)
             and all(gradient.num_expected <= 1 for gradient in known)
             and (self._norms.takes_bf16 or not is_measured)
         )

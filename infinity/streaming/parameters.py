@@ -61,7 +61,7 @@ class WeightCache:
         device_window: DeviceWindow,
         inputs: InputMemory,
         decoded_nbytes: int = 0,
-        stages_ahead: bool = False,
+        has_second_memory: bool = False,
         source: WeightProvider | None = None,
     ) -> None:
         self._source = source or TierWeights()
@@ -91,7 +91,7 @@ class WeightCache:
             decoded_nbytes,
             self._evictor.reclaim_zone,
             self.absent_nbytes,
-            stages_ahead=stages_ahead,
+            has_second_memory=has_second_memory,
         )
 
     # -- Uses ------------------------------------------------------------------------------------

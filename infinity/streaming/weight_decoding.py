@@ -67,7 +67,7 @@ class WeightDecoding:
         self._ranges = RangeAllocator(0)  # Of the zone.
         self._in_zone: dict[Block, tuple[Range, Weights]] = {}
         self._reclaim: Callable[[], bool] = lambda: False
-        self._stages_ahead = False
+        self._has_second_memory = False
         self._staged: Weights | None = None
         self._memory = 0  # Of the device, for stored bytes: the last that was taken.
         self._staged_memory = 0
@@ -80,14 +80,14 @@ class WeightDecoding:
         reclaim: Callable[[], bool],
         absent_nbytes: Callable[[], int],
         *,
-        stages_ahead: bool,
+        has_second_memory: bool,
     ) -> None:
         """Plans how each unit is decoded, and takes device memory for the stored bytes of the
         largest unit, if there are any, and host memory for the zone.
 
         `reclaim()` drops the blocks of the zone that are not in use, and returns whether there were
         any. `absent_nbytes()`: host memory that weights still need until all of them are kept.
-        `stages_ahead`: as much device memory for the next unit.
+        `has_second_memory`: as much device memory for the next unit.
         """
         units = [unit for unit in self._store.units if unit.stored is not None]
         self._plans = {unit.index: DecodePlan(weight_places(unit)) for unit in units}
@@ -95,9 +95,9 @@ class WeightDecoding:
             for plan in self._plans.values():
                 plan.prepare(self._device.torch_device)
         stored = [unit.stored.nbytes for unit in units if unit.stored is not None]
-        self._stages_ahead = stages_ahead and bool(stored)
+        self._has_second_memory = has_second_memory and bool(stored)
         if stored:
-            self._device.prepare_decoding(max(stored), 2 if self._stages_ahead else 1)
+            self._device.prepare_decoding(max(stored), 2 if self._has_second_memory else 1)
         if zone_nbytes:
             self._zone = self._pool.require(zone_nbytes, "decoded parameters")
             self._ranges = RangeAllocator(zone_nbytes)
@@ -174,7 +174,7 @@ class WeightDecoding:
 
     def can_stage(self, unit: Unit) -> bool:
         """Whether the unit's stored bytes could go to the device ahead of their space there."""
-        return self._stages_ahead and unit.stored is not None
+        return self._has_second_memory and unit.stored is not None
 
     @property
     def staged(self) -> Weights | None:
@@ -189,7 +189,7 @@ class WeightDecoding:
 
     def _take_memory(self) -> int:
         """Returns the memory that was not the last to be taken, if no unit holds it."""
-        if self._stages_ahead:
+        if self._has_second_memory:
             is_held = self._staged is not None and self._staged_memory != self._memory
             self._memory = self._memory if is_held else 1 - self._memory
         return self._memory

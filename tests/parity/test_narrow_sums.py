@@ -31,7 +31,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        y = self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)
+        return x + self.down(torch.relu(self.up(y)))
 
 
 class Model(nn.Module):
@@ -147,7 +148,12 @@ BODIES: tuple[Body, ...] = (
 
 
 def trained(
-    body: Body, directory: Path, *, is_narrow: bool, **changes: Any
+    body: Body,
+    directory: Path,
+    *,
+    is_narrow: bool,
+    make: Callable[[], Model] = Model,
+    **changes: Any,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Returns what was seen, weights and moments, and the counters."""
     config: dict[str, Any] = {
@@ -163,7 +169,7 @@ def trained(
     for section, keys in changes.items():
         config[section] = config.get(section, {}) | keys
     torch.manual_seed(3)
-    model = Model()
+    model = make()
     infinity.offload(model, config, device=SimulatedDevice(5, delay_s=2e-4))
     engine = infinity.engine_of(model)
     engine.gradients.narrow.is_on &= is_narrow
@@ -249,6 +255,17 @@ def test_others_are_widened_as_ever(
     changes: dict[str, Any], tmp_path: Path, narrow_units: list[int]
 ) -> None:
     trained(plain, tmp_path, is_narrow=True, **changes)
+    assert not narrow_units
+
+
+def test_a_unit_of_two_dtypes_is_widened_as_ever(tmp_path: Path, narrow_units: list[int]) -> None:
+    def mixed() -> Model:
+        model = Model().bfloat16()
+        for block in model.blocks:
+            block.norm.float()
+        return model
+
+    trained(plain, tmp_path, is_narrow=True, make=mixed, precision={"compute": "auto"})
     assert not narrow_units
 
 
