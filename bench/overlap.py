@@ -8,8 +8,8 @@ host (C is a step of it), on NVMe with updates before the next forward ("deferre
 with updates in both passes. A turn is a block of consecutive steps of one side; the first step is
 not counted, and all transfers of the side are over when the block ends. B is the time that the
 bytes of a step take when nothing else happens, measured in the same round. A step cannot be faster
-than the larger of C and B. Nor, where the device is the host, than P: its processor time, the
-kernel's and that of transfers included, on all cores that it may use. No layer-major order.
+than the larger of C and B. P is its processor time on all cores that it may use, in which threads
+of torch that spin count: how busy the cores are. No layer-major order.
 
 Clipping: "none"; "never", with a norm that no gradient reaches; "always".
 """
@@ -127,9 +127,7 @@ def measure(
         each["bytes"] = {"seconds": bare_s(*map(int, moved), words)}
         floor_s = max(each["host"]["seconds"], each["bytes"]["seconds"])
         each["ratios"] = {name: each[name]["seconds"] / floor_s for name in SIDES[1:]}
-        processor_s = each["both_passes"]["cpu_s"] / len(os.sched_getaffinity(0))
-        each["processor_s"] = processor_s
-        each["to_all"] = each["both_passes"]["seconds"] / max(floor_s, processor_s)
+        each["processor_s"] = each["both_passes"]["cpu_s"] / len(os.sched_getaffinity(0))
         rounds.append(each)
         told = ", ".join(f"{name} {each[name]['seconds']:.2f} s" for name in (*SIDES, "bytes"))
         say(f"{tokens} tokens, clipping {clipping}, round {number + 1} of {words.rounds}: {told}")
@@ -147,7 +145,6 @@ def measure(
             name: statistics.median(each["ratios"][name] for each in rounds) for name in SIDES[1:]
         },
         "processor_s": statistics.median(each["processor_s"] for each in rounds),
-        "to_all": statistics.median(each["to_all"] for each in rounds),
         "rounds": rounds,
         "num_parameters": sides["host"].num_parameters,
     }
@@ -156,7 +153,7 @@ def measure(
 def table_of(found: list[dict[str, Any]], words: argparse.Namespace) -> Table:
     table = Table(
         "tokens", "clipping", "in memory s (C)", "bytes s (B)", "deferred s", "both passes s",
-        "deferred to max(C, B)", "both passes to max(C, B)", "P s", "both passes to max(C, B, P)",
+        "deferred to max(C, B)", "both passes to max(C, B)", "P s",
         title=f"{found[0]['num_parameters']:,} parameters, {words.compute}, host budget "
         f"{words.host}, gradients on {words.gradients}",
     )  # fmt: skip
@@ -168,7 +165,6 @@ def table_of(found: list[dict[str, Any]], words: argparse.Namespace) -> Table:
             *(f"{seconds[name]:.2f}" for name in ("host", "bytes", "deferred", "both_passes")),
             *(f"{ratios[name]:.2f}" for name in SIDES[1:]),
             f"{each['processor_s']:.2f}",
-            f"{each['to_all']:.2f}",
         )
     return table
 
