@@ -21,7 +21,7 @@ struct RuleKernels {
 
 // The norm of bf16 numbers, by how products are rounded before they are added (norm.h).
 using NormKernel = float (*)(const std::uint16_t* values, std::size_t numel);
-using NormKernels = std::array<NormKernel, 4>;
+using NormKernels = std::array<NormKernel, 8>;
 
 struct KernelTable {
   const RuleKernels* rules;

@@ -13,13 +13,14 @@ namespace infinity::update {
 namespace {
 
 // Compilers fuse a product with the sum that it is added to, or do not: it is torch's that counts.
+// Of the elements that are left it may have made kGroup products at a time, which it cannot fuse.
 template <class L, bool kFused>
 typename L::Float add_square(typename L::Float sum, typename L::Float value) {
   if constexpr (kFused) return L::fma(value, value, sum);
   return L::add(sum, L::mul(value, value));
 }
 
-template <class L, bool kFused, bool kTailFused>
+template <class L, bool kFused, std::size_t kGroup>
 float norm_of_bf16(const std::uint16_t* values, std::size_t numel) {
   auto sum = L::broadcast(0.0F);
   std::size_t i = 0;
@@ -30,16 +31,20 @@ float norm_of_bf16(const std::uint16_t* values, std::size_t numel) {
   L::store(lanes, sum);
   float total = lanes[0];
   for (std::size_t lane = 1; lane < L::kCount; ++lane) total += lanes[lane];
+  for (const std::size_t end = numel - (numel - i) % kGroup; i < end; ++i) {
+    total = add_square<ScalarLanes, false>(total, ScalarLanes::load_bf16(values + i));
+  }
   for (; i < numel; ++i) {
-    total = add_square<ScalarLanes, kTailFused>(total, ScalarLanes::load_bf16(values + i));
+    total = add_square<ScalarLanes, true>(total, ScalarLanes::load_bf16(values + i));
   }
   return std::sqrt(total);
 }
 
 template <class L>
 constexpr NormKernels norms_of() {
-  return {&norm_of_bf16<L, false, false>, &norm_of_bf16<L, true, false>,
-          &norm_of_bf16<L, false, true>, &norm_of_bf16<L, true, true>};
+  return {&norm_of_bf16<L, false, 1>, &norm_of_bf16<L, false, 4>, &norm_of_bf16<L, false, 8>,
+          &norm_of_bf16<L, false, 16>, &norm_of_bf16<L, true, 1>, &norm_of_bf16<L, true, 4>,
+          &norm_of_bf16<L, true, 8>, &norm_of_bf16<L, true, 16>};
 }
 
 }  // namespace
