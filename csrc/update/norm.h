@@ -13,13 +13,13 @@ namespace infinity::update {
 namespace {
 
 // Compilers fuse a product with the sum that it is added to, or do not: it is torch's that counts.
-// Of the elements that are left it may have made kGroup products at a time, which it cannot fuse.
 template <class L, bool kFused>
 typename L::Float add_square(typename L::Float sum, typename L::Float value) {
   if constexpr (kFused) return L::fma(value, value, sum);
   return L::add(sum, L::mul(value, value));
 }
 
+// Of the elements that are left torch's may make kGroup products at a time, which it cannot fuse.
 template <class L, bool kFused, std::size_t kGroup>
 float norm_of_bf16(const std::uint16_t* values, std::size_t numel) {
   auto sum = L::broadcast(0.0F);

@@ -255,7 +255,6 @@ class DeviceExchange:
         is_of_node: bool = False,
     ) -> tuple[StreamCopy, StreamCopy]:
         """As `gather`, of a unit's stored bytes, which are decoded into `region`."""
-        assert isinstance(region, StreamRegion)
         streams = self._link, self._device.decoder
         with self._device.using_staging(decoding.memory, *streams) as staging:
             _, departure = self._gather(all_of(staging), local, ranges, is_of_node, made=staging)

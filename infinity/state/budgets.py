@@ -43,9 +43,8 @@ class Budgets:
     optimizer, `num_staging_slots` slots for chunks of `chunk_nbytes`. `needed_for_sums_nbytes`: the
     working memory of `infinity.forward_backward`; `least_for_sums_nbytes`: the smallest host budget
     that has it. `decoded_from_nbytes`: the stored bytes of the largest unit that is decoded when it
-    is attached; `largest_decoded_nbytes`: the weights of one unit that are decoded on a
-    device with memory of its own. `decoded_nbytes`: host memory for decoded weights alone; 0 in a
-    tight pool.
+    is attached; `largest_decoded_nbytes`: the weights of one unit that are decoded on a device with
+    memory of its own. `decoded_nbytes`: host memory for decoded weights alone; 0 in a tight pool.
     `staged_nbytes`: device memory for the stored bytes of the next unit, which come while one is
     decoded, or computed with where there is no space for two decoded ones; 0 if there is none.
     """

@@ -23,7 +23,13 @@ from infinity.state.store import NvmeLocation, StateStore, Transfer
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.gradient_sums import SumBlocks, SumState, TensorGradient, UnitGradients
+from infinity.streaming.gradient_sums import (
+    SumBlocks,
+    SumState,
+    TensorGradient,
+    UnitGradients,
+    has_any,
+)
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
@@ -77,7 +83,7 @@ class SumsInBlocks:
         unit = sums.unit
         block = self._blocks.take(unit)
         array = self._pool.tensor(block).view(torch.float32)
-        if self._has_any(unit):
+        if has_any(self._tensors, unit):
             try:
                 kind, what = StateKind.GRADIENTS, f"gradients of {unit.name} are added to"
                 reading = self._store.read(unit, kind, block, priority=Priority.STATE)
@@ -91,9 +97,6 @@ class SumsInBlocks:
         self._absent_nbytes -= block.nbytes
         return array
 
-    def _has_any(self, unit: Unit) -> bool:
-        return any(self._tensors[spec].is_present for spec in unit.trainable())
-
     # -- Writes ------------------------------------------------------------------------------------
 
     def may_stay(self) -> bool:
@@ -104,7 +107,7 @@ class SumsInBlocks:
         return self._blocks.spare_nbytes() + self._written_nbytes >= needed_nbytes
 
     def _is_needed(self, unit: Unit) -> bool:
-        return self.awaits_update(unit.index) or self._has_any(unit)
+        return self.awaits_update(unit.index) or has_any(self._tensors, unit)
 
     def start_write(self, sums: UnitGradients) -> None:
         """ON_HOST -> WRITING, if somebody needs the sum; another state stays. No gradient is on its
@@ -180,6 +183,6 @@ class SumsInBlocks:
 
     def drop(self, sums: UnitGradients) -> None:
         """Gives the block back without a write; the gradients were forgotten."""
-        assert not self._has_any(sums.unit)
+        assert not has_any(self._tensors, sums.unit)
         self._norms.finish(sums.unit, self._tensors)
         self._blocks.give_back(self._take_from(sums))

@@ -18,7 +18,7 @@ summed on the device (`device_sums.py`): they leave it for the place on the host
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -164,14 +164,11 @@ class UnitGradients:
         return self.on_host.view(torch.bfloat16)[self.on_host.numel() :]
 
     def widen(self) -> None:
-        """Keeps the gradients in fp32 from now on. Nobody reads them, or is about to."""
-        narrow, self.narrow = self.narrow, None
-        if narrow is not None:
-            assert self.on_host is not None
-            for source, target in zip(
-                narrow.split(_WIDENED_NUMEL), self.on_host.split(_WIDENED_NUMEL), strict=True
-            ):
-                target.copy_(source.float())  # A copy first: at the end they overlap.
+        """Writes the gradients of `narrow` to `on_host`, over them. Nobody reads them."""
+        assert self.on_host is not None and self.narrow is not None
+        sources, targets = (array.split(_WIDENED_NUMEL) for array in (self.narrow, self.on_host))
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source.float())  # A copy first: at the end they overlap.
 
     def lend(self, block: Block, array: torch.Tensor) -> None:
         """AT_REST -> ON_HOST; the array has the sum."""
@@ -206,6 +203,11 @@ class UnitGradients:
         self.block = self.array = self.writing = None
         self.state = SumState.AT_REST
         return block
+
+
+def has_any(tensors: Mapping[TensorSpec, TensorGradient], unit: Unit) -> bool:
+    """Whether a tensor of the unit has a gradient."""
+    return any(tensors[spec].is_present for spec in unit.trainable())
 
 
 def sums_of(unit: Unit, store: StateStore) -> UnitGradients:

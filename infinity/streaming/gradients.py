@@ -28,6 +28,7 @@ from infinity.streaming.gradient_sums import (
     SumState,
     TensorGradient,
     UnitGradients,
+    has_any,
     refuse_sparse,
     sums_of,
 )
@@ -163,8 +164,8 @@ class GradientStore(GradientSink):
             return
         if first and self.leaving.num_additions and self.leaving.has(spec):
             self.leaving.end_all()  # Additions to a sum that was forgotten.
-        is_narrow = self.narrow.takes(sums, spec, flat, first=first)
-        place = flat_of(sums.narrow_form() if is_narrow else self._array(unit), spec)
+        narrow = self.narrow.array_for(sums, spec, flat, first=first)
+        place = flat_of(self._array(unit) if narrow is None else narrow, spec)
         if first:
             self._send(unit, spec, flat, place)
         else:
@@ -176,7 +177,7 @@ class GradientStore(GradientSink):
         refused_nbytes = 0
         for unit in () if self._device.shares_host_memory else units:
             # INV-8: a sum so far is the first term, and is where it rests.
-            is_first = not any(self.has(spec) for spec in unit.trainable())
+            is_first = not has_any(self._tensors, unit)
             if is_first and self._sums[unit.index].on_device is None:
                 refused_nbytes += self.device_sums.begin(unit, lend)
         return refused_nbytes

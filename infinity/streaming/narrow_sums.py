@@ -18,7 +18,7 @@ import torch
 
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.gradient_sums import TensorGradient, UnitGradients
+from infinity.streaming.gradient_sums import TensorGradient, UnitGradients, has_any
 from infinity.streaming.leaving_gradients import LeavingGradients
 
 
@@ -40,16 +40,17 @@ class NarrowSums:
         self.is_on = False
         self.units: set[int] = set()
 
-    def takes(
+    def array_for(
         self, sums: UnitGradients, spec: TensorSpec, flat: torch.Tensor, *, first: bool
-    ) -> bool:
-        """Whether a gradient is kept in bf16. The first of its unit decides it for all others."""
+    ) -> torch.Tensor | None:
+        """Returns the unit's gradients in bf16, (state_numel,), if this one is to be among them.
+        The first of a unit decides it for all others."""
         if not self.is_on or sums.on_host is None:
-            return False
+            return None
         unit, is_bf16 = sums.unit, first and flat.dtype is torch.bfloat16
-        if not self._has_any(unit):
+        if not has_any(self._tensors, unit):
             self._set(sums, is_bf16 and self._is_expected(unit, spec))
-        return sums.narrow is not None and is_bf16
+        return sums.narrow if is_bf16 else None
 
     def _is_expected(self, unit: Unit, spec: TensorSpec) -> bool:
         """Whether all tensors of the unit are bf16, and none had several gradients in the last
@@ -61,11 +62,8 @@ class NarrowSums:
             self._tensors[spec].num_expected == 1
             and all(other.facts.dtype is torch.bfloat16 for other in specs)
             and all(gradient.num_expected <= 1 for gradient in known)
-            and (self._norms.takes_bf16 or not is_measured)
+            and (not is_measured or self._norms.takes_bf16)
         )
-
-    def _has_any(self, unit: Unit) -> bool:
-        return any(self._tensors[spec].is_present for spec in unit.trainable())
 
     def _set(self, sums: UnitGradients, is_narrow: bool) -> None:
         sums.narrow = sums.narrow_form() if is_narrow else None
@@ -73,7 +71,7 @@ class NarrowSums:
 
     def widen(self, sums: UnitGradients) -> None:
         """Ends the narrow form of a unit's sums. Waits for those that are on their way to it."""
-        if self._has_any(sums.unit):
+        if has_any(self._tensors, sums.unit):
             self._leaving.end_all()
             for spec in sums.unit.trainable():
                 self._tensors[spec].finish_task()

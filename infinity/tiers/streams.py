@@ -11,11 +11,10 @@ Note [Streams]
 
   * Memory of regions is allocated and freed on `in`, so it passes from region to region, and never
     to or from activations: the memory reserved for weights does not grow with time. `decode` fills
-    it behind `in`, as a use that `detach` waits for. The allocator
-    reuses freed memory for later work of the stream that freed it; `detach` therefore makes `in`
-    wait for the last uses of the region. The end of a use is recorded by `end_use`, not by
-    `detach`. So a copy into the memory of an earlier unit does not wait for the unit that computes
-    now, and runs beside its computation.
+    it behind `in`, as a use that `detach` waits for. The allocator reuses freed memory for later
+    work of the stream that freed it; `detach` therefore makes `in` wait for the last uses of the
+    region. The end of a use is recorded by `end_use`, not by `detach`. So a copy into the memory of
+    an earlier unit does not wait for the unit that computes now, and runs beside its computation.
   * A region is used after `Copy.order`, by which the stream that is current waits for the copy.
     Branches of a module may run on streams of their own. In a forward the model's own waits order
     them; a backward may begin with a node of any of them, so each stream of a node that is reached
