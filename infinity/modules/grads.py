@@ -99,6 +99,9 @@ class ParamGrads:
             begun_ns = time.monotonic_ns()
             if current_backward() not in self._backwards.armed:
                 self._backwards.ensure_armed()
+            if self._weight_cache.weights[param.unit.index].awaits_update:
+                # No use of the unit came before: a graph over weights that were gathered.
+                self._bring_up_to_date(param)
             if is_sum:
                 self._gradients.forget(param.spec)
             narrow_units = self._gradients.narrow_units

@@ -374,10 +374,16 @@ class EarlyUpdates:
 
     def _bring_back(self, early: _Early, update: UnitUpdate) -> None:
         unit = early.unit.index
-        self._chunks.drop(update)
-        self._weight_cache.discard(unit)
-        if self._old is not None:
-            self._old.bring_back(early.unit)
+        try:
+            self._chunks.drop(update)
+            self._weight_cache.discard(unit)
+        finally:  # The old state counts, whatever becomes of the new weights.
+            if self._old is not None:
+                self._old.bring_back(early.unit)
+            self._bring_copies_back(early)
+
+    def _bring_copies_back(self, early: _Early) -> None:
+        unit = early.unit.index
         if not self._copies.has_weights(early.unit):
             self._copies.bring_back(early.unit, None)
         else:

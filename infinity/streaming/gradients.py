@@ -63,6 +63,8 @@ class GradientStore(GradientSink):
         self._due: dict[Unit, UnitGradients] = {}  # DUE, in the order of their writes.
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
+        # Ends an update that reads a sum without the lock. Set by the updater.
+        self.end_readers: Callable[[], None] = lambda: None
         self.device_sums = DeviceSums()
         most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
         largest_numel = max(spec.numel for unit in store.units for spec in unit.tensors)
@@ -242,7 +244,7 @@ class GradientStore(GradientSink):
             self.in_blocks.end_write(sums)
         array = sums.array if sums.on_host is None else sums.on_host
         assert array is not None
-        if self._scaled:
+        if self._has_scale(unit):
             self._rescale_resting(unit, array)
         return array
 
@@ -251,7 +253,11 @@ class GradientStore(GradientSink):
         may be in bf16."""
         sums = self._sums[unit.index]
         array = sums.array if sums.narrow is None else sums.narrow
-        return self._array(unit) if array is None or self._scaled else array
+        return self._array(unit) if array is None or self._has_scale(unit) else array
+
+    def _has_scale(self, unit: Unit) -> bool:
+        """Whether a clip factor of the last step waits for gradients of the unit."""
+        return bool(self._scaled) and not self._scaled.isdisjoint(unit.trainable())
 
     def _rescale_resting(self, unit: Unit, array: torch.Tensor) -> None:
         """Applies the clip factor that the last step left for later."""
@@ -320,6 +326,7 @@ class GradientStore(GradientSink):
         sums = self.in_blocks.cheapest()
         if sums is None:
             return False
+        self.end_readers()
         self.leaving.end_all()
         self._await_more(sums)
         self.in_blocks.reclaim(sums)
@@ -449,7 +456,7 @@ class GradientStore(GradientSink):
 
     def apply_scales(self, unit: Unit) -> None:
         """Applies the recorded scales before the unit's gradients are read where they rest."""
-        if not self._scaled.isdisjoint(unit.trainable()) and self.resting_on_device(unit) is None:
+        if self._has_scale(unit) and self.resting_on_device(unit) is None:
             self._array(unit)
 
     def forget(self, spec: TensorSpec) -> None:

@@ -27,6 +27,7 @@ from functools import partial
 
 import torch
 
+from infinity.errors import InfinityError
 from infinity.observe import Counters
 from infinity.ops.host_sums import add_
 from infinity.state.units import TensorSpec, Unit
@@ -163,11 +164,17 @@ class LeavingGradients:
 
     def add_next(self) -> Sequence[Copy] | None:
         """Makes an addition that is due. Never waits: returns the copy that the next one needs,
-        none if it was made, or None if none is due."""
+        none if it was made, or None if none is due, or the copy has failed: who needs the sum next
+        meets the error."""
         if not self.num_additions:
             return None
-        if not self._leaving[0].copy.done():
-            return (self._leaving[0].copy,)
+        copy = self._leaving[0].copy
+        try:
+            if not copy.done():
+                return (copy,)
+            copy.wait()
+        except InfinityError:
+            return None
         self._end_oldest()
         return ()
 

@@ -126,6 +126,8 @@ class Updater(StepRunner):
         self._gradients.leaving.has_worker = True
         resources.callback(self._worker.close)
         self._updates_beside = self._rides_along and self._is_on_host
+        if self._updates_beside:
+            self._gradients.end_readers = self._end_work
         if self._updates_beside and self._early is not None:
             self._early.wake_worker, self._early.end_work = self._worker.wake, self._end_work
 
@@ -136,6 +138,8 @@ class Updater(StepRunner):
         """Makes every unit with a parameter in the record pending, but for those that were updated
         in the backward; nothing is moved yet."""
         self._end_work()
+        if self._worker is not None:
+            self._worker.refuse_failed()  # Before anything is decided.
         self._make_space_for_weights()
         kept = self._decide(record)
         self._updated, self._next, self._before_backward = {}, None, None

@@ -103,10 +103,14 @@ class UpdateWorker:
 
     def wake(self) -> None:
         """There may be work. Any thread. Raises what the last turn has raised."""
-        if self._failure is not None:
-            raise self._failure
+        self.refuse_failed()
         self._num_threads = torch.get_num_threads()  # Updates have as many.
         self._is_woken.set()
+
+    def refuse_failed(self) -> None:
+        """Raises what the last turn has raised."""
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Ends the thread after the turn that runs. The caller may hold the lock. Idempotent."""

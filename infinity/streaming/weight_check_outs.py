@@ -89,7 +89,10 @@ class CheckOuts:
             self._moves.decoding.drop(weights)
         elif weights.host_copy is not None:
             self._copy_in(weights, weights.host_copy, dirty_nbytes)
-        elif weights.rests_on_host or weights.rests_on_device:
+        elif weights.rests_on_device:
+            if dirty_nbytes:  # The next use may be of another stream.
+                weights.copying = self._device.issued()
+        elif weights.rests_on_host:
             return
         elif not is_valid:
             self._moves.drop_invalid(weights)

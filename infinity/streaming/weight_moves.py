@@ -16,6 +16,7 @@ import contextlib
 
 import torch
 
+from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, HostLocation, StateStore
 from infinity.state.units import StateKind, Unit
@@ -201,18 +202,26 @@ class WeightMoves:
         self._count_absent(weights, 1)
 
     def drop(self, weights: Weights) -> None:
-        """Drops every copy of weights that rest elsewhere, also bytes that are newer."""
+        """Drops every copy of weights that rest elsewhere, also bytes that are newer. Raises
+        StorageError afterwards if a write has failed."""
         assert not weights.rests_on_host and not weights.rests_on_device
         self.unstage(weights)
         if weights.state is WeightState.READING:
-            self.finish_read(weights)
+            with contextlib.suppress(StorageError):  # Nobody needs these bytes.
+                self.finish_read(weights)
         if weights.state is WeightState.ATTACHED:
             self.detach(weights)
         weights.dirty_nbytes = 0
-        self.finish_write(weights)
+        failure = None
+        try:
+            self.finish_write(weights)
+        except StorageError as error:  # It is over.
+            weights.writing, failure = None, error
         if weights.block is not None:
             self.drop_block(weights)
         weights.state = WeightState.ABSENT
+        if failure is not None:
+            raise failure
 
     def drop_invalid(self, weights: Weights) -> None:
         """Drops a block that was to be overwritten and was not."""

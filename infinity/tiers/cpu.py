@@ -116,6 +116,10 @@ class CpuDevice(DeviceAdapter):
         return None
 
     @override
+    def issued(self) -> Copy:
+        return FINISHED
+
+    @override
     def begin_use(self, region: Region) -> None:
         return None
 

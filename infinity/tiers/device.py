@@ -115,6 +115,10 @@ class DeviceAdapter(Protocol):
     def current_stream(self) -> Hashable | None:
         """The stream that is current in this thread; None for a device without streams."""
 
+    def issued(self) -> Copy:
+        """Returns what is over when the device has done what was issued so far on the current
+        stream."""
+
     def begin_use(self, region: Region) -> None:
         """Records that the current stream uses the region until the last `end_use`. Called once for
         each stream."""

@@ -293,8 +293,10 @@ class StreamDevice(DeviceAdapter):
         stream, stored = self.decoder, all_of(staging)[: decoding.nbytes]
         stream.wait_event(event_behind(self.streams, behind))
         memory = region.memory
-        self.streams.run(stream, lambda: decoding.fill(stored), used=[staging], made=memory)
-        self.note_use(region, stream)
+        try:
+            self.streams.run(stream, lambda: decoding.fill(stored), used=[staging], made=memory)
+        finally:  # A part of the work may have been issued.
+            self.note_use(region, stream)
         return self.watch_link(stream, None)
 
     @property
@@ -316,6 +318,11 @@ class StreamDevice(DeviceAdapter):
         the work of the last user, and on others, which wait for the first. Any thread."""
         with self._staging[memory].using(*streams) as lent:
             yield lent
+
+    @override
+    @reporting_faults
+    def issued(self) -> Copy:
+        return self.watch_link(self.streams.current(), None)
 
     @override
     def current_stream(self) -> Any:  # A `Stream`, which hashes as torch's and every object do.

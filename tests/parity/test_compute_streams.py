@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.modules.uses import UnitUses
+from infinity.storage.protocol import Priority
 from infinity.testing.simulated_device import (
     SimulatedDevice,
     SimulatedStream,
@@ -196,3 +197,21 @@ def test_a_full_queue_of_kernels_stops_the_host_and_nothing_else(
     found = train(swap_directory, device)
     assert all(map(torch.equal, expected, found))
     assert max(len(stream._queued) for stream in device.streams.transfer) <= queue_limit
+
+
+def test_a_use_on_another_stream_follows_an_update_on_the_device(swap_directory: Path) -> None:
+    """Weights that rest on the device are changed in the order of the stream that is current."""
+    device = SimulatedDevice(3)
+    config = swap_config(swap_directory, placement="device", device_nbytes=1 << 20)
+    with offloaded(TwoChains(Pair(None)), config, device=device) as model:
+        streams, cache = device.streams, infinity.engine_of(model).weight_cache
+        side = streams.new_computing("side")
+        with infinity.engine_of(model)._lock:
+            with streams.computing_on(side):
+                cache.check_out(0, read=True, stays_on_device=True)
+                side.submit(lambda: None)  # The update.
+                cache.check_in(0, dirty_nbytes=64)
+            moment = side.seen["side"]
+            cache.acquire(0, Priority.FORWARD)
+            assert streams.computing.seen.get("side", 0) >= moment
+            cache.release(0)

@@ -19,7 +19,11 @@ import infinity
 from infinity.observe import Counters
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.testing.simulated_device import SimulatedDevice, UnorderedAccess
+from infinity.testing.simulated_device import (
+    SimulatedDevice,
+    SimulatedStreams,
+    UnorderedAccess,
+)
 from infinity.tiers.device import Decoding, all_of
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamDevice, _Staging
@@ -120,6 +124,20 @@ def test_weights_that_nobody_used_are_given_up_behind_their_decoding(
         region, _ = decoded(1, lambda: None)
         with nullcontext() if is_noted else pytest.raises(UnorderedAccess):
             device.detach(region)
+
+
+def test_a_decoding_that_fails_halfway_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the first weights may be under way when the next cannot be launched."""
+    real = SimulatedStreams.run
+
+    def failing(streams: SimulatedStreams, *arguments: Any, **options: Any) -> None:
+        real(streams, *arguments, **options)
+        raise RuntimeError("the second weight")
+
+    monkeypatch.setattr(SimulatedStreams, "run", failing)
+    device = SimulatedDevice(3)
+    with opened(device) as decoded, pytest.raises(RuntimeError, match="the second weight"):
+        decoded(1, lambda: None)
 
 
 @contextmanager
