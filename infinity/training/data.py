@@ -27,6 +27,8 @@ from infinity.config import PYTHON_STDLIB, DataSource
 from infinity.config.paths import refuse_absent_data
 from infinity.errors import ConfigError
 from infinity.sizes import MIB
+from infinity.training import kimi_tokenizer
+from infinity.training.kimi_tokenizer import byte_char
 from infinity.training.text import (
     Utf8,
     is_records,
@@ -138,7 +140,7 @@ class ByteTokenizer:
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers
             from transformers import PreTrainedTokenizerFast
 
-            vocabulary = {_byte_char(byte): byte for byte in range(1, 256)}
+            vocabulary = {byte_char(byte): byte for byte in range(1, 256)}
             backend = Tokenizer(models.BPE({"\0": 0} | vocabulary, []))
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(
                 add_prefix_space=False, use_regex=False
@@ -150,13 +152,6 @@ class ByteTokenizer:
         return self._fast
 
 
-def _byte_char(byte: int) -> str:
-    """Returns the character by which byte-level tokenizers write a byte (GPT-2, `encoder.py`)."""
-    is_shown = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
-    hidden = [b for b in range(256) if not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255)]
-    return chr(byte) if is_shown else chr(256 + hidden.index(byte))
-
-
 class HuggingFaceTokenizer:
     """The tokenizer of a local directory. `tokenizer` is the object of transformers."""
 
@@ -166,7 +161,12 @@ class HuggingFaceTokenizer:
         if not path.is_dir():
             raise ConfigError(f"data.tokenizer: {path} is no directory")
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            if kimi_tokenizer.is_kimi(path):
+                self.tokenizer = kimi_tokenizer.load(path)
+            else:
+                self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except ConfigError:
+            raise
         except Exception as error:  # A broken directory makes transformers raise any exception.
             raise ConfigError(f"data.tokenizer: {path} cannot be loaded: {error}") from error
         self.name = str(path)

@@ -1,0 +1,172 @@
+"""The tokenizer of a Kimi directory: `tiktoken.model`, without the code that comes with it.
+
+Kimi K2, K2 Thinking and Kimi Linear have no tokenizer.json. Their files are tiktoken's ranks, one
+line for each token (its bytes in base64, and its rank), and a class of Python, which this package
+does not run. transformers converts such ranks, too, but with the split pattern of another model,
+so that numbers and Chinese text get other ids. Here the ranks become the model of a fast tokenizer
+with Kimi's pattern, and transformers loads that with the directory's own names and chat template.
+
+Kimi's class cuts texts of more than 400,000 characters, and runs of more than 25,000 characters
+with or without spaces, before it splits them. This tokenizer does not.
+
+Source: `tokenization_kimi.py` of moonshotai/Kimi-K2-Instruct; tiktoken's `load.py` for the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from infinity.bounded import read_json
+from infinity.errors import ConfigError
+
+_RANKS, _FAST, _NAMES = "tiktoken.model", "tokenizer.json", "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+_CODE = "tokenization_kimi"  # The module that tokenizer_config.json names.
+
+# What splits a text before bytes are merged. Chinese characters stand apart from other letters; a
+# number has at most three digits.
+_LETTERS_BUT_HAN = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
+_UPPER, _LOWER = rf"[\p{{Lu}}\p{{Lt}}{_LETTERS_BUT_HAN}]", rf"[\p{{Ll}}{_LETTERS_BUT_HAN}]"
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTED}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTED}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+
+def byte_char(byte: int) -> str:
+    """Returns the character by which byte-level tokenizers write a byte (GPT-2, `encoder.py`)."""
+    is_shown = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
+    hidden = [b for b in range(256) if not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255)]
+    return chr(byte) if is_shown else chr(256 + hidden.index(byte))
+
+
+def is_kimi(directory: Path) -> bool:
+    """Whether the directory has ranks and names Kimi's class, and has no fast tokenizer."""
+    has_files = (directory / _RANKS).is_file() and (directory / _NAMES).is_file()
+    if not has_files or (directory / _FAST).exists():
+        return False
+    return _CODE in json.dumps(_names(directory).get("auto_map"))
+
+
+def load(directory: Path) -> Any:
+    """Returns the tokenizer of a directory that `is_kimi`, as an object of transformers.
+
+    Raises ConfigError for files that are not what Kimi's class reads.
+    """
+    from transformers import AutoTokenizer
+
+    names = _names(directory)
+    ranks = _read_ranks(directory / _RANKS)
+    added = _added(names, len(ranks), directory)
+    backend = _backend(ranks, added)
+    for index, (content, _) in enumerate(added, start=len(ranks)):
+        if backend.token_to_id(content) != index:
+            raise ConfigError(
+                f"data.tokenizer: {directory / _NAMES} calls token {index} {content!r}, which is "
+                f"token {backend.token_to_id(content)} already; the files are of two models"
+            )
+    kept = {
+        key: value for key, value in names.items() if key not in ("auto_map", "tokenizer_class")
+    }
+    with tempfile.TemporaryDirectory() as made:
+        backend.save(str(Path(made, _FAST)))
+        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+        Path(made, _NAMES).write_text(json.dumps(kept))
+        if (directory / _TEMPLATE).is_file():
+            Path(made, _TEMPLATE).write_bytes((directory / _TEMPLATE).read_bytes())
+        tokenizer = AutoTokenizer.from_pretrained(made, local_files_only=True)
+    tokenizer.name_or_path = str(directory)
+    return tokenizer
+
+
+def _names(directory: Path) -> dict[str, Any]:
+    table = read_json(directory / _NAMES, is_strict=False)
+    return table if isinstance(table, dict) else {}
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Returns the rank of each token. Ranks are all numbers from 0 on."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ConfigError(
+                f"data.tokenizer: line {number} of {path} is no token and its rank: {error}; "
+                "download the file again"
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))) or not all(
+        bytes([byte]) in ranks for byte in range(256)
+    ):
+        raise ConfigError(
+            f"data.tokenizer: expected {path} to have all 256 bytes, and all ranks below its "
+            f"{len(ranks)} tokens; a part is missing: download the file again"
+        )
+    return ranks
+
+
+def _added(names: dict[str, Any], num_ranks: int, directory: Path) -> list[tuple[str, bool]]:
+    """Returns the tokens behind the ranks with whether they are special, by their ids: those that
+    have names, and what reserves the ids between them."""
+    named: dict[int, tuple[str, bool]] = {}
+    try:
+        for key, token in names["added_tokens_decoder"].items():
+            named[int(key)] = str(token["content"]), bool(token.get("special", True))
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"data.tokenizer: {directory / _NAMES} names no tokens (added_tokens_decoder); "
+            "download it again"
+        ) from error
+    if named and min(named) < num_ranks:
+        raise ConfigError(
+            f"data.tokenizer: {directory / _NAMES} has a name for token {min(named)}, and "
+            f"{_RANKS} has {num_ranks} tokens already; the files are of two models"
+        )
+    every = range(num_ranks, max(named, default=num_ranks - 1) + 1)
+    return [named.get(index, (f"<|reserved_token_{index}|>", True)) for index in every]
+
+
+def _backend(ranks: dict[bytes, int], added: list[tuple[str, bool]]) -> Any:
+    """Returns the tokenizer of the tokenizers library. Two tokens are merged if their bytes are a
+    token, in the order of the ranks of these."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    chars = [byte_char(byte) for byte in range(256)]
+    words = {token: "".join(chars[byte] for byte in token) for token in ranks}
+    pairs = []
+    for token, rank in ranks.items():
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        found = [(ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks]
+        pairs += [(rank, *pair) for pair in found]
+    pairs.sort()
+    merges = [(words[a], words[b]) for *_, a, b in pairs]
+    vocabulary = {words[token]: rank for token, rank in ranks.items()}
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    for content, is_special in added:
+        named = [AddedToken(content, normalized=False, special=is_special)]
+        (backend.add_special_tokens if is_special else backend.add_tokens)(named)
+    return backend
