@@ -14,6 +14,9 @@ from infinity.bounded import MalformedError, read_json
 from infinity.config import Model, SwapConfig
 
 _TRAINED = {"float32": "float32", "bfloat16": "bfloat16"}
+# What an adapter has, as far as the file does not place it.
+_ADAPTER_KINDS = ("parameters", "master", "moments", "gradients", "activations")
+_ADAPTER_TIERS = ("host", "nvme")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 # Each of these is a tokenizer for transformers. tokenizer_config.json alone names a class of its
 # own.
@@ -44,6 +47,9 @@ def choices(config: SwapConfig) -> list[AutoValue]:
     if config.adapter and config.train and config.schedule.micro_batch is None:
         reason = "a step of an adapter fetches each block once for all its batches"
         found.append(AutoValue("schedule.micro_batch", str(config.train.batch_size), reason))
+    reason = "what an adapter has is small beside its base: memory first, drives for the rest"
+    tiers = " and ".join(_ADAPTER_TIERS)
+    found += [AutoValue(f"placement.{k}", tiers, reason) for k in _kinds_of_adapter(config)]
     if config.data is not None and config.data.tokenizer == "auto":
         found.append(tokenizer_of(config.model.path if config.model is not None else None))
     return found
@@ -59,12 +65,27 @@ def settle(config: SwapConfig) -> SwapConfig:
     if "schedule.micro_batch" in values:
         update = {"micro_batch": int(values["schedule.micro_batch"])}
         changed["schedule"] = config.schedule.model_copy(update=update)
+    kinds = _kinds_of_adapter(config)
+    if kinds:
+        tiers = dict.fromkeys(kinds, _ADAPTER_TIERS)
+        changed["placement"] = config.placement.model_copy(update=tiers)
     if "data.tokenizer" in values and config.data is not None:
         which: Path | Literal["bytes"] = "bytes"
         if values["data.tokenizer"] != "bytes":
             which = Path(values["data.tokenizer"])
         changed["data"] = config.data.model_copy(update={"tokenizer": which})
     return config.model_copy(update=changed) if changed else config
+
+
+def _kinds_of_adapter(config: SwapConfig) -> list[str]:
+    """Returns the kinds of `[placement]` that an adapter decides: with drives, those that the file
+    does not name."""
+    if config.adapter is None or config.train is None or not config.tiers.nvme:
+        return []
+    named = set(config.placement.model_fields_set)
+    if config.placement.frozen == "copy":
+        named.add("parameters")  # These place the base.
+    return [kind for kind in _ADAPTER_KINDS if kind not in named]
 
 
 def _compute_of(model: Model) -> AutoValue:

@@ -140,7 +140,9 @@ class Placement(Section):
     """The tiers of each kind of training state.
 
     Each key is one tier or a list of tiers, filled in that order: a kind that does not fit the
-    first tier continues in the next.
+    first tier continues in the next. With [adapter] and an nvme tier, `infinity train` and
+    `infinity plan` put what is not named here, activations too, on `["host", "nvme"]`: what an
+    adapter has is small beside its base.
     """
 
     parameters: TierList = Field(
