@@ -120,7 +120,9 @@ def measure(
     for number in range(words.rounds):
         # The policy has learned its share, and the order of uses is known, after three steps.
         steps = words.steps + 3 * (number == 0)
-        each = {name: block(side, ids, steps) for name, side in sides.items()}
+        # No side is always the one behind the long writes of another.
+        order = SIDES if number % 2 == 0 else SIDES[::-1]
+        each = {name: block(sides[name], ids, steps) for name in order}
         losses = [each[name]["losses"] for name in SIDES]
         assert losses[0] == losses[1] == losses[2], "placement or schedule changed a loss"
         moved = each["both_passes"]["read_nbytes"], each["both_passes"]["written_nbytes"]

@@ -252,12 +252,11 @@ def main() -> None:
     }
     for threads in sorted(set(options.threads)):
         torch.set_num_threads(threads)
-        shared = ("torch fused adamw", "adamw fp32", "stream fp32")  # What others are compared to.
-        cases = [
-            case
-            for case in make_cases(arrays, threads)
-            if options.only in case.name or case.name in shared
-        ]
+        every = make_cases(arrays, threads)
+        wanted = [case for case in every if options.only in case.name]
+        compared = {"torch fused adamw", "adamw fp32", *(case.ceiling for case in wanted)}
+        compared |= {case.ceiling for case in every if case.name in compared}
+        cases = [case for case in every if case in wanted or case.name in compared]
         rows = describe(cases, measure(cases, options.rounds), options.numel)
         report["by_threads"][threads] = rows
         print_table(rows, threads)
