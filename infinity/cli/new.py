@@ -70,6 +70,15 @@ _HardwareName = Annotated[
         "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
     ),
 ]
+_Ranks = Annotated[
+    int,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        min=1,
+        help="Ranks of one node, each with a device; several GPUs need --hardware, too.",
+    ),
+]
 _Write = Annotated[
     Path | None,
     typer.Option(
@@ -94,6 +103,7 @@ def new(
     sequence: _Sequence = None,
     batch: _Batch = None,
     epochs: _Epochs = 1,
+    ranks: _Ranks = 1,
     hardware: _HardwareName = None,
     out: _Write = None,
     as_json: _AsJson = False,
@@ -105,7 +115,7 @@ def new(
     comment for what was decided. An existing file is never overwritten.
     """
     asked = Asked(directory, tuple(data or ()), rank, full, experts, tuple(swap or ()), sequence,
-                  batch, epochs, hardware, out)  # fmt: skip
+                  batch, epochs, ranks, hardware, out)  # fmt: skip
     write_new(asked, as_json=as_json, is_quiet=quiet)
 
 
@@ -122,6 +132,7 @@ class Asked:
     sequence: int | None = None
     batch: int | None = None
     epochs: int = 1
+    num_ranks: int = 1
     hardware: str | None = None
     out: Path | None = None
 
@@ -131,6 +142,13 @@ class Asked:
         if self.out == Path("-"):
             return None
         return self.out or Path(f"{self.directory.resolve().name}.toml")
+
+    @property
+    def launch(self) -> str:
+        """The program that the file is for."""
+        if self.num_ranks == 1:
+            return "infinity"
+        return f"torchrun --nproc-per-node {self.num_ranks} -m infinity"
 
 
 def write_new(asked: Asked, *, as_json: bool, is_quiet: bool) -> None:
@@ -163,6 +181,11 @@ def write_new(asked: Asked, *, as_json: bool, is_quiet: bool) -> None:
 def _refuse(asked: Asked) -> None:
     if asked.full and (asked.rank is not None or asked.experts):
         raise ConfigError("expected --full, or --lora and --experts; got both. Leave one out")
+    if asked.batch is not None and asked.batch % asked.num_ranks:
+        raise ConfigError(
+            f"--batch {asked.batch}: expected a multiple of --ranks {asked.num_ranks}, because "
+            "each rank has as many sequences of a step"
+        )
     _refuse_absent(asked)
     file = asked.file
     if file is None:
@@ -242,6 +265,7 @@ def _wish(asked: Asked, directory: ModelDirectory) -> Wish:
         length=asked.sequence,
         sequences=asked.batch,
         passes=asked.epochs,
+        num_ranks=asked.num_ranks,
         is_here=asked.hardware is None,
     )
 
@@ -289,7 +313,10 @@ def _decide(
 
     def forecaster(config: SwapConfig) -> Forecast:
         settled = settle(config)
-        return forecast(settled, model, machine, batch_of(settled), shard_drives=drives)
+        return forecast(
+            settled, model, machine, batch_of(settled), num_ranks=asked.num_ranks,
+            shard_drives=drives,
+        )  # fmt: skip
 
     found, said = fitted_draft(wish, machine, forecaster)
     return machine, found, said
@@ -314,19 +341,15 @@ def _text(asked: Asked, wish: Wish, found: Draft, forecast: Forecast) -> str:
         *_answer_lines(wish, found, forecast),
     ]
     head = [line for text in said for line in textwrap.wrap(text, _WIDTH)]
-    width = len("infinity config show ") + len(name)
-    head += [
-        "",
-        *(
-            f"  {f'infinity {command} {name}':<{width}}  {what}"
-            for command, what in (
-                ("train", "with --resume it goes on after any end, to the bit"),
-                ("plan", "what a step takes, and what would help"),
-                ("config show", "every key, its value and where it came from"),
-            )
-        ),
-        f"  {'docs/CONFIG.md':<{width}}  the meaning of every key",
-    ]
+    ranks = "" if asked.num_ranks == 1 else f" --ranks {asked.num_ranks}"
+    told = {
+        f"{asked.launch} train {name}": "with --resume it goes on after any end, to the bit",
+        f"infinity plan {name}{ranks}": "what a step takes, and what would help",
+        f"infinity config show {name}": "every key, its value and where it came from",
+        "docs/CONFIG.md": "the meaning of every key",
+    }
+    width = max(map(len, told))
+    head += ["", *(f"  {command:<{width}}  {what}" for command, what in told.items())]
     lines = [f"# {line}".rstrip() for line in head]
     return "\n".join(lines) + "\n" + render.to_toml(found.config, found.notes, only_set=True)
 
@@ -356,7 +379,7 @@ def _lines(asked: Asked, wish: Wish, found: Draft, forecast: Forecast) -> list[s
     file = asked.file
     if file is None:
         return lines
-    lines += [f"wrote {file}", f"next: infinity train {file}"]
+    lines += [f"wrote {file}", f"next: {asked.launch} train {file}"]
     return lines
 
 

@@ -43,8 +43,9 @@ _SPARE_NBYTES = 256 * MIB
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """The wanted training, and where files go. `rank` is that of an adapter, None for all
-    weights. `length` and `sequences` (of a step) are None where the data decide. `is_here`: whether
-    the machine is this one, so that measured rates belong into the file."""
+    weights. `length` and `sequences` (of a step, a multiple of `num_ranks`) are None where the data
+    decide. `is_here`: whether the machine is this one, so that measured rates belong into the
+    file."""
 
     model: Path
     max_positions: int | None
@@ -57,6 +58,7 @@ class Wish:
     length: int | None = None
     sequences: int | None = None
     passes: int = 1
+    num_ranks: int = 1
     is_here: bool = True
 
 
@@ -77,7 +79,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """`sequences` of a step, `size` of them in a micro-batch."""
+    """`sequences` of a step of one rank, `size` of them in a micro-batch."""
 
     length: int
     size: int
@@ -172,7 +174,8 @@ def _candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
         sequences = _batch(wish)[0].sequences
         while sequences > 1:
             sequences //= 2
-            yield draft(replace(wish, sequences=sequences), hardware, spills=True, inputs_on="nvme")
+            smaller = replace(wish, sequences=sequences * wish.num_ranks)
+            yield draft(smaller, hardware, spills=True, inputs_on="nvme")
 
 
 def _settled(found: Draft, said: Forecast, forecaster: Forecaster) -> tuple[Draft, Forecast]:
@@ -186,7 +189,8 @@ def _settled(found: Draft, said: Forecast, forecaster: Forecaster) -> tuple[Draf
         notes["checkpoint.every"] = "steps, about half an hour; --resume goes on after any end"
     enough_nbytes = _enough_nbytes(said)
     if enough_nbytes < said.host_nbytes:
-        smaller = {**table["tiers"], "host": {"capacity": enough_nbytes}}
+        capacity_nbytes = enough_nbytes * said.num_ranks  # The file has that of all ranks.
+        smaller = {**table["tiers"], "host": {"capacity": capacity_nbytes}}
         lean = SwapConfig.from_table({**table, "tiers": smaller}, ConfigSource())
         try:
             on_less = forecaster(lean)
@@ -199,8 +203,8 @@ def _settled(found: Draft, said: Forecast, forecaster: Forecaster) -> tuple[Draf
 
 
 def _enough_nbytes(said: Forecast) -> int:
-    """Returns host memory in which nothing is read twice: all state, the frozen checkpoint, what is
-    decoded, and layer inputs."""
+    """Returns host memory of a rank in which nothing is read twice: all state, the frozen
+    checkpoint, what is decoded, and layer inputs."""
     resting = said.host_nbytes - said.working_nbytes
     frozen = said.model.frozen
     weights = 0 if frozen is None else frozen.stored.nbytes
@@ -238,16 +242,19 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     """Returns the batch and the reasons, by key."""
     length, why_length = _length(wish)
     num_sequences = _num_sequences(wish.data, length)
-    wanted = wish.sequences or min(
-        _SEQUENCES_A_STEP,
-        max(1, (num_sequences or _SEQUENCES_A_STEP * _LEAST_STEPS_A_PASS) // _LEAST_STEPS_A_PASS),
+    most_a_step = _SEQUENCES_A_STEP * wish.num_ranks
+    of_all = wish.sequences or min(
+        most_a_step,
+        max(1, (num_sequences or most_a_step * _LEAST_STEPS_A_PASS) // _LEAST_STEPS_A_PASS),
     )
+    wanted = max(1, of_all // wish.num_ranks)
+    of_all = wanted * wish.num_ranks
     most = max(1, min(wanted, _BATCH_TOKENS // length, num_sequences or wanted))
     size = next(number for number in range(most, 0, -1) if wanted % number == 0)
     steps, why_steps = _STEPS_WITHOUT_DATA, "no data was given to count (infinity new --data)"
     if num_sequences is not None:
         trained = num_sequences - int(num_sequences * _share_held_out(num_sequences))
-        steps = max(1, -(-wish.passes * trained // wanted))
+        steps = max(1, -(-wish.passes * trained // of_all))
         passes = "one pass" if wish.passes == 1 else f"{wish.passes} passes"
         kind = wish.data.noun if wish.data and wish.data.num_records else "sequences"
         why_steps = f"{passes} over {trained:,} {kind}"
@@ -256,8 +263,9 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
         "data.sequence_length": why_length,
         "train.steps": why_steps,
         "train.batch_size": f"sequences of a micro-batch: {size * length:,} tokens",
-        "train.gradient_accumulation_steps": f"micro-batches; a step has {wanted} "
-        f"sequence{'s' * (wanted > 1)}, {wanted * length:,} tokens",
+        "train.gradient_accumulation_steps": "micro-batches"
+        + (f" of each of {wish.num_ranks} ranks" if wish.num_ranks > 1 else "")
+        + f"; a step has {of_all} sequence{'s' * (of_all > 1)}, {of_all * length:,} tokens",
         "schedule.micro_batch": "all micro-batches of a step pass a block while it is in memory",
     }
 

@@ -105,7 +105,9 @@ class Hardware(Table):
             device = _part(device, count, "tflops", "decode_gb_per_s")
         elif count > device.count:
             raise ConfigError(
-                f"--ranks {count}: {self.name} has {device.count} devices, and each rank needs one"
+                f"--ranks {count}: {self.name} has {device.count} device"
+                f"{'s' * (device.count != 1)}, and each rank needs one; --hardware names a machine "
+                "that has them (several devices of this one are not measured)"
             )
         device = device.model_copy(update={"count": 1})
         host, nvme = self.host, self.nvme

@@ -160,6 +160,40 @@ def test_little_data_make_small_steps_and_none_is_held_out() -> None:
     assert found.data.held_out == 0 and not found.train.eval_every
 
 
+def test_each_rank_has_its_part_of_a_step() -> None:
+    found = draft(wish(data=chats(100_000, 1000), num_ranks=8), None, spills=False)
+    train = found.config.train
+    assert train is not None
+    of_a_rank = train.batch_size * train.gradient_accumulation_steps
+    assert of_a_rank == 16 and found.steps == -(-99_000 // (8 * of_a_rank))
+    assert (
+        "of each of 8 ranks; a step has 128 sequences"
+        in (found.notes["train.gradient_accumulation_steps"])
+    )
+    few = draft(wish(data=chats(200, 1000), num_ranks=8), None, spills=False)
+    assert few.config.train is not None
+    assert few.config.train.batch_size * few.config.train.gradient_accumulation_steps == 1
+    asked = draft(wish(sequences=32, num_ranks=8), None, spills=False).config.train
+    assert asked is not None and asked.batch_size * asked.gradient_accumulation_steps == 4
+
+
+def test_a_file_for_ranks_says_how_to_start_them(tmp_path: Path, machine: Path) -> None:
+    directory = config_only(tmp_path / "qwen3", QWEN3 | {"num_hidden_layers": 4})
+    file = tmp_path / "run.toml"
+    options = ("--hardware", machine, "--ranks", 2, "-o", file)
+    result = run(directory, "--batch", 3, *options)
+    assert result.exit_code == 2 and "a multiple of --ranks 2" in result.stderr
+    result = run(directory, *options)
+    assert result.exit_code == 0, result.output
+    assert f"next: torchrun --nproc-per-node 2 -m infinity train {file}" in result.output
+    assert "#   torchrun --nproc-per-node 2 -m infinity train run.toml " in file.read_text()
+    assert "#   infinity plan run.toml --ranks 2 " in file.read_text()
+    planned = RUNNER.invoke(app, ["plan", str(file), "--ranks", "2", "--hardware", str(machine)])
+    assert planned.exit_code == 0, planned.output
+    more = run(directory, "--hardware", "1xh200-4nvme", "--ranks", 2, "-o", tmp_path / "b.toml")
+    assert more.exit_code == 2 and "--hardware names a machine" in more.stderr
+
+
 def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:
     directory = config_only(tmp_path / "qwen3", QWEN3 | {"num_hidden_layers": 12})
     hardware = tmp_path / "large.toml"
