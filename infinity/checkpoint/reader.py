@@ -21,7 +21,7 @@ from infinity.checkpoint.run.files import buffers_of
 from infinity.checkpoint.run.layout import is_row_major, row_major_stride
 from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
 from infinity.checkpoint.run.references import directory_of_base
-from infinity.checkpoint.run.stored import StoredReader
+from infinity.checkpoint.run.stored import FileTensor, PagedTensor, StoredReader
 from infinity.distributed.state_access import Part, StateAccess
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, UnsupportedError
@@ -267,28 +267,35 @@ class CheckpointSource:
 
     def _parts_of(self, info: StateInfo) -> Iterator[StatePart]:
         numel = math.prod(info.shape)
-        stride = self._stored[info.name, "weight"].stride
-        is_row_major = stride == row_major_stride(info.shape)
-        step = _PART_NBYTES // 4 if is_row_major else max(numel, 1)
+        sources = self._sources(info)
+        # Linked kinds of a parameter are in memory order, streamed ones are row-major.
+        is_in_order = all(source.stride == row_major_stride(info.shape) for source in sources)
+        step = _PART_NBYTES // 4 if is_in_order else max(numel, 1)
         for start in range(0, max(numel, 1), step):
-            values = self._values(info, start, min(start + step, numel))
-            if not is_row_major:
-                values = values.as_strided(info.shape, stride).contiguous().view(-1)
-            yield StatePart(info, start, values)
+            stop = min(start + step, numel)
+            values = [self._row_major(source, info, start, stop) for source in sources]
+            yield StatePart(info, start, join(*values) if len(values) == 2 else values[0])
 
-    def _values(self, info: StateInfo, start: int, stop: int) -> torch.Tensor:
-        """Returns elements in the stored order."""
+    def _sources(self, info: StateInfo) -> list[FileTensor | PagedTensor]:
+        """Returns the stored tensor; for a master beside bf16 the weight and the residual."""
         if info.kind == "master" and (info.name, "residual") in self._stored:
-            narrow = self._reader.read(self._stored[info.name, "weight"], start, stop)
-            residual = self._reader.read(self._stored[info.name, "residual"], start, stop)
-            return join(narrow, residual)
-        values = self._reader.read(self._stored[info.name, info.kind], start, stop)
-        if values.dtype is not info.dtype:
+            return [self._stored[info.name, "weight"], self._stored[info.name, "residual"]]
+        source = self._stored[info.name, info.kind]
+        if source.info.dtype is not info.dtype:
             raise UnsupportedError(
-                f"{info.kind} of {info.name!r} is {values.dtype} in {self.path}; expected "
+                f"{info.kind} of {info.name!r} is {source.info.dtype} in {self.path}; expected "
                 f"{info.dtype}, which other programs can use"
             )
-        return values
+        return [source]
+
+    def _row_major(
+        self, source: FileTensor | PagedTensor, info: StateInfo, start: int, stop: int
+    ) -> torch.Tensor:
+        """Returns elements in row-major order; all of them if they are stored in another order."""
+        values = self._reader.read(source, start, stop)
+        if source.stride == row_major_stride(info.shape):
+            return values
+        return values.as_strided(info.shape, source.stride).contiguous().view(-1)
 
     def _list(self) -> Iterator[StateInfo]:
         """Yields the tensors unit by unit, kind by kind."""

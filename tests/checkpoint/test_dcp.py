@@ -27,9 +27,10 @@ from infinity.checkpoint import (
     optimizer_state_dict,
 )
 from infinity.checkpoint.dcp import export_state
+from infinity.checkpoint.reader import CheckpointSource
 from infinity.errors import ConfigError, CorruptionError, StorageError
-from infinity.testing.models import Mlp
-from tests.checkpoint.harness import Net, content, run
+from infinity.testing.models import ConvNet, Mlp
+from tests.checkpoint.harness import Net, content, durable, run
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
 from tests.support.forked import Script
@@ -135,6 +136,50 @@ def test_a_checkpoint_of_a_run_gives_the_same_directory(tmp_path: Path) -> None:
         for key, value in live.items():
             same = torch.equal(value, stored[key]) if torch.is_tensor(value) else None
             assert value == stored[key] if same is None else same, key
+
+
+class _NarrowConv(ConvNet):
+    """Convolutions in bf16, in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__(channels_last=True)
+        self.to(torch.bfloat16)
+
+    def inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        return {"x": super().inputs(seed)["x"].to(torch.bfloat16)}
+
+
+@pytest.mark.parametrize("streamed", ["parameters", "master", "moments"])
+def test_kinds_in_different_orders_give_the_same_directory(streamed: str, tmp_path: Path) -> None:
+    """What is linked is in memory order (channels_last), what is streamed is row-major."""
+    placement = dict.fromkeys(("parameters", "master", "moments", "gradients"), "nvme")
+    checkpoints = tmp_path / "run"
+    config = swap(tmp_path) | {
+        "placement": placement | {streamed: "host"},
+        "checkpoint": durable(checkpoints),
+    }
+    torch.manual_seed(3)
+    model = infinity.offload(_NarrowConv(), config)
+    optimizer = infinity.AdamW(model, lr=1e-2)
+    for seed in range(2):
+        step_of_plain(model, optimizer, seed)
+    export_dcp(model, tmp_path / "live", optimizer)
+    engine = infinity.engine_of(model)
+    masters = {name: engine.read_parameter(name, master=True) for name in engine.parameter_names()}
+    path = infinity.checkpoint.save(checkpoints, model, optimizer)
+    engine.close()
+    assert list(path.glob("*.swap")) and list(path.glob("unit-*.safetensors"))
+    export_checkpoint_dcp(path, tmp_path / "stored")
+    for place in ("live", "stored"):
+        dcp_to_torch_save(tmp_path / place, tmp_path / f"{place}.pt")
+    live, stored = (_flat(torch.load(tmp_path / f"{p}.pt")) for p in ("live", "stored"))
+    assert live.keys() == stored.keys()
+    for key, value in live.items():
+        same = torch.equal(value, stored[key]) if torch.is_tensor(value) else None
+        assert value == stored[key] if same is None else same, key
+    with CheckpointSource(path) as source:
+        found = {info.name: source.tensor(info) for info in source.infos if info.kind == "master"}
+    assert found and all(torch.equal(value, masters[name]) for name, value in found.items())
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
