@@ -7,6 +7,7 @@ time: the schedule or one of its fibers. `run_on` and `pause_at` hand control ov
 from __future__ import annotations
 
 import contextvars
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -181,12 +182,17 @@ class Random:
 
     def fresh(self, count: int) -> list[list[torch.Tensor]]:
         """Returns `count` states that follow from the present one: itself, then new ones. Draws
-        nothing from the present one."""
+        nothing from the present one.
+
+        The new ones follow from every generator: a model may draw from that of the device alone,
+        and the host's then stays the same from step to step.
+        """
         kept = self.state()
         seeds = [int(torch.randint(2**62, ())) for _ in range(count - 1)]
         states = [kept][:count]
+        of_device = 0 if self._device is None else _number_of(kept[1])
         for seed in seeds:
-            torch.manual_seed(seed)
+            torch.manual_seed(seed ^ of_device)
             states.append(self.state())
         self.set(kept)
         return states
@@ -204,6 +210,12 @@ class Random:
         has_drawn = [not all(map(torch.equal, last, first)) for last, first in fibers]
         if any(has_drawn) and not has_drawn[0]:
             torch.randint(2**62, ())
+
+
+def _number_of(state: torch.Tensor) -> int:
+    """Returns 62 bits that follow from the state of a generator."""
+    data = state.cpu().contiguous().numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 2
 
 
 def in_same_modes(

@@ -1,0 +1,102 @@
+"""The generators of the micro-batches of a step, on a device with a generator of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.modules.accumulate.fiber import Random
+
+
+class _Device:
+    """A device whose generator `torch.manual_seed` seeds, as that of CUDA."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def get_rng_state(self, device: Any) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any) -> None:
+        self.generator.set_state(state)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> _Device:
+    device, seed_host = _Device(), torch.manual_seed
+
+    def manual_seed(seed: int) -> torch.Generator:
+        device.generator.manual_seed(seed)
+        return seed_host(seed)
+
+    monkeypatch.setattr(torch, "manual_seed", manual_seed)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
+    return device
+
+
+def _step(generators: Random, count: int, draw: Callable[[int], Any]) -> list[Any]:
+    """What the micro-batches of a step draw. Each keeps its state, as in `LayerMajorSchedule`."""
+    fresh, drawn, pairs = generators.fresh(count), [], []
+    for number, state in enumerate(fresh):
+        generators.set(state)
+        drawn.append(draw(number))
+        pairs.append((generators.state(), state))
+    generators.end(pairs)
+    return drawn
+
+
+def test_dropout_of_a_device_differs_from_step_to_step(device: _Device) -> None:
+    """It draws from the device's generator alone: the host's, which orders the data, stays."""
+    torch.manual_seed(3)
+    host = torch.get_rng_state()
+    generators = Random(torch.device("cuda", 0))
+
+    def draw(number: int) -> int:
+        return int(torch.randint(2**62, (), generator=device.generator))
+
+    drawn = [number for _ in range(3) for number in _step(generators, 4, draw)]
+    assert len(set(drawn)) == 12
+    assert torch.equal(torch.get_rng_state(), host)
+    torch.manual_seed(3)
+    assert [number for _ in range(3) for number in _step(generators, 4, draw)] == drawn
+
+
+def test_states_of_both_generators_continue_a_run(device: _Device) -> None:
+    torch.manual_seed(3)
+    generators = Random(torch.device("cuda", 0))
+
+    def draw(number: int) -> int:
+        return int(torch.randint(2**62, (), generator=device.generator))
+
+    _step(generators, 3, draw)
+    saved = generators.state()
+    expected = _step(generators, 3, draw)
+    torch.manual_seed(9)
+    generators.set(saved)
+    assert _step(generators, 3, draw) == expected
+
+
+def test_a_later_micro_batch_alone_may_draw(device: _Device) -> None:
+    torch.manual_seed(3)
+    generators = Random(torch.device("cuda", 0))
+
+    def draw(number: int) -> int:
+        return number and int(torch.randint(2**62, (), generator=device.generator))
+
+    assert _step(generators, 2, draw) != _step(generators, 2, draw)
+
+
+def test_a_host_alone_draws_as_before() -> None:
+    """Of each micro-batch after the first the seed is the next number of the host's generator."""
+    torch.manual_seed(3)
+    drawn = _step(Random(torch.device("cpu")), 3, lambda number: float(torch.rand(())))
+    torch.manual_seed(3)
+    seeds = [int(torch.randint(2**62, ())) for _ in range(2)]
+    expected = []
+    for seed in (3, *seeds):
+        torch.manual_seed(seed)
+        expected.append(float(torch.rand(())))
+    assert drawn == expected
