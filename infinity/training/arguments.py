@@ -74,9 +74,19 @@ def trainer_arguments(config: SwapConfig, data: JobData) -> Any:
         **options,
         packing=config.data.packing and not data.is_ready,
         assistant_only_loss=data.marks_assistant,
-        completion_only_loss=None if config.data.assistant_only_loss else False,
+        completion_only_loss=_learns_completions(config, data),
     )
     return _on_one_device(settings)
+
+
+def _learns_completions(config: SwapConfig, data: JobData) -> bool | None:
+    """Returns whether a loss is over completions only; None lets TRL tell by the records, which it
+    cannot where they are token ids with `completion_mask`."""
+    assert config.data is not None
+    if not config.data.assistant_only_loss:
+        return False
+    parts = [data.train] if data.held_out is None else [data.train, data.held_out]
+    return True if any("completion_mask" in part.column_names for part in parts) else None
 
 
 def _on_one_device(arguments: Any) -> Any:

@@ -19,24 +19,16 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import infinity
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.training import program
 from infinity.training.chat import CHATML
 from infinity.training.data import ByteTokenizer
-from infinity.training.job_data import measure, open_data
-from infinity.training.ranks import JobRank
 from infinity.training.records import load_records
-from infinity.training.trainer import make_trainer
 
 from . import plain
+from .record_jobs import MODEL, rows_of, write
 
-MODEL = LlamaConfig(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, vocab_size=256, max_position_embeddings=256, tie_word_embeddings=False,
-    bos_token_id=0, eos_token_id=0, pad_token_id=0,
-)  # fmt: skip
 CHAT = [
     {"messages": [
         {"role": "user", "content": f"what is {i} squared?"},
@@ -54,11 +46,6 @@ TEXTS = [{"text": f"{i} and {i * i}"} for i in range(40)]
 LORA = peft.LoraConfig(
     task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]
 )
-
-
-def write(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 @pytest.fixture
@@ -173,24 +160,6 @@ def test_packed_records_do_not_see_each_other(tmp_path, table) -> None:
     table["train"]["batch_size"] = 1
     run(table)
     assert metrics(table)[0] == pytest.approx(apart[0], rel=1e-4)
-
-
-def rows_of(
-    table: dict[str, Any], template: str | None = None
-) -> tuple[list[tuple[str, str]], str]:
-    """([(text, learned text)] of each row that is trained on, the digest of the data)."""
-    config = SwapConfig.load(table)
-    tokenizer = ByteTokenizer()
-    tokenizer.for_records().chat_template = template
-    with infinity.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(MODEL)
-    data = open_data(config, tokenizer, vocab_size=256)
-    trainer = make_trainer(config, model, data, tokenizer, JobRank())
-    rows = []
-    for row in trainer.train_dataset:
-        learned = [label for label in row["labels"] if label != -100]
-        rows.append((bytes(row["input_ids"]).decode(), bytes(learned).decode()))
-    return rows, measure(trainer.train_dataset, data.files, 1).sha256
 
 
 def test_every_format_gives_the_same_rows(tmp_path, table) -> None:

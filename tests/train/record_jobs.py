@@ -1,0 +1,45 @@
+"""Records of small jobs, and the rows that are trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import infinity
+from infinity.config import SwapConfig
+from infinity.training.data import ByteTokenizer
+from infinity.training.job_data import measure, open_data
+from infinity.training.ranks import JobRank
+from infinity.training.trainer import make_trainer
+
+MODEL = LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, vocab_size=256, max_position_embeddings=256, tie_word_embeddings=False,
+    bos_token_id=0, eos_token_id=0, pad_token_id=0,
+)  # fmt: skip
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def rows_of(
+    table: dict[str, Any], template: str | None = None
+) -> tuple[list[tuple[str, str]], str]:
+    """([(text, learned text)] of each row that is trained on, the digest of the data)."""
+    config = SwapConfig.load(table)
+    tokenizer = ByteTokenizer()
+    tokenizer.for_records().chat_template = template
+    with infinity.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(MODEL)
+    data = open_data(config, tokenizer, vocab_size=256)
+    trainer = make_trainer(config, model, data, tokenizer, JobRank())
+    rows = []
+    for row in trainer.train_dataset:
+        learned = [label for label in row["labels"] if label != -100]
+        rows.append((bytes(row["input_ids"]).decode(), bytes(learned).decode()))
+    return rows, measure(trainer.train_dataset, data.files, 1).sha256
