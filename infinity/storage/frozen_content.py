@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from infinity.storage.generations import NOWHERE, GenerationMap, GenerationRun, split_by_frozen
 
+_NO_END = 1 << 62  # Behind the end of every file.
+
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
@@ -56,6 +58,16 @@ def maps_of(
         index, generation = places[part.path]
         maps[index].put(GenerationRun(generation, part.offset_nbytes, part.nbytes))
     return maps
+
+
+def files_of(content: FrozenContent, swap_paths: Sequence[Sequence[str]]) -> set[str]:
+    """Returns the swap files that hold a content. `swap_paths`: as in `maps_of`."""
+    return {
+        paths[run.generation]
+        for paths, kept in zip(swap_paths, content.maps, strict=True)
+        for run in kept.of(0, _NO_END)
+        if run.generation != NOWHERE
+    }
 
 
 def changed_runs(

@@ -44,6 +44,7 @@ from infinity.storage.volume_paths import (
     check_growths,
     close_file,
     find_weights,
+    no_generation,
     spaces_of,
     uses_direct_io,
 )
@@ -110,9 +111,8 @@ class Volume:
             for path in self._paths:
                 self._open_path(path)
             self._weights = find_weights(self._open, self._engine)
-            swap_paths = [opened.directory.swap_paths for opened in self._open]
             for label, ranges in adopted.contents.items() if adopted is not None else ():
-                self._frozen.append(FrozenContent(label, maps_of(ranges, swap_paths)))
+                self._frozen.append(FrozenContent(label, maps_of(ranges, self.swap_paths)))
         except BaseException:
             self.close()
             raise
@@ -137,6 +137,11 @@ class Volume:
     def file_paths(self) -> tuple[str, ...]:
         """The swap file of each path; the first one where there are spares."""
         return tuple(opened.directory.swap_path for opened in self._open)
+
+    @property
+    def swap_paths(self) -> list[tuple[str, ...]]:
+        """The swap files of each path, by generation."""
+        return [opened.directory.swap_paths for opened in self._open]
 
     def path_of(self, file: int) -> str:
         """The swap directory, as configured, behind a file id of `Ticket.passages`."""
@@ -452,13 +457,8 @@ class Volume:
                 num_generations=1 + self.num_spares,
             )
         if runs is None:
-            raise StorageError(
-                errno.ENOSPC, operation="write", path=self._paths[extent.path_index].path,
-                offset_nbytes=extent.offset_nbytes, nbytes=extent.nbytes,
-                detail=f"{len(self._frozen)} commits are kept and there are {self.num_spares} "
-                "spare generations; a commit that could not be released keeps its generation. "
-                "Resume from the newest checkpoint",
-            )  # fmt: skip
+            path = self._paths[extent.path_index].path
+            raise no_generation(path, extent, len(self._frozen), self.num_spares)
         return runs
 
     def _write(

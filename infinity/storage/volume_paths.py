@@ -17,7 +17,7 @@ from infinity.sizes import format_nbytes
 from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
 from infinity.storage.protocol import StorageEngine
 from infinity.storage.swap_directory import SwapDirectory
-from infinity.storage.volume_layout import SPARES_REMEDY, PathSpace
+from infinity.storage.volume_layout import SPARES_REMEDY, Extent, PathSpace
 
 _log = logging.getLogger(__name__)
 _warned_buffered: set[str] = set()
@@ -204,6 +204,19 @@ def _refuse(
         remedy=SPARES_REMEDY if num_spares else "",
         detail=f"{what} of {directory.path!r} is too full "
         f"({format_nbytes(space_nbytes)} free{spares})",
+    )
+
+
+def no_generation(path: str, extent: Extent, num_frozen: int, num_spares: int) -> StorageError:
+    """Returns the error of a write for which every generation is frozen."""
+    return StorageError(
+        errno.ENOSPC,
+        operation="write",
+        path=path,
+        offset_nbytes=extent.offset_nbytes,
+        nbytes=extent.nbytes,
+        detail=f"{num_frozen} commits are kept and there are {num_spares} spare generations; a "
+        "commit that could not be released keeps its generation. Resume from the newest checkpoint",
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
@@ -21,7 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.checkpoint.huggingface.safetensors_file import dtype_name, tensor_bytes
-from infinity.checkpoint.run.directory import SequentialFile, list_checkpoints, sync_directory
+from infinity.checkpoint.run.directory import (
+    SequentialFile,
+    list_checkpoints,
+    partial_of,
+    sync_directory,
+)
 from infinity.checkpoint.run.layout import StateTensor
 from infinity.checkpoint.run.linked import COPIES_NAME, LinkedKind, LinkedRun, LinkedTensor
 from infinity.distributed.state_access import StateAccess
@@ -33,12 +39,14 @@ from infinity.state.partition import Partition, ShardSlice
 from infinity.state.store import NvmeLocation
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import digest
-from infinity.storage.frozen_content import FileRange, FrozenContent
+from infinity.storage.frozen_content import FileRange, FrozenContent, files_of
 from infinity.storage.volume import Volume
 from infinity.storage.volume_layout import slice_extents
 
 # link(2) fails so on another file system, on one without links, and for too many links.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_log = logging.getLogger("infinity")
+_warned_of_links: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,17 +278,69 @@ def label_of(path: Path) -> str:
 def thaw_removed(volume: Volume) -> None:
     """Releases the content of checkpoints that have no name any more, after syncing the removal.
 
-    If the sync fails, the content stays frozen: its space is lost, its bytes are not.
+    If the sync fails, the content stays frozen: its space is lost, its bytes are not. So it does
+    while its files have links that are not known: the checkpoint may have been renamed.
     """
     commits = [frozen for frozen in volume.frozen if frozen.label]
-    gone = [frozen for frozen in commits if not os.path.lexists(frozen.label)]
+    gone = [frozen for frozen in commits if _is_gone(frozen.label)]
     for parent in {os.path.dirname(frozen.label) for frozen in gone}:
         directory = Path(parent)
         while not directory.is_dir():
             directory = directory.parent
         with contextlib.suppress(OSError):
             sync_directory(directory)
-            thaw(volume, [f for f in gone if os.path.dirname(f.label) == parent])
+            here = [frozen for frozen in gone if os.path.dirname(frozen.label) == parent]
+            thaw(volume, [frozen for frozen in here if not _is_linked_elsewhere(volume, frozen)])
+
+
+def _is_gone(label: str) -> bool:
+    """Whether nothing has the path of a checkpoint. A path that cannot be examined may be there."""
+    try:
+        os.lstat(label)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _is_linked_elsewhere(volume: Volume, content: FrozenContent) -> bool:
+    """Whether a swap file of the content has a link that no checkpoint of this run accounts for.
+
+    Warns of it, once for each checkpoint.
+    """
+    labels = {frozen.label for frozen in volume.frozen if frozen.label}
+    if all(_has_known_links(path, labels) for path in files_of(content, volume.swap_paths)):
+        return False
+    if content.label not in _warned_of_links:
+        _warned_of_links.add(content.label)
+        _log.warning(
+            "%s has lost its name, and its swap files have links elsewhere: it was renamed, or "
+            "linked by another program. Its generation stays in use, so that the state there stays "
+            "whole, and later checkpoints may be full copies; a checkpoint that is copied and then "
+            "removed frees it",
+            content.label,
+        )
+    return True
+
+
+def _has_known_links(swap_path: str, labels: Iterable[str]) -> bool:
+    """Whether all links to a swap file are its own name and those of checkpoints, as in `adopt`.
+
+    The links are counted first: one that goes meanwhile hides no other.
+    """
+    try:
+        found = os.stat(swap_path)
+    except OSError:
+        return False  # Its own name is gone, and its links cannot be counted.
+    name = os.path.basename(swap_path)
+    known = 1
+    for checkpoint in map(Path, labels):
+        for place in (checkpoint, partial_of(checkpoint)):
+            for link in (place / name, *place.glob(f"rank-*/{name}")):
+                with contextlib.suppress(OSError):
+                    known += os.path.samestat(os.lstat(link), found)
+    return found.st_nlink <= known
 
 
 def thaw(volume: Volume, contents: Iterable[FrozenContent]) -> None:
