@@ -30,6 +30,7 @@ from infinity.errors import ConfigError
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from infinity.training import program
 from infinity.training.adapter import auto_targets, expert_targets, save_adapter
+from infinity.training.merge import plan_merge
 from infinity.training.model import published_config
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
@@ -313,6 +314,24 @@ def test_a_saved_adapter_that_does_not_fit_is_refused_by_name(tmp_path, table) -
     refused("has 'more' beside")
     file.unlink()
     refused("has no adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("options", [{"bias": "lora_only"}, {"bias": "all"}, {"lora_bias": True}])
+def test_an_adapter_with_trained_biases_is_refused_by_name(tmp_path, table, options) -> None:
+    """To go on from, and to merge: the base's biases would take the place of its own."""
+    config = LlamaConfig(**SMALL, num_hidden_layers=2, attention_bias=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **options)
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "saved")
+    table["adapter"] = {"resume": str(tmp_path / "saved")}
+    ((key, value),) = options.items()
+    said = rf"{tmp_path}/saved has trained biases \({key} = {value!r} in .*merge_and_unload"
+    with pytest.raises(ConfigError, match=said):
+        run(table)
+    assert not (tmp_path / "output").exists() and not (tmp_path / "swap").exists()
+    with pytest.raises(ConfigError, match=said):
+        plan_merge(tmp_path / "base", tmp_path / "saved")
 
 
 def test_targets_that_the_model_lacks_are_refused(tmp_path, table) -> None:
