@@ -6,7 +6,7 @@ docs/design/0005-one-sided-exchange.md explains why there are few barriers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy
@@ -169,22 +169,36 @@ class RankSync(Service):
                 raise InfinityError(f"{what}: rank {rank} has something else than rank 0. {remedy}")
 
     @contextmanager
-    def setting(self, units: Iterable[int]) -> Iterator[None]:
+    def setting(
+        self, units: Iterable[int], uses: AbstractContextManager[None] | None = None
+    ) -> Iterator[None]:
         """A block in which the program changes weights, in the same way on all ranks. All ranks
-        leave it without an error, or all with one, and with the owners' weights."""
+        leave it without an error, or all with one, and with the owners' weights.
+
+        uses: fetches what the block reads, on every rank before any rank changes its shards
+        """
         if self._is_filling:
-            yield
+            with uses or nullcontext():
+                yield
             return
-        if self._collectives is not None:  # What it gathers later would be the old weights.
-            self._collectives.end_log()
-        self.barrier("weights are about to be set")
+        self.begin_change("weights are about to be set")
         try:
-            with self.collective_section("setting weights"):
+            with self.collective_section("setting weights"), ExitStack() as entered:
+                if uses is not None:
+                    with self.collective_section("fetching weights to set"):
+                        entered.enter_context(uses)
                 yield
         except Exception:  # An interrupt is of this rank alone: no other one would come.
             self._agree(units)
             raise
         self._agree(units)
+
+    def begin_change(self, what: str) -> None:
+        """Ends what gathers weights on all ranks, because their shards are about to change. All
+        ranks call it; `what` is for messages."""
+        if self._collectives is not None:  # What it gathers later would be a mixture.
+            self._collectives.end_log()
+        self.barrier(what)
 
     def _agree(self, units: Iterable[int]) -> None:
         self._unagreed.update(units)
@@ -263,9 +277,15 @@ class OneRank:
         """Does nothing: there is no other rank."""
 
     @contextmanager
-    def setting(self, units: Iterable[int]) -> Iterator[None]:
-        """A block around writes to weights, which no other rank has to see."""
-        yield
+    def setting(
+        self, units: Iterable[int], uses: AbstractContextManager[None] | None = None
+    ) -> Iterator[None]:
+        """A block around writes to weights, within `uses`, which no other rank has to see."""
+        with uses or nullcontext():
+            yield
+
+    def begin_change(self, what: str) -> None:
+        """Does nothing: there is no other rank."""
 
 
 Ranks = RankSync | OneRank

@@ -293,13 +293,13 @@ class Engine:
     def gather(self, params: Sequence[OffloadedParam], *, modify: bool) -> Iterator[None]:
         """Keeps units of `params` in use and shows gradients as `.grad`: see `infinity.gather`."""
         units = list(dict.fromkeys(param.unit.index for param in params))
-        shown = params if self.num_ranks == 1 else ()
-        with self.ranks.setting(units) if modify else nullcontext(), self._uses.using(units):
+        uses = self._uses.using(units)
+        with self.ranks.setting(units, uses) if modify else uses:
             if modify:
                 self._changes.lend(units)
             with (
                 nullcontext() if modify else self._changes.watching(params),
-                self._grads.shown(shown),
+                self._grads.shown(params if self.num_ranks == 1 else ()),
             ):
                 yield
         self.ranks.sync_weights()

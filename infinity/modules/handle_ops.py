@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class HandleOps(Owner, Original):
         edits: WeightEdits,
         backwards: BackwardCalls,
         grads: ParamGrads,
-        setting: Callable[[list[int]], AbstractContextManager[None]],
+        setting: Callable[[list[int], AbstractContextManager[None]], AbstractContextManager[None]],
     ) -> None:
         self._engine = engine  # A handle keeps its engine alive.
         self._counters = counters
@@ -193,8 +193,8 @@ class HandleOps(Owner, Original):
         first = torch.autograd._get_sequence_nr()
         if self._initialising is not None:
             self._keep(self._initialising, units)
-        setting = self._setting([params[id(h)].unit.index for h in changed])
-        with setting, self._uses.using(units):
+        set_units = [params[id(h)].unit.index for h in changed]
+        with self._setting(set_units, self._uses.using(units)):
             if self._initialising is None:
                 self._edits.lend_params(params[id(h)] for h in changed)
             lent = {key: self._lend(h, params[key], changes) for key, h in own.items()}
@@ -222,12 +222,13 @@ class HandleOps(Owner, Original):
             return self._param_table.named(handle.name_in_model)
         return self.param_of(handle)
 
-    def _setting(self, units: list[int]) -> AbstractContextManager[None]:
-        """Guards a change of weights, which every rank makes alike. A change inside a forward is
-        local to its rank."""
-        if not units or self._initialising is not None:
-            return nullcontext()
-        return nullcontext() if self._passes.is_in_forward else self._setting_on_ranks(units)
+    def _setting(
+        self, units: list[int], uses: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        """Guards a change of weights within `uses`, which every rank makes alike. A change inside a
+        forward is local to its rank."""
+        is_local = not units or self._initialising is not None or self._passes.is_in_forward
+        return uses if is_local else self._setting_on_ranks(units, uses)
 
     def _lend(self, handle: Handle, param: OffloadedParam, changes: Sequence[Handle]) -> _Lent:
         if handle.is_gradient:
@@ -334,7 +335,7 @@ class HandleOps(Owner, Original):
             self._grads.put(param, gradient)
             return
         unit = param.unit.index
-        with self._setting([unit]), self._uses.using([unit]), torch.no_grad():
+        with self._setting([unit], self._uses.using([unit])), torch.no_grad():
             self._edits.lend_params([param])
             _bytes_of(param.compute, param)[place] = values
             increment_versions([param])
