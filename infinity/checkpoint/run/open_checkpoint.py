@@ -24,7 +24,7 @@ from infinity.checkpoint.run.linked import stored_tensors
 from infinity.checkpoint.run.manifest import PROGRAM_NAME, FileEntry, Manifest
 from infinity.checkpoint.run.program import parse_program
 from infinity.checkpoint.run.recut import Recut, recut
-from infinity.checkpoint.run.references import check_reference
+from infinity.checkpoint.run.references import check_reference, check_reference_files
 from infinity.checkpoint.run.stored import FileTensor, PagedTensor
 from infinity.distributed.state_access import StateAccess
 from infinity.errors import ConfigError, corrupt
@@ -36,13 +36,14 @@ _MOMENT_ENDS = tuple(f".{state_kind.value}" for state_kind in MOMENT_KINDS)
 class OpenCheckpoint:
     """The manifest of one checkpoint and the place of every tensor in it. Holds no tensor.
 
-    Raises as `read_manifest` and `read_linked`, and CorruptionError for a header that does not have
-    the SHA-256 of the manifest.
+    Raises as `read_manifest` and `read_linked`, and CorruptionError for a header, or a reference to
+    the files of a base, that does not have the SHA-256 of the manifest.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
+        check_reference_files(path, self.manifest)
         self._files = {file.name: file for file in self.manifest.files}
         self._in_files: dict[str, FileTensor] = {}
         for file in self.manifest.files:

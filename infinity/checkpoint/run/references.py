@@ -24,8 +24,8 @@ from infinity.bounded import (
     table_of,
     text_of,
 )
-from infinity.checkpoint.run.directory import read_content
-from infinity.checkpoint.run.manifest import is_of_rank
+from infinity.checkpoint.run.directory import check_extent, read_content, read_manifest
+from infinity.checkpoint.run.manifest import Manifest, is_of_rank
 from infinity.errors import ConfigError, CorruptionError, corrupt, listed
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, joined_crc32
@@ -68,9 +68,7 @@ def read_reference(path: Path) -> list[tuple[ShardIdentity, list[RunChecksum]]] 
     can compare its reads with them. Raises StorageError, and CorruptionError also for ranks that
     have read different bytes.
     """
-    of_ranks = (found for found in path.glob(f"*/{SHARDS_NAME}") if is_of_rank(found.parent.name))
-    files = [path / SHARDS_NAME, *sorted(of_ranks)]
-    rows = [row for file in files if file.exists() for row in _read_rows(file)]
+    rows = [row for file in _reference_files(path) for row in _read_rows(file)]
     if not rows:
         return None
     identities = {identity.path: identity for identity, _ in reversed(rows)}
@@ -80,6 +78,27 @@ def read_reference(path: Path) -> list[tuple[ShardIdentity, list[RunChecksum]]] 
         checksums[Path(identity.path).name] += of_rank
     merged = {name: _merged(path, of_file) for name, of_file in checksums.items()}
     return [(identity, merged[Path(of).name]) for of, identity in identities.items()]
+
+
+def check_reference_files(path: Path, manifest: Manifest) -> None:
+    """Compares the references of a checkpoint with their SHA-256 in its manifest.
+
+    Raises CorruptionError for one that differs, is missing, or is not named; StorageError.
+    """
+    named = {path / file.name: file for file in manifest.files}
+    for file in _reference_files(path):
+        if file not in named:
+            raise corrupt(str(file), "the manifest does not name it")
+    for file, entry in named.items():
+        if file.name == SHARDS_NAME:
+            for extent in entry.extents:
+                check_extent(file, extent)
+
+
+def _reference_files(path: Path) -> list[Path]:
+    """Returns the references that are there: that of one rank, or those of several."""
+    of_ranks = (found for found in path.glob(f"*/{SHARDS_NAME}") if is_of_rank(found.parent.name))
+    return [file for file in (path / SHARDS_NAME, *sorted(of_ranks)) if os.path.lexists(file)]
 
 
 def _merged(checkpoint: Path, checksums: Sequence[RunChecksum]) -> list[RunChecksum]:
@@ -159,7 +178,12 @@ def _row(row: dict[str, Any]) -> tuple[ShardIdentity, list[RunChecksum]]:
 
 
 def directory_of_base(path: Path) -> str | None:
-    """Returns the directory of the files that a checkpoint refers to; None for no reference."""
+    """Returns the directory of the files that a checkpoint refers to; None for no reference.
+
+    Raises CorruptionError for a reference that is not the manifest's, StorageError.
+    """
+    if _reference_files(path):
+        check_reference_files(path, read_manifest(path))
     rows = read_reference(path)
     return os.path.dirname(rows[0][0].path) if rows else None
 

@@ -25,7 +25,7 @@ from infinity.errors import reporting
 from infinity.storage.swap_directory import is_swap_name
 
 _OWN_FILE = re.compile(
-    r"manifest\.(json|sha256)|linked\.(json|crc32c)|copied\.pages|program\.pt"
+    r"manifest\.(json|sha256)|linked\.(json|crc32c)|copied\.pages|program\.pt|shards\.json"
     r"|(unit-\d{5,}|buffers)\.safetensors|\.(unit-\d{5,}|buffers)\.safetensors\.partial"
 )
 _RANK = re.compile(r"rank-\d{5,}")
