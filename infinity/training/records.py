@@ -21,16 +21,22 @@ from infinity.training.text import READERS
 _log = logging.getLogger("infinity")
 
 Kind = Literal["conversations", "completions", "preferences", "texts", "tokens"]
-# The columns that make a kind, the first that fits. `load_records` rewrites those of ShareGPT and
-# Alpaca as messages.
-_KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
-    ("tokens", ("input_ids",)),
-    ("preferences", ("chosen", "rejected")),
-    ("completions", ("prompt", "completion")),
-    ("conversations", ("messages",)),
-    ("conversations", ("conversations",)),
-    ("conversations", ("instruction", "output")),
-    ("texts", ("text",)),
+# For those of images TRL refuses the records: a model that learns text cannot learn them.
+_IMAGES = ("image", "images")
+_TEMPLATE = ("tools", "chat_template_kwargs", *_IMAGES)
+_MASKS = ("labels", "assistant_masks", "completion_mask", "seq_lengths")
+_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
+# The columns that make a kind, the first that fits, and those that it takes beside them. All others
+# are left out: TRL would take `prompt` beside messages for a prompt without its completion.
+# `load_records` rewrites the columns of ShareGPT and Alpaca as messages.
+_KINDS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("tokens", ("input_ids",), (*_MASKS, *_IMAGES)),
+    ("preferences", ("chosen", "rejected"), ("prompt", *_LOGPS, *_TEMPLATE)),
+    ("completions", ("prompt", "completion"), _TEMPLATE),
+    ("conversations", ("messages",), _TEMPLATE),
+    ("conversations", ("conversations",), _TEMPLATE),
+    ("conversations", ("instruction", "output"), ("input", *_TEMPLATE)),
+    ("texts", ("text",), _IMAGES),
 )
 _ALL_COLUMNS = (
     "messages (or ShareGPT's conversations); prompt and completion; instruction and output; chosen "
@@ -62,19 +68,26 @@ def load_records(paths: Sequence[Path]) -> Any:
             raise _unreadable(files, error) from error
     if sum(map(len, parts)) == 0:
         raise ConfigError(f"data.paths: {paths[0]} has no records ({len(paths)} files in all)")
-    parts = [_as_messages(part) for part in parts]
+    parts = [_as_messages(_with_needed_columns(part)) for part in parts]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except ValueError as error:
         raise ConfigError(f"data.paths: the files differ in their columns: {error}") from error
 
 
+def _with_needed_columns(dataset: Any) -> Any:
+    """Returns the dataset without the columns that its kind does not need; of no kind as it is."""
+    columns = dataset.column_names
+    for _, wanted, beside in _KINDS:
+        if set(wanted) <= set(columns):
+            return dataset.select_columns([name for name in columns if name in wanted + beside])
+    return dataset
+
+
 def _as_messages(dataset: Any) -> Any:
     """Returns the records of ShareGPT (conversations) and Alpaca (instruction, output) as messages,
-    others as they are."""
+    others as they are. All columns are those of a kind."""
     columns = dataset.column_names
-    if {"prompt", "messages"} & set(columns):
-        return dataset
     if "conversations" in columns:
         return dataset.map(_from_sharegpt, remove_columns=["conversations"])
     if {"instruction", "output"} <= set(columns):
@@ -120,7 +133,7 @@ def kind_of(dataset: Any, *, method: str, place: str) -> Kind:
 
 def kind_of_columns(columns: Sequence[str], place: str) -> Kind:
     """Returns the kind of records with these columns. Raises ConfigError for other columns."""
-    kind = next((kind for kind, wanted in _KINDS if set(wanted) <= set(columns)), None)
+    kind = next((kind for kind, wanted, _ in _KINDS if set(wanted) <= set(columns)), None)
     if kind is None:
         raise ConfigError(
             f"data.paths: the records of {place} have the columns {', '.join(columns)}; expected "
@@ -157,8 +170,6 @@ def mark_conversations(
     Gives a tokenizer without a chat template ChatML. Marks the conversations here, which adds the
     columns `input_ids` and `assistant_masks`, where neither the template nor TRL can.
     """
-    if "messages" not in dataset.column_names:  # ShareGPT's, which TRL rewrites and checks.
-        return dataset, assistant_only
     has_template = bool(tokenizer.chat_template)
     check_messages(dataset, place, needs_text=not has_template)
     if not has_template:

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from infinity.errors import ConfigError
+from infinity.training.records import load_records
+
 from .record_jobs import MODEL, rows_of, write
 
 
@@ -48,3 +51,43 @@ def test_a_completion_mask_is_not_asked_where_all_is_to_be_learned(tmp_path, tab
     write(tmp_path / "data.jsonl", [record])
     table["data"]["assistant_only_loss"] = False
     assert rows_of(table)[0] == [("so it", "so it")]
+
+
+ASKED = [{"role": "user", "content": "a"}]
+ANSWERED = [{"role": "assistant", "content": "B"}]
+CHAT = {"messages": ASKED + ANSWERED}
+
+
+@pytest.mark.parametrize(
+    ("record", "more"),
+    [
+        (CHAT, {"prompt": "a", "prompt_id": "f0", "category": "Chat"}),
+        (CHAT, {"completion": "c"}),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "B"}]}, {"prompt": "a"}),
+        ({"instruction": "a", "output": "B"}, {"prompt": "a B", "text": "a B"}),
+        ({"prompt": "a", "completion": "B"}, {"messages": ASKED, "text": "c"}),
+        ({"prompt": ASKED, "completion": ANSWERED}, {"source": "here"}),
+        ({"text": "a"}, {"prompt": "c", "completions": 3}),
+        ({"input_ids": [97]}, {"prompt": "c", "completion": "d", "position_ids": [7]}),
+    ],
+    ids=["chat", "chat-completion", "sharegpt", "alpaca", "prompts", "talks", "text", "tokens"],
+)  # fmt: skip
+def test_columns_that_a_kind_does_not_need_are_left_out(tmp_path, table, record, more) -> None:
+    """ultrachat_200k and no_robots have `prompt` beside messages."""
+    write(tmp_path / "data.jsonl", [record])
+    expected = rows_of(table)
+    assert expected[0]
+    write(tmp_path / "data.jsonl", [{**more, **record}])
+    assert rows_of(table) == expected
+
+
+def test_of_preferences_other_columns_are_left_out(tmp_path) -> None:
+    record = {"chosen": "a", "rejected": "b", "messages": ASKED, "score": 1.0, "prompt": "c"}
+    found = load_records([write(tmp_path / "data.jsonl", [record])])
+    assert sorted(found.column_names) == ["chosen", "prompt", "rejected"]
+
+
+def test_what_is_asked_with_images_is_refused(tmp_path, table) -> None:
+    write(tmp_path / "data.jsonl", [CHAT | {"images": ["a.png"]}])
+    with pytest.raises(ConfigError, match="appears to be vision-related"):
+        rows_of(table)
