@@ -15,7 +15,13 @@ import numpy.typing as npt
 from infinity.config import Data, DataSource, SwapConfig
 from infinity.errors import ConfigError
 from infinity.training.data import Sequences, Tokenizer, collect_files, split_sequences, tokenize
-from infinity.training.records import give_template, kind_of, load_records, mark_conversations
+from infinity.training.records import (
+    Kind,
+    give_template,
+    kind_of,
+    load_records,
+    mark_conversations,
+)
 from infinity.training.token_file import TokenFile
 
 _READ_ROWS = 1000  # At a time.
@@ -60,13 +66,18 @@ def open_data(
             found.close()
             raise
         return found
-    train, marks = _read(records, data, tokenizer, config.train.method)
+    train, kind, marks = _read(records, data, tokenizer, config.train.method)
     held_out = None
     if data.eval_paths:
         others = _sources(data.eval_paths, config)[1]
         if not others:
             raise ConfigError("data.eval_paths: expected records, as data.paths holds; got text")
-        held_out, _ = _read(others, data, tokenizer, config.train.method)
+        held_out, other, _ = _read(others, data, tokenizer, config.train.method)
+        if other != kind:
+            raise ConfigError(
+                f"data.eval_paths: {others[0]} holds {other}, and data.paths ({records[0]}) holds "
+                f"{kind}; a run evaluates what it learns, so expected {kind}"
+            )
     else:
         split = split_sequences(
             len(train), held_out=data.held_out, seed=data.seed, shuffle=data.shuffle
@@ -173,16 +184,19 @@ def _sequences(tokens: TokenFile, numbers: npt.NDArray[np.int64], length: int) -
     return rows.with_transform(Sequences(tokens, length))
 
 
-def _read(paths: list[Path], data: Data, tokenizer: Tokenizer, method: str) -> tuple[Any, bool]:
-    """Returns (records, whether TRL marks what the assistant says)."""
+def _read(
+    paths: list[Path], data: Data, tokenizer: Tokenizer, method: str
+) -> tuple[Any, Kind, bool]:
+    """Returns (records, their kind, whether TRL marks what the assistant says)."""
     place = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     found = load_records(paths)
     kind = kind_of(found, method=method, place=place)
     if kind != "conversations":
         give_template(found, tokenizer.for_records())
-        return found, False
+        return found, kind, False
     only = data.assistant_only_loss
-    return mark_conversations(found, tokenizer.for_records(), place, assistant_only=only)
+    marked, marks = mark_conversations(found, tokenizer.for_records(), place, assistant_only=only)
+    return marked, kind, marks
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,3 +91,30 @@ def test_what_is_asked_with_images_is_refused(tmp_path, table) -> None:
     write(tmp_path / "data.jsonl", [CHAT | {"images": ["a.png"]}])
     with pytest.raises(ConfigError, match="appears to be vision-related"):
         rows_of(table)
+
+
+@pytest.mark.parametrize(
+    ("record", "other", "said"),
+    [
+        (CHAT, {"text": "a"}, "eval.jsonl holds texts, and .*data.jsonl. holds conversations"),
+        ({"text": "a"}, {"prompt": "a", "completion": "b"}, "holds completions, .* expected texts"),
+        ({"prompt": "a", "completion": "b"}, {"input_ids": [1]}, "holds tokens, and"),
+    ],
+)
+def test_records_of_another_kind_to_evaluate_on_are_refused(
+    tmp_path, table, record, other, said
+) -> None:
+    """Their loss would be that of all tokens."""
+    write(tmp_path / "data.jsonl", [record])
+    table["data"]["eval_paths"] = [str(write(tmp_path / "eval.jsonl", [other]))]
+    table["train"]["eval_every"] = 1
+    with pytest.raises(ConfigError, match=f"data.eval_paths: .*{said}"):
+        rows_of(table)
+
+
+def test_conversations_in_another_form_are_evaluated_on(tmp_path, table) -> None:
+    write(tmp_path / "data.jsonl", [CHAT])
+    other = {"instruction": "a", "output": "B"}
+    table["data"]["eval_paths"] = [str(write(tmp_path / "eval.jsonl", [other]))]
+    table["train"]["eval_every"] = 1
+    assert rows_of(table)[0]
