@@ -59,16 +59,20 @@ def without_false_alarms(tokenizer: Any) -> Iterator[None]:
         logger.removeFilter(is_true)
 
 
-def mark_by_prefixes(messages: list[Any], tokenizer: Any, tools: Any, place: str) -> list[Marked]:
+def mark_by_prefixes(
+    messages: list[Any], tokenizer: Any, place: str, *, own: dict[str, Any]
+) -> list[Marked]:
     """Returns one sequence, or one for each message of the assistant. See the file.
+
+    own: what else the record gives to the template: `tools`, and its chat_template_kwargs
 
     Raises ConfigError, which begins with `place`, for what the template refuses.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     alone: list[tuple[list[int], int]] = []  # (tokens up to the turn's end, where it begins)
     for turn in turns:
-        prompt = _apply(tokenizer, messages[:turn], tools, place, add_generation_prompt=True)
-        tokens = _apply(tokenizer, messages[: turn + 1], tools, place)
+        prompt = _apply(tokenizer, messages[:turn], own, place, add_generation_prompt=True)
+        tokens = _apply(tokenizer, messages[: turn + 1], own, place)
         if tokens[: len(prompt)] != prompt:
             raise ConfigError(
                 f"{place}: the chat template writes messages[{turn}] not behind the prompt of the "
@@ -91,11 +95,11 @@ def mark_by_prefixes(messages: list[Any], tokenizer: Any, tools: Any, place: str
 
 
 def _apply(
-    tokenizer: Any, messages: list[Any], tools: Any, place: str, **options: Any
+    tokenizer: Any, messages: list[Any], own: dict[str, Any], place: str, **options: Any
 ) -> list[int]:
     try:
         made = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=True, **options
+            messages, tokenize=True, return_dict=True, **options, **own
         )
     except Exception as error:  # A template raises whatever its author chose.
         raise ConfigError(

@@ -181,11 +181,11 @@ def mark_conversations(
 
     def mark(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         marked = []
-        tools = rows.get("tools", [None] * len(numbers))
-        for messages, own, number in zip(rows["messages"], tools, numbers, strict=True):
+        for row, number in enumerate(numbers):
             at = f"data.paths: {place}: record {number + 1}"
-            own = json.loads(own) if isinstance(own, str) else own
-            marked += mark_by_prefixes([_without_nulls(m) for m in messages], tokenizer, own, at)
+            own = _for_template({name: values[row] for name, values in rows.items()}, at)
+            messages = [_without_nulls(message) for message in rows["messages"][row]]
+            marked += mark_by_prefixes(messages, tokenizer, at, own=own)
         keys = ("input_ids", "assistant_masks")
         return {key: [record[key] for record in marked] for key in keys}
 
@@ -194,6 +194,15 @@ def mark_conversations(
         desc="Marking what the assistant says",
     )  # fmt: skip
     return made, False
+
+
+def _for_template(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns what a record gives to the template beside its messages, as TRL reads it."""
+    tools, own = record.get("tools"), record.get("chat_template_kwargs")
+    if not isinstance(own, dict | None):
+        raise ConfigError(f"{place}: chat_template_kwargs: expected an object; got {own!r}")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    return {"tools": tools} | _without_nulls(own or {})
 
 
 def give_template(dataset: Any, tokenizer: Any) -> None:
@@ -218,9 +227,9 @@ def _with_answers(dataset: Any, place: str) -> Any:
     return dataset.select(kept)
 
 
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """Removes the keys that only other messages of the table have."""
-    return {key: value for key, value in message.items() if value is not None}
+def _without_nulls(table: dict[str, Any]) -> dict[str, Any]:
+    """Removes the keys that only other messages or records have."""
+    return {key: value for key, value in table.items() if value is not None}
 
 
 def _reader_of(path: Path) -> str:

@@ -12,6 +12,13 @@ from infinity.training.records import load_records
 
 from .record_jobs import MODEL, rows_of, write
 
+# Without marks for TRL: what the assistant says is marked here.
+OPTIONAL = (
+    "{% if tone is defined %}<{{ tone }}>{% endif %}{% if tools %}{{ tools | length }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
 
 @pytest.fixture
 def table(tmp_path: Path) -> dict[str, Any]:
@@ -118,3 +125,25 @@ def test_conversations_in_another_form_are_evaluated_on(tmp_path, table) -> None
     table["data"]["eval_paths"] = [str(write(tmp_path / "eval.jsonl", [other]))]
     table["train"]["eval_every"] = 1
     assert rows_of(table)[0]
+
+
+def test_the_template_gets_the_options_of_each_record(tmp_path, table) -> None:
+    """One record's are not another's."""
+    options = [{"tone": "dry"}, {"tone": "warm", "other": 1}, None]
+    records = [CHAT | {"chat_template_kwargs": own, "tools": [{"name": "t"}]} for own in options]
+    write(tmp_path / "data.jsonl", [*records, CHAT])
+    assert rows_of(table, OPTIONAL)[0] == [
+        ("<dry>1[user]a[assistant]B", "B"),
+        ("<warm>1[user]a[assistant]B", "B"),
+        ("1[user]a[assistant]B", "B"),
+        ("[user]a[assistant]B", "B"),
+    ]
+
+
+def test_options_of_a_template_that_are_none_are_refused_by_record(tmp_path, table) -> None:
+    write(tmp_path / "data.jsonl", [CHAT | {"chat_template_kwargs": "dry"}])
+    with pytest.raises(ConfigError, match="record 1: chat_template_kwargs: expected an object"):
+        rows_of(table, OPTIONAL)
+    write(tmp_path / "data.jsonl", [CHAT | {"chat_template_kwargs": {"tokenize": False}}])
+    with pytest.raises(ConfigError, match="record 1: the chat template refuses .*'tokenize'"):
+        rows_of(table, OPTIONAL)
