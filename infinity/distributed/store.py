@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,7 @@ from infinity.state.partition import Partition, Shard, ShardSegment
 from infinity.state.store import FirstValues, LocalStore, StateLocation, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
+from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.protocol import Priority
 from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Volume
@@ -113,7 +113,7 @@ class DistributedStore:
         self.pending = PendingShards()
         self.kept = KeptShards(host)
         self._old_copies: OldCopies | None = None
-        self._own = ThreadPoolExecutor(1, "infinity-own-shard", begin_thread)
+        self._own = DaemonThreads(1, "infinity-own-shard", begin_thread)
         # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
 
@@ -134,7 +134,7 @@ class DistributedStore:
 
     def close(self) -> None:
         """Waits for transfers of the own shard and ends their thread."""
-        self._own.shutdown(wait=True)
+        self._own.close()
 
     # -- State of this rank ------------------------------------------------------------------------
 

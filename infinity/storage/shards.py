@@ -15,13 +15,14 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from infinity.config.cores import usable_cores
 from infinity.errors import CorruptionError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, digest
+from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
 
 _MOST_CHECKERS = 4
@@ -130,7 +131,7 @@ class _ReadChecks:
         self._earlier: set[tuple[str, int, int]] = set()  # Those of an earlier run alone.
         self._lock = threading.Lock()  # Guards the table of checksums.
         num_threads = max(1, min(_MOST_CHECKERS, usable_cores() // 2))
-        self._threads = ThreadPoolExecutor(num_threads, "infinity-shards")
+        self._threads = DaemonThreads(num_threads, "infinity-shards")
 
     def start(
         self, read: _NamedRead, runs: Sequence[ShardRun], address: int, label: str
@@ -183,7 +184,7 @@ class _ReadChecks:
 
     def close(self) -> None:
         """Waits for the checks that were started."""
-        self._threads.shutdown()
+        self._threads.close()
 
 
 def _other_bytes(path: str, offset_nbytes: int, nbytes: int, label: str) -> CorruptionError:

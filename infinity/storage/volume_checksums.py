@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.checksums import (
@@ -13,6 +12,7 @@ from infinity.storage.checksums import (
     PageDigests,
     digest,
 )
+from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.generations import GenerationRun
 from infinity.storage.protocol import Ticket
 from infinity.storage.volume_layout import Extent
@@ -29,12 +29,12 @@ class BufferChecksums:
     def __init__(self, *, is_deferred: bool, num_threads: int = 1) -> None:
         self._num_threads = num_threads
         self._tables: list[PageChecksums] = []
-        self._digester = ThreadPoolExecutor(1) if is_deferred else None
+        self._digester = DaemonThreads(1, "infinity-checksums") if is_deferred else None
 
     def close(self) -> None:
         """Ends the thread."""
         if self._digester is not None:
-            self._digester.shutdown()
+            self._digester.close()
 
     def add_path(self, *, is_fresh: bool) -> None:
         """Adds the table of the next path; `is_fresh` as for `PageChecksums`."""
