@@ -93,6 +93,7 @@ def load(
     if len(set(asked.of_all)) > 1:
         names = sorted({name.decode() for name in asked.of_all})
         raise ConfigError(f"{path}: expected one checkpoint for all ranks, they found {names}")
+    engine.ranks.begin_change("infinity.checkpoint.load: state is about to change")
     with (
         engine.collective_section("infinity.checkpoint.load"),
         engine.at_rest("infinity.checkpoint.load") as state,
