@@ -281,6 +281,7 @@ class RunTrainer(OffloadedTrainer):
         self._spoilt: tuple[Any, Any] | None = None  # The arguments of the first loss not finite.
         self._skipped: str | None = None
         self._mean = math.nan
+        self._norm: float | None = None  # None: no norm was computed.
         self._learning_rate = 0.0
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
@@ -314,6 +315,9 @@ class RunTrainer(OffloadedTrainer):
                 self._update()
             except NonFiniteError as error:  # The optimizer's own count omits skipped steps.
                 raise NonFiniteError("the gradient norm", step=step, unit=error.unit) from None
+            finally:
+                norm = self.offloaded_optimizer.grad_norm
+                self._norm = None if norm is None else float(norm)
             self._num_skipped = 0
         except NonFiniteError as error:
             self.offloaded_optimizer.zero_grad()
@@ -357,11 +361,10 @@ class RunTrainer(OffloadedTrainer):
         is_last = step >= self.state.max_steps
         self.control.should_log |= is_last
         self.control.should_evaluate |= is_last and self.args.eval_strategy != "no"
-        norm = self.offloaded_optimizer.grad_norm
         outcome = StepOutcome(
             step=step,
             loss=self._mean,
-            grad_norm=None if norm is None else float(norm),
+            grad_norm=self._norm,
             learning_rate=self._learning_rate,
             num_tokens=self._num_tokens * self._rank.count,
             skipped=self._skipped,

@@ -334,6 +334,7 @@ def test_steps_that_are_not_finite_are_skipped_where_the_file_says_so(tmp_path, 
     assert (
         "the loss" in lines[0]["skipped"] and "norm is not finite at step 4" in lines[1]["skipped"]
     )
+    assert lines[0]["grad_norm"] is None, "its gradients were not measured"
     weights = exported(table)
 
     monkeypatch.undo()
