@@ -297,7 +297,7 @@ def agree_on_exchange(
         if local:
             refuse_blocking_calls()
     except ConfigError as error:
-        refusal = error
+        local, refusal = None, error
     of_all: list[Any] = [None] * group.count
     # A rank that refuses sends None to the others: they would wait for it.
     division = config.distributed.shard_over, config.distributed.zero_stage
