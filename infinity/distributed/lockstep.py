@@ -16,6 +16,9 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
 
 from infinity.distributed.coordinator import Key
 
@@ -154,7 +157,8 @@ def report_of(
     more than MOST_LACKING, the rank reports those that a hash of key and `step` chooses: the same
     keys on all ranks, others in another step.
     """
-    too_early = Counter(entry.key for index, entry in enumerate(played) if missed >> index & 1)
+    early = numpy.flatnonzero(_bits(missed, len(played))).tolist()
+    too_early = Counter(played[index].key for index in early)
     place, lacking = 0, []
     for key, size, found in proposals:
         if found is not None:
@@ -191,12 +195,13 @@ def next_log(
     gained: dict[int, list[LogEntry]] = {}
     for lacking in _merged(len(played), reports, is_of_use):
         gained.setdefault(lacking.place, []).append(LogEntry(lacking.key, lacking.size))
-    masks = [report.missed for report in reports if report.missed]
+    num_missed = numpy.zeros(len(played), numpy.int64)
+    for report in reports:
+        num_missed += _bits(report.missed, len(played))
     log: list[LogEntry] = []
-    for index, entry in enumerate(played):
+    for index, (entry, missing) in enumerate(zip(played, num_missed.tolist(), strict=True)):
         log += gained.get(index, ())
-        num_missed = sum(mask >> index & 1 for mask in masks)
-        idle_steps = 0 if is_of_use(entry.key, count - num_missed) else entry.idle_steps + 1
+        idle_steps = 0 if is_of_use(entry.key, count - missing) else entry.idle_steps + 1
         if idle_steps < PATIENT_STEPS:
             is_as_before = idle_steps == entry.idle_steps
             log.append(entry if is_as_before else replace(entry, idle_steps=idle_steps))
@@ -218,9 +223,10 @@ def _merged(
     counts: list[int] = []  # Ranks that lacked it there.
     for report in sorted(reports, key=lambda rank: rank.missed.bit_count()):
         at = 0  # Behind the last operation of this rank.
+        own = _own_entries(report, num_played) if report.lacking else []
         for lacking in (lack for lack in report.lacking if wanted[lack.key]):
             low = bisect.bisect_left(places, lacking.place, at)
-            high = bisect.bisect_right(places, _next_own(report, lacking.place, num_played), low)
+            high = bisect.bisect_right(places, own[bisect.bisect_left(own, lacking.place)], low)
             try:
                 at = keys.index(lacking.key, low, high)
                 counts[at] += 1
@@ -249,7 +255,13 @@ def _wanted(reports: Sequence[Report], is_of_use: Callable[[Key, int], bool]) ->
     return Counter(key for (key, _), number in num_ranks.items() if is_of_use(key, number))
 
 
-def _next_own(report: Report, place: int, num_played: int) -> int:
-    """Returns the first entry from `place` on that the rank has proposed; `num_played` if none."""
-    own = (~report.missed & (1 << num_played) - 1) >> place
-    return place + (own & -own).bit_length() - 1 if own else num_played
+def _own_entries(report: Report, num_played: int) -> list[int]:
+    """Returns the entries that the rank has proposed, ascending, and `num_played`."""
+    return [*numpy.flatnonzero(_bits(report.missed, num_played) == 0).tolist(), num_played]
+
+
+def _bits(mask: int, count: int) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    """Returns the lowest bits of a mask: uint8, shape (count,), bit i at i."""
+    content = (mask & (1 << count) - 1).to_bytes((count + 7) // 8, "little")
+    packed = numpy.frombuffer(content, numpy.uint8)
+    return numpy.unpackbits(packed, count=count, bitorder="little")

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.state.stored import StoredWeights
@@ -98,11 +98,18 @@ class Partition:
     shards: tuple[tuple[Shard, ...], ...]  # By unit and rank.
     nodes: tuple[tuple[int, ...], ...]  # The ranks of each node.
     over_node: bool = False  # Whether frozen weights are divided over the ranks of a node.
+    # Of this rank. `local`: its shard of each unit, in the order of the units. `units`: those that
+    # have state on this rank, full units, then its shards. `node`: its node's ranks, with itself.
+    local: tuple[Shard, ...] = field(init=False, repr=False)
+    units: tuple[Unit, ...] = field(init=False, repr=False)
+    node: tuple[int, ...] = field(init=False, repr=False)
 
-    @property
-    def node(self) -> tuple[int, ...]:
-        """The ranks of this rank's node, with this rank."""
-        return next(ranks for ranks in self.nodes if self.rank in ranks)
+    def __post_init__(self) -> None:
+        local = tuple(of_unit[self.rank] for of_unit in self.shards)
+        node = next(ranks for ranks in self.nodes if self.rank in ranks)
+        object.__setattr__(self, "local", local)
+        object.__setattr__(self, "units", (*self.full_units, *(shard.unit for shard in local)))
+        object.__setattr__(self, "node", node)
 
     def is_of_node(self, unit: int) -> bool:
         """Whether every node has all of a full unit's weights, divided over its ranks."""
@@ -138,16 +145,6 @@ class Partition:
         """True in stages 2 and 3: a rank sends each gradient when it is complete. In stage 1 the
         rank sums its backward passes, and sends the sums when the step begins."""
         return self.stage > 1
-
-    @property
-    def local(self) -> tuple[Shard, ...]:
-        """This rank's shard of each unit, in the order of the units."""
-        return tuple(of_unit[self.rank] for of_unit in self.shards)
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """Units that have state on this rank: full units, then this rank's shards."""
-        return (*self.full_units, *(shard.unit for shard in self.local))
 
     def served(self, shard: Shard) -> Sequence[ShardSegment]:
         """The weights of a shard that other ranks fetch.
