@@ -206,6 +206,87 @@ def test_a_copy_that_is_given_up_leaves_its_step_in_the_swap_directory(tmp_path,
         assert resumed.steps(3, 4) == expected
 
 
+@pytest.fixture
+def farther(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "farther"
+    seem_elsewhere(directory, monkeypatch.setattr)
+    return directory
+
+
+def same_state(tmp_path: Path, path: Path, expected: dict[str, Any]) -> None:
+    assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
+    with run("bf16", tmp_path / "again", seed=5) as resumed:
+        resumed.load(path)
+        assert_same(expected, resumed.state())
+
+
+def change(each: Run) -> None:
+    """Changes weights by hand, which no count of steps shows."""
+    with infinity.gather(each.model.inner.blocks[1], modify=True):
+        each.model.inner.blocks[1][0].weight.data.add_(1.0)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_step_is_copied_to_two_places(tmp_path, far, farther, drives, is_changed):
+    """The commit of the first copy is gone when the second one begins."""
+    with started(tmp_path, far, drives) as each:
+        drives[0].open_to_copies.set()
+        each.steps(0, 2)
+        first = save(each, far).wait()
+        before = each.state()
+        if is_changed:
+            change(each)
+        after = each.state()
+        second = save(each, farther).wait()
+        assert (first, second) == (far / "step-00000002", farther / "step-00000002")
+        assert frozen(each) == [] and not (tmp_path / "swap" / "copying").exists()
+        each.steps(2, 3)
+        assert save(each, far).wait().name == "step-00000003"
+    same_state(tmp_path, first, before)
+    same_state(tmp_path, second, after)
+
+
+@pytest.mark.parametrize("place", ["nvme", "host"])
+@pytest.mark.parametrize("how", ["same", "weights", "extra"])
+def test_a_commit_whose_copy_failed_is_copied_if_it_is_of_this_state(
+    tmp_path, far, farther, drives, place, how
+):
+    """The copy to the first place fails; the second place gets what the run has then."""
+    placement = {"parameters": place, "master": place, "moments": "nvme", "gradients": "nvme"}
+
+    def wrap(engine):
+        drives.append(Drive(engine))
+        return drives[-1]
+
+    with run(
+        "bf16", tmp_path / "swap", checkpoint=durable(far, keep=2), wrap_storage=wrap,
+        placement=placement, host_nbytes="8MiB",
+    ) as each:  # fmt: skip
+        drives[0].open_to_copies.set()
+        each.steps(0, 2)
+        drives[0].fail_at = 2
+        failed = save(each, far, extra={"position": 1})
+        with pytest.raises(StorageError, match="Input/output"):
+            failed.wait()
+        made = (failed.source / "manifest.json").stat().st_ino
+        if how == "weights":
+            change(each)
+        state, position = each.state(), 2 if how == "extra" else 1
+        drives[0].open_to_copies.clear()
+        saving = save(each, farther, extra={"position": position})
+        is_done, there = saving.done(), saving.source and saving.source / "manifest.json"
+        again = there.stat().st_ino if there else 0
+        drives[0].open_to_copies.set()
+        assert is_done == (how != "same"), "other state is written at once"
+        assert (again == made) == (how == "same"), "the commit of the same state is copied again"
+        path = saving.wait()
+        assert path == farther / "step-00000002" and not (tmp_path / "swap" / "copying").exists()
+        each.steps(2, 3)
+        assert save(each, farther).wait().name == "step-00000003"
+    same_state(tmp_path, path, state)
+    assert infinity.checkpoint.run.load.read_program(path).extra == {"position": position}
+
+
 def test_spares_are_for_the_copy_and_the_last_step(tmp_path, far):
     for mode, count in (("none", 0), ("checkpoint", 1), ("step", 2)):
         section = durable(far, durability=mode, keep=5)

@@ -169,16 +169,7 @@ def link_state(
     volume.sync()
     frozen = volume.freeze(label_of(target))
     try:
-        kinds, paths, checksums = [], dict[str, None](), []
-        for kind_range in ranges:
-            location = state.store.location(kind_range.unit, kind_range.state_kind)
-            assert isinstance(location, NvmeLocation)
-            place = {"offset_nbytes": kind_range.start_nbytes, "nbytes": kind_range.nbytes}
-            extents = [extent for extent, _ in slice_extents(location.extents, **place)]
-            runs = volume.locate(extents)
-            paths.update((run.path, None) for run in runs)
-            kinds.append(kind_range.stored(linked_runs(runs)))
-            checksums.append(volume.checksums(extents))
+        stored, paths = located(state, ranges)
         is_linked = _link(paths, partial)
     except BaseException:
         volume.thaw(frozen)  # The checkpoint has no name yet.
@@ -186,7 +177,27 @@ def link_state(
     if not is_linked:
         volume.thaw(frozen)
         return None
-    return Stored(tuple(kinds), b"".join(checksums))
+    return stored
+
+
+def located(state: StateAccess, ranges: Iterable[KindRange]) -> tuple[Stored, list[str]]:
+    """Returns the ranges of swap files that hold state now, with their checksums, and the files.
+
+    All writes are done (`Volume.sync`).
+    """
+    volume = state.store.volume
+    assert volume is not None
+    kinds, paths, checksums = [], dict[str, None](), []
+    for kind_range in ranges:
+        location = state.store.location(kind_range.unit, kind_range.state_kind)
+        assert isinstance(location, NvmeLocation)
+        place = {"offset_nbytes": kind_range.start_nbytes, "nbytes": kind_range.nbytes}
+        extents = [extent for extent, _ in slice_extents(location.extents, **place)]
+        runs = volume.locate(extents)
+        paths.update((run.path, None) for run in runs)
+        kinds.append(kind_range.stored(linked_runs(runs)))
+        checksums.append(volume.checksums(extents))
+    return Stored(tuple(kinds), b"".join(checksums)), list(paths)
 
 
 def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[KindRange]) -> Stored:

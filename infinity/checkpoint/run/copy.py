@@ -116,6 +116,11 @@ class Saving:
         self._ended.wait()
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the copy has ended with an error, or was abandoned. The commit stays then."""
+        return self._failure is not None
+
+    @property
     def is_abandoned(self) -> bool:
         """Whether `abandon` has stopped the copy."""
         return isinstance(self._failure, _AbandonedError)

@@ -45,6 +45,7 @@ from infinity.checkpoint.run.manifest import (
     rank_directories,
 )
 from infinity.checkpoint.run.references import read_reference
+from infinity.checkpoint.run.reuse import holds_state
 from infinity.checkpoint.run.rng_state import random_state
 from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection
@@ -125,7 +126,9 @@ def async_save(
     occupies a spare generation until the copy ends. `Saving.wait()` returns the path when the copy
     is durable, or raises the error of the copy; older checkpoints and the commit stay then.
 
-    Waits for the previous copy, and raises its error. In every other case, for example with several
+    Waits for the previous copy, and raises its error. The next call for that step copies the commit
+    again if it still holds the state of the run; otherwise the checkpoint is written directly, and
+    is complete when the call returns. In every other case, for example with several
     ranks, the checkpoint is complete when the call returns. Raises as `save`, and ConfigError for
     `keep` below 1.
     """
@@ -143,11 +146,19 @@ def async_save(
     _refuse_different("save", asked)
     place = copying or target
     path = place / state_directory.checkpoint_name(program.step)
-    if last is None or last.source != path:  # Else the commit exists; only its copy has failed.
+    left = path if copying and _is_left(last, path) else None  # Only its copy has failed.
+    is_same = left is not None and _holds_state(engine, model, program, left)
+    leaving = own
+    if left is not None and not is_same:
+        # The commit of other state stays until this checkpoint is durable, without a commit.
+        leaving, copying, place, path = [*own, label_of(left)], None, target, target / left.name
+    if not is_same:
         _write_checkpoint(
             place, engine, model, program,
-            keep=1 if copying else keep, linked=linked, leaving=own,
+            keep=1 if copying else keep, linked=linked, leaving=leaving,
         )  # fmt: skip
+    if left is not None and not is_same:
+        _remove_all(engine, left.parent)
     if commits is not None and label_of(commits) != label_of(place):
         _remove_commits(engine, commits, own)  # The checkpoint supersedes them.
     return copy_behind(engine, path, target, keep=keep) if copying else Saving(path)
@@ -180,6 +191,18 @@ def _await_last(engine: Engine) -> Saving | None:
     if not last.is_told and not last.is_abandoned:
         last.wait()
     return last
+
+
+def _is_left(last: Saving | None, commit: Path) -> bool:
+    """Whether `commit` is there, and is that of a copy which has failed or was given up."""
+    if last is None or not last.has_failed:
+        return False
+    return last.source == commit and os.path.lexists(commit)
+
+
+def _holds_state(engine: Engine, model: nn.Module, program: _Program, commit: Path) -> bool:
+    with engine.at_rest("infinity.checkpoint") as state:
+        return holds_state(commit, state, model, program.content)
 
 
 def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | None:
