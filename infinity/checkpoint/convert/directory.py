@@ -25,7 +25,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
     dtype_of,
 )
 from infinity.checkpoint.huggingface.weight_source import WeightSource
-from infinity.checkpoint.run.directory import sync_directory
+from infinity.checkpoint.run.directory import sync_directory, sync_file
 from infinity.codecs import Encoding, Nf4
 from infinity.codecs.nf4 import STATE_SUFFIX
 from infinity.codecs.part import Codec, Shape
@@ -235,11 +235,13 @@ def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress
 
 
 def _copy_other_files(source: Path, target: Path) -> None:
-    """Copies tokenizer, generation settings, code and licence: every file that has no weights."""
+    """Copies tokenizer, generation settings, code and licence: every file that has no weights.
+    Syncs the copies."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
+            sync_file(target / path.name)
 
 
 def _write_index(partial: Path, plan: DirectoryPlan) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from infinity.bounded import MalformedError, field, integer, read_json, table_of, text_of
 from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
+from infinity.checkpoint.run.directory import sync_file
 from infinity.errors import ConfigError, reporting
 from infinity.sizes import PAGE_NBYTES
 
@@ -70,10 +71,11 @@ def _sampled(names: list[str]) -> list[str]:
 
 
 def write_identity(identity: BaseIdentity, directory: Path) -> None:
-    """Writes the identity beside an adapter. Other programs do not read the file."""
+    """Writes and syncs the identity beside an adapter. Other programs do not read the file."""
     content = json.dumps({"schema": 1, **asdict(identity)}, indent=1)
     with reporting("save the adapter", directory):
         (directory / IDENTITY_NAME).write_text(content + "\n")
+        sync_file(directory / IDENTITY_NAME)
 
 
 def read_identity(directory: Path) -> BaseIdentity | None:

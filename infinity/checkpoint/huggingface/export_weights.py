@@ -29,8 +29,8 @@ from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
 )
-from infinity.checkpoint.run.directory import sync_directory
-from infinity.errors import ConfigError, InfinityError, StorageError
+from infinity.checkpoint.run.directory import sync_directory, sync_file
+from infinity.errors import ConfigError, InfinityError, StorageError, reporting
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import GIB, format_nbytes
@@ -88,7 +88,9 @@ def export_safetensors(
                     writers[shard].write(name, made.pop(name))
                 if writers[shard].is_complete:
                     writers[shard].finish()
+        before = _text_files(directory)
         _write_texts(model, directory, tokenizer, master=master)
+        _sync_changed(directory, before)
         _commit(directory, plan, writers)
     finally:
         for writer in writers.values():
@@ -306,6 +308,32 @@ def _write_texts(model: Any, directory: Path, tokenizer: Any, *, master: bool) -
         model.generation_config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+
+
+_Version = tuple[int, int, int]  # Inode, length and time of a file.
+
+
+def _text_files(directory: Path) -> dict[Path, _Version]:
+    """Returns the files without weights, also those in the directories that tokenizers make."""
+    files: dict[Path, _Version] = {}
+    for path in (*directory.glob("*"), *directory.glob("*/*")):
+        if path.suffix != ".safetensors" and not path.name.endswith(".partial") and path.is_file():
+            found = path.stat()
+            files[path] = found.st_ino, found.st_size, found.st_mtime_ns
+    return files
+
+
+def _sync_changed(directory: Path, before: Mapping[Path, _Version]) -> None:
+    """Syncs the files that have changed, with the directories in which some are new."""
+    changed = [
+        file for file, version in _text_files(directory).items() if before.get(file) != version
+    ]
+    for file in changed:
+        with reporting("fsync", file):
+            sync_file(file)
+    for inner in {file.parent for file in changed} - {directory}:
+        with reporting("fsync", inner):
+            sync_directory(inner)
 
 
 def _commit(directory: Path, plan: ExportPlan, writers: Mapping[str, SafetensorsWriter]) -> None:

@@ -318,6 +318,15 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def sync_file(path: Path) -> None:
+    """Makes the content of a file durable, whichever program has written it. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def partial_of(target: Path) -> Path:
     """Returns the path of the checkpoint `target` while it is written or removed."""
     return target.with_name(f".{target.name}.partial")
