@@ -14,6 +14,8 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
+from infinity.errors import InfinityError
+
 HEADER = struct.Struct("<BxxxIIIQ")  # type, three numbers, bytes that follow
 TAKEN = b"\x06"  # The sender may change the memory of a range again.
 INLINE_NBYTES = 1 << 10
@@ -49,6 +51,16 @@ MOST_NBYTES = {
     MessageType.CONTROL: 1 << 12,
     MessageType.CLOSE: 1 << 16,
 }
+
+
+def refuse_long(tag: str, nbytes: int) -> None:
+    """Raises InfinityError if an all-gather with this tag has more bytes than a message holds."""
+    most = MOST_NBYTES[MessageType.ALL_GATHER]
+    if nbytes > most:
+        raise InfinityError(
+            f"{tag!r} is {nbytes} bytes, expected at most {most}: divide the model into fewer "
+            "tensors, or over fewer ranks"
+        )
 
 
 def purpose_of(kind: MessageType) -> Purpose:

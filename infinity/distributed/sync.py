@@ -5,6 +5,7 @@ docs/design/0005-one-sided-exchange.md explains why there are few barriers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -57,6 +58,11 @@ class RankSync(Service):
         self._unagreed: set[int] = (
             set()
         )  # Units that were changed here and that other ranks do not see yet.
+
+    def note_owner(self, owner: object) -> None:
+        """Notes the object whose close, or whose collection, closes the links to other ranks."""
+        known = weakref.ref(owner)
+        self.transport.is_dropped = lambda: known() is None
 
     def open(self) -> None:
         """Starts to serve the other ranks, and waits until all of them serve."""
@@ -235,6 +241,9 @@ class OneRank:
     partition: Partition | None = None
     rank = 0
     num_ranks = 1
+
+    def note_owner(self, owner: object) -> None:
+        """Does nothing: there is no other rank."""
 
     def open(self) -> None:
         """Does nothing: there is no other rank."""

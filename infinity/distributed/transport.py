@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 
 from infinity.distributed.channel import Channel, cause_of
 from infinity.distributed.connecting import accepted, connect_to
-from infinity.distributed.messages import MOST_NBYTES, NOTHING, MessageType, Purpose, purpose_of
+from infinity.distributed.messages import NOTHING, MessageType, Purpose, purpose_of, refuse_long
 from infinity.distributed.node_memory import NodeMemory
 from infinity.distributed.outgoing import Message, Outgoing
 from infinity.distributed.peer import Peer, RemoteRequest, Service
@@ -40,7 +40,7 @@ _log = logging.getLogger("infinity")
 
 HEARTBEAT_S = 2.0
 SILENCE_S = 20.0  # A process that sends nothing for so long does not compute, it is stuck.
-LINGER_S = 600.0  # A rank that is done waits so long for the others, which may need its shards.
+LINGER_S = 600.0  # A rank whose model was dropped waits so long for the others: see `close`.
 _CAUSE_S = 1.0  # A closed socket may be seen before the message that explains it.
 _TELLING_S = 3.0  # Of a failure, to all ranks: one that does not listen must not keep this one.
 _MEANWHILE_S = 0.02
@@ -80,6 +80,7 @@ class PeerTransport:
         self._num_asked = 0  # Requests without an answer yet.
         self._is_closing = False
         self._service: Service | None = None
+        self.is_dropped: Callable[[], bool] = bool  # Whether the garbage collector closes this.
 
     @property
     def count(self) -> int:
@@ -155,14 +156,17 @@ class PeerTransport:
     def close(self) -> None:
         """Sends CLOSE, and waits until every other rank has closed or is gone: it may need shards.
 
-        During an exception, the other ranks receive the exception instead.
+        Not longer than LINGER_S in a garbage collection: another rank drops the model when its own
+        collector runs, and may wait for this rank elsewhere before. During an exception, the other
+        ranks receive the exception instead.
         """
         error = sys.exc_info()[1]
         if isinstance(error, RankError):
             self._fail(error)
         elif error is not None:
             self.abort(f"{type(error).__name__}: {error}")
-        self._await_answers(LINGER_S)
+        limit_s = LINGER_S if self.is_dropped() else None
+        self._await_answers(limit_s)
         with self._changed:
             if self._is_closing:
                 return
@@ -171,7 +175,7 @@ class PeerTransport:
         if failure is None:
             for peer in self.others if self._outgoing else ():
                 self._submit(peer.rank, MessageType.CLOSE, (0, 0, 0))
-            self._wait_until(lambda: self.is_broken or self._is_done(), LINGER_S)
+            self._wait_until(lambda: self.is_broken or self._is_done(), limit_s)
         for link in self._outgoing.values():
             link.end()
             link.channel.close()
@@ -334,13 +338,8 @@ class PeerTransport:
         """
         self._await_answers()
         label = tag.encode()
-        if len(label) + len(content) > MOST_NBYTES[MessageType.ALL_GATHER]:
-            raise InfinityError(
-                f"{tag!r} is {len(content)} bytes, expected at most "
-                f"{MOST_NBYTES[MessageType.ALL_GATHER]}: "
-                "divide the model into fewer tensors, or over fewer ranks"
-            )
         message = memoryview(label + content)
+        refuse_long(tag, message.nbytes)
         for peer in self.others:
             self._submit(peer.rank, MessageType.ALL_GATHER, (len(label), 0, 0), message)
         gathered = []

@@ -167,6 +167,7 @@ class Engine:
             setting=self.ranks.setting, reset=self._model_passes.reset,
         )  # fmt: skip
         # A model that is dropped without close() releases its memory and its swap files, too.
+        self.ranks.note_owner(self)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.resources)
         if not self.device.shares_host_memory:
             self.gradients.norms.measure_beside(self.device.begin_thread)
@@ -235,8 +236,7 @@ class Engine:
         self._model_passes.reset()
 
     def resident_units(self) -> list[str]:
-        """Returns the names of the units in use. The list is empty between a backward and the next
-        forward."""
+        """Returns the names of the units in use: none between a backward and the next forward."""
         with self._lock:
             self._backwards.abandon()
             return self.weight_cache.in_use()
