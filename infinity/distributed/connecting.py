@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import os
+import resource
 import selectors
 import socket
 import time
@@ -18,9 +20,29 @@ from collections.abc import Iterator, Sequence
 
 from infinity.distributed.messages import HEADER, MessageType, Purpose
 from infinity.distributed.peer import Peer
-from infinity.errors import RankError
+from infinity.errors import ConfigError, RankError
 
 _MOST_WAITING = 256  # Further connections close the one that has waited longest.
+
+_SPARE_FILES = 256  # For connections of strangers, and for what the process opens later.
+
+
+def allow_sockets(num_ranks: int) -> None:
+    """Raises this process's limit of open files to what it may have, if the sockets of so many
+    ranks would exceed it. Raises ConfigError if they need more than that."""
+    per_rank = 2 * len(Purpose)  # This rank opens one of each, and the other one does.
+    needed = len(os.listdir("/proc/self/fd")) + per_rank * (num_ranks - 1) + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed <= soft or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ConfigError(
+            f"{num_ranks} ranks have {per_rank} sockets between two of them, and this process may "
+            f"open {hard} files; it needs {needed}. Raise the limit before the start: ulimit -n "
+            f"{needed}, LimitNOFILE={needed} of systemd, or docker run --ulimit nofile={needed}"
+        )
+    limit = needed if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def connect_to(peer: Peer, purpose: Purpose, *, rank: int, deadline_s: float) -> socket.socket:

@@ -22,6 +22,7 @@ from infinity.distributed.addresses import (
     refusal,
     this_machine,
 )
+from infinity.distributed.connecting import allow_sockets
 from infinity.distributed.messages import Purpose
 from infinity.distributed.node_memory import NodeMemory, OwnMemory, map_memory
 from infinity.distributed.peer import Peer
@@ -140,8 +141,13 @@ def connect(group: RankTopology, counters: Counters, arena: Arena) -> PeerTransp
     """Returns the transport between the ranks, not open yet. A collective call.
 
     The other ranks of this machine read `arena` where it is a file in memory. Raises ConfigError,
-    on all ranks, if a rank cannot be reached from another machine.
+    on all ranks, if a rank cannot be reached from another machine, or has too few descriptors.
     """
+    few = ""
+    try:
+        allow_sockets(group.count)
+    except ConfigError as error:
+        few = f"on rank {group.rank}: {error}"
     address = choose_address(group.rank, group.machines)
     # Strangers may connect before any rank is admitted.
     backlog = len(Purpose) * group.count + _STRANGERS
@@ -154,7 +160,10 @@ def connect(group: RankTopology, counters: Counters, arena: Arena) -> PeerTransp
         listener.getsockname()[1],
         secrets.token_bytes(32),
     )
-    peers = _of_all(group, me)
+    peers, refusals = zip(*_of_all(group, (me, few)), strict=True)
+    if any(refusals):
+        listener.close()
+        raise ConfigError(few or next(filter(None, refusals)))
     unreachable = {peer.rank: group.machines[peer.rank] for peer in peers if not peer.address}
     if unreachable:
         listener.close()
