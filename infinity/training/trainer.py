@@ -336,20 +336,29 @@ class RunTrainer(OffloadedTrainer):
 
     def _nonfinite_loss(self, step: int) -> NonFiniteError:
         self.offloaded_optimizer.zero_grad()
-        if self._spoilt is None:
-            return NonFiniteError(
-                f"the loss ({self._mean})", step=step, unit="a module on another rank"
-            )
-        value = next(loss for loss in self._losses if not math.isfinite(loss))
-        what = f"the loss ({value})"
-        if self._nonfinite == "skip" and self._rank.count > 1:
-            return NonFiniteError(what, step=step, unit=None)  # The other ranks continue meanwhile.
+        value = next((loss for loss in self._losses if not math.isfinite(loss)), self._mean)
+        is_spoilt = self._spoilt is not None
+        if self._rank.count > 1 and self._nonfinite == "skip":
+            # The other ranks continue meanwhile.
+            unit = None if is_spoilt else "a module on another rank"
+            return NonFiniteError(f"the loss ({value})", step=step, unit=unit)
+        unit = self._first_nonfinite_module() if is_spoilt else "the sum of the losses"
+        if self._rank.count > 1:
+            # A rank that closes takes the shards with it that the others still search with.
+            ranks = engine_of(self.model).all_gather_numbers("the search for the module", is_spoilt)
+            if not is_spoilt and any(ranks):
+                unit = f"a module on rank {ranks.index(1.0)}"
+        return NonFiniteError(f"the loss ({value})", step=step, unit=unit)
+
+    def _first_nonfinite_module(self) -> str:
+        """Returns the module that spoilt a loss of this rank, whose forward is repeated."""
+        assert self._spoilt is not None
         inputs, count = self._spoilt
         prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         unit = first_nonfinite_module(
             self.model, lambda: self.compute_loss(self.model, prepared, num_items_in_batch=count)
         )
-        return NonFiniteError(what, step=step, unit=unit or "the loss itself")
+        return unit or "the loss itself"
 
     # What the run does around a step.
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +163,40 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(tmp_path: Path, accumul
     tolerance = 0.0 if accumulation == 1 else 1e-4
     for name, tensor in weights[1].items():
         torch.testing.assert_close(weights[0][name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def _train_spoilt(rank: int, directory: str) -> str:
+    """The error of a run whose last block is not finite on rank 1, which is slow to find it."""
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    forward = GPT2Attention.forward
+
+    def spoil(self: Any, *args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled() and self.layer_idx == 0:
+            time.sleep(1)
+        out, *rest = forward(self, *args, **options)
+        return out * (math.nan if (rank, self.layer_idx) == (1, 5) else 1.0), *rest
+
+    GPT2Attention.forward = spoil  # type: ignore[method-assign]
+    table = _table(Path(directory), "spoilt", 1, distributed={"zero_stage": 3})
+    table["tiers"]["host"]["capacity"] = "36MiB"  # Less than all weights: they come from rank 0.
+    table["model"] = {"config": MODEL | {"n_layer": 6, "n_embd": 256}}
+    table["output"]["export"] = False
+    try:
+        program.train(SwapConfig.load(table), console=Console(file=io.StringIO()))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        GPT2Attention.forward = forward  # type: ignore[method-assign]
+    return ""
+
+
+def test_the_module_of_a_rank_is_named_before_any_rank_closes(tmp_path: Path) -> None:
+    _write_text(tmp_path)
+    other, own = run_ranks(2, _train_spoilt, str(tmp_path))
+    said = "NonFiniteError: the loss (nan) is not finite at step 1, first produced by "
+    assert own.startswith(f"{said}transformer.h.5.attn;")
+    assert other.startswith(f"{said}a module on rank 1;")
 
 
 @pytest.mark.skipif(not os.environ.get("INFINITY_TORCHRUN"), reason="costs a minute of imports")
