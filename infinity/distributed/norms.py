@@ -7,17 +7,57 @@ then over the blocks in their order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy
 import torch
 
 from infinity.ops.squares import SQUARES_NUMEL, sum_squares
+from infinity.sizes import MIB
 from infinity.state.partition import ShardSlice
 from infinity.state.units import STATE_GRANULE, TensorSpec
 from infinity.streaming.gradient_norms import CompleteSums
 
 assert STATE_GRANULE % SQUARES_NUMEL == 0, "a partition cuts between granules"
+
+MEETING_NBYTES = 64 * MIB  # Of the sums of a rank that go in one message.
+_SUM_NBYTES = 8
+
+
+def all_norms(
+    specs: Sequence[TensorSpec],
+    slices: Mapping[TensorSpec, Sequence[ShardSlice]],
+    gather: Callable[[Sequence[TensorSpec]], Sequence[bytes]],
+) -> dict[TensorSpec, torch.Tensor]:
+    """Returns `norms_of`. All ranks call it with the same tensors; `gather` returns the
+    `sums_by_rank` of some of them, and its messages have a limit."""
+    norms: dict[TensorSpec, torch.Tensor] = {}
+    for some in meetings(specs, slices):
+        norms |= norms_of(some, slices, gather(some))
+    return norms
+
+
+def meetings(
+    specs: Sequence[TensorSpec], slices: Mapping[TensorSpec, Sequence[ShardSlice]]
+) -> Iterator[Sequence[TensorSpec]]:
+    """Yields runs of the tensors, the same on all ranks, whose sums take every rank at most
+    MEETING_NBYTES, unless a run is one tensor. `slices`: as of `norms_of`."""
+    counts = ((spec.numel // SQUARES_NUMEL + 2 * len(slices[spec])) for spec in specs)
+    if sum(counts) * _SUM_NBYTES <= MEETING_NBYTES:
+        yield specs
+        return
+    start, nbytes = 0, Counter[int]()
+    for index, spec in enumerate(specs):
+        more = Counter[int]()
+        for part in slices[spec]:
+            count = num_blocks(part.stop - part.start, first_block(part))
+            more[part.rank] += count * _SUM_NBYTES
+        if index > start and any(nbytes[r] + more[r] > MEETING_NBYTES for r in more):
+            yield specs[start:index]
+            start, nbytes = index, Counter()
+        nbytes.update(more)
+    yield specs[start:]
 
 
 def norms_of(

@@ -16,7 +16,7 @@ from typing_extensions import override
 from infinity.distributed.buckets import Contribution, GradientBuckets
 from infinity.distributed.endings import ending_all
 from infinity.distributed.grad_memory import SumsMemory
-from infinity.distributed.norms import measured_shards, norms_of
+from infinity.distributed.norms import all_norms, measured_shards
 from infinity.distributed.ordered_sum import OrderedReduction
 from infinity.distributed.owned_sums import OwnedSums
 from infinity.distributed.partials import PartialGradient, wire_code
@@ -384,17 +384,18 @@ class DistributedGradients(GradientSink):
         `norms.py`.
         """
         if self._all_norms is None:
-            self._all_norms = self._exchange_norms()
+            wanted = [spec for spec in self._specs if spec in self._known]
+            self._all_norms = all_norms(wanted, self._shares, self._gather_sums)
         return self._all_norms[spec]
 
-    def _exchange_norms(self) -> dict[TensorSpec, torch.Tensor]:
-        wanted = [spec for spec in self._specs if spec in self._known]
-        indexes = (self._index[spec] for spec in wanted)
+    def _gather_sums(self, specs: Iterable[TensorSpec]) -> list[bytes]:
+        """Returns what each rank gives to the norms of these gradients, see `norms_of`."""
+        indexes = (self._index[spec] for spec in specs)
         local = [self._local_shares[index] for index in indexes if index in self._local_shares]
         with ending_all(self._transport, "in the norms of gradients"):
             sums = [self.owned.norm(unit, s.part) for unit, s in local if s.part.numel]
         content = torch.cat(sums).numpy().tobytes() if sums else b""
-        return norms_of(wanted, self._shares, self._transport.all_gather("gradient norms", content))
+        return self._transport.all_gather("gradient norms", content)
 
     @override
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:

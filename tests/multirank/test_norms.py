@@ -15,12 +15,21 @@ import torch
 import torch.distributed as dist
 
 import infinity
+from infinity.distributed import norms as norms_module
 from infinity.streaming.norm_tasks import THREAD_NAME
 from tests.support.exhaustive import sampled
 
 from .models import loss_of
 from .processes import run_ranks
-from .work import NVME, Case, expected, make_optimizer, micro_batches, offload_case, train_model
+from .work import (
+    NVME,
+    Case,
+    expected,
+    make_optimizer,
+    micro_batches,
+    offload_case,
+    train_model,
+)
 
 PATIENCE_S = 20.0
 CASE = Case(3, NVME, steps=4, max_norm=0.05)
@@ -181,3 +190,34 @@ def test_sums_on_devices_are_measured_there(
     case = replace(CASE, placement=placement, simulated=True, exchange=exchange)
     for found, wanted in zip(run_ranks(2, _without_a_copy, case), expected(case, 2), strict=True):
         assert found == pytest.approx(wanted.norms, rel=1e-6)
+
+
+def _in_meetings(rank: int, case: Case, most_nbytes: int | None) -> tuple[list[float], int]:
+    """The norms of each step, and the number of meetings for them."""
+    if most_nbytes is not None:
+        norms_module.MEETING_NBYTES = most_nbytes
+    model = offload_case(case, Path("unused"))
+    transport, tags = infinity.engine_of(model).ranks.transport, []  # type: ignore[union-attr]
+    gather = transport.all_gather
+
+    def counted(tag: str, *arguments: Any, **named: Any) -> list[bytes]:
+        tags.append(tag)
+        return gather(tag, *arguments, **named)
+
+    transport.all_gather = counted  # type: ignore[method-assign]
+    run = train_model(model, rank, case)
+    infinity.close(model)
+    return run.norms, tags.count("gradient norms")
+
+
+def test_norms_of_many_elements_are_exchanged_in_several_meetings() -> None:
+    case = replace(CASE, placement={}, model="wide")
+    wanted = run_ranks(3, _in_meetings, case, None)
+    assert [number for _, number in wanted] == [case.steps] * 3
+    numbers = [case.steps]
+    for most_nbytes in (512, 0):  # Some tensors a meeting, and one.
+        found = run_ranks(3, _in_meetings, case, most_nbytes)
+        assert [given for given, _ in found] == [given for given, _ in wanted]
+        assert len({number for _, number in found}) == 1
+        numbers.append(found[0][1])
+    assert numbers[0] < numbers[1] < numbers[2]
