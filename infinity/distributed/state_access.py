@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
 from infinity.distributed.store import DistributedStore
+from infinity.modules.interrupts import uninterrupted
 from infinity.state.moments_8bit import states_within
 from infinity.state.partition import Partition
-from infinity.state.store import StateStore
+from infinity.state.store import StateStore, Transfer
 from infinity.state.units import (
     STATE_ITEM_NBYTES,
     StateKind,
@@ -27,6 +29,7 @@ from infinity.state.units import (
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
+from infinity.streaming.transfer_end import await_end
 from infinity.tiers.pool import HostPool
 
 
@@ -107,15 +110,12 @@ class StateAccess:
         if host_view is not None:
             yield host_view[start_nbytes:stop_nbytes]
             return
-        block = self.pool.require(min(self.chunk_nbytes, stop_nbytes - start_nbytes), kind.value)
-        try:
-            for start in range(start_nbytes, stop_nbytes, block.nbytes):
-                nbytes = min(block.nbytes, stop_nbytes - start)
-                place = {"offset_nbytes": start, "nbytes": nbytes}
-                self.store.read(unit, kind, block, priority=Priority.STATE, **place).wait()
-                yield self.pool.tensor(block)[:nbytes]
-        finally:
-            self.pool.free(block)
+        nbytes = min(self.chunk_nbytes, stop_nbytes - start_nbytes)
+        with _LentBlock(self.store, self.pool, nbytes, kind.value) as lent:
+            for start in range(start_nbytes, stop_nbytes, lent.block.nbytes):
+                nbytes = min(lent.block.nbytes, stop_nbytes - start)
+                lent.read(unit, kind, start, nbytes)
+                yield self.pool.tensor(lent.block)[:nbytes]
 
     def _weights(self, unit: Unit, *, keep: bool) -> Iterator[Part]:
         """Reads through the weight cache, because a forward may have left the weights in host or
@@ -140,18 +140,14 @@ class StateAccess:
                 yield from _parts(unit, kind, host_view, unit.state_numel, spec, start, stop)
             return
         nbytes = min(self.chunk_nbytes, unit.state_numel * STATE_ITEM_NBYTES)
-        block = self.pool.require(nbytes, f"{kind.value} of {unit.name}")
-        try:
+        with _LentBlock(self.store, self.pool, nbytes, f"{kind.value} of {unit.name}") as lent:
             for chunk in chunk_unit(unit, self.chunk_nbytes):
                 offset_nbytes, nbytes = chunk.offset_nbytes(kind), chunk.nbytes(kind)
                 if keep:
-                    self.pool.tensor(block).zero_()  # Clears the padding between tensors.
+                    self.pool.tensor(lent.block).zero_()  # Clears the padding between tensors.
                 else:
-                    self.store.read(
-                        unit, kind, block, priority=Priority.STATE,
-                        offset_nbytes=offset_nbytes, nbytes=nbytes,
-                    ).wait()  # fmt: skip
-                memory = self.pool.tensor(block)[:nbytes]
+                    lent.read(unit, kind, offset_nbytes, nbytes)
+                memory = self.pool.tensor(lent.block)[:nbytes]
                 numel = chunk.stop - chunk.start
                 for part in chunk.slices:
                     start = part.state_start - chunk.start
@@ -159,11 +155,7 @@ class StateAccess:
                     for inner in _parts(unit, kind, memory, numel, part.tensor, start, stop):
                         yield replace(inner, start=part.start + inner.start)
                 if keep:
-                    self.store.write(
-                        unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes
-                    ).wait()
-        finally:
-            self.pool.free(block)
+                    lent.write(unit, kind, offset_nbytes, nbytes)
 
     def _from_all_ranks(self, divided: Partition, unit: Unit, kind: StateKind) -> Iterator[Part]:
         """Yields the shards rank by rank. They take memory beside the host budget."""
@@ -202,6 +194,44 @@ class StateAccess:
         for unit in self.units:
             for spec in unit.trainable():
                 self.gradients.forget(spec)
+
+
+class _LentBlock:
+    """A block of the pool for one transfer at a time, freed at the end of a `with` block.
+
+    INV-2: where Ctrl-C ends the wait for a transfer, the block is freed behind that transfer.
+    """
+
+    def __init__(self, store: StateStore, pool: HostPool, nbytes: int, label: str) -> None:
+        self.block = pool.require(nbytes, label)
+        self._store = store
+        self._pool = pool
+        self._transfer: Transfer | None = None
+
+    def read(self, unit: Unit, kind: StateKind, offset_nbytes: int, nbytes: int) -> None:
+        """Reads a range of state into the start of the block."""
+        with uninterrupted():  # No transfer stays unknown.
+            self._transfer = self._store.read(
+                unit, kind, self.block, priority=Priority.STATE,
+                offset_nbytes=offset_nbytes, nbytes=nbytes,
+            )  # fmt: skip
+        self._transfer.wait()
+
+    def write(self, unit: Unit, kind: StateKind, offset_nbytes: int, nbytes: int) -> None:
+        """Writes the start of the block to a range of state."""
+        with uninterrupted():
+            self._transfer = self._store.write(
+                unit, kind, self.block, offset_nbytes=offset_nbytes, nbytes=nbytes
+            )
+        self._transfer.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        with uninterrupted():
+            await_end(self._transfer)
+            self._pool.free(self.block)
 
 
 def _parts(

@@ -13,9 +13,10 @@ import torch
 
 from infinity.ops.split_master import join, split
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
-from infinity.state.store import StateStore
+from infinity.state.store import StateStore, Transfer
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
+from infinity.streaming.transfer_end import await_end
 from infinity.tiers.pool import HostPool
 
 # Splitting makes a few temporaries of the elements it works on.
@@ -119,13 +120,17 @@ class Masters(MasterWeights):
             yield torch.empty(0, dtype=unit.master_dtype)
             return
         block = self._pool.require(high - low, f"master of {spec.name}")
+        transfer: Transfer | None = None
         try:
             kind, nbytes = StateKind.MASTER, high - low
-            self._store.read(
+            transfer = self._store.read(
                 unit, kind, block, priority=Priority.STATE, offset_nbytes=low, nbytes=nbytes
-            ).wait()
+            )
+            transfer.wait()
             yield self._pool.tensor(block)[start - low : stop - low].view(unit.master_dtype)
             if keep:
-                self._store.write(unit, kind, block, offset_nbytes=low, nbytes=nbytes).wait()
+                transfer = self._store.write(unit, kind, block, offset_nbytes=low, nbytes=nbytes)
+                transfer.wait()
         finally:
+            await_end(transfer)
             self._pool.free(block)

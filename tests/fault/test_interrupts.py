@@ -5,14 +5,21 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from infinity.engine.engine import Engine
 from infinity.modules.interrupts import uninterrupted
+from infinity.state.units import StateKind
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.testing.wrapped_engine import WrappedEngine
+from infinity.tiers.pool import HostPool
 from tests.support.bits import assert_same
 
 from .harness import (
@@ -78,3 +85,119 @@ def test_interrupted_at_random_moments_the_steps_are_the_same(swap_directory: Pa
         assert_same(expected, weights_of(model))
     assert num_interrupts >= 20, "one that comes in a finalizer is lost"
     assert torch.isfinite(expected[next(iter(expected))]).all()
+
+
+class Late:
+    """A ticket of a request that is carried out after a while. Its first wait is interrupted."""
+
+    def __init__(self, submit: Callable[[], Ticket]) -> None:
+        self._submit = submit
+        self._ended = threading.Event()
+        self._is_interrupted = False
+        threading.Thread(target=self._run).start()
+
+    def _run(self) -> None:
+        time.sleep(0.2)
+        self._submit().wait()
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def cancel(self) -> bool:
+        return False
+
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return []
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            raise KeyboardInterrupt
+        self._ended.wait()
+
+
+class LateDrive(WrappedEngine):
+    """The next request of the `operation` is late."""
+
+    def __init__(self, engine: StorageEngine) -> None:
+        super().__init__(engine, "late")
+        self.operation = ""
+        self.late: Late | None = None
+
+    def submit(
+        self, operation: Operation, segments: Sequence[Segment], priority: Priority
+    ) -> Ticket:
+        real = super().submit
+        if operation != self.operation or self.late is not None:
+            return real(operation, segments, priority)
+        self.late = Late(lambda: real(operation, segments, priority))
+        return self.late
+
+
+def read_pages(engine: Engine) -> None:
+    with engine.at_rest("a test") as state:
+        unit = next(unit for unit in state.units if unit.state_numel)
+        list(state.pages(unit, StateKind.EXP_AVG, 0, unit.nbytes(StateKind.EXP_AVG)))
+
+
+def read_parts(engine: Engine) -> None:
+    with engine.at_rest("a test") as state:
+        unit = next(unit for unit in state.units if unit.state_numel)
+        list(state.parts(unit, StateKind.EXP_AVG))
+
+
+def write_parts(engine: Engine) -> None:
+    with engine.at_rest("a test") as state:
+        unit = next(unit for unit in state.units if unit.state_numel)
+        for part in state.parts(unit, StateKind.EXP_AVG, keep=True):
+            part.values.zero_()
+
+
+def change_master(engine: Engine, *, keep: bool) -> None:
+    with engine.at_rest("a test") as state:
+        unit = next(unit for unit in state.units if unit.state_numel)
+        spec = unit.trainable()[0]
+        with engine.masters._lent(unit, spec, keep=keep) as flat:  # type: ignore[attr-defined]
+            flat.zero_()
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("read", read_pages),
+        ("read", read_parts),
+        ("write", write_parts),
+        ("read", lambda engine: change_master(engine, keep=False)),
+        ("write", lambda engine: change_master(engine, keep=True)),
+    ],
+    ids=["pages", "parts", "parts-kept", "master", "master-kept"],
+)
+def test_a_block_is_freed_behind_its_transfer(
+    swap_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    call: Callable[[Engine], None],
+) -> None:
+    """The wait for a transfer is interrupted, and the drive goes on to use the block."""
+    drives: list[LateDrive] = []
+
+    def wrap(engine: StorageEngine) -> StorageEngine:
+        drives.append(LateDrive(engine))
+        return drives[-1]
+
+    freed: list[bool] = []
+    free = HostPool.free
+
+    def noting(pool: HostPool, block: Any) -> None:
+        if drives[0].late is not None:
+            freed.append(drives[0].late.done())
+        free(pool, block)
+
+    model = mlp().to(torch.bfloat16)
+    with offload(model, swap_config(swap_directory), wrap_storage=wrap) as engine:
+        monkeypatch.setattr(HostPool, "free", noting)
+        drives[0].operation = operation
+        with pytest.raises(KeyboardInterrupt):
+            call(engine)
+        assert freed and all(freed)
