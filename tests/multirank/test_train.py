@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
