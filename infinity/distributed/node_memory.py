@@ -23,11 +23,13 @@ from typing import Any
 import numpy
 
 from infinity.distributed.messages import Purpose
-from infinity.sizes import KIB, PAGE_NBYTES, align_up
+from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_up
 from infinity.storage.arena import Arena, view_arena
 
 CHUNK_NBYTES = 512 * KIB  # A chunk is copied in while the other rank copies the one before out.
 NUM_CHUNKS = 2  # Of a bounce buffer.
+# The most of a range in an arena: a rank says that it lives when it has copied one.
+RANGE_NBYTES = 256 * MIB
 _TOKEN_NBYTES = 32
 _LINE_NBYTES = 64  # Of a processor's cache.
 
@@ -97,8 +99,10 @@ class BounceBuffer:
         """
         start = self._own.place_in_arena(content)
         if start is not None:
-            self._lent.append(0)
-            yield LentRange(SharedRegion.ARENA, start, content.nbytes)
+            for done in range(0, content.nbytes, RANGE_NBYTES):
+                self._lent.append(0)
+                nbytes = min(RANGE_NBYTES, content.nbytes - done)
+                yield LentRange(SharedRegion.ARENA, start + done, nbytes)
             return
         source = bytes_of(content)
         for done in range(0, content.nbytes, CHUNK_NBYTES):

@@ -17,6 +17,7 @@ import pytest
 
 import infinity
 from infinity.distributed import group as group_module
+from infinity.distributed import node_memory
 from infinity.distributed.channel import Channel
 from infinity.distributed.messages import HEADER, INLINE_NBYTES, TAKEN, MessageType
 from infinity.distributed.node_memory import (
@@ -75,17 +76,19 @@ def sent(lender: Channel, content: memoryview, kind: MessageType = MessageType.P
     return thread
 
 
-@pytest.mark.parametrize("place", ["elsewhere", "in the arena"])
+@pytest.mark.parametrize("place", ["elsewhere", "in the arena", "in the arena, long"])
 def test_a_content_is_read_where_it_lies_and_only_its_name_goes_through_the_socket(
-    place: str,
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if place.endswith("long"):
+        monkeypatch.setattr(node_memory, "RANGE_NBYTES", CHUNK_NBYTES)
     with Arena(4 * MIB, is_shared=True) as arena:
         own = OwnMemory(2, BOOT, arena)
         lender, reader, lent, taken = channels(own)
         own.close_files()
         assert arena.descriptor is None
         content = memoryview(CONTENT)
-        if place == "in the arena":
+        if place.startswith("in the arena"):
             arena.memory(MIB, NBYTES)[:] = content
             content = arena.memory(MIB, NBYTES)
         thread = sent(lender, content)
