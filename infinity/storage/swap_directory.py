@@ -77,7 +77,9 @@ class SwapDirectory:
         self.size_nbytes = 0  # The reserved length; adopted files may be longer.
         found = [os.fstat(fd) for fd in self._fds]
         self._adopted_sizes = [status.st_size for status in found]
+        # Blocks of adopted files that `grow` has not taken yet, and the bytes that it has taken.
         self.adopted_nbytes = sum(status.st_blocks * 512 for status in found)
+        self.taken_nbytes = 0
         self.device: int = os.fstat(self._fds[0]).st_dev
 
     @property
@@ -113,6 +115,7 @@ class SwapDirectory:
             together = list(zip(self._fds, self._adopted_sizes, strict=True))
             own = [(self.size_nbytes, size_nbytes - self.size_nbytes)]
             ranges = [own, *(spared or [()] * (len(self._fds) - 1))]
+            before_nbytes = self._blocks_nbytes()
             for number, (fd, adopted_nbytes) in enumerate(together):
                 if number and adopted_nbytes < size_nbytes:
                     os.ftruncate(fd, size_nbytes)
@@ -130,6 +133,14 @@ class SwapDirectory:
                 nbytes=size_nbytes - self.size_nbytes,
             ) from error
         self.size_nbytes = size_nbytes
+        taken_nbytes = sum(nbytes for of_file in ranges for _, nbytes in of_file)
+        self.taken_nbytes += taken_nbytes
+        if self.adopted_nbytes:  # What the file system did not have to give was there.
+            new_nbytes = self._blocks_nbytes() - before_nbytes
+            self.adopted_nbytes -= min(self.adopted_nbytes, max(0, taken_nbytes - new_nbytes))
+
+    def _blocks_nbytes(self) -> int:
+        return sum(os.fstat(fd).st_blocks * 512 for fd in self._fds) if self.adopted_nbytes else 0
 
     @contextlib.contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
@@ -142,7 +153,7 @@ class SwapDirectory:
         finally:
             for fd in self._fds:
                 os.ftruncate(fd, 0)
-            self.size_nbytes = 0
+            self.size_nbytes = self.taken_nbytes = 0
 
     def refusal_of_direct_io(self) -> str | None:
         """Tries direct I/O in units of 4096 bytes behind the end of the file. Returns None if it

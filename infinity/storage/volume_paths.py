@@ -154,7 +154,7 @@ def spaces_of(paths: Sequence[OpenPath], weights: Sequence[float]) -> list[PathS
         if free_nbytes is not None:
             free_nbytes += directory.adopted_nbytes
         if path.capacity_nbytes is not None:
-            space_nbytes = max(0, path.capacity_nbytes - directory.size_nbytes)
+            space_nbytes = max(0, path.capacity_nbytes - directory.taken_nbytes)
             if free_nbytes is not None:
                 space_nbytes = min(space_nbytes, free_nbytes)
         elif free_nbytes is None:

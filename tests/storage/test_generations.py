@@ -15,7 +15,7 @@ from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.frozen_content import Adopted, FrozenContent
 from infinity.storage.protocol import Priority
-from infinity.storage.swap_directory import job_of
+from infinity.storage.swap_directory import SwapDirectory, job_of
 from infinity.storage.volume import Extent, Spared, Volume, VolumePath
 
 SIZE = 512 * KIB
@@ -177,6 +177,37 @@ def test_spares_are_counted_before_anything_is_taken(
             volume.reserve([2 * MIB], spared=[Spared(MIB)])
         assert "3 spare generations" in str(refused.value)
         assert [os.path.getsize(path) for path in volume.file_paths] == [0] * paths
+
+
+def test_later_buffers_get_what_the_spares_have_left(open_any, tmp_path: Path) -> None:
+    """2 MiB and its spare are a capacity of 4 MiB, on one path or on two."""
+    for paths in (1, 2):
+        places = [str(tmp_path / f"{paths}-{index}") for index in range(paths)]
+        drives = [VolumePath(place, capacity_nbytes=4 * MIB // paths) for place in places]
+        with Volume(open_any("threads"), drives, stripe_nbytes=PAGE_NBYTES, num_spares=1) as volume:
+            volume.reserve([2 * MIB], spared=[Spared(2 * MIB)])
+            with pytest.raises(CapacityError) as refused:
+                volume.reserve([MIB], spared=[None])
+            assert refused.value.available_nbytes == 0
+
+
+def test_blocks_of_adopted_files_are_counted_until_they_are_taken(open_any, tmp_path: Path) -> None:
+    drive = VolumePath(str(tmp_path / "drive"))
+    with Volume(open_any("threads"), [drive], num_spares=1) as volume:
+        volume.reserve([2 * MIB], spared=[Spared(MIB)])
+        job = job_of(os.path.basename(volume.file_paths[0]))
+        volume.close(remove=False)
+    (tmp_path / "drive" / "infinity.lock").unlink()
+    directory = SwapDirectory(drive.path, num_spares=1, adopt=job)
+    try:
+        left = [directory.adopted_nbytes // MIB]  # The file system may add a block of its own.
+        for size_nbytes, spared in ((MIB, [(0, MIB)]), (2 * MIB, []), (3 * MIB, [])):
+            directory.grow(size_nbytes, spared=[spared])
+            left.append(directory.adopted_nbytes // MIB)
+        assert left == [3, 1, 0, 0]
+        assert directory.taken_nbytes == 4 * MIB
+    finally:
+        directory.close(remove=True)
 
 
 def test_one_full_path_is_named_although_the_others_have_space(open_any, tmp_path: Path) -> None:
