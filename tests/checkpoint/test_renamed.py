@@ -62,6 +62,20 @@ def test_the_state_of_a_renamed_checkpoint_is_that_of_its_step(tmp_path: Path) -
     assert all((value == state[name]).all() for name, value in expected.items())
 
 
+def test_a_later_checkpoint_of_the_same_name_goes_alone(tmp_path: Path) -> None:
+    checkpoints, best = tmp_path / "checkpoints", tmp_path / "best"
+    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
+        each.steps(0, 2)
+        each.save(checkpoints).rename(best)
+        each.step(2)
+        each.save(checkpoints, step=2)
+        for step in range(3, 6):
+            each.step(step)
+            each.save(checkpoints, step=step, keep=1)
+            infinity.engine_of(each.model).flush()
+            assert infinity.checkpoint.inspect(best, verify=True)[0].is_intact, step
+
+
 def test_a_checkpoint_that_cannot_be_examined_is_not_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

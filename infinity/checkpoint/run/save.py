@@ -456,7 +456,9 @@ def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
         raise
     gone = {label_of(directory / name) for name in removed.of_all[0].decode().split()}
     if volume is not None:
-        thaw(volume, [frozen for frozen in volume.frozen if frozen.label in gone])
+        # One that was renamed may have had the same name before.
+        newest = {frozen.label: frozen for frozen in volume.frozen}
+        thaw(volume, [frozen for label, frozen in newest.items() if label in gone])
 
 
 def _remove_commits(engine: Engine, commits: Path, own: Collection[str]) -> None:
