@@ -209,11 +209,15 @@ class WeightEdits:
             return
         self._updater.withdraw(unit)
         weights = self._weight_cache.check_out(unit, read=True)
-        for param in with_master:
-            before = self._before.pop(param, None)
-            if before is not None or param.was_changed:
-                masters.follow(facts, param.spec, weight_of(weights, param.spec), before)
-        self._weight_cache.check_in(unit, dirty_nbytes=facts.weight_nbytes, write_now=False)
+        try:
+            for param in with_master:
+                before = self._before.get(param)
+                if before is not None or param.was_changed:
+                    masters.follow(facts, param.spec, weight_of(weights, param.spec), before)
+        finally:
+            for param in with_master:
+                self._before.pop(param, None)
+            self._weight_cache.check_in(unit, dirty_nbytes=facts.weight_nbytes, write_now=False)
 
     def write(self, unit: Unit, values: Mapping[TensorSpec, torch.Tensor]) -> None:
         """Replaces weights and masters of a unit that is not in use; the write to NVMe may come
@@ -222,13 +226,19 @@ class WeightEdits:
         self._updater.withdraw(unit.index)
         is_complete = len(values) == len(unit.tensors)
         weights = self._weight_cache.check_out(unit.index, read=not is_complete)
-        for spec, value in values.items():
-            flat = in_memory_order(value.detach().cpu(), spec)
-            if self._masters.has(unit, spec):
-                self._masters.write(unit, spec, weight_of(weights, spec), flat)
-            else:
-                weight_of(weights, spec).copy_(flat)
-        self._weight_cache.check_in(unit.index, dirty_nbytes=unit.weight_nbytes, write_now=False)
+        is_valid = not is_complete
+        try:
+            for spec, value in values.items():
+                flat = in_memory_order(value.detach().cpu(), spec)
+                if self._masters.has(unit, spec):
+                    self._masters.write(unit, spec, weight_of(weights, spec), flat)
+                else:
+                    weight_of(weights, spec).copy_(flat)
+            is_valid = True
+        finally:
+            self._weight_cache.check_in(
+                unit.index, dirty_nbytes=unit.weight_nbytes, write_now=False, is_valid=is_valid
+            )
         written = [param for param in self._param_table.of_unit(unit.index) if param.spec in values]
         increment_versions(written)
 

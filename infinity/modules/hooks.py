@@ -309,16 +309,18 @@ class ModuleHooks:
     def held(self) -> Iterator[list[int]]:
         """Keeps the units in use for the time of a `with` block, and suspends the hooks."""
         self._uses.begin_use(self._hooked)
-        with UNINTERRUPTED:
-            self._backwards.ensure_armed()
-            self._uses.enter(self._hooked.units)
-        was_suspended, self.is_suspended = self.is_suspended, True
+        was_suspended, has_entered = self.is_suspended, False
         try:
+            with UNINTERRUPTED:  # A delayed interrupt comes at its end.
+                self._backwards.ensure_armed()
+                self._uses.enter(self._hooked.units)
+                has_entered = self.is_suspended = True
             yield self._hooked.units
         finally:
             self.is_suspended = was_suspended
-            with UNINTERRUPTED:
-                self._uses.leave(self._hooked.units)
+            if has_entered:
+                with UNINTERRUPTED:
+                    self._uses.leave(self._hooked.units)
 
     @property
     def is_running(self) -> bool:

@@ -141,16 +141,19 @@ class UnitUses:
             self._tracer.end(tuple(units))
         if torch._C._is_any_autocast_enabled():
             _drop_casts(self._passes)
-        refusal = None
+        refusal: BaseException | None = None
         with self._lock:
             begun_ns = time.monotonic_ns()
             for unit in units:
-                if self._weight_cache.has_one_use(unit):
-                    refusal = self._changes.put_back(unit) or refusal
-                    self._changes.note_raw_writes(unit)
-                if self._weight_cache.release(unit):
-                    self._release_unit(unit)
-                    self._weight_cache.write_behind(unit)
+                try:
+                    if self._weight_cache.has_one_use(unit):
+                        refusal = self._changes.put_back(unit) or refusal
+                        self._changes.note_raw_writes(unit)
+                    if self._weight_cache.release(unit):
+                        self._release_unit(unit)
+                        self._weight_cache.write_behind(unit)
+                except BaseException as error:  # The uses of the others end, too.
+                    refusal = refusal or error
             self._updater.advance()
         if self._tracer.is_on:
             self._tracer.span(Track.ENGINE, "leave", begun_ns, time.monotonic_ns())
@@ -163,13 +166,16 @@ class UnitUses:
         is_in_backward = current_backward() != OUTSIDE_BACKWARD
         passes = self._passes
         is_in_pass = passes.is_in_forward or passes.is_layer_major or is_in_backward
-        with UNINTERRUPTED:
-            self.enter(units, is_of_pass=is_in_pass)
+        has_entered = False
         try:
+            with UNINTERRUPTED:  # A delayed interrupt comes at its end.
+                self.enter(units, is_of_pass=is_in_pass)
+                has_entered = True
             yield
         finally:
-            with UNINTERRUPTED:
-                self.leave(units)
+            if has_entered:
+                with UNINTERRUPTED:
+                    self.leave(units)
 
     def _update(self, unit: int) -> None:
         if self.is_closed:
@@ -180,8 +186,10 @@ class UnitUses:
 
     def _release_unit(self, unit: int) -> None:
         self._param_table.show_handles(unit)
-        self._changes.take_over(unit)
-        self._changes.end_use(unit)
+        try:
+            self._changes.take_over(unit)
+        finally:
+            self._changes.end_use(unit)
         if current_backward() != OUTSIDE_BACKWARD:
             self._left[unit] = None
 

@@ -248,9 +248,15 @@ class WeightCache:
             if feeder is not None and weights.state is WeightState.ABSENT and has_device_space:
                 has_device_space = self._start_arrival_ahead(weights, feeder)
             if weights.state is WeightState.READING and weights.reading and weights.reading.done():
-                self._moves.finish_read(weights)
+                try:
+                    self._moves.finish_read(weights)
+                except StorageError:
+                    return  # Who needs these weights reads them again.
             if weights.state in (WeightState.READY, WeightState.STAGED) and has_device_space:
-                has_device_space = self._attach_ahead(weights)
+                try:
+                    has_device_space = self._attach_ahead(weights)
+                except torch.OutOfMemoryError:
+                    has_device_space = False  # The computation may still have enough.
             if weights is self._moves.decoding.staged:
                 has_device_space = False  # It is decoded when it is there, and has space.
 
