@@ -15,7 +15,7 @@ from typing import Any
 from infinity.config import SwapConfig
 from infinity.sizes import MIB
 from infinity.training.data import Tokenizer, collect_files
-from infinity.training.records import kind_of_columns, load_records
+from infinity.training.records import kind_of_columns, load_records, needed_columns
 
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
@@ -59,10 +59,11 @@ def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
         return _text(file, tokenizer)
     marks = _MARKS_NBYTES if tokenizer.name == "bytes" else _MARKS
     is_chat = kind_of_columns(list(first), str(file)) == "conversations"
+    learned = set(needed_columns(list(first)))
     lengths: list[int] = []
     sampled_nbytes, is_exact = 0, True
     for record in chain([first], records):
-        texts = list(_strings(record))
+        texts = list(_strings([value for key, value in record.items() if key in learned]))
         turns = record.get("messages", record.get("conversations"))
         messages = len(turns) if isinstance(turns, list) else 2
         lengths.append(sum(len(tokenizer.encode(text)) for text in texts) + marks * messages)

@@ -68,20 +68,19 @@ def load_records(paths: Sequence[Path]) -> Any:
             raise _unreadable(files, error) from error
     if sum(map(len, parts)) == 0:
         raise ConfigError(f"data.paths: {paths[0]} has no records ({len(paths)} files in all)")
-    parts = [_as_messages(_with_needed_columns(part)) for part in parts]
+    parts = [_as_messages(part.select_columns(needed_columns(part.column_names))) for part in parts]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except ValueError as error:
         raise ConfigError(f"data.paths: the files differ in their columns: {error}") from error
 
 
-def _with_needed_columns(dataset: Any) -> Any:
-    """Returns the dataset without the columns that its kind does not need; of no kind as it is."""
-    columns = dataset.column_names
+def needed_columns(columns: Sequence[str]) -> list[str]:
+    """Returns the columns that the kind of records needs; of no kind all of them."""
     for _, wanted, beside in _KINDS:
         if set(wanted) <= set(columns):
-            return dataset.select_columns([name for name in columns if name in wanted + beside])
-    return dataset
+            return [name for name in columns if name in wanted + beside]
+    return list(columns)
 
 
 def _as_messages(dataset: Any) -> Any:

@@ -16,7 +16,7 @@ from infinity.config import SwapConfig
 from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
 from infinity.observe import Counters
-from infinity.plan.data_facts import DataFacts
+from infinity.plan.data_facts import DataFacts, read_data
 from infinity.plan.directory import read_directory
 from infinity.plan.draft import Wish, draft
 from infinity.plan.measure_device import measure_device
@@ -28,6 +28,7 @@ from infinity.sizes import MIB
 from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostBlocks
+from infinity.training.data import ByteTokenizer
 from tests.support.forked import COMMAND, run_script
 
 RUNNER = CliRunner()
@@ -192,6 +193,16 @@ def test_a_file_for_ranks_says_how_to_start_them(tmp_path: Path, machine: Path) 
     assert planned.exit_code == 0, planned.output
     more = run(directory, "--hardware", "1xh200-4nvme", "--ranks", 2, "-o", tmp_path / "b.toml")
     assert more.exit_code == 2 and "--hardware names a machine" in more.stderr
+
+
+def test_columns_that_are_not_learned_count_for_nothing(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a" * 50}, {"role": "assistant", "content": "b" * 50}]
+    counts = []
+    for name, more in (("plain", {}), ("more", {"prompt": "a" * 5000, "source": "x" * 5000})):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text((json.dumps({"messages": turns} | more) + "\n") * 3)
+        counts.append(read_data([file], ByteTokenizer()))
+    assert counts[0] == counts[1] and counts[0].num_records == 3
 
 
 def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:
