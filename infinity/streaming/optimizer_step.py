@@ -126,9 +126,10 @@ class Updater(StepRunner):
         self._gradients.leaving.has_worker = True
         resources.callback(self._worker.close)
         self._updates_beside = self._rides_along and self._is_on_host
-        if self._updates_beside:
-            self._gradients.end_readers = self._end_work
-        if self._updates_beside and self._early is not None:
+        if not self._updates_beside:
+            return
+        self._gradients.end_readers = self._end_work
+        if self._early is not None:
             self._early.wake_worker, self._early.end_work = self._worker.wake, self._end_work
 
     # -- Pending updates -------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from infinity.checkpoint.huggingface.base_identity import (
 )
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
-from infinity.checkpoint.run.directory import sync_directory
+from infinity.checkpoint.run.directory import sync_directory, sync_file
 from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
@@ -133,8 +133,7 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
                 write_identity(_BASES[model], partial)
             names = sorted(os.listdir(partial), key=lambda name: name == WEIGHTS_NAME)
             for name in names:
-                with (partial / name).open("rb") as file:
-                    os.fsync(file.fileno())
+                sync_file(partial / name)
             if model not in _BASES:
                 (directory / IDENTITY_NAME).unlink(missing_ok=True)  # Of the adapter before.
             for name in names:

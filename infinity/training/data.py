@@ -28,7 +28,6 @@ from infinity.config.paths import refuse_absent_data
 from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.training import kimi_tokenizer
-from infinity.training.kimi_tokenizer import byte_char
 from infinity.training.text import (
     Utf8,
     is_records,
@@ -140,7 +139,7 @@ class ByteTokenizer:
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers
             from transformers import PreTrainedTokenizerFast
 
-            vocabulary = {byte_char(byte): byte for byte in range(1, 256)}
+            vocabulary = {kimi_tokenizer.byte_char(byte): byte for byte in range(1, 256)}
             backend = Tokenizer(models.BPE({"\0": 0} | vocabulary, []))
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(
                 add_prefix_space=False, use_regex=False

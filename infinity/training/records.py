@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from infinity.errors import ConfigError
 from infinity.training.chat import CHATML, is_markable, mark_by_prefixes
@@ -21,6 +21,7 @@ from infinity.training.text import READERS
 _log = logging.getLogger("infinity")
 
 Kind = Literal["conversations", "completions", "preferences", "texts", "tokens"]
+_KindColumns: TypeAlias = tuple[Kind, tuple[str, ...], tuple[str, ...]]
 # For those of images TRL refuses the records: a model that learns text cannot learn them.
 _IMAGES = ("image", "images")
 _TEMPLATE = ("tools", "chat_template_kwargs", *_IMAGES)
@@ -29,7 +30,7 @@ _LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
 # The columns that make a kind, the first that fits, and those that it takes beside them. All others
 # are left out: TRL would take `prompt` beside messages for a prompt without its completion.
 # `load_records` rewrites the columns of ShareGPT and Alpaca as messages.
-_KINDS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
+_KINDS: tuple[_KindColumns, ...] = (
     ("tokens", ("input_ids",), (*_MASKS, *_IMAGES)),
     ("preferences", ("chosen", "rejected"), ("prompt", *_LOGPS, *_TEMPLATE)),
     ("completions", ("prompt", "completion"), _TEMPLATE),
@@ -77,10 +78,15 @@ def load_records(paths: Sequence[Path]) -> Any:
 
 def needed_columns(columns: Sequence[str]) -> list[str]:
     """Returns the columns that the kind of records needs; of no kind all of them."""
-    for _, wanted, beside in _KINDS:
-        if set(wanted) <= set(columns):
-            return [name for name in columns if name in wanted + beside]
-    return list(columns)
+    fitting = _fitting_kind(columns)
+    if fitting is None:
+        return list(columns)
+    _, wanted, beside = fitting
+    return [name for name in columns if name in wanted + beside]
+
+
+def _fitting_kind(columns: Sequence[str]) -> _KindColumns | None:
+    return next((row for row in _KINDS if set(row[1]) <= set(columns)), None)
 
 
 def _as_messages(dataset: Any) -> Any:
@@ -132,13 +138,13 @@ def kind_of(dataset: Any, *, method: str, place: str) -> Kind:
 
 def kind_of_columns(columns: Sequence[str], place: str) -> Kind:
     """Returns the kind of records with these columns. Raises ConfigError for other columns."""
-    kind = next((kind for kind, wanted, _ in _KINDS if set(wanted) <= set(columns)), None)
-    if kind is None:
+    fitting = _fitting_kind(columns)
+    if fitting is None:
         raise ConfigError(
             f"data.paths: the records of {place} have the columns {', '.join(columns)}; expected "
             f"{_ALL_COLUMNS}"
         )
-    return kind
+    return fitting[0]
 
 
 def check_messages(dataset: Any, place: str, *, needs_text: bool) -> None:

@@ -148,17 +148,18 @@ def async_save(
     path = place / state_directory.checkpoint_name(program.step)
     left = path if copying and _is_left(last, path) else None  # Only its copy has failed.
     is_same = left is not None and _holds_state(engine, model, program, left)
+    stale = None if is_same else left
     leaving = own
-    if left is not None and not is_same:
+    if stale is not None:
         # The commit of other state stays until this checkpoint is durable, without a commit.
-        leaving, copying, place, path = [*own, label_of(left)], None, target, target / left.name
+        leaving, copying, place, path = [*own, label_of(stale)], None, target, target / stale.name
     if not is_same:
         _write_checkpoint(
             place, engine, model, program,
             keep=1 if copying else keep, linked=linked, leaving=leaving,
         )  # fmt: skip
-    if left is not None and not is_same:
-        _remove_all(engine, left.parent)
+    if stale is not None:
+        _remove_all(engine, stale.parent)
     if commits is not None and label_of(commits) != label_of(place):
         _remove_commits(engine, commits, own)  # The checkpoint supersedes them.
     return copy_behind(engine, path, target, keep=keep) if copying else Saving(path)
