@@ -5,13 +5,13 @@ See the notes Boundaries and Same sums of `layer_major.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
@@ -60,13 +60,7 @@ class BlockInput:
 
     value: Any  # The result of `ActivationStore.save`.
     edge: GradientEdge
-    reaches: frozenset[BlockCall]
     restored: torch.Tensor | None = None  # While the block's backward runs.
-
-    @property
-    def key(self) -> tuple[Node, int]:
-        """Two inputs of one key are the same output of the same node."""
-        return self.edge.node, self.edge.output_nr
 
 
 @dataclass(eq=False, slots=True)
@@ -81,17 +75,12 @@ class BlockCall:
     module_modes: ModuleModes
     random: list[torch.Tensor]
     captured: tuple[str, ...]  # See `CapturedTensors.keys`.
+    first_node: int  # What autograd numbers the first node of the forward in this thread.
+    number: int = -1  # Counts the calls of the micro-batch.
     # Indexes of the flattened outputs that need a gradient.
     which: list[int] = field(default_factory=list)
-    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    gradients: EdgeGradients = field(default_factory=lambda: EdgeGradients(0))
     experts: list[SuspendedExperts] = field(default_factory=list)
-
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds gradients of the block's inputs."""
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                before = self.gradients[index]
-                self.gradients[index] = gradient if before is None else before + gradient
 
     def inputs(self) -> Iterator[BlockInput]:
         """Yields every input once."""
@@ -100,40 +89,38 @@ class BlockCall:
         )
 
 
+class EdgeGradients:
+    """The gradients that arrive at the tensors of a boundary, as autograd passes them: the `.grad`
+    of a leaf would have the strides of the leaf, and other strides make other roundings."""
+
+    def __init__(self, count: int) -> None:
+        self.sums: list[torch.Tensor | None] = [None] * count
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Adds a gradient of the tensor with this index."""
+        before = self.sums[index]
+        self.sums[index] = gradient if before is None else before + gradient
+
+
 class Boundary(torch.autograd.Function):
-    """Outputs of a block, whose backward hands the gradients to the block's `BlockCall`."""
+    """Tensors at the exit of a block, or at the entry of a repeated one. The backward ends here."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, call: BlockCall, anchor: torch.Tensor, values: list[torch.Tensor]) -> Any:
-        ctx.call = call
+    def forward(
+        ctx: Any, gradients: EdgeGradients, anchor: torch.Tensor, values: list[torch.Tensor]
+    ) -> Any:
+        ctx.edge_gradients = gradients
         ctx.set_materialize_grads(False)
         return tuple(values)
 
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.call.take(gradients)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                ctx.edge_gradients.add(index, gradient)
         return None, None, None
-
-
-def calls_behind(node: Node, known: dict[Node, frozenset[BlockCall]]) -> frozenset[BlockCall]:
-    """Returns the calls whose boundaries a gradient can reach from `node`."""
-    found = known.get(node)
-    if found is None:
-        calls: set[BlockCall] = set()
-        seen, waiting = {node}, [node]
-        while waiting:
-            here = waiting.pop()
-            call = getattr(here, "call", None)
-            if isinstance(call, BlockCall):
-                calls.add(call)
-                continue
-            fresh = {behind for behind, _ in here.next_functions if behind is not None} - seen
-            seen |= fresh
-            waiting.extend(fresh)
-        found = known[node] = frozenset(calls)
-    return found
 
 
 def is_activation(leaf: Any) -> bool:

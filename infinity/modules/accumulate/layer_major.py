@@ -17,12 +17,11 @@ Note [Boundaries]
   backward.
 
 Note [Same sums]
-  Within a fiber, gradients are summed in the order of plain autograd: the gradients of a boundary
-  are passed on by one call into autograd, after all uses of its outputs have delivered theirs. The
-  gradients of a parameter are added in the order of the fibers. The sums therefore have the bits
-  of plain accumulation. One exception: if a parameter has several uses in one micro-batch (tied
-  weights, shared blocks), plain autograd adds the uses first, and this schedule adds them in the
-  order of arrival.
+  Within a fiber, gradients are summed in the order of plain autograd (`between.py`). The gradients
+  of a parameter are added in the order of the fibers. The sums therefore have the bits of plain
+  accumulation. One exception: if a parameter has several uses in one micro-batch (tied weights,
+  shared blocks), plain autograd adds the uses first, and this schedule adds them in the order of
+  arrival.
 
 Note [Random numbers]
   Each fiber draws from its own generator state; the first fiber continues the caller's. Results
@@ -68,9 +67,9 @@ from infinity.modules.accumulate.boundary import (
     BlockCall,
     BlockInput,
     Boundary,
+    EdgeGradients,
     RunningBlock,
     TileStop,
-    calls_behind,
     is_activation,
     refuse_hidden,
     refuse_side_channels,
@@ -125,9 +124,12 @@ class LayerMajorSchedule:
         self._modes = ModeSwitch(model)
         self._experts = ExpertsSchedule(uses, stores, self._stop_at_experts)
         self._at_experts: dict[Suspended, ExpertsCall] = {}
+        # Requires a gradient, so that boundaries are part of a graph.
+        self._anchor = torch.zeros((), requires_grad=True)
         self._repeat = BlockRepeat(
-            activations, self._random, self._modes, self._experts, lambda: self._running is not None
-        )
+            activations, self._random, self._modes, self._experts,
+            lambda: self._running is not None, self._anchor,
+        )  # fmt: skip
         self._running: Suspended | None = None
         # All fibers of the run, in the order in which they pass a block.
         self._fibers: list[MicroBatch] = []
@@ -135,8 +137,6 @@ class LayerMajorSchedule:
         self._num_seen = 0
         # Numbers tiles in the order of their first use.
         self._tiles: dict[tuple[int, ...], int] = {}
-        # Requires a gradient, so that boundaries are part of a graph.
-        self._anchor = torch.zeros((), requires_grad=True)
 
     def run(
         self, forwards: Sequence[Callable[[], torch.Tensor]], when_back: Callable[[], None]
@@ -305,8 +305,11 @@ class LayerMajorSchedule:
             elif loss is not None:
                 fiber.loss = None
                 losses[fiber.number] = loss.detach()
-                # Other backwards may still need the graph between blocks.
-                loss.backward(retain_graph=True)
+                if loss.numel() == 1 and loss.requires_grad:
+                    fiber.graph.put(get_gradient_edge(loss), torch.ones_like(loss))
+                    fiber.graph.run(fiber.calls[-1] if fiber.calls else None)
+                else:
+                    loss.backward()  # Raises the error of a plain loop.
         while self._started:
             self._run_on(self._started.pop(0), losses)
         if isinstance(fiber, CallBeside) and fiber.has_ended and fiber.parent.at is fiber:
@@ -351,10 +354,9 @@ class LayerMajorSchedule:
         captured = CapturedTensors()
         call = BlockCall(
             block, *tree_flatten((args, kwargs)), Modes.now(self._device), fiber.modes,
-            self._random.state(), captured.keys(),
+            self._random.state(), captured.keys(), torch.autograd._get_sequence_nr(),
         )  # fmt: skip
         versions = [leaf._version for leaf in call.leaves if is_activation(leaf)]
-        first = torch.autograd._get_sequence_nr()
         was_inside, fiber.is_inside = fiber.is_inside, True
         with self._experts.within(call.experts, call.leaves) if block.experts else _NONE:
             output = block.forward(*args, **kwargs)
@@ -368,27 +370,32 @@ class LayerMajorSchedule:
         aside = captured.tensors()
         leaves, tree = tree_flatten((output, aside))
         refuse_hidden(block, output, leaves)
-        call.which = [
-            i for i, leaf in enumerate(leaves) if is_activation(leaf) and leaf.requires_grad
-        ]
+        # A tensor that is returned twice stays one tensor: its gradients meet in one sum.
+        places: dict[int, list[int]] = {}
+        for index, leaf in enumerate(leaves):
+            if is_activation(leaf) and leaf.requires_grad:
+                places.setdefault(id(leaf), []).append(index)
+        call.which = [indexes[0] for indexes in places.values()]
         if not call.which:
             return output
-        refuse_side_channels(block, first, [leaves[index] for index in call.which])
-        call.gradients = [None] * len(call.which)
+        refuse_side_channels(block, call.first_node, [leaves[index] for index in call.which])
+        call.gradients = EdgeGradients(len(call.which))
         inputs: dict[tuple[Node, int], BlockInput] = {}  # A tensor may be passed twice.
         for index, leaf in enumerate(call.leaves):
             if is_activation(leaf) and leaf.requires_grad:
                 edge = get_gradient_edge(leaf)
-                key = edge.node, edge.output_nr
+                key = edge.node, edge.output_nr  # Those of one output of one node are one input.
                 if key not in inputs:
-                    reaches = calls_behind(edge.node, fiber.behind)
-                    inputs[key] = BlockInput(self._activations.save(leaf), edge, reaches)
+                    inputs[key] = BlockInput(self._activations.save(leaf), edge)
                 call.leaves[index] = inputs[key]
         values = [leaves[index].data for index in call.which]
-        boundaries = Boundary.apply(call, self._anchor, values)  # type: ignore[no-untyped-call]
-        for index, tensor in zip(call.which, boundaries, strict=True):
-            leaves[index] = tensor
+        boundaries = Boundary.apply(call.gradients, self._anchor, values)  # type: ignore[no-untyped-call]
+        for indexes, tensor in zip(places.values(), boundaries, strict=True):
+            for index in indexes:
+                leaves[index] = tensor
+        call.number = len(fiber.calls)
         fiber.calls.append(call)
+        fiber.graph.note_inputs(call.number, [node for node, _ in inputs])
         self._experts.keep(call.experts)
         output, aside = tree_unflatten(leaves, tree)
         captured.replace(aside)
@@ -401,9 +408,10 @@ class LayerMajorSchedule:
             block = max((s.calls[-1].block for s in waiting), key=lambda at: at.order)
             arrived = [fiber for fiber in waiting if fiber.calls[-1].block is block]
             for fiber in arrived:
-                self._flush(fiber, fiber.calls[-1])
+                self._modes.set(fiber.modes)  # Those of a plain backward: the loss is over.
+                fiber.graph.run(fiber.calls[-1])
             calls = [(fiber, fiber.calls.pop()) for fiber in arrived]
-            calls = [pair for pair in calls if any(g is not None for g in pair[1].gradients)]
+            calls = [pair for pair in calls if any(g is not None for g in pair[1].gradients.sums)]
             if not calls:
                 continue
             units = set(block.hooked.units)
@@ -417,19 +425,8 @@ class LayerMajorSchedule:
                         self._activations.fetch(first.value)
             self._uses.end_of_block(list(units))
         for fiber in fibers:
-            self._flush(fiber, None)
-
-    def _flush(self, fiber: MicroBatch, call: BlockCall | None) -> None:
-        """Passes on the gradients that the call waits for, or all gradients."""
-        due = [
-            key
-            for key, (source, _) in fiber.pending.items()
-            if call is None or call in source.reaches
-        ]
-        if due:
-            pairs = [fiber.pending.pop(key) for key in due]
-            edges = [source.edge for source, _ in pairs]
-            torch.autograd.backward(edges, [gradient for _, gradient in pairs], retain_graph=True)
+            self._modes.set(fiber.modes)
+            fiber.graph.run(None)
 
     def _repeat_all(
         self, block: RunningBlock, calls: list[tuple[MicroBatch, BlockCall]]

@@ -16,7 +16,8 @@ import torch
 from torch.autograd.graph import Node
 from typing_extensions import override
 
-from infinity.modules.accumulate.boundary import BlockCall, BlockInput, RunningBlock, TileStop
+from infinity.modules.accumulate.between import GraphBetween
+from infinity.modules.accumulate.boundary import BlockCall, RunningBlock, TileStop
 from infinity.modules.accumulate.fiber import Fiber
 from infinity.modules.accumulate.module_modes import ModuleModes
 
@@ -38,17 +39,14 @@ class MicroBatch(Suspended):
         self, number: int, forward: Callable[[], torch.Tensor | None], device: torch.device
     ) -> None:
         self.calls: list[BlockCall] = []  # Calls whose backward has not run yet.
-        # Gradients that leave blocks, by destination.
-        self.pending: dict[tuple[Node, int], tuple[BlockInput, torch.Tensor]] = {}
-        self.behind: dict[Node, frozenset[BlockCall]] = {}
+        self.graph = GraphBetween()
         super().__init__(number, forward, device)
 
     @override
     def abandon(self) -> None:
         super().abandon()
         self.calls.clear()
-        self.pending.clear()
-        self.behind.clear()
+        self.graph.clear()
 
 
 class CallBeside(MicroBatch):
@@ -67,7 +65,8 @@ class CallBeside(MicroBatch):
             self.has_ended = True
 
         super().__init__(parent.number, forward, device)
-        self.calls, self.pending, self.behind = parent.calls, parent.pending, parent.behind
+        self.calls, self.graph = parent.calls, parent.graph
+        self.graph.is_in_one_thread &= not is_graded
 
     def result(self) -> Any:
         """Returns what the call has returned. Called in the parent's thread, which may stop."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from infinity.modules.accumulate.boundary import BlockCall, BlockInput
+from infinity.modules.accumulate.boundary import BlockCall, BlockInput, Boundary, EdgeGradients
 from infinity.modules.accumulate.captured import captured_again
 from infinity.modules.accumulate.experts import ExpertsSchedule
 from infinity.modules.accumulate.fiber import Random
@@ -25,9 +25,11 @@ Calls = Sequence[tuple[MicroBatch, BlockCall]]
 
 
 class Repeated(NamedTuple):
-    """A repeated forward: copies of the block's inputs, and pairs of an output and its gradient."""
+    """A repeated forward: copies of the block's inputs, the gradients that arrive there, and pairs
+    of an output and its gradient."""
 
     copies: dict[BlockInput, torch.Tensor]
+    arrived: EdgeGradients
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -35,6 +37,7 @@ class BlockRepeat:
     """Repeats the calls of blocks. In the thread of the schedule or of a fiber, one at a time.
 
     `is_fiber` says whether the running thread may be suspended. Its backward stays in it then.
+    `anchor` requires a gradient, which makes boundaries a part of a graph.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class BlockRepeat:
         modes: ModeSwitch,
         experts: ExpertsSchedule,
         is_fiber: Callable[[], bool],
+        anchor: torch.Tensor,
     ) -> None:
         self._inputs = inputs
         self._random = random
         self._modes = modes
         self._experts = experts
         self._is_fiber = is_fiber
+        self._anchor = anchor
         self._kept: dict[int, Repeated] = {}  # From probes, by the number of the call.
 
     def probe(self, calls: Calls, is_kept: bool, index: int) -> None:
@@ -80,11 +85,12 @@ class BlockRepeat:
                 if source.restored is None:
                     self._inputs.fetch(source.value)
         _, call = calls[index]
-        copies = {}
-        for source in call.inputs():
+        sources = list(call.inputs())
+        for source in sources:
             if source.restored is None:
                 source.restored = self._inputs.restore(source.value)
-            copies[source] = source.restored.detach().requires_grad_()
+        arrived = EdgeGradients(len(sources))
+        copies = dict(zip(sources, self._enter(arrived, sources), strict=True))
         leaves = [copies[leaf] if isinstance(leaf, BlockInput) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.tree)
         kept = self._random.state()
@@ -102,22 +108,31 @@ class BlockRepeat:
         outputs = tree_flatten((output, aside))[0]
         pairs = [
             (outputs[index], gradient)
-            for index, gradient in zip(call.which, call.gradients, strict=True)
+            for index, gradient in zip(call.which, call.gradients.sums, strict=True)
             if gradient is not None
         ]
-        return Repeated(copies, pairs)
+        return Repeated(copies, arrived, pairs)
+
+    def _enter(self, arrived: EdgeGradients, sources: list[BlockInput]) -> Sequence[torch.Tensor]:
+        """Returns the tensors that a repeated forward begins with."""
+        if not sources:
+            return ()
+        values = [source.restored.detach() for source in sources if source.restored is not None]
+        with torch.enable_grad():
+            copies: tuple[torch.Tensor, ...] = Boundary.apply(arrived, self._anchor, values)  # type: ignore[no-untyped-call]
+        return copies
 
     def _backward(self, fiber: MicroBatch, call: BlockCall, repeated: Repeated) -> None:
         pairs = list(repeated.pairs)
-        call.gradients.clear()
+        call.gradients.sums.clear()
         # As in plain autograd, gradients of later blocks for the same tensor come first in the sum.
         for source, copy in repeated.copies.items():
-            before = fiber.pending.pop(source.key, None)
+            before = fiber.graph.take(source.edge)
             if before is not None:
-                pairs.append((copy, before[1]))
+                pairs.append((copy, before))
         with self._same_thread():
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        for source, copy in repeated.copies.items():
+        for source, gradient in zip(repeated.copies, repeated.arrived.sums, strict=True):
             source.restored = None
-            if copy.grad is not None:
-                fiber.pending[source.key] = source, copy.grad
+            if gradient is not None:
+                fiber.graph.put(source.edge, gradient)
