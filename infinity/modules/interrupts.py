@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from signal import SIGINT
 from threading import get_ident
 from types import FrameType
@@ -36,38 +39,80 @@ class _Uninterrupted:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._handler: Any = None
-        self._received: tuple[int, FrameType | None] | None = None
+        self._delayed: tuple[int, ...] = (SIGINT,)
+        self._handlers: list[tuple[int, Any]] = []  # That are replaced.
+        self._received: list[tuple[Any, int, FrameType | None]] = []
 
     def __enter__(self) -> None:
         if get_ident() != _main_thread:
             return
         if self._depth == 0:
-            # An interrupt before this point changes nothing; after the swap none is raised.
-            self._received = None
-            self._handler = _signal.getsignal(SIGINT)
-            if callable(self._handler):
-                _signal.signal(SIGINT, self._note)
+            self._received, self._handlers = [], []
+            try:
+                for number in self._delayed:
+                    # An interrupt before the swap changes nothing; after it none is raised.
+                    handler = _signal.getsignal(number)
+                    if callable(handler):
+                        self._handlers.append((number, handler))
+                        _signal.signal(number, self._note)
+            except BaseException:  # Of a signal whose turn to be delayed had not come.
+                _restore(self._handlers)
+                raise
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         if get_ident() != _main_thread:
             return
         self._depth -= 1
-        if self._depth or not callable(self._handler):
+        if self._depth:
             return
-        _signal.signal(SIGINT, self._handler)
-        received, self._received = self._received, None
-        if received is not None:
-            self._handler(*received)
+        _restore(self._handlers)
+        received, self._received = self._received, []
+        if received:
+            _deliver(received)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number, frame
+        handler = next(handler for of, handler in self._handlers if of == number)
+        self._received.append((handler, number, frame))
+
+    @contextmanager
+    def for_all_signals(self) -> Iterator[None]:
+        """Makes the contexts inside delay every signal that has a handler in Python now."""
+        if get_ident() != _main_thread:
+            yield
+            return
+        before = self._delayed
+        found = (n for n in signal.valid_signals() if callable(_signal.getsignal(n)))
+        self._delayed = tuple(sorted({*before, *map(int, found)}))
+        try:
+            yield
+        finally:
+            self._delayed = before
+
+
+def _restore(handlers: list[tuple[int, Any]]) -> None:
+    """Sets all handlers, even if one that is set raises meanwhile."""
+    if handlers:
+        try:
+            _signal.signal(*handlers[-1])
+        finally:
+            _restore(handlers[:-1])
+
+
+def _deliver(received: list[tuple[Any, int, FrameType | None]]) -> None:
+    """Passes delayed signals to their handlers, to each of them even if one raises."""
+    try:
+        handler, number, frame = received.pop(0)
+        handler(number, frame)
+    finally:
+        if received:
+            _deliver(received)
 
 
 UNINTERRUPTED = _Uninterrupted()  # For code that runs for every gradient.
 
 
 def uninterrupted() -> _Uninterrupted:
-    """Returns a context that delays SIGINT. Contexts may be nested."""
+    """Returns a context that delays SIGINT; inside `for_all_signals` all signals with a handler in
+    Python. Contexts may be nested."""
     return UNINTERRUPTED

@@ -17,9 +17,10 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.modules.accumulate.experts import ExpertStores
 from infinity.modules.accumulate.layer_major import LayerMajorSchedule
+from infinity.modules.accumulate.proof import Repeats
 from infinity.modules.grads import ParamGrads
 from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, outside_graphs
-from infinity.modules.interrupts import uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.modules.param import OffloadedParam
 from infinity.modules.uses import UnitUses
 from infinity.sizes import format_nbytes
@@ -73,6 +74,7 @@ class ModelPasses:
         self._device = device
         self._tile_micro_batches = tile_micro_batches
         self._schedule: LayerMajorSchedule | None = None  # That is running.
+        self._repeats = Repeats()
 
     # -- Hooks -------------------------------------------------------------------------------------
 
@@ -125,26 +127,28 @@ class ModelPasses:
         blocks = [(hooked, hooks) for hooked, hooks in self._hooks if hooked.is_block]
         schedule = LayerMajorSchedule(
             self._model, self._uses, blocks, self._layer_inputs, self._expert_stores,
-            self._device, tile_micro_batches=self._tile_micro_batches,
+            self._device, self._repeats, tile_micro_batches=self._tile_micro_batches,
         )  # fmt: skip
-        with uninterrupted(), self._lock:
-            self.reset()
-            self._gradients.begin_accumulating()
-        self._begin_pass("train")
-        if len(forwards) > 1:
-            self._sum_outside_blocks()
-        self._schedule = schedule
-        try:
-            with self._passes.layer_major():
-                return schedule.run(forwards, self._turn_back)
-        finally:
-            self._schedule = None
-            self._passes.end_forward()  # If an error has ended the schedule.
-            self.reset()
-            self._uses.backward_ended()
-            with uninterrupted(), self._lock:
-                self._weight_cache.end_device_loans()
-                self._gradients.end_accumulating()
+        with UNINTERRUPTED.for_all_signals():
+            try:
+                with uninterrupted(), self._lock:
+                    self.reset()
+                    self._gradients.begin_accumulating()
+                self._begin_pass("train")
+                if len(forwards) > 1:
+                    self._sum_outside_blocks()
+                self._schedule = schedule
+                with self._passes.layer_major():
+                    return schedule.run(forwards, self._turn_back)
+            finally:
+                with uninterrupted():
+                    self._schedule = None
+                    self._passes.end_forward()  # If an error has ended the schedule.
+                    self.reset()
+                    self._uses.backward_ended()
+                    with self._lock:
+                        self._weight_cache.end_device_loans()
+                        self._gradients.end_accumulating()
 
     def _sum_outside_blocks(self) -> None:
         """Lets gradients outside of blocks be summed on the device, as far as it has memory beside

@@ -32,6 +32,7 @@ from infinity.errors import InfinityError
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences
 from tests.support.exhaustive import covering, sampled
+from tests.support.hooks import harmless
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
@@ -300,8 +301,9 @@ def test_a_call_beside_runs_at_once_outside_and_its_error_is_raised(swap_directo
         assert not held_units(model)
         assert model.active_adapter == "default" and model.training
         layer = model.base_model.model.model.layers[0]
-        handle = layer.register_forward_pre_hook(lambda *_: infinity.beside(model, lambda: None))
-        layer.mlp.register_forward_pre_hook(lambda *_: infinity.beside(model, lambda: None))
+        beside_nothing = harmless(lambda *_: infinity.beside(model, lambda: None))
+        handle = layer.register_forward_pre_hook(beside_nothing)
+        layer.mlp.register_forward_pre_hook(beside_nothing)
         handle.remove()
         with pytest.raises(InfinityError, match="inside a block"):
             infinity.forward_backward(model, lambda ids: log_probs(model, ids).mean(), BATCHES)

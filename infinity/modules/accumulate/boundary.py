@@ -15,9 +15,11 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
+from infinity.modules.accumulate.block_state import Before, BlockState
 from infinity.modules.accumulate.experts import SuspendedExperts
 from infinity.modules.accumulate.fiber import Modes
-from infinity.modules.accumulate.module_modes import ModuleModes
+from infinity.modules.accumulate.module_state import Attributes
+from infinity.modules.accumulate.proof import Repeats
 from infinity.modules.forward_nodes import nodes_since
 from infinity.modules.handle import Handle
 from infinity.modules.hooks import HookedModule
@@ -34,14 +36,16 @@ class RunningBlock:
     forward: Callable[..., Any]
     has_tiles: bool  # Other than experts.
     experts: list[TiledExperts]
+    state: BlockState
     order: int = -1  # Counts blocks in the order in which a fiber first reached them.
 
     @classmethod
-    def of(cls, hooked: HookedModule) -> RunningBlock:
+    def of(cls, hooked: HookedModule, repeats: Repeats) -> RunningBlock:
         """Returns the block of a hooked module."""
         tiled = [module for module in hooked.module.modules() if isinstance(module, Tiled)]
         experts = [module for module in tiled if isinstance(module, TiledExperts)]
-        return cls(hooked, hooked.module.forward, len(tiled) > len(experts), experts)
+        state = BlockState(hooked.name, hooked.module, repeats)
+        return cls(hooked, hooked.module.forward, len(tiled) > len(experts), experts, state)
 
 
 class TileStop(NamedTuple):
@@ -72,8 +76,8 @@ class BlockCall:
     leaves: list[Any]
     tree: Any
     modes: Modes
-    module_modes: ModuleModes
-    random: list[torch.Tensor]
+    attributes: Attributes  # Of the micro-batch, see `ModuleState`.
+    random: list[Any]
     captured: tuple[str, ...]  # See `CapturedTensors.keys`.
     first_node: int  # What autograd numbers the first node of the forward in this thread.
     number: int = -1  # Counts the calls of the micro-batch.
@@ -81,6 +85,9 @@ class BlockCall:
     which: list[int] = field(default_factory=list)
     gradients: EdgeGradients = field(default_factory=lambda: EdgeGradients(0))
     experts: list[SuspendedExperts] = field(default_factory=list)
+    # What the forward has changed: the attributes of modules, and their other state.
+    before: tuple[Attributes, Before] = ({}, Before([], []))
+    checksums: list[torch.Tensor | None] = field(default_factory=list)  # Of the outputs.
 
     def inputs(self) -> Iterator[BlockInput]:
         """Yields every input once."""
@@ -153,3 +160,23 @@ def refuse_side_channels(block: RunningBlock, first: int, outputs: list[torch.Te
     nodes = nodes_since(first, outputs)
     for node in (*nodes.inner, *nodes.exits):
         node.register_prehook(refuse)
+
+
+def refuse_interleaved(call: BlockCall, earlier: list[BlockCall], *, stops: bool) -> None:
+    """Refuses state that a block has changed where micro-batches do not pass the block one after
+    the other. `stops`: they stop inside the block."""
+    attributes, state = call.before
+    label = state.label or next((name for _, name in attributes), None)
+    if label is None:
+        return
+    name = call.block.hooked.name
+    if stops:
+        how = "micro-batches stop inside it, at its tiles"
+    elif any(other.block is call.block for other in earlier):
+        how = "a micro-batch calls it more than once"
+    else:
+        return
+    raise UnsupportedError(
+        f"{name} changes {label}, and {how}, so the changes would come in another order than in "
+        "plain accumulation; accumulate micro-batches by several backward() calls instead"
+    )

@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+# An attribute of a model whose modules have the hooks.
+HOOKS_INSTALLED = "_output_capturing_hooks_installed"
+
 
 def _active_collector() -> Any:
     """Returns the context variable of transformers, or None without transformers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import hashlib
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,11 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+import numpy
 import torch
+
+from infinity.modules.accumulate.block_state import is_alike
+from infinity.modules.interrupts import UNINTERRUPTED
 
 
 class _Thread:
@@ -78,8 +83,8 @@ class Fiber:
         self.loss: torch.Tensor | None = None
         self._error: BaseException | None = None
         self._is_abandoned = False
-        self._turn, self._paused = threading.Semaphore(0), threading.Semaphore(0)
-        self._ended = threading.Event()
+        self._turn = threading.Semaphore(0)
+        self._paused, self._ended = threading.Event(), threading.Event()
         context, run = contextvars.copy_context(), in_same_modes(forward, device)
         run_in_thread(f"micro-batch {number}", lambda: context.run(self._run, run), self._note_end)
 
@@ -95,7 +100,7 @@ class Fiber:
 
     def _note_end(self) -> None:
         self._ended.set()
-        self._paused.release()
+        self._paused.set()
 
     def _wait_to_run(self) -> None:
         self._turn.acquire()
@@ -105,28 +110,41 @@ class Fiber:
     def pause_at(self, place: Any) -> None:
         """Suspends the fiber until the next `run_on`. Called in the fiber's thread."""
         self.at = place
-        self._paused.release()
+        self._paused.set()
         self._wait_to_run()
 
     def run_on(self) -> None:
         """Runs the fiber to its next pause or to its end, and raises its error. Called by the
-        schedule."""
-        self._turn.release()
-        try:
-            self._paused.acquire()
-        except BaseException:  # Ctrl-C: a running fiber cannot be stopped.
-            self._paused.acquire()
-            raise
+        schedule. A running fiber cannot be stopped: what a signal raises here is raised behind the
+        pause."""
+        with UNINTERRUPTED:
+            self._paused.clear()
+            self._turn.release()
+            _wait(self._paused)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def abandon(self) -> None:
         """Ends the fiber, wherever it is suspended. Its forward has ended on return."""
-        if not self._ended.is_set():
-            self._is_abandoned = True
-            self._turn.release()
-        self._ended.wait()
+        with UNINTERRUPTED:
+            if not self._ended.is_set():
+                self._is_abandoned = True
+                self._turn.release()
+            _wait(self._ended)
+
+
+def _wait(event: threading.Event) -> None:
+    """Waits for the event, whatever handlers of signals raise. Then the first of it is raised."""
+    raised: BaseException | None = None
+    while True:
+        try:
+            event.wait()
+            break
+        except BaseException as error:
+            raised = raised or error
+    if raised is not None:
+        raise raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,44 +178,48 @@ class Modes:
 
 
 class Random:
-    """The generators that a model draws from: that of the host, and that of the device if it has
-    one."""
+    """The generators that a model draws from: those of the host and of the device in torch, that of
+    Python and that of NumPy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else torch.get_device_module(device.type)
         self._index = torch.device(device.type) if device.index is None else device
 
-    def state(self) -> list[torch.Tensor]:
-        """Returns the states of the generators of host and device."""
-        states = [torch.get_rng_state()]
+    def state(self) -> list[Any]:
+        """Returns the states of all generators."""
+        states = [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
         if self._device is not None:
             states.append(self._device.get_rng_state(self._index))
         return states
 
-    def set(self, states: list[torch.Tensor]) -> None:
+    def set(self, states: list[Any]) -> None:
         """Sets states from `state`."""
-        torch.set_rng_state(states[0])
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
         if self._device is not None:
-            self._device.set_rng_state(states[1], self._index)
+            self._device.set_rng_state(states[3], self._index)
 
-    def fresh(self, count: int) -> list[list[torch.Tensor]]:
+    def fresh(self, count: int) -> list[list[Any]]:
         """Returns `count` states that follow from the present one: itself, then new ones. Draws
         nothing from the present one.
 
-        The new ones follow from every generator: a model may draw from that of the device alone,
-        and the host's then stays the same from step to step.
+        The new ones follow from every generator of torch: a model may draw from that of the device
+        alone, and the host's then stays the same from step to step.
         """
         kept = self.state()
         seeds = [int(torch.randint(2**62, ())) for _ in range(count - 1)]
         states = [kept][:count]
-        of_device = 0 if self._device is None else _number_of(kept[1])
+        of_device = 0 if self._device is None else _number_of(kept[3])
         for seed in seeds:
             torch.manual_seed(seed ^ of_device)
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
             states.append(self.state())
         self.set(kept)
         return states
 
-    def end(self, fibers: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    def end(self, fibers: list[tuple[list[Any], list[Any]]]) -> None:
         """Goes on after the first of `fibers`, which are pairs of a last and a first state.
 
         A model that draws nothing leaves the generators as they were, so that the order of the data
@@ -207,7 +229,7 @@ class Random:
         if not fibers:
             return
         self.set(fibers[0][0])
-        has_drawn = [not all(map(torch.equal, last, first)) for last, first in fibers]
+        has_drawn = [not is_alike(last, first) for last, first in fibers]
         if any(has_drawn) and not has_drawn[0]:
             torch.randint(2**62, ())
 

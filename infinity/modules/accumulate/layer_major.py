@@ -29,9 +29,11 @@ Note [Random numbers]
   from that of plain accumulation, in which a micro-batch begins where the one before has ended. A
   model that draws nothing leaves the caller's generator as it was.
 
-Note [Modes of modules]
-  Each fiber has its own modes of modules, and a repeated forward has those of its call
-  (`module_modes.py`). Calls beside each other in a loss are fibers, too (`micro_batch.py`).
+Note [State of modules]
+  Each fiber has its own attributes of modules, and a repeated forward begins with those of its call
+  (`module_state.py`), and with the buffers and generators that the first one found
+  (`block_state.py`). What it gives is compared (`proof.py`). Calls beside each other in a loss are
+  fibers, too (`micro_batch.py`).
 
 Note [Stops at tiles]
   A block with tiles (`modules/tiling/split.py`) is larger than the fetch window. Fibers therefore
@@ -59,30 +61,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import get_gradient_edge
 
 from infinity.errors import UnsupportedError
-from infinity.modules.accumulate.boundary import (
-    BlockCall,
-    BlockInput,
-    Boundary,
-    EdgeGradients,
-    RunningBlock,
-    TileStop,
-    is_activation,
-    refuse_hidden,
-    refuse_side_channels,
-)
-from infinity.modules.accumulate.captured import CapturedTensors
+from infinity.modules.accumulate.boundary import BlockCall, RunningBlock, TileStop
 from infinity.modules.accumulate.experts import ExpertsSchedule, ExpertStores
-from infinity.modules.accumulate.fiber import Modes, Random
+from infinity.modules.accumulate.fiber import Random
+from infinity.modules.accumulate.first_forward import BlockForward
 from infinity.modules.accumulate.micro_batch import CallBeside, MicroBatch, Suspended
-from infinity.modules.accumulate.module_modes import ModeSwitch
+from infinity.modules.accumulate.module_state import Key, ModuleState
+from infinity.modules.accumulate.proof import Proof, Repeats
+from infinity.modules.accumulate.purity import refuse_caches, refuse_hooks
 from infinity.modules.accumulate.repeat import BlockRepeat
 from infinity.modules.accumulate.settings import without_caches_and_checkpointing
 from infinity.modules.hooks import HookedModule, ModuleHooks
-from infinity.modules.outputs import detach_from_parameters
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.tiling.experts_call import ExpertsCall
 from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
@@ -92,9 +85,6 @@ from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 _THROUGH = object()
 
 _NONE = nullcontext()
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-
 
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=Suspended)
@@ -111,24 +101,30 @@ class LayerMajorSchedule:
         activations: InputStore,
         stores: ExpertStores,
         device: torch.device,
+        repeats: Repeats,
         tile_micro_batches: int,
     ) -> None:
         self._model = model
         self._uses = uses
         self._hooks = [hook for _, hook in hooks]
-        self._blocks = [RunningBlock.of(hooked) for hooked, _ in hooks]
+        self._blocks = [RunningBlock.of(hooked, repeats) for hooked, _ in hooks]
         self._tile_micro_batches = tile_micro_batches
         self._activations = activations
         self._device = device
         self._random = Random(device)
-        self._modes = ModeSwitch(model)
+        self._attributes = ModuleState(model)
+        self._proof = Proof(repeats)
         self._experts = ExpertsSchedule(uses, stores, self._stop_at_experts)
         self._at_experts: dict[Suspended, ExpertsCall] = {}
         # Requires a gradient, so that boundaries are part of a graph.
-        self._anchor = torch.zeros((), requires_grad=True)
+        anchor = torch.zeros((), requires_grad=True)
+        self._first = BlockForward(
+            activations, self._random, self._attributes, self._proof, self._experts, anchor,
+            device, uses.is_parameter_memory,
+        )  # fmt: skip
         self._repeat = BlockRepeat(
-            activations, self._random, self._modes, self._experts,
-            lambda: self._running is not None, self._anchor,
+            activations, self._random, self._attributes, self._proof, self._experts,
+            lambda: self._running is not None, anchor,
         )  # fmt: skip
         self._running: Suspended | None = None
         # All fibers of the run, in the order in which they pass a block.
@@ -145,32 +141,41 @@ class LayerMajorSchedule:
 
         `when_back` is called between forward and backward.
         """
+        refuse_hooks(self._model)
         micro_batches: list[MicroBatch] = []
-        modes = self._modes.now()
+        attributes: dict[Key, Any] = {}  # That the micro-batches leave behind.
         try:
-            with without_caches_and_checkpointing(self._model), self._blocks_suspended():
-                for number, forward in enumerate(forwards):
+            with (
+                without_caches_and_checkpointing(self._model),
+                self._blocks_suspended(),
+                self._attributes.watched(),
+            ):
+                self._proof.num_micro_batches = len(forwards)
+                states = self._random.fresh(len(forwards))
+                for number, (forward, state) in enumerate(zip(forwards, states, strict=True)):
                     fiber = MicroBatch(number, forward, self._device)
                     micro_batches.append(fiber)
-                    fiber.modes = modes
-                states = self._random.fresh(len(micro_batches))
-                for fiber, state in zip(micro_batches, states, strict=True):
-                    fiber.random = state
+                    fiber.attributes, fiber.random = self._attributes.now(), state
                 self._fibers = list(micro_batches)
                 losses = self._go_forward(micro_batches)
                 self._random.end(
                     [(f.random, s) for f, s in zip(micro_batches, states, strict=True)]
                 )
-                modes = micro_batches[-1].modes if micro_batches else modes
+                for fiber in micro_batches:
+                    if len(micro_batches) > 1:
+                        self._attributes.refuse_counts(fiber.attributes)
+                    attributes.update(fiber.attributes)
                 when_back()
                 self._go_backward(micro_batches)
+                self._proof.end()
                 return losses
         finally:
-            for fiber in [*micro_batches, *self._fibers]:
-                fiber.abandon()
-            self._fibers.clear()
-            self._modes.set(modes)
-            self._activations.clear()
+            with UNINTERRUPTED:
+                for fiber in [*micro_batches, *self._fibers]:
+                    fiber.abandon()
+                self._fibers.clear()
+                self._attributes.keep(attributes)
+                self._activations.clear()
 
     @property
     def is_in_loss(self) -> bool:
@@ -182,7 +187,7 @@ class LayerMajorSchedule:
         parent = self._running
         assert isinstance(parent, MicroBatch) and not parent.is_inside
         fiber = CallBeside(parent, call, self._device, torch.is_grad_enabled())
-        fiber.modes = self._modes.now()
+        fiber.attributes = self._attributes.now()
         fiber.random = self._random.fresh(2)[1]
         # Before its parent, so that its results are there when the parent needs them.
         self._fibers.insert(self._fibers.index(parent), fiber)
@@ -287,12 +292,11 @@ class LayerMajorSchedule:
     def _resume(self, fiber: Suspended) -> None:
         """Runs the fiber to its next stop or to its end."""
         self._running = fiber
-        self._modes.set(fiber.modes)
+        self._attributes.set(fiber.attributes)
         try:
             fiber.run_on()
         finally:
-            if fiber.at is not _THROUGH and not isinstance(fiber.at, TileStop):
-                fiber.modes = self._modes.now()  # A block does not change them.
+            fiber.attributes = self._attributes.now()
             self._running = None
 
     def _run_on(self, fiber: MicroBatch, losses: dict[int, torch.Tensor]) -> None:
@@ -329,77 +333,18 @@ class LayerMajorSchedule:
     def _forward_of(self, block: RunningBlock) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             fiber = self._running
-            assert isinstance(fiber, MicroBatch), f"{block.hooked.name} runs outside a fiber"
-            for name in _CACHES:
-                if kwargs.get(name) is not None:
-                    raise UnsupportedError(
-                        f"{block.hooked.name} is called with {name}, which its repeated forward "
-                        "would change again; set use_cache=False for training"
-                    )
+            if not isinstance(fiber, MicroBatch):
+                raise UnsupportedError(
+                    f"{block.hooked.name} is called in a backward (a hook that calls the model "
+                    "again); accumulate micro-batches by several backward() calls instead"
+                )
+            refuse_caches(block.hooked.name, args, kwargs)
             fiber.pause_at(block)
-            output = self._call(fiber, block, args, kwargs)
+            output = self._first.call(fiber, block, args, kwargs)
             fiber.pause_at(_THROUGH)
             return output
 
         return forward
-
-    def _call(
-        self,
-        fiber: MicroBatch,
-        block: RunningBlock,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs the block's forward in the fiber, drops its graph and saves its inputs."""
-        captured = CapturedTensors()
-        call = BlockCall(
-            block, *tree_flatten((args, kwargs)), Modes.now(self._device), fiber.modes,
-            self._random.state(), captured.keys(), torch.autograd._get_sequence_nr(),
-        )  # fmt: skip
-        versions = [leaf._version for leaf in call.leaves if is_activation(leaf)]
-        was_inside, fiber.is_inside = fiber.is_inside, True
-        with self._experts.within(call.experts, call.leaves) if block.experts else _NONE:
-            output = block.forward(*args, **kwargs)
-        fiber.is_inside = was_inside
-        if versions != [leaf._version for leaf in call.leaves if is_activation(leaf)]:
-            raise UnsupportedError(
-                f"{block.hooked.name} changes an argument in place, so its forward cannot be "
-                "repeated; accumulate micro-batches by several backward() calls instead"
-            )
-        output = detach_from_parameters(output, self._uses.is_parameter_memory)
-        aside = captured.tensors()
-        leaves, tree = tree_flatten((output, aside))
-        refuse_hidden(block, output, leaves)
-        # A tensor that is returned twice stays one tensor: its gradients meet in one sum.
-        places: dict[int, list[int]] = {}
-        for index, leaf in enumerate(leaves):
-            if is_activation(leaf) and leaf.requires_grad:
-                places.setdefault(id(leaf), []).append(index)
-        call.which = [indexes[0] for indexes in places.values()]
-        if not call.which:
-            return output
-        refuse_side_channels(block, call.first_node, [leaves[index] for index in call.which])
-        call.gradients = EdgeGradients(len(call.which))
-        inputs: dict[tuple[Node, int], BlockInput] = {}  # A tensor may be passed twice.
-        for index, leaf in enumerate(call.leaves):
-            if is_activation(leaf) and leaf.requires_grad:
-                edge = get_gradient_edge(leaf)
-                key = edge.node, edge.output_nr  # Those of one output of one node are one input.
-                if key not in inputs:
-                    inputs[key] = BlockInput(self._activations.save(leaf), edge)
-                call.leaves[index] = inputs[key]
-        values = [leaves[index].data for index in call.which]
-        boundaries = Boundary.apply(call.gradients, self._anchor, values)  # type: ignore[no-untyped-call]
-        for indexes, tensor in zip(places.values(), boundaries, strict=True):
-            for index in indexes:
-                leaves[index] = tensor
-        call.number = len(fiber.calls)
-        fiber.calls.append(call)
-        fiber.graph.note_inputs(call.number, [node for node, _ in inputs])
-        self._experts.keep(call.experts)
-        output, aside = tree_unflatten(leaves, tree)
-        captured.replace(aside)
-        return output
 
     # -- Backward ----------------------------------------------------------------------------------
 
@@ -408,7 +353,7 @@ class LayerMajorSchedule:
             block = max((s.calls[-1].block for s in waiting), key=lambda at: at.order)
             arrived = [fiber for fiber in waiting if fiber.calls[-1].block is block]
             for fiber in arrived:
-                self._modes.set(fiber.modes)  # Those of a plain backward: the loss is over.
+                self._attributes.set(fiber.attributes)  # As the loss has left them.
                 fiber.graph.run(fiber.calls[-1])
             calls = [(fiber, fiber.calls.pop()) for fiber in arrived]
             calls = [pair for pair in calls if any(g is not None for g in pair[1].gradients.sums)]
@@ -425,7 +370,7 @@ class LayerMajorSchedule:
                         self._activations.fetch(first.value)
             self._uses.end_of_block(list(units))
         for fiber in fibers:
-            self._modes.set(fiber.modes)
+            self._attributes.set(fiber.attributes)
             fiber.graph.run(None)
 
     def _repeat_all(
@@ -466,7 +411,7 @@ class LayerMajorSchedule:
                 for index in indexes:
                     fiber = Suspended(index, partial(work, index), self._device)
                     call = calls[index][1]
-                    fiber.random, fiber.modes = call.random, call.module_modes
+                    fiber.random, fiber.attributes = call.random, call.attributes
                     fiber.is_inside = True
                     fibers.append(fiber)
                 for fiber in fibers:

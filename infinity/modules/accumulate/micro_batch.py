@@ -19,15 +19,15 @@ from typing_extensions import override
 from infinity.modules.accumulate.between import GraphBetween
 from infinity.modules.accumulate.boundary import BlockCall, RunningBlock, TileStop
 from infinity.modules.accumulate.fiber import Fiber
-from infinity.modules.accumulate.module_modes import ModuleModes
+from infinity.modules.accumulate.module_state import Attributes
 
 
 class Suspended(Fiber):
-    """A fiber with its own random numbers and modes of modules."""
+    """A fiber with its own random numbers and attributes of modules."""
 
     at: RunningBlock | TileStop | CallBeside | object | None
-    random: list[torch.Tensor]
-    modes: ModuleModes
+    random: list[Any]
+    attributes: Attributes
     is_inside = False  # Whether it is inside a block.
     behind_tiles: Node | None = None  # The last node behind tiles that it stopped at.
 

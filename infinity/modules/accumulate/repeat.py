@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from infinity.modules.accumulate.block_state import again
 from infinity.modules.accumulate.boundary import BlockCall, BlockInput, Boundary, EdgeGradients
 from infinity.modules.accumulate.captured import captured_again
 from infinity.modules.accumulate.experts import ExpertsSchedule
 from infinity.modules.accumulate.fiber import Random
 from infinity.modules.accumulate.micro_batch import MicroBatch
-from infinity.modules.accumulate.module_modes import ModeSwitch
+from infinity.modules.accumulate.module_state import ModuleState
+from infinity.modules.accumulate.proof import Proof
 from infinity.streaming.activations import InputStore
 
 # The inputs of this many calls are restored ahead of the running call.
@@ -44,14 +46,16 @@ class BlockRepeat:
         self,
         inputs: InputStore,
         random: Random,
-        modes: ModeSwitch,
+        attributes: ModuleState,
+        proof: Proof,
         experts: ExpertsSchedule,
         is_fiber: Callable[[], bool],
         anchor: torch.Tensor,
     ) -> None:
         self._inputs = inputs
         self._random = random
-        self._modes = modes
+        self._attributes = attributes
+        self._proof = proof
         self._experts = experts
         self._is_fiber = is_fiber
         self._anchor = anchor
@@ -95,9 +99,11 @@ class BlockRepeat:
         args, kwargs = tree_unflatten(leaves, call.tree)
         kept = self._random.state()
         self._random.set(call.random)
-        self._modes.set(call.module_modes)
+        self._attributes.set(call.attributes)
         try:
             with (
+                self._attributes.again(call.before[0]),
+                again(call.before[1]),
                 call.modes.set(),
                 captured_again(call.captured) as aside,
                 self._experts.within(call.experts, leaves, is_repeated=True),
@@ -106,6 +112,8 @@ class BlockRepeat:
         finally:
             self._random.set(kept)
         outputs = tree_flatten((output, aside))[0]
+        if call.checksums:
+            self._proof.compare(call.block.hooked.name, call.checksums, outputs)
         pairs = [
             (outputs[index], gradient)
             for index, gradient in zip(call.which, call.gradients.sums, strict=True)

@@ -1,0 +1,106 @@
+"""What a block or a program has that micro-batches which take turns would see in another order."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+from infinity.errors import UnsupportedError
+
+# The permanent hooks, forwards and attributes of these keep nothing from one micro-batch to the
+# next. PEFT registers further hooks for one call of the model (aLoRA, Poly, X-LoRA).
+_TRUSTED = frozenset({"torch", "transformers", "peft", "trl", "accelerate", "infinity"})
+_INSTALLS = frozenset({"torch", "transformers", "infinity"})
+_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+_INSTEAD = "accumulate micro-batches by several backward() calls instead"
+# Arguments of transformers' layers that their forward fills.
+_CACHES = (
+    "past_key_values", "past_key_value", "layer_past", "cache_params", "past_buckets_states",
+    "mems", "cache",
+)  # fmt: skip
+
+
+def is_trusted(found: Any, packages: frozenset[str] = _TRUSTED) -> bool:
+    """Whether a function, a class or an object with a call is of one of these packages."""
+    while isinstance(found, functools.partial):
+        found = found.func
+    return str(getattr(found, "__module__", "")).partition(".")[0] in packages
+
+
+def foreign_hook(model: nn.Module) -> tuple[str, Any] | None:
+    """Returns the first forward hook of a program's own and the name of its module, or None."""
+    for name, hook in _hooks_of(model):
+        if not is_trusted(hook):
+            return name, hook
+    return None
+
+
+def _hooks_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        for table in _TABLES:
+            for hook in module.__dict__[table].values():
+                yield name or type(module).__name__, hook
+    for table in _TABLES:
+        for hook in getattr(torch_modules, f"_global{table}").values():
+            yield "every module", hook
+
+
+def replaced_forward(model: nn.Module) -> str | None:
+    """Returns the name of the first module whose `forward` a program has replaced, or None."""
+    for name, module in model.named_modules():
+        if "forward" in module.__dict__ and not is_trusted(module.__dict__["forward"]):
+            return name or type(module).__name__
+    return None
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises UnsupportedError for a forward hook of a program's own."""
+    found = foreign_hook(model)
+    if found is not None:
+        refuse_hook(*found)
+
+
+def refuse_new_hook(module: nn.Module, hook: Any) -> None:
+    """Raises UnsupportedError for a forward hook that is registered for one call of the model."""
+    if not is_trusted(hook, _INSTALLS):
+        refuse_hook(type(module).__name__, hook)
+
+
+def refuse_hook(name: str, hook: Any) -> None:
+    """Raises UnsupportedError for a forward hook of the module with this name."""
+    raise UnsupportedError(
+        f"{name} has the forward hook {describe(hook)}. All micro-batches pass a block before the "
+        "first of them computes its loss, and the forward of a block is repeated, so a hook that "
+        f"stores or counts would mix them; remove the hook, or {_INSTEAD}"
+    )
+
+
+def describe(hook: Any) -> str:
+    """Returns the name of a hook with its module."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return f"{getattr(hook, '__module__', '?')}.{name}"
+
+
+def refuse_caches(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError if the block with this name is called with a cache, which a repeated
+    forward would fill again."""
+    cache = _cache_class()
+    for key, value in (*enumerate(args), *kwargs.items()):
+        is_cache = cache is not None and isinstance(value, cache)
+        if value is not None and (is_cache or key in _CACHES):
+            raise UnsupportedError(
+                f"{name} is called with {key if isinstance(key, str) else type(value).__name__}, "
+                "which its repeated forward would change again; set use_cache=False for training"
+            )
+
+
+def _cache_class() -> Any:
+    """Returns transformers' class of all caches, or None without transformers."""
+    return getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)

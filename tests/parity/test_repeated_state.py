@@ -1,0 +1,419 @@
+"""State that the modules of a model change, in micro-batches that pass a block together.
+
+A block's forward runs twice, and micro-batches take turns. Gradients, buffers, attributes and
+generators are those of `for batch in micro_batches: loss_of(batch).backward()`, or the model is
+refused before the step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import UnsupportedError
+from infinity.modules.accumulate.proof import Proof, Repeats, checksums
+from tests.support.bits import differences
+from tests.support.offloading import offloaded, swap_config
+
+from .harness import OffloadedSide, PlainSide
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A linear layer and something that is more than a function of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.change(self.linear(x)))
+
+    def change(self, y: Tensor) -> Tensor:
+        return y
+
+
+class BatchNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def change(self, y: Tensor) -> Tensor:
+        found: Tensor = self.norm(y)
+        return found
+
+
+class Spectral(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+class OldSpectral(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(self.linear)
+
+
+class Average(Block):
+    """Reads the average of what came before; `how` it is written."""
+
+    how = "in place"
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def change(self, y: Tensor) -> Tensor:
+        found = y - self.average
+        new = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        if self.how == "in place":
+            self.average.copy_(new)
+        elif self.how == "data":
+            self.average.data.copy_(new)
+        else:
+            self.average = new
+        return found
+
+
+class AverageOfData(Average):
+    how = "data"
+
+
+class AverageReplaced(Average):
+    how = "replaced"
+
+
+class Counts(Block):
+    """An attribute, a list and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.table = 0, [1.0], {"scale": 1.0}
+
+    def change(self, y: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(float(len(self.seen)))
+        self.table["scale"] *= 1.5
+        return y * (self.calls + sum(self.seen) + self.table["scale"])
+
+
+class Noise(Block):
+    """Generators of its own: of torch, Python and NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch_generator = torch.Generator().manual_seed(3)
+        self.python, self.old = random.Random(4), numpy.random.RandomState(6)
+        self.new = numpy.random.default_rng(5)
+
+    def change(self, y: Tensor) -> Tensor:
+        drawn = torch.rand(WIDTH, generator=self.torch_generator)
+        return y * drawn * (self.python.random() + self.new.random() + self.old.rand())
+
+
+KINDS = [
+    Block, BatchNorm, Spectral, OldSpectral, Average, AverageOfData, AverageReplaced, Counts, Noise,
+]  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Block], stem: nn.Module | None = None) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH) if stem is None else stem
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = model(x).square().mean() / 3
+    return found
+
+
+def batches(step: int, count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(6, WIDTH, generator=generator) for _ in range(count)]
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """Buffers, and what blocks count."""
+    buffers = [(name, buffer.clone().tolist()) for name, buffer in model.named_buffers()]
+    others = [
+        (block.calls, list(block.seen), dict(block.table))
+        for block in model.modules()
+        if isinstance(block, Counts)
+    ]
+    drawn = [
+        (block.torch_generator.get_state().tolist(), block.python.getstate(), block.new.random())
+        for block in model.modules()
+        if isinstance(block, Noise)
+    ]
+    return [*buffers, *others, *drawn]
+
+
+def check(
+    make: Callable[[], nn.Module], swap: Path, loss_of: Loss = square, steps: int = 2
+) -> None:
+    """Losses, gradients and state after each of some steps without updates."""
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    with offloaded(make(), swap_config(swap)) as mine:
+        for step in range(steps):
+            losses = []
+            for batch in batches(step):
+                loss = loss_of(plain, batch)
+                loss.backward()
+                losses.append(loss.detach())
+            found = infinity.forward_backward(mine, lambda x: loss_of(mine, x), batches(step))
+            assert all(map(torch.equal, losses, found))
+            assert not differences(PlainSide(plain).gradients(), OffloadedSide(mine).gradients())
+            assert state_of(plain) == state_of(mine)
+            plain.zero_grad()
+            mine.zero_grad()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_block_changes_ends_as_in_plain_accumulation(
+    kind: type[Block], swap_directory: Path
+) -> None:
+    check(lambda: Model(kind), swap_directory)
+
+
+def test_statistics_outside_of_blocks_are_those_of_the_plain_order(swap_directory: Path) -> None:
+    def make() -> nn.Module:
+        stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        return Model(BatchNorm, stem)
+
+    check(make, swap_directory)
+
+
+class DrawsOutside(Block):
+    """Draws from the generators of the process."""
+
+    def change(self, y: Tensor) -> Tensor:
+        return y * random.random() * float(numpy.random.rand()) * torch.rand(())
+
+
+def test_a_repeated_forward_draws_the_numbers_of_the_first(swap_directory: Path) -> None:
+    """Of Python and NumPy as of torch. One micro-batch draws what a plain backward does."""
+    torch.manual_seed(0)
+    plain = Model(DrawsOutside)
+    torch.manual_seed(0)
+    seeds: list[Any] = []
+    with offloaded(Model(DrawsOutside), swap_config(swap_directory)) as mine:
+        for run in (0, 1):
+            torch.manual_seed(1), random.seed(2), numpy.random.seed(3)
+            if run == 0:
+                square(plain, batches(0)[0]).backward()
+            else:
+                infinity.forward_backward(mine, lambda x: square(mine, x), batches(0, 1))
+            seeds.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+        assert seeds[0] == seeds[1]
+        assert not differences(PlainSide(plain).gradients(), OffloadedSide(mine).gradients())
+        losses = infinity.forward_backward(mine, lambda x: square(mine, x), batches(0))
+        assert len({loss.item() for loss in losses}) == 3
+
+
+# -- Attributes that a loss sets -------------------------------------------------------------------
+
+
+class Scaled(Block):
+    scale = 1.0
+
+    def change(self, y: Tensor) -> Tensor:
+        return y * self.scale
+
+
+@contextmanager
+def rescaled(model: nn.Module, factor: float) -> Any:
+    """As PEFT's `rescale_adapter_scale`."""
+    layers = [module for module in model.modules() if isinstance(module, Scaled)]
+    before = [layer.scale for layer in layers]
+    for layer in layers:
+        layer.scale = layer.scale * factor
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, before, strict=True):
+            layer.scale = scale
+
+
+def test_an_attribute_that_is_set_for_a_call_is_that_of_its_micro_batch(
+    swap_directory: Path,
+) -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        with rescaled(model, 1.0 + float(x[0, 0].abs())):
+            return square(model, x)
+
+    check(lambda: Model(Scaled), swap_directory, loss_of)
+
+
+def test_a_forward_that_is_replaced_for_a_loss_is_that_of_its_micro_batch(
+    swap_directory: Path,
+) -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        original, factor = model.forward, 1.0 + float(x[0, 0].abs())
+        try:
+            model.forward = lambda x: original(x) * factor  # type: ignore[method-assign]
+            return square(model, x)
+        finally:
+            model.forward = original  # type: ignore[method-assign]
+
+    check(lambda: Model(Block), swap_directory, loss_of)
+
+
+class Keeps(Block):
+    """Leaves a detached tensor behind, which the loss reads."""
+
+    last: Tensor | None = None
+
+    def change(self, y: Tensor) -> Tensor:
+        self.last = y.detach() * 2
+        return y
+
+
+def test_a_loss_reads_what_the_block_has_kept_of_its_own_micro_batch(swap_directory: Path) -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        found = square(model, x)
+        kept = [block.last for block in model.modules() if isinstance(block, Keeps)]
+        assert all(last is not None for last in kept)
+        return found * sum(last.mean() for last in kept if last is not None)
+
+    check(lambda: Model(Keeps), swap_directory, loss_of)
+
+
+# -- What is refused -------------------------------------------------------------------------------
+
+
+def refused(model: nn.Module, swap: Path, words: str, loss_of: Loss = square) -> None:
+    with offloaded(model, swap_config(swap)), pytest.raises(UnsupportedError, match=words):
+        infinity.forward_backward(model, lambda x: loss_of(model, x), batches(0))
+
+
+OUTSIDE = [0]
+
+
+class ReadsOutside(Block):
+    """Reads an object outside of its modules, which changes."""
+
+    def change(self, y: Tensor) -> Tensor:
+        OUTSIDE[0] += 1
+        return y * OUTSIDE[0]
+
+
+def test_a_repeated_forward_that_differs_is_found_before_the_step(swap_directory: Path) -> None:
+    refused(Model(ReadsOutside), swap_directory, r"blocks\.2 gave another tensor as its output 0")
+
+
+class ReadsLate(Block):
+    """Differs in a single element of the repeated forward, in one micro-batch."""
+
+    count = 0
+
+    def change(self, y: Tensor) -> Tensor:
+        type(self).count += 1
+        if type(self).count == 3 * 3 + 5:
+            y = y + torch.eye(len(y), y.shape[1])[0] * 1e-6 * torch.arange(len(y))[:, None].eq(1)
+        return y
+
+
+def test_one_element_of_one_micro_batch_is_found(swap_directory: Path) -> None:
+    ReadsLate.count = 0
+    refused(Model(ReadsLate), swap_directory, r"blocks\.1 gave another tensor")
+
+
+def test_one_micro_batch_is_compared_in_later_windows() -> None:
+    repeats = Repeats()
+    seen = []
+    for _ in range(14):
+        proof = Proof(repeats)
+        proof.num_micro_batches = 3
+        seen.append([number for number in range(3) if proof.is_compared(number)])
+        proof.end()
+    assert seen[:8] == [[0, 1, 2]] * 8
+    assert [row[0] for row in seen[8:]] == [2, 0, 1, 2, 0, 1] and all(map(len, seen))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_a_checksum_sees_rows_that_are_exchanged(dtype: torch.dtype) -> None:
+    values = torch.randn(6, 5).gt(0) if dtype == torch.bool else torch.randn(6, 5).to(dtype)
+    values[0, 0], values[1, 0] = 1, 0
+    (first,), (second,) = checksums([values]), checksums([values[[1, 0, 2, 3, 4, 5]]])
+    assert first is not None and second is not None and first != second
+    assert checksums([values.t().contiguous().t(), None]) == [first, None]
+
+
+def test_a_hook_of_a_program_is_refused_and_named(swap_directory: Path) -> None:
+    model = Model(Block)
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    refused(model, swap_directory, r"blocks\.1 has the forward hook .*test_repeated_state.*lambda")
+
+
+def test_a_hook_that_is_registered_for_one_call_is_refused(swap_directory: Path) -> None:
+    """As PEFT does for aLoRA, Poly and X-LoRA."""
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        handle = model.get_submodule("blocks.0").register_forward_pre_hook(lambda *_: None)
+        try:
+            return square(model, x)
+        finally:
+            handle.remove()
+
+    refused(Model(Block), swap_directory, "has the forward hook", loss_of)
+
+
+def test_a_model_that_is_called_in_a_backward_is_refused(swap_directory: Path) -> None:
+    """As cached losses of sentence-transformers do."""
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        loss = square(model, x).detach().requires_grad_()
+        loss.register_hook(lambda gradient: square(model, x).backward())
+        return loss * 1
+
+    refused(Model(Block), swap_directory, "called in a backward", loss_of)
+
+
+class Twice(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x).expand(-1, WIDTH))
+
+
+@pytest.mark.parametrize("kind", [BatchNorm, Counts, Noise])
+def test_state_of_a_block_that_a_micro_batch_calls_twice_is_refused(
+    kind: type[Block], swap_directory: Path
+) -> None:
+    refused(Twice(kind), swap_directory, "calls it more than once")
+
+
+class Steps(Model):
+    step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        return super().forward(x) * self.step
+
+
+def test_a_count_outside_of_blocks_is_refused(swap_directory: Path) -> None:
+    refused(Steps(Block), swap_directory, "step was 0 before a micro-batch and 1 after it")
