@@ -66,8 +66,10 @@ def prepare_trainer(
 
     layer_major: the micro-batches of an optimizer step pass each block together
         (`infinity.forward_backward`), so bytes do not grow with `gradient_accumulation_steps`. None
-        does so unless the trainer or the model does not allow it, and logs the reason; True raises
-        UnsupportedError instead; False keeps the plain loop, whose dropout draws other numbers
+        does so where the results have the bits of the plain order: the first optimizer step runs in
+        the plain order and is looked at, and what speaks against it (dropout, tied weights, hooks)
+        is logged. True takes it from the first step on, with other random numbers and roundings,
+        and raises UnsupportedError where it would be wrong. False keeps the plain loop
     window: the most micro-batches that pass a block together; None takes all of a step. Their layer
         inputs wait on the tiers that `[placement] activations` names
 
@@ -98,6 +100,7 @@ def prepare_trainer(
     _refuse_strays(target.model)
     _stream_exports(target.model)
     target.is_layer_major, target.most_together = choose_order(target, layer_major), window
+    target.is_asked_for = layer_major is True
     cls = type(target)
     if not issubclass(cls, OffloadedTrainer):
         own = {"__module__": cls.__module__}

@@ -5,7 +5,9 @@ Trainer collects the micro-batches of an optimizer step (`get_batch_samples`) an
 calls, each micro-batch's `training_step` in a fiber, and returns the loss of one micro-batch per
 call. Everything between the calls (callbacks, logging, counting) is Trainer's own and happens in
 its order. `training_step` itself is the trainer's own, too: the fiber ends where it would call
-`accelerator.backward`, and the schedule runs the backward. Written against transformers 5.23,
+`accelerator.backward`, and the schedule runs the backward. Unless a program asks for this order,
+the first window runs in the plain order and is looked at: layer-major order is taken only where it
+has the bits of the plain order (`modules/accumulate/trial.py`). Written against transformers 5.23,
 accelerate 1.15 and TRL 1.16.
 """
 
@@ -19,10 +21,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 import infinity
 from infinity.engine.registry import engine_of
 from infinity.errors import UnsupportedError
+from infinity.modules.accumulate.trial import Trial, why_differs
 
 _log = logging.getLogger("infinity")
 
@@ -79,24 +83,31 @@ def _overrides(trainer: Any, method: str) -> str | None:
 
 
 def choose_order(trainer: Any, layer_major: bool | None) -> bool:
-    """Returns whether the trainer's windows run layer-major, and logs why not.
+    """Returns whether the trainer's windows may run layer-major, and logs why not.
 
-    layer_major: None decides by `why_plain`; True raises UnsupportedError instead of going back to
-        the plain loop
+    layer_major: None asks for the bits of the plain order; True raises UnsupportedError for what
+        cannot run layer-major, instead of going back to the plain loop
     """
-    reason = "layer_major=False" if layer_major is False else why_plain(trainer)
+    if layer_major is False:
+        return False
+    reason = why_plain(trainer)
+    if reason is None and layer_major is None:
+        reason = why_differs(trainer.model)
     if reason is None:
         return True
     if layer_major:
         raise UnsupportedError(f"layer_major=True: {reason}; leave it out to use the plain loop")
-    if layer_major is None:
-        _log.warning(
-            "%s runs its micro-batches one after the other, so every micro-batch fetches every "
-            "block again: %s",
-            type(trainer).__name__,
-            reason,
-        )
+    _log_plain(trainer, reason)
     return False
+
+
+def _log_plain(trainer: Any, reason: str) -> None:
+    _log.warning(
+        "%s runs its micro-batches one after the other, so every micro-batch fetches every block "
+        "again: %s",
+        type(trainer).__name__,
+        reason,
+    )
 
 
 class _Window:
@@ -127,15 +138,54 @@ class LayerMajorSteps:
     accelerator: Any
     precompute_ref_logps: bool
     is_layer_major = False
+    is_asked_for = False  # By the program; otherwise the first window is looked at.
     most_together: int | None = None  # Micro-batches.
     _window: _Window | None = None
+    _trial: Trial | None = None
+    _trial_left = 0  # Micro-batches.
     _is_reference_beside = False
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Keeps the window that begins. Its gradients are complete at its first `training_step`."""
         found = super().get_batch_samples(*args, **options)  # type: ignore[misc]
-        self._window = _Window(found[0]) if self._is_worth_it() else None
+        is_worth_it = self._is_worth_it()
+        if is_worth_it and not self.is_asked_for:
+            self._begin_trial(len(found[0]))
+        self._window = _Window(found[0]) if is_worth_it and self.is_asked_for else None
         return found
+
+    def _begin_trial(self, count: int) -> None:
+        hooked = engine_of(self.model).hooked_modules
+        is_alone = self.args.gradient_accumulation_steps == 1 and not _shares_reference(self)
+        blocks = [block.module for block in hooked if block.is_block]
+        self._trial, self._trial_left = Trial(self.model, blocks, is_alone=is_alone), count
+
+    def _try(self, trial: Trial, step: Callable[[], Any]) -> Any:
+        """Runs a micro-batch in the plain order, and decides behind the last one of the window."""
+        accelerator = self.accelerator
+        plain = accelerator.backward
+
+        def backward(loss: torch.Tensor, **options: Any) -> None:
+            trial.look_at(loss)
+            plain(loss, **options)
+
+        accelerator.backward = backward
+        try:
+            with trial.micro_batch():
+                loss = step()
+        finally:
+            del accelerator.backward
+        self._trial_left -= 1
+        if not self._trial_left:
+            self._trial = None
+            causes = [trial.cause]
+            if engine_of(self.model).num_ranks > 1:
+                causes = gather_object(causes)
+            cause = next(filter(None, causes), None)
+            self.is_asked_for = self.is_layer_major = cause is None
+            if cause is not None:
+                _log_plain(self, f"{cause}. prepare_trainer(trainer, layer_major=True) allows it")
+        return loss
 
     def _is_worth_it(self) -> bool:
         """Whether a window saves bytes, or the forward is repeated anyway."""
@@ -150,6 +200,8 @@ class LayerMajorSteps:
         """
         step = super().training_step  # type: ignore[misc]
         window = self._window
+        if self._trial is not None:
+            return self._try(self._trial, partial(step, model, inputs, num_items_in_batch))
         if window is None or not window.is_at(inputs):
             return step(model, inputs, num_items_in_batch)
         return window.loss(partial(self._run_window, step, model, num_items_in_batch))

@@ -25,7 +25,7 @@ from torch.autograd.graph import Node
 from infinity.modules.outputs import tensors_in
 
 # AccumulateGrad nodes have the highest possible number.
-_ACCUMULATES = 2**64 - 1
+ACCUMULATES = 2**64 - 1
 
 # Nodes whose backward reads gradients and sizes alone (tools/autograd/derivatives.yaml).
 _READS_NOTHING = frozenset(
@@ -57,7 +57,7 @@ def nodes_since(first: int, output: Any) -> ForwardNodes:
     entries = set()
     for tensor in outputs:
         node = tensor.grad_fn
-        if node is not None and first <= node._sequence_nr() < _ACCUMULATES:
+        if node is not None and first <= node._sequence_nr() < ACCUMULATES:
             entries.add(node)
     waiting, seen = list(entries), set(entries)
     while waiting:
@@ -67,7 +67,7 @@ def nodes_since(first: int, output: Any) -> ForwardNodes:
             if following is None:
                 continue
             number = following._sequence_nr()
-            if number >= _ACCUMULATES:
+            if number >= ACCUMULATES:
                 has_parameter = True
             elif number >= first:
                 is_exit = False
@@ -89,7 +89,7 @@ def nodes_behind(nodes: set[Node]) -> set[Node]:
     following = {
         behind for node in nodes for behind, _ in node.next_functions if behind is not None
     }
-    return {behind for behind in following - nodes if behind._sequence_nr() < _ACCUMULATES}
+    return {behind for behind in following - nodes if behind._sequence_nr() < ACCUMULATES}
 
 
 # Lends its table of hooks to nodes, and has none at other times.

@@ -22,6 +22,7 @@ from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
 from infinity.errors import InfinityError, NonFiniteError
 from infinity.integrations.hf import prepare_trainer
+from infinity.integrations.windows import why_plain
 from infinity.training.adapter import save_adapter
 from infinity.training.allocator import give_back
 from infinity.training.arguments import batch_of
@@ -105,6 +106,8 @@ class Run:
             )
         give_back()
         is_layer_major = None if self._config.schedule.micro_batch is not None else False
+        if is_layer_major is None and why_plain(self._trainer) is None:
+            is_layer_major = True  # Its order is that of `infinity train` itself.
         # With an adapter all micro-batches of a step pass a block together, else those of a batch.
         window = None
         if self._config.adapter is None:

@@ -106,6 +106,10 @@ def gpt2(**options: Any) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)  # Dropout is on.
 
 
+def gpt2_without_dropout() -> Any:
+    return gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
 def gpt2_lora() -> Any:
     torch.manual_seed(3)
     return get_peft_model(gpt2(), LORA)
@@ -376,7 +380,7 @@ class StepTwice(Trainer):
     ("cls", "make", "said"),
     [
         (Trainer, InPlace, r"changes an argument in place.*layer_major=False"),
-        (StepTwice, gpt2, r"backward once, got 2 calls.*layer_major=False"),
+        (StepTwice, gpt2_without_dropout, r"backward once, got 2 calls.*layer_major=False"),
     ],
 )
 def test_what_shows_in_the_first_window_names_the_way_back(
@@ -386,7 +390,144 @@ def test_what_shows_in_the_first_window_names_the_way_back(
     with infinity.engine_of(model):
         trainer = make_trainer(cls, model, tmp_path / "out", max_steps=1, eval_strategy="no")
         with pytest.raises(UnsupportedError, match=said):
-            prepare_trainer(trainer).train()
+            prepare_trainer(trainer, layer_major=True).train()
+
+
+# -- What a default changes ------------------------------------------------------------------------
+
+
+class Norms(nn.Module):
+    """Blocks with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(50, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(12)) for _ in range(2)
+        )
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"loss": hidden.square().mean()}
+
+
+class Residuals(Norms):
+    """A residual and a skip between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        first = hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return {"loss": (hidden * first).square().mean()}
+
+
+class Shared(Residuals):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for block in [*self.blocks, *self.blocks]:
+            hidden = block(hidden)
+        return {"loss": hidden.square().mean()}
+
+
+class Plain(Residuals):
+    """Nothing speaks against layer-major order."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"loss": hidden.square().mean()}
+
+
+def hooked() -> Any:
+    model = gpt2_without_dropout()
+    model.transformer.h[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+def tied() -> Any:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=50, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class Features(Trainer):
+    """Adds what a hook of one call has stored to the loss."""
+
+    def compute_loss(self, model: Any, *args: Any, **options: Any) -> Any:
+        stored: list[Tensor] = []
+        block = model.transformer.h[0]
+        handle = block.register_forward_hook(lambda _, __, out: stored.append(out))
+        try:
+            loss = super().compute_loss(model, *args, **options)
+        finally:
+            handle.remove()
+        return loss + stored[-1].pow(2).mean()
+
+
+class Cached(Trainer):
+    """Calls the model again in its backward, as cached losses of sentence-transformers do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            loss = super().compute_loss(model, inputs, *args, **options)
+        loss = loss.detach().requires_grad_()
+
+        def again(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                (model(**inputs).loss * gradient).backward()
+
+        loss.register_hook(again)
+        return loss * 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "make", "said"),
+    [
+        (Trainer, gpt2, "draws random numbers"),
+        (Trainer, gpt2_lora, "draws random numbers"),
+        (Trainer, Norms, "blocks.0.1.running_mean changes"),
+        (Trainer, Residuals, "lead to each other"),
+        (Trainer, Shared, "used in several places"),
+        (Trainer, tied, "are one weight"),
+        (Trainer, InPlace, "changes an argument in place"),
+        (Trainer, hooked, "transformer.h.1 has the forward hook"),
+        (Features, gpt2_without_dropout, "registers the forward hook"),
+        (Cached, gpt2_without_dropout, "is called in a backward"),
+        (Trainer, Plain, None),
+        (OwnLoss, gpt2_without_dropout, None),
+        (Trainer, mixtral_lora, None),
+    ],
+)
+def test_a_default_never_changes_a_result(
+    cls: Any, make: Any, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Losses, norms and weights are those of the plain Trainer. What speaks against layer-major
+    order is named once; where nothing does, the windows behind the first run so."""
+    options = {"max_steps": 4, "eval_strategy": "no"}
+    plain = make_trainer(cls, make(), tmp_path / "plain", **options)
+    plain.train()
+    model = infinity.offload(make(), swap(tmp_path))
+    trainer = make_trainer(cls, model, tmp_path / "out", **options)
+    with infinity.engine_of(model) as engine, caplog.at_level(logging.WARNING, logger="infinity"):
+        prepare_trainer(trainer).train()
+        assert trainer.is_layer_major == (said is None)
+        assert events(trainer) == events(plain)
+        for name, parameter in plain.model.named_parameters():
+            assert torch.equal(engine.read_parameter(name), parameter), name
+    assert [said is not None and said in message for message in said_by_us(caplog)] == (
+        [True] if said else []
+    )
 
 
 def test_a_window_of_no_micro_batches_is_refused(tmp_path: Path) -> None:
@@ -402,6 +543,6 @@ def test_a_trainer_with_a_loss_of_its_own_runs_layer_major(
     model = infinity.offload(gpt2(), swap(tmp_path))
     with infinity.engine_of(model), caplog.at_level(logging.WARNING, logger="infinity"):
         trainer = make_trainer(OwnLoss, model, tmp_path / "out", max_steps=1, eval_strategy="no")
-        assert prepare_trainer(trainer).is_layer_major and not said_by_us(caplog)
+        assert prepare_trainer(trainer, layer_major=True).is_layer_major and not said_by_us(caplog)
         assert not prepare_trainer(trainer, layer_major=False).is_layer_major
         trainer.train()

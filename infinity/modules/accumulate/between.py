@@ -27,9 +27,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from infinity.modules.accumulate.boundary import BlockCall, EdgeGradients
-
-# AccumulateGrad nodes have the highest possible number.
-_LEAF = 2**64 - 1
+from infinity.modules.forward_nodes import ACCUMULATES
 
 Key: TypeAlias = tuple[Node, int]
 
@@ -106,7 +104,7 @@ class GraphBetween:
         if following is None:
             return False
         number = node._sequence_nr()
-        if number == _LEAF:
+        if number == ACCUMULATES:
             return is_root  # A leaf that is an input of blocks gets one sum of all blocks.
         if self._reached.get(node, following.number + 1) <= following.number:
             return True
@@ -125,7 +123,7 @@ class GraphBetween:
                     continue
                 is_waiting = self._waits(behind, following)
                 has_waiting = has_waiting or is_waiting
-                is_leaf = behind._sequence_nr() == _LEAF
+                is_leaf = behind._sequence_nr() == ACCUMULATES
                 if is_waiting or is_leaf or _boundary(behind) is not None:
                     ends[behind, output_nr] = GradientEdge(behind, output_nr)
                 elif behind not in seen:

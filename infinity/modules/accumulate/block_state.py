@@ -61,15 +61,15 @@ class BlockState:
         self._containers: list[_StatePlace] = []
         self._generators: list[_GeneratorState] = []
         for child, module in block.named_modules():
-            place = f"{name}.{child}" if child else name
+            place = "".join(f"{part}." for part in (name, child) if part)
             self._buffers += [
-                _StatePlace(module._buffers, key, f"{place}.{key}")
+                _StatePlace(module._buffers, key, place + key)
                 for key, buffer in module._buffers.items()
                 if buffer is not None
             ]
             for key, value in module.__dict__.items():
                 if key not in _OF_TORCH and type(value) in _CONTAINERS:
-                    self._containers.append(_StatePlace(module.__dict__, key, f"{place}.{key}"))
+                    self._containers.append(_StatePlace(module.__dict__, key, place + key))
                 elif (generator := generator_of(value)) is not None:
                     self._generators.append(generator)
 

@@ -13,7 +13,7 @@ Note [Inside a block]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from torch import nn
 
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.captured import HOOKS_INSTALLED
-from infinity.modules.accumulate.purity import is_trusted, refuse_new_hook
+from infinity.modules.accumulate.purity import INSTALLS, is_trusted, refuse_new_hook
 
 Key: TypeAlias = tuple[int, str]  # The id of a module, and an attribute.
 Attributes: TypeAlias = Mapping[Key, Any]
@@ -43,9 +43,12 @@ _watching: list[ModuleState] = []
 
 class ModuleState:
     """The attributes of a model's modules that differ between micro-batches. Used by one running
-    thread at a time."""
+    thread at a time. `on_hook` is called with a new forward hook and its module."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, on_hook: Callable[[nn.Module, Any], None] = refuse_new_hook
+    ) -> None:
+        self.on_hook = on_hook
         self._modules = {id(module): module for module in model.modules()}
         self._names = {id(module): name for name, module in model.named_modules()}
         layers = [m for m in self._modules.values() if "_disable_adapters" in m.__dict__]
@@ -62,7 +65,7 @@ class ModuleState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Notes every attribute that is written. New hooks of the modules are refused: those of one
+        """Notes every attribute that is written, and new hooks of the modules: those of one
         micro-batch would be called for the others."""
         if not _watching:
             _watch()
@@ -85,9 +88,14 @@ class ModuleState:
             key = id(module), name
             self._noted[key] = self._read(key)
 
-    def knows(self, module: nn.Module) -> bool:
-        """Whether the module is one of the model."""
-        return id(module) in self._modules
+    def note_hook(self, module: nn.Module, hook: Any) -> None:
+        """Notes that a forward hook is about to be registered."""
+        if id(module) in self._modules:
+            self.on_hook(module, hook)
+
+    def changed(self) -> Iterator[str]:
+        """Yields the attributes that differ from those at the first look."""
+        return (self._place(key) for key in self.now() if key != _TRAINED)
 
     def _read(self, key: Key) -> Any:
         if key == _TRAINED:
@@ -209,16 +217,17 @@ def _watch() -> None:
 
         return write
 
-    def refusing(plain: Any) -> Any:
+    def noting_hook(plain: Any) -> Any:
         def register(module: nn.Module, hook: Any, **options: Any) -> Any:
-            if any(state.knows(module) for state in _watching):
-                refuse_new_hook(module, hook)
+            if not is_trusted(hook, INSTALLS):
+                for state in _watching:
+                    state.note_hook(module, hook)
             return plain(module, hook, **options)
 
         return register
 
     for name, plain in _PLAIN.items():
-        change = noting if name.startswith("__") else refusing
+        change = noting if name.startswith("__") else noting_hook
         setattr(nn.Module, name, change(plain))
 
 

@@ -15,7 +15,7 @@ from infinity.errors import UnsupportedError
 # The permanent hooks, forwards and attributes of these keep nothing from one micro-batch to the
 # next. PEFT registers further hooks for one call of the model (aLoRA, Poly, X-LoRA).
 _TRUSTED = frozenset({"torch", "transformers", "peft", "trl", "accelerate", "infinity"})
-_INSTALLS = frozenset({"torch", "transformers", "infinity"})
+INSTALLS = frozenset({"torch", "transformers", "infinity"})
 _TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _INSTEAD = "accumulate micro-batches by several backward() calls instead"
 # Arguments of transformers' layers that their forward fills.
@@ -67,8 +67,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 def refuse_new_hook(module: nn.Module, hook: Any) -> None:
     """Raises UnsupportedError for a forward hook that is registered for one call of the model."""
-    if not is_trusted(hook, _INSTALLS):
-        refuse_hook(type(module).__name__, hook)
+    refuse_hook(type(module).__name__, hook)
 
 
 def refuse_hook(name: str, hook: Any) -> None:

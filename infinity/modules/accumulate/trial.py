@@ -1,0 +1,187 @@
+"""Whether micro-batches that pass blocks together would have the bits of the plain order.
+
+Some micro-batches run in the plain order, and this file looks at what they do. The layer-major
+order draws other random numbers, and keeps the order of sums and of changes only where it can. So a
+default may choose it only where nothing is found here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from infinity.modules.accumulate.block_state import BlockState, is_alike
+from infinity.modules.accumulate.boundary import is_activation
+from infinity.modules.accumulate.fiber import Random
+from infinity.modules.accumulate.module_state import ModuleState
+from infinity.modules.accumulate.proof import Repeats
+from infinity.modules.accumulate.purity import describe, foreign_hook, replaced_forward
+from infinity.modules.forward_nodes import ACCUMULATES
+from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
+
+_OTHERWISE = ", and gradients would be added in another order"
+
+
+def why_differs(model: nn.Module) -> str | None:
+    """Returns what in the model itself may differ in layer-major order, or None."""
+    if (found := foreign_hook(model)) is not None:
+        return f"{found[0]} has the forward hook {describe(found[1])}"
+    if (name := replaced_forward(model)) is not None:
+        return f"the forward of {name} is replaced"
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name and parameter.requires_grad:
+            return f"{first} and {name} are one weight{_OTHERWISE}"
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "is_encoder_decoder", None) and getattr(config, "use_cache", None):
+            return "its cache of keys and values changes roundings: set config.use_cache = False"
+    return None
+
+
+class Trial:
+    """Looks at micro-batches that run in the plain order. `cause`: what was found, or None.
+
+    is_alone: the micro-batches will pass the blocks one by one, so that nothing but sums can differ
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], *, is_alone: bool) -> None:
+        self.cause: str | None = None
+        self._model = model
+        self._blocks = {block: number for number, block in enumerate(blocks)}
+        self._is_alone = is_alone
+        devices = {parameter.device for parameter in model.parameters()}
+        self._random = Random(next((d for d in devices if d.type != "cpu"), torch.device("cpu")))
+        self._calls: list[tuple[int, int, int]] = []  # Block, first node, node behind the last.
+        self._began: list[tuple[int, list[tuple[torch.Tensor, int]]]] = []
+        self._order: list[int] | None = None
+        self._num_losses = 0
+        self._is_first = True
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Looks at one micro-batch, from its forward to the end of its backward."""
+        attributes = ModuleState(self._model, on_hook=self._note_hook)
+        changed = BlockState("", self._model, Repeats()).watch()
+        states = self._random.state()
+        self._calls.clear()
+        self._num_losses = 0
+        handles = [self._model.register_forward_pre_hook(self._note_call)]
+        for block in self._blocks:
+            handles.append(
+                block.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+            )
+            handles.append(block.register_forward_hook(self._end))
+        try:
+            with attributes.watched():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self._num_losses != 1:
+            self._note(f"a micro-batch runs {self._num_losses} backwards")
+        order = [number for number, _, _ in self._calls]
+        if self._order is not None and order != self._order:
+            self._note("micro-batches take different ways through the blocks")
+        self._order = order
+        if self._is_alone:
+            return
+        if not is_alike(self._random.state(), states):
+            self._note("it draws random numbers (dropout), which would be others")
+        # A first forward may prepare what later ones find.
+        label = changed().label or next(iter(attributes.changed()), None)
+        if label is not None and not self._is_first:
+            self._note(f"{label} changes from micro-batch to micro-batch")
+        self._is_first = False
+
+    def _note(self, cause: str) -> None:
+        self.cause = self.cause or cause
+
+    def _note_hook(self, module: nn.Module, hook: Any) -> None:
+        self._note(f"a micro-batch registers the forward hook {describe(hook)}")
+
+    def _note_call(self, module: nn.Module, args: Any) -> None:
+        if current_backward() != OUTSIDE_BACKWARD:
+            self._note("the model is called in a backward")
+
+    def _begin(self, block: nn.Module, *arguments: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(arguments) if is_activation(leaf)]
+        versions = [(tensor, tensor._version) for tensor in tensors]
+        self._began.append((torch.autograd._get_sequence_nr(), versions))
+
+    def _end(self, block: nn.Module, args: Any, output: Any) -> None:
+        (first, versions), last = self._began.pop(), torch.autograd._get_sequence_nr()
+        if any(tensor._version != version for tensor, version in versions):
+            self._note("a block changes an argument in place")
+        if current_backward() == OUTSIDE_BACKWARD:  # No repeat for a checkpoint.
+            self._calls.append((self._blocks[block], first, last))
+
+    def look_at(self, loss: torch.Tensor) -> None:
+        """Looks at the graph of a loss, before its backward."""
+        self._num_losses += 1
+        if loss.grad_fn is not None and self.cause is None:
+            starts, ends = ([call[at] for call in self._calls] for at in (1, 2))
+            self.cause = _why_sums_differ(loss.grad_fn, _Places(starts, ends))
+
+
+class _Places:
+    """Where the nodes of a graph stand between the calls of blocks. `starts`, `ends`: the numbers
+    of the first node of each call and of the node behind its last, ascending."""
+
+    def __init__(self, starts: list[int], ends: list[int]) -> None:
+        self._starts, self._ends = starts, ends
+
+    def of(self, node: Node) -> tuple[int, bool]:
+        """Returns how many calls have begun before the node was made, and whether it is inside the
+        last of them."""
+        number = node._sequence_nr()
+        call = bisect_right(self._starts, number)
+        return call, call > 0 and number < self._ends[call - 1]
+
+
+def _why_sums_differ(root: Node, places: _Places) -> str | None:
+    """Returns why sums of gradients would have another order, or None."""
+    uses: dict[Node, set[tuple[int, bool]]] = {}
+    waiting: set[Node] = set()  # See Waiting nodes in `between.py`.
+    for node in _nodes_behind(root, lambda _: True):
+        call, is_inside = places.of(node)
+        for behind, _ in node.next_functions:
+            if behind is None:
+                continue
+            if behind._sequence_nr() == ACCUMULATES:
+                uses.setdefault(behind, set()).add((call, is_inside))
+                continue
+            call_behind, is_behind_inside = places.of(behind)
+            if not is_inside and not is_behind_inside and call_behind < call:
+                waiting.add(behind)
+    for leaf, found in uses.items():
+        if len(found) > 1:
+            shape = list(leaf.variable.shape)  # type: ignore[attr-defined]
+            return f"a weight of the shape {shape} is used in several places{_OTHERWISE}"
+    for start in waiting:
+        nodes = _nodes_behind(start, lambda node: not places.of(node)[1])
+        if any(node in waiting for node in nodes if node is not start):
+            return f"tensors between blocks lead to each other{_OTHERWISE}"
+    return None
+
+
+def _nodes_behind(root: Node, is_entered: Callable[[Node], bool]) -> Iterator[Node]:
+    """Yields the node and all nodes behind it that are entered, but for leaves."""
+    walk, seen = [root], {root}
+    while walk:
+        node = walk.pop()
+        yield node
+        for behind, _ in node.next_functions:
+            if behind is None or behind in seen or behind._sequence_nr() == ACCUMULATES:
+                continue
+            seen.add(behind)
+            if is_entered(behind):
+                walk.append(behind)
