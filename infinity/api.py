@@ -205,6 +205,11 @@ def forward_backward(
         results share the fetches of one call (`infinity.beside`)
     micro_batches: the arguments of `loss_fn`; all of them are kept until the end
 
+    Buffers, attributes and generators of blocks end as in the loop. The outputs of repeated
+    forwards are compared with those of the first ones. Raises UnsupportedError before a step for
+    what would be wrong in silence: a block that is no function of its arguments and its own state,
+    forward hooks of a program, a model that is called in a backward (docs/LIMITS.md).
+
     Returns the losses, detached, in the order of the micro-batches.
 
     In fp32 without dropout the gradients have the bits of the plain loop with `use_cache=False`:

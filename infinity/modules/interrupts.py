@@ -76,8 +76,9 @@ class _Uninterrupted:
         self._received.append((handler, number, frame))
 
     @contextmanager
-    def for_all_signals(self) -> Iterator[None]:
-        """Makes the contexts inside delay every signal that has a handler in Python now."""
+    def but_at_checks(self) -> Iterator[None]:
+        """Delays every signal that has a handler in Python now until the next `check`, or the end.
+        A handler may raise whatever it likes there, and nowhere else."""
         if get_ident() != _main_thread:
             yield
             return
@@ -85,9 +86,16 @@ class _Uninterrupted:
         found = (n for n in signal.valid_signals() if callable(_signal.getsignal(n)))
         self._delayed = tuple(sorted({*before, *map(int, found)}))
         try:
-            yield
+            with self:
+                yield
         finally:
             self._delayed = before
+
+    def check(self) -> None:
+        """Passes the signals that were delayed so far to their handlers."""
+        if self._received and get_ident() == _main_thread:
+            received, self._received = self._received, []
+            _deliver(received)
 
 
 def _restore(handlers: list[tuple[int, Any]]) -> None:
@@ -113,6 +121,5 @@ UNINTERRUPTED = _Uninterrupted()  # For code that runs for every gradient.
 
 
 def uninterrupted() -> _Uninterrupted:
-    """Returns a context that delays SIGINT; inside `for_all_signals` all signals with a handler in
-    Python. Contexts may be nested."""
+    """Returns a context that delays SIGINT. Contexts may be nested."""
     return UNINTERRUPTED

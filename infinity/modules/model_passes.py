@@ -129,9 +129,9 @@ class ModelPasses:
             self._model, self._uses, blocks, self._layer_inputs, self._expert_stores,
             self._device, self._repeats, tile_micro_batches=self._tile_micro_batches,
         )  # fmt: skip
-        with UNINTERRUPTED.for_all_signals():
+        with UNINTERRUPTED.but_at_checks():
             try:
-                with uninterrupted(), self._lock:
+                with self._lock:
                     self.reset()
                     self._gradients.begin_accumulating()
                 self._begin_pass("train")
@@ -141,14 +141,13 @@ class ModelPasses:
                 with self._passes.layer_major():
                     return schedule.run(forwards, self._turn_back)
             finally:
-                with uninterrupted():
-                    self._schedule = None
-                    self._passes.end_forward()  # If an error has ended the schedule.
-                    self.reset()
-                    self._uses.backward_ended()
-                    with self._lock:
-                        self._weight_cache.end_device_loans()
-                        self._gradients.end_accumulating()
+                self._schedule = None
+                self._passes.end_forward()  # If an error has ended the schedule.
+                self.reset()
+                self._uses.backward_ended()
+                with self._lock:
+                    self._weight_cache.end_device_loans()
+                    self._gradients.end_accumulating()
 
     def _sum_outside_blocks(self) -> None:
         """Lets gradients outside of blocks be summed on the device, as far as it has memory beside

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import infinity
 from infinity.engine.engine import Engine
 from infinity.modules.interrupts import uninterrupted
 from infinity.state.units import StateKind
@@ -85,6 +86,53 @@ def test_interrupted_at_random_moments_the_steps_are_the_same(swap_directory: Pa
         assert_same(expected, weights_of(model))
     assert num_interrupts >= 20, "one that comes in a finalizer is lost"
     assert torch.isfinite(expected[next(iter(expected))]).all()
+
+
+class Stopped(Exception):
+    """What a program's own handler of a signal raises."""
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, Stopped])
+def test_whatever_a_signal_raises_in_a_window_the_next_window_has_its_bits(
+    raised: type[BaseException], swap_directory: Path
+) -> None:
+    """Also where two signals come shortly after each other. Nothing hangs, and no block, attribute
+    or handler stays as it was in the window."""
+    source, batches = random.Random(7), [torch.full((2, 96), 0.1 * n) for n in range(1, 4)]
+    num_raised = 0
+
+    def stop(*unused: object) -> None:
+        raise raised
+
+    with offload(mlp(), swap_config(swap_directory)) as engine:
+        model = engine.model
+
+        def window() -> list[torch.Tensor]:
+            model.zero_grad()
+            infinity.forward_backward(model, lambda x: model(x).square().mean(), batches)
+            found = [engine.read_gradient(name) for name in engine.parameter_names()]
+            return [gradient for gradient in found if gradient is not None]
+
+        expected = window()
+        before = signal.signal(signal.SIGALRM, stop)
+        try:
+            for _ in range(60):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, source.uniform(1e-4, 0.05), 0.003)
+                    for _ in range(100):
+                        window()
+                except raised:
+                    num_raised += 1
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                    except raised:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                assert signal.getsignal(signal.SIGALRM) is stop
+                assert all(map(torch.equal, expected, window()))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert num_raised >= 55
 
 
 class Late:

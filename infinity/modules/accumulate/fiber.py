@@ -21,7 +21,6 @@ import numpy
 import torch
 
 from infinity.modules.accumulate.block_state import is_alike
-from infinity.modules.interrupts import UNINTERRUPTED
 
 
 class _Thread:
@@ -115,36 +114,20 @@ class Fiber:
 
     def run_on(self) -> None:
         """Runs the fiber to its next pause or to its end, and raises its error. Called by the
-        schedule. A running fiber cannot be stopped: what a signal raises here is raised behind the
-        pause."""
-        with UNINTERRUPTED:
-            self._paused.clear()
-            self._turn.release()
-            _wait(self._paused)
+        schedule, which delays signals: a running fiber cannot be stopped."""
+        self._paused.clear()
+        self._turn.release()
+        self._paused.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def abandon(self) -> None:
         """Ends the fiber, wherever it is suspended. Its forward has ended on return."""
-        with UNINTERRUPTED:
-            if not self._ended.is_set():
-                self._is_abandoned = True
-                self._turn.release()
-            _wait(self._ended)
-
-
-def _wait(event: threading.Event) -> None:
-    """Waits for the event, whatever handlers of signals raise. Then the first of it is raised."""
-    raised: BaseException | None = None
-    while True:
-        try:
-            event.wait()
-            break
-        except BaseException as error:
-            raised = raised or error
-    if raised is not None:
-        raise raised
+        if not self._ended.is_set():
+            self._is_abandoned = True
+            self._turn.release()
+        self._ended.wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,8 @@ class LayerMajorSchedule:
     ) -> list[torch.Tensor]:
         """Runs forward and backward of every micro-batch and returns the detached losses.
 
-        `when_back` is called between forward and backward.
+        `when_back` is called between forward and backward. The caller delays signals; they are
+        delivered between the micro-batches of a block.
         """
         refuse_hooks(self._model)
         micro_batches: list[MicroBatch] = []
@@ -170,12 +171,11 @@ class LayerMajorSchedule:
                 self._proof.end()
                 return losses
         finally:
-            with UNINTERRUPTED:
-                for fiber in [*micro_batches, *self._fibers]:
-                    fiber.abandon()
-                self._fibers.clear()
-                self._attributes.keep(attributes)
-                self._activations.clear()
+            for fiber in [*micro_batches, *self._fibers]:
+                fiber.abandon()
+            self._fibers.clear()
+            self._attributes.keep(attributes)
+            self._activations.clear()
 
     @property
     def is_in_loss(self) -> bool:
@@ -291,6 +291,7 @@ class LayerMajorSchedule:
 
     def _resume(self, fiber: Suspended) -> None:
         """Runs the fiber to its next stop or to its end."""
+        UNINTERRUPTED.check()
         self._running = fiber
         self._attributes.set(fiber.attributes)
         try:

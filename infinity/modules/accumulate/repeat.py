@@ -17,6 +17,7 @@ from infinity.modules.accumulate.fiber import Random
 from infinity.modules.accumulate.micro_batch import MicroBatch
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.proof import Proof
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.streaming.activations import InputStore
 
 # The inputs of this many calls are restored ahead of the running call.
@@ -64,6 +65,7 @@ class BlockRepeat:
     def probe(self, calls: Calls, is_kept: bool, index: int) -> None:
         """Repeats the forward of one call, for the gradient of the output of its experts.
         `is_kept`: the graph stays in memory for the next probe and for `finish`."""
+        UNINTERRUPTED.check()
         repeated = self._kept.get(index) or self._forward(calls, index)
         if is_kept:
             self._kept[index] = repeated
@@ -74,6 +76,7 @@ class BlockRepeat:
 
     def finish(self, calls: Calls, index: int) -> None:
         """Repeats the forward of one call, unless a probe has kept it, and runs its backward."""
+        UNINTERRUPTED.check()
         repeated = self._kept.pop(index, None) or self._forward(calls, index)
         self._experts.forget_outputs(calls[index][1].experts)
         self._backward(*calls[index], repeated)
