@@ -206,9 +206,7 @@ def forward_backward(
     micro_batches: the arguments of `loss_fn`; all of them are kept until the end
 
     Buffers, attributes and generators of blocks end as in the loop. The outputs of repeated
-    forwards are compared with those of the first ones. Raises UnsupportedError before a step for
-    what would be wrong in silence: a block that is no function of its arguments and its own state,
-    forward hooks of a program, a model that is called in a backward (docs/LIMITS.md).
+    forwards are compared with those of the first ones.
 
     Returns the losses, detached, in the order of the micro-batches.
 
@@ -219,8 +217,9 @@ def forward_backward(
     With several ranks, each rank sums its micro-batches first and sends every gradient once.
 
     Raises UnsupportedError for a model whose blocks cannot be repeated: blocks that fill a cache of
-    keys and values, change arguments in place, or pass tensors on by other means than outputs.
-    Router logits that transformers records for an auxiliary loss are outputs in this sense.
+    keys and values, change arguments in place, pass tensors on by other means than outputs, or are
+    no functions of their arguments and their own state; for forward hooks of a program; and for a
+    model that is called in a backward (docs/LIMITS.md). Router logits that transformers records for an auxiliary loss are outputs in this sense.
 
     Micro-batches run in threads. glibc gives each thread a heap that keeps its freed memory, so set
     MALLOC_ARENA_MAX=1 in the environment of a program; `infinity train` sets it.
