@@ -219,7 +219,8 @@ def forward_backward(
     Raises UnsupportedError for a model whose blocks cannot be repeated: blocks that fill a cache of
     keys and values, change arguments in place, pass tensors on by other means than outputs, or are
     no functions of their arguments and their own state; for forward hooks of a program; and for a
-    model that is called in a backward (docs/LIMITS.md). Router logits that transformers records for an auxiliary loss are outputs in this sense.
+    model that is called in a backward (docs/LIMITS.md). Router logits that transformers records for
+    an auxiliary loss are outputs in this sense.
 
     Micro-batches run in threads. glibc gives each thread a heap that keeps its freed memory, so set
     MALLOC_ARENA_MAX=1 in the environment of a program; `infinity train` sets it.

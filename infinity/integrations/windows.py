@@ -184,7 +184,7 @@ class LayerMajorSteps:
             cause = next(filter(None, causes), None)
             self.is_asked_for = self.is_layer_major = cause is None
             if cause is not None:
-                _log_plain(self, f"{cause}. prepare_trainer(trainer, layer_major=True) allows it")
+                _log_plain(self, f"{cause} (layer_major=True changes the order where it can)")
         return loss
 
     def _is_worth_it(self) -> bool:
