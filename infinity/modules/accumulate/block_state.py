@@ -8,6 +8,7 @@ micro-batches pass a block in the same order.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from torch import nn
 from infinity.modules.accumulate.proof import Repeats
 
 _CONTAINERS = (list, dict, set, OrderedDict, deque, numpy.ndarray)
+_GENERATORS = (
+    torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator,
+)  # fmt: skip
 # What torch itself keeps in a module.
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
@@ -68,10 +72,11 @@ class BlockState:
                 if buffer is not None
             ]
             for key, value in module.__dict__.items():
-                if key not in _OF_TORCH and type(value) in _CONTAINERS:
+                kind = _kind_of(type(value))
+                if kind == "container" and key not in _OF_TORCH:
                     self._containers.append(_StatePlace(module.__dict__, key, place + key))
-                elif (generator := generator_of(value)) is not None:
-                    self._generators.append(generator)
+                elif kind == "generator":
+                    self._generators.append(_generator(value))
 
     def watch(self) -> Callable[[], Before]:
         """Returns a function that returns what has changed since."""
@@ -127,16 +132,22 @@ def again(before: Before) -> Iterator[None]:
             generator.set(state)
 
 
-def generator_of(value: Any) -> _GeneratorState | None:
-    """Returns how the state of a generator is read and written, or None for other objects."""
-    if isinstance(value, (torch.Generator, numpy.random.RandomState)):
-        return _GeneratorState(value.get_state, value.set_state)
-    if isinstance(value, random.Random):
-        return _GeneratorState(value.getstate, value.setstate)
+@functools.cache
+def _kind_of(cls: type) -> str | None:
+    """Asked for every attribute of every module."""
+    if cls in _CONTAINERS:
+        return "container"
+    return "generator" if issubclass(cls, _GENERATORS) else None
+
+
+def _generator(value: Any) -> _GeneratorState:
+    """Returns how the state of a generator is read and written."""
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
         return _GeneratorState(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None
+    if isinstance(value, random.Random):
+        return _GeneratorState(value.getstate, value.setstate)
+    return _GeneratorState(value.get_state, value.set_state)
 
 
 def is_alike(now: Any, before: Any) -> bool:

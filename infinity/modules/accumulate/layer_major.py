@@ -142,7 +142,7 @@ class LayerMajorSchedule:
         `when_back` is called between forward and backward. The caller delays signals; they are
         delivered between the micro-batches of a block.
         """
-        refuse_hooks(self._model)
+        refuse_hooks(self._attributes.named)
         micro_batches: list[MicroBatch] = []
         attributes: dict[Key, Any] = {}  # That the micro-batches leave behind.
         try:

@@ -49,8 +49,8 @@ class ModuleState:
         self, model: nn.Module, on_hook: Callable[[nn.Module, Any], None] = refuse_new_hook
     ) -> None:
         self.on_hook = on_hook
-        self._modules = {id(module): module for module in model.modules()}
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self.named = dict(model.named_modules())
+        self._modules = {id(module): module for module in self.named.values()}
         layers = [m for m in self._modules.values() if "_disable_adapters" in m.__dict__]
         # The parameters of adapters. A layer's base holds parameters of its own, which PEFT leaves.
         params = {id(p): p for layer in layers for p in layer.parameters()}
@@ -175,7 +175,8 @@ class ModuleState:
                 )
 
     def _place(self, key: Key) -> str:
-        return ".".join(filter(None, (self._names[key[0]], key[1])))
+        name = next(name for name, module in self.named.items() if id(module) == key[0])
+        return ".".join(filter(None, (name, key[1])))
 
     # -- Blocks ------------------------------------------------------------------------------------
 

@@ -32,16 +32,19 @@ def is_trusted(found: Any, packages: frozenset[str] = _TRUSTED) -> bool:
     return str(getattr(found, "__module__", "")).partition(".")[0] in packages
 
 
-def foreign_hook(model: nn.Module) -> tuple[str, Any] | None:
-    """Returns the first forward hook of a program's own and the name of its module, or None."""
-    for name, hook in _hooks_of(model):
+def foreign_hook(named: Mapping[str, nn.Module]) -> tuple[str, Any] | None:
+    """Returns the first forward hook of a program's own and the name of its module, or None.
+
+    named: the modules of a model
+    """
+    for name, hook in _hooks_of(named):
         if not is_trusted(hook):
             return name, hook
     return None
 
 
-def _hooks_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
+def _hooks_of(named: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    for name, module in named.items():
         for table in _TABLES:
             for hook in module.__dict__[table].values():
                 yield name or type(module).__name__, hook
@@ -58,9 +61,9 @@ def replaced_forward(model: nn.Module) -> str | None:
     return None
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raises UnsupportedError for a forward hook of a program's own."""
-    found = foreign_hook(model)
+def refuse_hooks(named: Mapping[str, nn.Module]) -> None:
+    """Raises UnsupportedError for a forward hook of a program's own on one of these modules."""
+    found = foreign_hook(named)
     if found is not None:
         refuse_hook(*found)
 

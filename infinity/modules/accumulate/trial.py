@@ -31,7 +31,7 @@ _OTHERWISE = ", and gradients would be added in another order"
 
 def why_differs(model: nn.Module) -> str | None:
     """Returns what in the model itself may differ in layer-major order, or None."""
-    if (found := foreign_hook(model)) is not None:
+    if (found := foreign_hook(dict(model.named_modules()))) is not None:
         return f"{found[0]} has the forward hook {describe(found[1])}"
     if (name := replaced_forward(model)) is not None:
         return f"the forward of {name} is replaced"
