@@ -72,7 +72,7 @@ class BlockState:
                 if buffer is not None
             ]
             for key, value in module.__dict__.items():
-                kind = _kind_of(type(value))
+                kind = _kind_of(type(value))  # type: ignore[arg-type]
                 if kind == "container" and key not in _OF_TORCH:
                     self._containers.append(_StatePlace(module.__dict__, key, place + key))
                 elif kind == "generator":
