@@ -22,7 +22,6 @@ from typing import Any
 from infinity.distributed import connecting
 from infinity.distributed.peer import Peer
 from infinity.distributed.transport import PeerTransport
-from infinity.observe import Counters
 from infinity.sizes import MIB
 
 _SO_MAX_PACING_RATE = 47  # socket(7); not in the module `socket`.
@@ -71,8 +70,9 @@ class Shelf:
 def run(rank: int, peers: list[Peer], listener: socket.socket, words: Any) -> None:
     if words.rate:
         pace_sockets(words.rate * 1_000_000)
-    transport = PeerTransport(rank, peers, listener, Counters())
-    transport.open(Shelf(words.shard * MIB))
+    transport = PeerTransport(rank, peers, listener)
+    transport.open()
+    transport.serve(Shelf(words.shard * MIB))
     sink, part = bytearray(words.shard * MIB), bytes(MIB)
     waits: dict[int, list[float]] = {0: [], words.given: []}
     for turn in range(2 * words.turns):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.distributed.group import connect, find_group
+from infinity.distributed.group import find_group, share_memory
 from infinity.observe import Counters
 from infinity.sizes import KIB, MIB
 from infinity.storage.arena import Arena
@@ -55,9 +55,10 @@ def run(rank: int, count: int, turns: int, ports: Any) -> None:
         ports.put(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     topology = find_group()
-    assert topology is not None
-    transport = connect(topology, Counters(), Arena(MIB, is_shared=True))
-    transport.open(Shelf())
+    assert topology is not None and topology.links is not None
+    transport = topology.links
+    share_memory(topology, Counters(), Arena(MIB, is_shared=True))
+    transport.serve(Shelf())
     for nbytes in SIZES:
         content = bytes(nbytes)
         local = torch.zeros(nbytes, dtype=torch.uint8)

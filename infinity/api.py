@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from infinity.config import SwapConfig
+from infinity.distributed.group import find_group
 from infinity.engine.build import build
 from infinity.engine.describe import Residence
 from infinity.engine.describe import describe as residence_of
@@ -30,6 +31,7 @@ from infinity.modules.load_plan import LoadPlan, TileRows
 from infinity.optimizers.algorithms import SGD, Adam, AdamW, Lion
 from infinity.state.stored import StoredTensor
 from infinity.storage.shards import ShardIdentity
+from infinity.storage.volume import Adopted
 from infinity.tiers.open_device import OwnDevice
 
 __all__ = [
@@ -104,12 +106,9 @@ def offload(
         )
     resolved = SwapConfig.load(config)
     plan = _load_plan(model, weights, resume, ignore)
-    adopted = None
+    place, adopted = calling_place(), None
     if resume is not None:
-        from infinity.checkpoint.run.adopt import plan_adoption
-
-        adopted = plan_adoption(resolved, resume, group)
-    place = calling_place()
+        group, adopted = _plan_adoption(resolved, resume, group)
     if group is None and not dist.is_initialized():  # Every rank has its own swap directory.
         free_swap_directories(resolved, place)
     build(
@@ -118,6 +117,21 @@ def offload(
     )  # fmt: skip
     remember(engine_of(model), place)
     return model
+
+
+def _plan_adoption(
+    config: SwapConfig, resume: str | os.PathLike[str], group: Any
+) -> tuple[Any, Adopted | None]:
+    """Returns the group, connected where it has several ranks, and `plan_adoption` of it."""
+    from infinity.checkpoint.run.adopt import plan_adoption
+
+    ranks = find_group(group, timeout_s=config.distributed.timeout_s)
+    try:
+        return ranks or group, plan_adoption(config, resume, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.links.close()
+        raise
 
 
 def _load_plan(

@@ -201,16 +201,19 @@ class NonFiniteError(InfinityError, ArithmeticError):
 
 
 class RankError(InfinityError, RuntimeError):
-    """A rank of the job is gone, blocked or out of step. `rank` is the first rank that failed.
+    """A rank of the job is gone, blocked or out of step.
 
-    Training cannot continue without the shards of that rank: end the job and start it again from a
-    checkpoint.
+    `rank` is the first rank that failed, among all ranks of the job. Training cannot continue
+    without the shards of that rank.
     """
 
     def __init__(self, rank: int, cause: str) -> None:
         self.rank = rank
         self.cause = cause
-        super().__init__(cause)
+        super().__init__(
+            f"{cause}. End all ranks and start the job again: it goes on from its last checkpoint "
+            "(infinity train --resume, infinity.checkpoint.load)"
+        )
 
     def again(self) -> RankError:
         """Returns the same error with an empty traceback, to raise it in another place."""

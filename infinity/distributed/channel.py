@@ -13,6 +13,7 @@ import numpy
 
 from infinity.distributed.messages import (
     HEADER,
+    IN_MEMORY,
     INLINE_NBYTES,
     LENT,
     MOST_NBYTES,
@@ -41,8 +42,6 @@ Fill = Callable[[memoryview], None]
 class Channel:
     """Sends messages to another rank, and receives messages of that rank.
 
-    bounce: for contents that this rank lends; None sends them through the socket
-    mapped: the memory of the other rank; None receives contents through the socket
     check: called at a timeout of the socket, raises to end the wait; None raises TimeoutError
     """
 
@@ -51,15 +50,24 @@ class Channel:
         connection: socket.socket,
         counters: Counters,
         *,
-        bounce: BounceBuffer | None = None,
-        mapped: MappedMemory | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         self.connection = connection
         self._counters = counters
-        self._bounce = bounce
-        self._mapped = mapped
         self._check = check
+        self._bounce: BounceBuffer | None = None
+        self._mapped: MappedMemory | None = None
+        self._is_in_memory = False  # The content of the message that is being received.
+
+    def share(
+        self, counters: Counters, bounce: BounceBuffer | None, mapped: MappedMemory | None
+    ) -> None:
+        """Gives the memory for contents; without it they go through the socket.
+
+        bounce: for contents that this rank lends, once the other rank has mapped it
+        mapped: the memory of the other rank, before that rank has its `bounce`
+        """
+        self._counters, self._bounce, self._mapped = counters, bounce, mapped
 
     def close(self) -> None:
         """Ends every wait on the channel, here and on the other rank. Unmaps the memory."""
@@ -123,8 +131,8 @@ class Channel:
         parts: Iterable[memoryview],
     ) -> Iterator[int]:
         """Sends one message. Yields the number for `await_taken` behind each part."""
-        header = HEADER.pack(kind, *numbers, nbytes)
-        bounce = self._bounce if _is_lent(kind, nbytes) else None
+        bounce = self._bounce if kind in LENT and nbytes > INLINE_NBYTES else None
+        header = HEADER.pack(kind | (IN_MEMORY if bounce else 0), *numbers, nbytes)
         for part in parts:
             content = part.cast("B")
             if bounce is None and content.nbytes <= _JOINED_NBYTES:
@@ -169,20 +177,25 @@ class Channel:
         header = bytearray(HEADER.size)
         self.receive_into(memoryview(header))
         kind, first, second, third, nbytes = HEADER.unpack(header)
+        self._is_in_memory = bool(kind & IN_MEMORY)
+        kind &= ~IN_MEMORY
         if kind not in TYPES:
             raise ConnectionError(f"it sent a message of the kind {kind}, and there is none")
         return MessageType(kind), (first, second, third), nbytes
 
-    def filler(self, kind: MessageType, nbytes: int) -> Fill:
-        """Returns a function that fills memory with the next bytes of a message's content.
+    def filler(self, nbytes: int) -> Fill:
+        """Returns a function that fills memory with the content of the message whose header was
+        received last.
 
         The calls together take all of the content. Raises RankError if the message ends with word
         of a failure.
         """
         mapped = self._mapped  # `close` may come from another thread.
-        if mapped is not None and _is_lent(kind, nbytes):
-            return _LentContent(self, mapped, nbytes).fill
-        return self.receive_into
+        if not self._is_in_memory:
+            return self.receive_into
+        if mapped is None:
+            raise ConnectionError("it lends memory that is not mapped here")
+        return _LentContent(self, mapped, nbytes).fill
 
     def receive_content(self, kind: MessageType, nbytes: int) -> bytearray:
         """Returns the content of a message that is received whole. Raises ConnectionError if the
@@ -192,7 +205,7 @@ class Channel:
             raise ConnectionError(
                 f"it announced a {kind.name} of {nbytes} bytes; expected up to {most}"
             )
-        content, fill = bytearray(), self.filler(kind, nbytes)
+        content, fill = bytearray(), self.filler(nbytes)
         while len(content) < nbytes:
             block = bytearray(min(_BLOCK_NBYTES, nbytes - len(content)))
             fill(memoryview(block))
@@ -245,10 +258,6 @@ class _LentContent:
             self._left_nbytes -= count
             if not self._range.size:
                 self._channel.note_taken()
-
-
-def _is_lent(kind: MessageType, nbytes: int) -> bool:
-    return kind in LENT and nbytes > INLINE_NBYTES
 
 
 def cause_of(broken: Exception) -> str:

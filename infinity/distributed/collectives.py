@@ -27,7 +27,7 @@ from functools import partial
 import torch
 
 from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
-from infinity.distributed.device_group import DeviceGroups, GroupOperations, naming_lost_ranks
+from infinity.distributed.device_group import DeviceGroups, GroupOperations, operating
 from infinity.distributed.lockstep import AgreedLog, LogEntry, Report, next_log, report_of
 from infinity.distributed.transport import PeerTransport
 from infinity.errors import InfinityError, RankError
@@ -87,7 +87,7 @@ class Collectives:
         """`begin_thread`: see `DeviceAdapter.begin_thread`."""
         self._transport = transport
         self._groups = groups
-        told = partial(naming_lost_ranks, groups, transport)
+        told = partial(operating, groups, transport)
         self.gathers = GroupOperations(groups.gathers, transport.count, told)
         self.sums = GroupOperations(groups.sums, transport.count, told)
         self.node_gathers: GroupOperations | None = None

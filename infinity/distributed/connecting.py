@@ -13,10 +13,11 @@ import errno
 import hmac
 import os
 import resource
+import select
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from infinity.distributed.messages import HEADER, MessageType, Purpose
 from infinity.distributed.peer import Peer
@@ -45,6 +46,14 @@ def allow_sockets(num_ranks: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
+def closed(connections: Iterable[socket.socket]) -> set[socket.socket]:
+    """Returns those that the other end has closed, of sockets on which it sends nothing yet."""
+    poll, by_number = select.poll(), {connection.fileno(): connection for connection in connections}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return {by_number[number] for number, _ in poll.poll(0)}
+
+
 def connect_to(peer: Peer, purpose: Purpose, *, rank: int, deadline_s: float) -> socket.socket:
     """Opens a socket of `rank` to a peer. Raises RankError.
 
@@ -56,7 +65,7 @@ def connect_to(peer: Peer, purpose: Purpose, *, rank: int, deadline_s: float) ->
         _prepare(connection)
         connection.sendall(_hello(peer, rank, purpose))
     except OSError as error:
-        raise RankError(peer.rank, f"{peer} cannot be reached: {error}") from error
+        raise RankError(peer.number, f"{peer} cannot be reached: {error}") from error
     return connection
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from infinity.distributed import transport
+from infinity.distributed.endings import naming_lost_ranks
 from infinity.distributed.group import RankTopology
 from infinity.distributed.process_groups import new_group
 from infinity.errors import ConfigError, InfinityError
@@ -23,7 +24,6 @@ from infinity.errors import ConfigError, InfinityError
 # Of an operation that every rank has begun. A device may be far behind its host; the links find out
 # much sooner who is gone.
 TIMEOUT_S = 600.0
-_LOOK_S = 0.02
 _ABORT_S = 60.0  # An abort may wait for an operation of the program's own that lost a rank.
 _MOST_CTAS = 16  # Of a kernel. Gathers, sums and 32 of the program's own fit 64 multiprocessors.
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -226,20 +226,13 @@ class GroupOperations:
 
 
 @contextlib.contextmanager
-def naming_lost_ranks(groups: DeviceGroups, links: transport.PeerTransport) -> Iterator[None]:
-    """Surrounds an operation of the groups. Returns the error of the links, which names the rank
-    that is gone, for one of a backend."""
+def operating(groups: DeviceGroups, links: transport.PeerTransport) -> Iterator[None]:
+    """Surrounds an operation of the groups. Raises as `naming_lost_ranks`."""
     if groups.is_aborted:  # An operation on an aborted group may wait for ever.
         links.check()
         raise InfinityError("between devices of ranks: the operations were ended")
-    try:
+    with naming_lost_ranks(links):
         yield
-    except RuntimeError as error:
-        deadline_s = time.monotonic() + transport.SILENCE_S
-        while time.monotonic() < deadline_s:
-            links.check()
-            time.sleep(_LOOK_S)
-        raise InfinityError(f"between devices of ranks: {error}") from error
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -6,11 +6,9 @@ import logging
 import os
 import secrets
 import socket
-import sys
-import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -23,10 +21,13 @@ from infinity.distributed.addresses import (
     this_machine,
 )
 from infinity.distributed.connecting import allow_sockets
+from infinity.distributed.endings import tell_of_uncaught_exceptions
+from infinity.distributed.meeting import Meeting
 from infinity.distributed.messages import Purpose
 from infinity.distributed.node_memory import NodeMemory, OwnMemory, map_memory
 from infinity.distributed.peer import Peer
-from infinity.distributed.transport import PeerTransport
+from infinity.distributed.process_groups import store_of
+from infinity.distributed.transport import SILENCE_S, TIMEOUT_S, PeerTransport
 from infinity.errors import CapacityError, ConfigError
 from infinity.observe import Counters
 from infinity.storage.arena import Arena
@@ -47,6 +48,8 @@ class RankTopology:
     node_rank: int  # Among the ranks of this node.
     node_count: int  # Ranks of this node, those of other groups included where torchrun says so.
     machines: tuple[Machine, ...]  # By rank of the group.
+    # The connections, which the engine takes. A plan has none.
+    links: PeerTransport = None  # type: ignore[assignment]
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -78,34 +81,59 @@ def path_of_job(path_of_rank: Path) -> Path:
     return path_of_rank.parent
 
 
-def find_group(group: Any = None) -> RankTopology | None:
-    """Returns the ranks that state is sharded over, or None for a single one.
+def find_group(group: Any = None, *, timeout_s: float = TIMEOUT_S) -> RankTopology | None:
+    """Returns the ranks that state is sharded over, connected, or None for a single one.
 
-    `group` is a process group, a 1-D `DeviceMesh`, or None for all ranks of torch.distributed. A
-    collective call over the group: it learns which ranks share a node.
+    `group` is a process group, a 1-D `DeviceMesh`, None for all ranks of torch.distributed, or what
+    this function has returned. A collective call over the group. The caller closes the links.
+    Raises RankError for a rank that does not come within `timeout_s`, ConfigError as `join`.
     """
+    if isinstance(group, RankTopology):
+        return group
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ConfigError("a group was given, but torch.distributed is not initialized")
         _warn_of_processes_that_have_not_joined()
         return None
     group = process_group(group)
-    rank, count = dist.get_rank(group), dist.get_world_size(group)
-    if count == 1:
+    if dist.get_world_size(group) == 1:
         return None
-    machines: list[Any] = [None] * count
-    dist.all_gather_object(machines, this_machine(), group=group)
-    here = [other for other in range(count) if machines[rank].is_node_of(machines[other])]
-    node_count = max(len(here), int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    found = join(
+        store_of(group), dist.get_rank(group), dist.get_process_group_ranks(group), timeout_s
+    )
+    return replace(
+        found, process_group=group, job_rank=dist.get_rank(), job_count=dist.get_world_size()
+    )
+
+
+def join(store: Any, rank: int, of_job: Sequence[int], timeout_s: float) -> RankTopology:
+    """Connects the ranks of a group, which find each other in `store`; there may be no process
+    group yet. `of_job`: the number of each among all ranks of the job.
+
+    A collective call. Raises RankError for a rank that does not come within `timeout_s` or is gone,
+    and ConfigError, on all ranks, if a rank cannot be reached from another machine or has too few
+    descriptors.
+    """
+    meeting, is_over = Meeting(store, rank, of_job), False
+    try:
+        with meeting.ending_together():
+            remedy = "; distributed.timeout_s waits longer"
+            machines = meeting.all_gather("machines", this_machine(), timeout_s, remedy)
+            links = _connect(meeting, rank, machines, of_job, timeout_s)
+            is_over = True
+    finally:
+        meeting.end(is_over=is_over)
+    here = [other for other in range(len(of_job)) if machines[rank].is_node_of(machines[other])]
     return RankTopology(
-        process_group=group,
+        process_group=None,
         rank=rank,
-        count=count,
-        job_rank=dist.get_rank(),
-        job_count=dist.get_world_size(),
+        count=len(of_job),
+        job_rank=of_job[rank],
+        job_count=len(of_job),
         node_rank=here.index(rank),
-        node_count=node_count,
+        node_count=max(len(here), int(os.environ.get("LOCAL_WORLD_SIZE", 0))),
         machines=tuple(machines),
+        links=links,
     )
 
 
@@ -137,85 +165,64 @@ def process_group(group: Any) -> Any:
     return group
 
 
-def connect(group: RankTopology, counters: Counters, arena: Arena) -> PeerTransport:
-    """Returns the transport between the ranks, not open yet. A collective call.
-
-    The other ranks of this machine read `arena` where it is a file in memory. Raises ConfigError,
-    on all ranks, if a rank cannot be reached from another machine, or has too few descriptors.
-    """
+def _connect(
+    meeting: Meeting,
+    rank: int,
+    machines: Sequence[Machine],
+    of_job: Sequence[int],
+    timeout_s: float,
+) -> PeerTransport:
+    """Returns open links between the ranks."""
     few = ""
     try:
-        allow_sockets(group.count)
+        allow_sockets(len(machines))
     except ConfigError as error:
-        few = f"on rank {group.rank}: {error}"
-    address = choose_address(group.rank, group.machines)
+        few = f"on rank {rank}: {error}"
+    address = choose_address(rank, machines)
     # Strangers may connect before any rank is admitted.
-    backlog = len(Purpose) * group.count + _STRANGERS
+    backlog = len(Purpose) * len(machines) + _STRANGERS
     listener = socket.create_server((address or LOOPBACK, 0), backlog=backlog)
-    me = Peer(
-        group.rank,
-        group.machines[group.rank].host,
-        os.getpid(),
-        address,
-        listener.getsockname()[1],
-        secrets.token_bytes(32),
-    )
-    peers, refusals = zip(*_of_all(group, (me, few)), strict=True)
-    if any(refusals):
+    try:
+        port, secret = listener.getsockname()[1], secrets.token_bytes(32)
+        host = machines[rank].host
+        me = Peer(rank, host, os.getpid(), address, port, secret, of_job[rank])
+        # All ranks are here: only one that is stuck or gone since then does not come.
+        of_all = meeting.all_gather("peers", (me, few), SILENCE_S)
+        peers, refusals = zip(*of_all, strict=True)
+        if any(refusals):
+            raise ConfigError(few or next(filter(None, refusals)))
+        unreachable = {peer.rank: machines[peer.rank] for peer in peers if not peer.address}
+        if unreachable:
+            raise ConfigError(refusal(unreachable))
+        links = PeerTransport(rank, peers, listener, timeout_s)
+        links.open()
+    except BaseException:
         listener.close()
-        raise ConfigError(few or next(filter(None, refusals)))
-    unreachable = {peer.rank: group.machines[peer.rank] for peer in peers if not peer.address}
-    if unreachable:
-        listener.close()
-        raise ConfigError(refusal(unreachable))
-    transport = PeerTransport(group.rank, peers, listener, counters, _share_memory(group, arena))
-    _tell_of_uncaught_exceptions(transport)
-    return transport
+        raise
+    tell_of_uncaught_exceptions(links)
+    return links
 
 
-def _share_memory(group: RankTopology, arena: Arena) -> NodeMemory:
+def share_memory(group: RankTopology, counters: Counters, arena: Arena) -> None:
     """Maps the memory of the other ranks of this machine, and learns which of them map this rank's.
-    A collective call."""
-    boot, own = group.machines[group.rank].boot, None
+    A collective call. They read `arena` where it is a file in memory."""
+    boot, own, links = group.machines[group.rank].boot, None, group.links
     if group.has_neighbours:
         try:
             own = OwnMemory(group.count, boot, arena)
         except (OSError, CapacityError) as error:
             _log.info("rank %d shares no memory: %s", group.rank, error)
-    offers = _of_all(group, own and own.offer)
+    offers = links.all_gather_objects("offers of memory", own and own.offer)
     mapped = {}
     for rank, offer in enumerate(offers):
         found = map_memory(offer, boot) if offer is not None and rank != group.rank else None
         if found is not None:
             mapped[rank] = found
-    readers = [
-        rank for rank, known in enumerate(_of_all(group, set(mapped))) if group.rank in known
-    ]
+    links.share(counters, NodeMemory(own, mapped, ()))  # Before another rank lends its memory.
+    known = links.all_gather_objects("memory is mapped", set(mapped))
     arena.close_file()
     if own is not None:
         own.close_files()
-    memory = NodeMemory(own, mapped, readers)
-    _log.info("rank %d: %s", group.rank, memory.routes(group.count - 1))
-    return memory
-
-
-def _of_all(group: RankTopology, local: Any) -> list[Any]:
-    """Returns every rank's object, by rank. A collective call."""
-    gathered: list[Any] = [None] * group.count
-    dist.all_gather_object(gathered, local, group=group.process_group)
-    return gathered
-
-
-def _tell_of_uncaught_exceptions(transport: PeerTransport) -> None:
-    """Sends an uncaught exception to the other ranks, which then name the cause."""
-    before, known = sys.excepthook, weakref.ref(transport)
-
-    def tell(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        living = known()
-        if living is not None:
-            living.abort(f"{kind.__name__}: {error}")
-        before(kind, error, traceback)
-
-    sys.excepthook = tell
+    readers = [rank for rank, mapped_there in enumerate(known) if group.rank in mapped_there]
+    links.share(counters, NodeMemory(own, mapped, readers))
+    _log.info("rank %d: %s", group.rank, links.memory.routes(group.count - 1))

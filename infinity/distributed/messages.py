@@ -5,8 +5,9 @@ type in `MOST_NBYTES` is received whole. Every other message has no content, or 
 receiver takes to memory of its own after a check of the length.
 
 Between ranks of one machine the content of a type in `LENT` that is longer than `INLINE_NBYTES`
-stays in memory that both ranks have mapped. Behind the header come RANGE messages, which name the
-content's ranges in order; the receiver answers each with `TAKEN` when it has copied the range.
+stays in memory that both ranks have mapped, and the type in its header has the bit `IN_MEMORY`.
+Behind the header come RANGE messages, which name the content's ranges in order; the receiver
+answers each with `TAKEN` when it has copied the range.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from enum import IntEnum
 from infinity.errors import InfinityError
 
 HEADER = struct.Struct("<BxxxIIIQ")  # type, three numbers, bytes that follow
+IN_MEMORY = 0x80
 TAKEN = b"\x06"  # The sender may change the memory of a range again.
 INLINE_NBYTES = 1 << 10
 NOTHING = memoryview(b"")
@@ -45,6 +47,8 @@ class MessageType(IntEnum):
 
 
 TYPES = frozenset(map(int, MessageType))
+REQUESTS = frozenset((MessageType.GET, MessageType.PUT, MessageType.CONTROL))
+MOST_RANKS = 1 << 20  # Of a job.
 LENT = frozenset((MessageType.DATA, MessageType.PUT, MessageType.ALL_GATHER))
 MOST_NBYTES = {
     MessageType.ALL_GATHER: 1 << 30,

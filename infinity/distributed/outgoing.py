@@ -54,7 +54,7 @@ class Outgoing:
     def tell(self, error: RankError) -> None:
         """Sends a failure to the peer, past the queue, which may be long."""
         with contextlib.suppress(OSError, RankError), self.sending:
-            content = memoryview(str(error).encode()[: MOST_NBYTES[MessageType.CLOSE]])
+            content = memoryview(error.cause.encode()[: MOST_NBYTES[MessageType.CLOSE]])
             self.channel.post(MessageType.CLOSE, (error.rank + 1, 0, 0), content)
 
     @property

@@ -14,7 +14,7 @@ from infinity.state.store import Transfer
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The address of a rank, and its name in error messages."""
+    """The address of a rank of a group, and its name in error messages."""
 
     rank: int
     host: str
@@ -22,16 +22,22 @@ class Peer:
     address: str
     port: int
     secret: bytes
+    job_rank: int = -1  # Among all ranks of the job. -1: the group has all of them.
+
+    @property
+    def number(self) -> int:
+        """The rank in error messages: that of the job, which the launcher counts."""
+        return self.rank if self.job_rank < 0 else self.job_rank
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
+        return f"rank {self.number} (process {self.pid} on {self.host})"
 
 
 class Service(Protocol):
     """The requests of other ranks. The threads of `PeerTransport` call it, several at a time."""
 
     def begin_thread(self) -> None:
-        """Called first in each of these threads."""
+        """Called before each request, in the thread that serves it."""
 
     def serve(self, unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         """Returns the bytes of this rank's shard: the length, and the parts in order.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +55,21 @@ def new_group(
     return found
 
 
+def store_of(group: Any) -> Any:
+    """Returns the key-value store in which the ranks of a process group have found each other.
+
+    Raises ConfigError for a backend that has none.
+    """
+    known: Any = distributed_c10d._world.pg_map  # noqa: SLF001  PyTorch has no other word.
+    store = known[group or dist.group.WORLD][1]
+    if store is None:
+        raise ConfigError(
+            f"the process group of backend {dist.get_backend(group)} has no store; expected one of "
+            "torch.distributed's own backends, gloo or nccl"
+        )
+    return store
+
+
 def number_of_groups() -> int:
     """Returns the number of process groups that this rank is in."""
     return len(distributed_c10d._world.pg_names)  # noqa: SLF001  PyTorch has no other word.
@@ -73,3 +92,41 @@ def refuse_unequal_names(group: Any, numbers: Sequence[int]) -> None:
 
 def _has_all_of_job(group: Any) -> bool:
     return dist.get_world_size(group) == dist.get_world_size()
+
+
+class GroupSockets:
+    """The sockets of a process group of gloo, which has no abort: where they end, every operation
+    that waits for another rank fails. A wait of gloo is otherwise as long as the timeout of the
+    group, if the other rank lives and is stuck."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, int] = {}  # Number of the inode by descriptor.
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes the sockets that the process opens in the block."""
+        before = _sockets()
+        yield
+        self._found = dict(_sockets().items() - before.items())
+
+    def shut_down(self) -> None:
+        """Ends the connections that were noted and are still the same."""
+        there = _sockets()
+        for descriptor, inode in self._found.items():
+            if there.get(descriptor) != inode:
+                continue
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
+                # Gloo ends the process where a listener fails.
+                if not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    own.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, int]:
+    """Returns the number of the inode of every open socket, by descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found

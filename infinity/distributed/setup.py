@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -19,14 +20,15 @@ from infinity.config.values import Capacity
 from infinity.distributed.buckets import GradientBuckets
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.device_group import DeviceGroups, device_groups, refuse_blocking_calls
+from infinity.distributed.endings import waiting_beside
 from infinity.distributed.exchange import Buffers, DeviceExchange, choose_round
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
-from infinity.distributed.group import RankTopology, connect, path_of_rank
+from infinity.distributed.group import RankTopology, path_of_rank, share_memory
 from infinity.distributed.process_groups import number_of_groups, refuse_unequal_names
 from infinity.distributed.store import DistributedStore, serving_nbytes
 from infinity.distributed.sync import Ranks
 from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, RankError, StorageError
 from infinity.modules.param import OffloadedParam
 from infinity.observe import Counters
 from infinity.ops.mean import prepare
@@ -124,7 +126,8 @@ class ShardingPlan:
         # Here, where no rank waits for a connection: to compile takes seconds.
         prepare(self.partition.count, device.torch_device)
         over_nodes = self.partition.over_node
-        groups = device_groups(self.group, device.torch_device, over_nodes=over_nodes)
+        make = partial(device_groups, self.group, device.torch_device, over_nodes=over_nodes)
+        groups = waiting_beside(self.group.links, make)
         resources.callback(groups.leave)
         return groups
 
@@ -176,13 +179,11 @@ class ShardingPlan:
         reduce_buffer_nbytes: int,
         begin_thread: Callable[[], None],
     ) -> DistributedStore:
-        """Returns the store of this rank, connected to the other ranks, closed with `resources`.
-
-        The ranks connect after `local` has taken its space: that may take a while, and a rank waits
-        for the connections of the others.
-        """
-        transport = connect(self.group, counters, host.arena)
+        """Returns the store of this rank, which shares memory with other ranks of its machine. The
+        links to all of them are closed with `resources`."""
+        transport = self.group.links
         resources.callback(transport.close)
+        share_memory(self.group, counters, host.arena)
         store = DistributedStore(
             local, self.partition, transport,
             host=host, counters=counters, reduce_buffer_nbytes=reduce_buffer_nbytes,
@@ -298,14 +299,27 @@ def agree_on_exchange(
             refuse_blocking_calls()
     except ConfigError as error:
         local, refusal = None, error
-    of_all: list[Any] = [None] * group.count
     # A rank that refuses sends None to the others: they would wait for it.
     division = config.distributed.shard_over, config.distributed.zero_stage
     kind = *division, config.placement.parameters  # What the sizes of rounds depend on.
     own = local, kind, identity, device_nbytes, number_of_groups()
-    dist.all_gather_object(of_all, own, group=group.process_group)
-    if refusal is not None:
-        raise refusal
+    of_all = group.links.all_gather_objects("how ranks exchange", own)
+    try:
+        if refusal is not None:
+            raise refusal
+        _refuse_unlike_ranks(group, of_all)
+    except ConfigError:  # Of all ranks. None ends before all have read what it is about.
+        with contextlib.suppress(RankError):
+            group.links.all_gather("refused", b"")
+        raise
+    assert local is not None
+    limits = [nbytes for *_, nbytes, _ in of_all if nbytes is not None]
+    return AgreedDevices(local, min(limits, default=None))
+
+
+def _refuse_unlike_ranks(group: RankTopology, of_all: Sequence[Any]) -> None:
+    """Raises ConfigError on all ranks; `of_all` is what each of them sends in
+    `agree_on_exchange`."""
     refuse_shared_devices([device for _, _, device, *_ in of_all])
     for rank, remote in enumerate(of_all):
         if remote[:2] != of_all[0][:2]:
@@ -314,11 +328,8 @@ def agree_on_exchange(
                 "would exchange otherwise than rank 0; give all ranks one configuration and "
                 "devices of one kind"
             )
-    assert local is not None
-    if local:
+    if of_all[0][0]:
         refuse_unequal_names(group.process_group, [number for *_, number in of_all])
-    limits = [nbytes for *_, nbytes, _ in of_all if nbytes is not None]
-    return AgreedDevices(local, min(limits, default=None))
 
 
 def refuse_shared_devices(identities: Sequence[str]) -> None:

@@ -9,12 +9,13 @@ backward needs them: M times less memory for one all-gather within the group (Ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from infinity.distributed.endings import await_result, naming_lost_ranks
+from infinity.distributed.group import RankTopology
 from infinity.errors import InfinityError
 from infinity.streaming.activations import ActivationStore, SavedInput
 
@@ -36,10 +37,11 @@ class SharedActivationStore:
     order: they run one model on one batch.
     """
 
-    def __init__(self, parts: ActivationStore, group: Any) -> None:
+    def __init__(self, parts: ActivationStore, group: RankTopology) -> None:
         self._parts = parts
-        self._group = group
-        self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group.process_group
+        self._links = group.links
+        self._rank, self._count = group.rank, group.count
         self._known = WeakTensorKeyDictionary()
         # The tensors of the first accumulation are compared; later ones take the same path.
         self._is_compared = False
@@ -70,11 +72,9 @@ class SharedActivationStore:
         return saved
 
     def _compare(self, flat: torch.Tensor) -> None:
-        local = torch.stack([torch.tensor(flat.numel(), device=flat.device), flat.sum()])
-        remote = [torch.empty_like(local) for _ in range(self._count)]
-        dist.all_gather(remote, local, group=self._group)
+        remote = self._links.all_gather_objects("layer inputs", (flat.numel(), int(flat.sum())))
         for rank, other in enumerate(remote):
-            if not torch.equal(other, remote[0]):
+            if other != remote[0]:
                 raise InfinityError(
                     f"rank {rank} of model_parallel_group has another layer input than rank 0; "
                     "expected ranks that run one model on one batch, each with the whole input. "
@@ -90,7 +90,7 @@ class SharedActivationStore:
         if saved.full is None:
             part = self._parts.restore(saved.part)
             full = part.new_empty(part.numel() * self._count)
-            dist.all_gather_into_tensor(full, part, group=self._group)
+            self._gather(full, part)
             nbytes = saved.shape.numel() * saved.dtype.itemsize
             flat = full[:nbytes].view(saved.dtype)
             saved.full = flat.as_strided(saved.shape, saved.stride)
@@ -99,6 +99,15 @@ class SharedActivationStore:
         if saved.uses == 0:
             saved.full = None
         return tensor
+
+    def _gather(self, full: torch.Tensor, part: torch.Tensor) -> None:
+        """Puts the parts of all ranks together. On the device the wait is in its stream."""
+        with naming_lost_ranks(self._links):
+            work = dist.all_gather_into_tensor(full, part, group=self._group, async_op=True)
+            if full.device.type == "cpu":
+                await_result(self._links, work.is_completed, work.wait)
+            else:
+                work.wait()
 
     def clear(self) -> None:
         """Drops all saved parts: an accumulation is over."""

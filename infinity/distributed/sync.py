@@ -6,7 +6,7 @@ docs/design/0005-one-sided-exchange.md explains why there are few barriers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from infinity.distributed.channel import Fill
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.endings import ending_all
+from infinity.distributed.endings import ending_all, run_beside
 from infinity.distributed.partials import from_wire_code
 from infinity.distributed.peer import Service
 from infinity.distributed.reduce import DistributedGradients
@@ -64,10 +64,17 @@ class RankSync(Service):
         known = weakref.ref(owner)
         self.transport.is_dropped = lambda: known() is None
 
+    def end(self, close: Callable[[], None]) -> None:
+        """Calls `close`, which waits for the other ranks. Beside a garbage collection, which any
+        thread may make at any time, and which must not wait for them."""
+        if self.transport.is_dropped():
+            run_beside(close)
+        else:
+            close()
+
     def open(self) -> None:
         """Starts to serve the other ranks, and waits until all of them serve."""
-        self.transport.open(self)
-        self.barrier("infinity.offload")
+        self.transport.serve(self)
         if self._collectives is not None:
             self._collectives.open()
 
@@ -244,6 +251,10 @@ class OneRank:
 
     def note_owner(self, owner: object) -> None:
         """Does nothing: there is no other rank."""
+
+    def end(self, close: Callable[[], None]) -> None:
+        """Calls `close`."""
+        close()
 
     def open(self) -> None:
         """Does nothing: there is no other rank."""

@@ -10,39 +10,47 @@ through a model.
 
 A closed socket shows that a rank has ended; silence shows that a rank is stuck, because a socket
 without other messages sends a HEARTBEAT every HEARTBEAT_S. The first failure ends every wait on
-this rank and is sent to the other ranks, so that all ranks name the same one.
+this rank and is sent to the other ranks, so that all ranks name the same one. Ranks connect before
+they do anything else together (`group.py`), so that a death at any later time is seen.
 
 Ranks of one machine send contents through memory, and the names of its ranges through sockets
-(`channel.py`). The format of the messages is in `messages.py`. A rank that connects must know the
-secret that the process group has exchanged.
+(`channel.py`), once they share it. The format of the messages is in `messages.py`. A rank that
+connects must know the secret that the ranks have exchanged.
 """
 
 from __future__ import annotations
 
-import logging
+import pickle
 import socket
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from infinity.distributed.channel import Channel, cause_of
-from infinity.distributed.connecting import accepted, connect_to
-from infinity.distributed.messages import NOTHING, MessageType, Purpose, purpose_of, refuse_long
+from infinity.distributed.connecting import accepted, closed, connect_to
+from infinity.distributed.failures import CAUSE_S, RankFailures
+from infinity.distributed.messages import (
+    MOST_RANKS,
+    NOTHING,
+    REQUESTS,
+    MessageType,
+    Purpose,
+    purpose_of,
+    refuse_long,
+)
 from infinity.distributed.node_memory import NodeMemory
 from infinity.distributed.outgoing import Message, Outgoing
 from infinity.distributed.peer import Peer, RemoteRequest, Service
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 
-_log = logging.getLogger("infinity")
-
 HEARTBEAT_S = 2.0
 SILENCE_S = 20.0  # A process that sends nothing for so long does not compute, it is stuck.
+TIMEOUT_S = 600.0  # The default of `distributed.timeout_s`.
 LINGER_S = 600.0  # A rank whose model was dropped waits so long for the others: see `close`.
-_CAUSE_S = 1.0  # A closed socket may be seen before the message that explains it.
-_TELLING_S = 3.0  # Of a failure, to all ranks: one that does not listen must not keep this one.
 _MEANWHILE_S = 0.02
 _QUEUED_NBYTES = 64 << 20  # Bytes of queued gradients, beyond which the sender waits.
 
@@ -50,8 +58,9 @@ _QUEUED_NBYTES = 64 << 20  # Bytes of queued gradients, beyond which the sender 
 class PeerTransport:
     """The connections of one rank to all others. Thread-safe.
 
-    `peers` has every rank, this one included; `listener` accepts at the address of this one.
-    `memory`: what ranks of this machine read of each other. Nothing is served before `open`.
+    `peers` has every rank, this one included; `listener` accepts at the address of this one. `open`
+    connects, `share` gives the memory that ranks of this machine read of each other, `serve` what
+    other ranks request. Until `serve` a content is awaited for `timeout_s` at most.
     """
 
     def __init__(
@@ -59,26 +68,24 @@ class PeerTransport:
         rank: int,
         peers: Sequence[Peer],
         listener: socket.socket,
-        counters: Counters,
-        memory: NodeMemory | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.rank = rank
         self.peers = tuple(peers)
         self._listener = listener
-        self._counters = counters
-        self.memory = memory or NodeMemory(None, {}, ())
-        self._changed = threading.Condition()
-        self._failure: RankError | None = None
+        self._counters = Counters()
+        self.memory = NodeMemory(None, {}, ())
+        self.silence_s = min(SILENCE_S, timeout_s)
+        self._meeting_s = timeout_s
         self._contents: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
-        self._left: set[int] = set()  # Ranks that have closed.
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
         self._outgoing: dict[tuple[int, Purpose], Outgoing] = {}
+        self.failures = RankFailures(self.peers[rank], len(peers), self._outgoing)
+        self._changed, self._left = self.failures.changed, self.failures.left
         self._incoming: dict[tuple[int, Purpose], Channel] = {}
         self._serving: list[threading.Thread] = []
-        self._telling: list[threading.Thread] = []
         self._queued_nbytes = 0  # Bytes of queued gradients.
         self._num_asked = 0  # Requests without an answer yet.
-        self._is_closing = False
         self._service: Service | None = None
         self.is_dropped: Callable[[], bool] = bool  # Whether the garbage collector closes this.
 
@@ -94,20 +101,34 @@ class PeerTransport:
 
     # -- Opening and closing -----------------------------------------------------------------------
 
-    def open(self, service: Service) -> None:
-        """Connects to every other rank and starts serving them. Raises RankError."""
-        self._service = service
+    def open(self) -> None:
+        """Connects to every other rank. Raises RankError."""
         try:
             self._connect()
         except RankError as error:
-            self._fail(error)
+            self.failures.note(error)
             raise
         for (rank, purpose), link in self._outgoing.items():
             name = f"infinity-{purpose.name.lower()}-{rank}"
             threading.Thread(target=self._send_all, args=(link,), name=name, daemon=True).start()
 
+    def share(self, counters: Counters, memory: NodeMemory) -> None:
+        """Gives the memory through which contents go from now on, and the counters."""
+        self._counters, self.memory = counters, memory
+        for (rank, purpose), link in self._outgoing.items():
+            self._share_with(link.channel, rank, purpose, is_answering=False)
+        for (rank, purpose), channel in self._incoming.items():
+            self._share_with(channel, rank, purpose, is_answering=True)
+
+    def serve(self, service: Service) -> None:
+        """Starts to serve the other ranks, and waits until all of them serve. From then on this
+        rank waits without a limit for ranks that live: one may be at work for hours."""
+        self._service = service
+        self.all_gather("infinity.offload", b"")
+        self._meeting_s = float("inf")
+
     def _connect(self) -> None:
-        deadline_s = time.monotonic() + SILENCE_S
+        deadline_s = time.monotonic() + self.silence_s
         accepting = threading.Thread(
             target=self._accept, args=(deadline_s,), name="infinity-accept", daemon=True
         )
@@ -115,20 +136,27 @@ class PeerTransport:
         links = [(peer, purpose) for peer in self.others for purpose in Purpose]
         for peer, purpose in links:
             connection = connect_to(peer, purpose, rank=self.rank, deadline_s=deadline_s)
-            channel = self._channel(connection, peer.rank, purpose, is_answering=False)
+            channel = Channel(connection, self._counters, check=self.check)
             self._outgoing[peer.rank, purpose] = Outgoing(peer, channel)
-        accepting.join()
+        while accepting.is_alive():
+            accepting.join(_MEANWHILE_S)
+            gone = closed(link.channel.connection for link in self._outgoing.values())
+            for link in self._outgoing.values():
+                if link.channel.connection in gone:
+                    self.failures.lost(link.peer, cause_of(ConnectionResetError()))
+            self.check()
         for peer, purpose in links:
             if (peer.rank, purpose) not in self._incoming:
-                raise RankError(peer.rank, f"{peer} has not connected within {SILENCE_S:.0f} s")
+                raise RankError(
+                    peer.number, f"{peer} has not connected within {self.silence_s:.0f} s"
+                )
 
     def _accept(self, deadline_s: float) -> None:
         """Starts a thread that serves each socket that another rank opens."""
         arrivals = accepted(self._listener, self.peers, rank=self.rank, deadline_s=deadline_s)
         for rank, purpose, connection in arrivals:
-            connection.settimeout(SILENCE_S)
-            channel = self._channel(connection, rank, purpose, is_answering=True)
-            self._incoming[rank, purpose] = channel
+            connection.settimeout(self.silence_s)
+            channel = self._incoming[rank, purpose] = Channel(connection, self._counters)
             serving = threading.Thread(
                 target=self._serve_all,
                 args=(self.peers[rank], channel),
@@ -138,20 +166,19 @@ class PeerTransport:
             self._serving.append(serving)
             serving.start()
 
-    def _channel(
-        self, connection: socket.socket, rank: int, purpose: Purpose, *, is_answering: bool
-    ) -> Channel:
-        """Returns the channel of a socket to `rank`, which that rank has opened if `is_answering`.
+    def _share_with(
+        self, channel: Channel, rank: int, purpose: Purpose, *, is_answering: bool
+    ) -> None:
+        """Gives a channel its memory. `rank` has opened its socket if `is_answering`.
 
         Contents go one way: what is given goes to the rank that answers, what is asked for comes
-        from it. A rank that serves expects heartbeats, and the other one looks whether it is alive.
+        from it.
         """
-        check = None if is_answering else self.check
         if (purpose is Purpose.GIVING) is is_answering:
-            mapped = self.memory.mapped(rank)
-            return Channel(connection, self._counters, mapped=mapped, check=check)
-        bounce = self.memory.bounce_buffer(rank, is_answering=is_answering)
-        return Channel(connection, self._counters, bounce=bounce, check=check)
+            channel.share(self._counters, None, self.memory.mapped(rank))
+        else:
+            bounce = self.memory.bounce_buffer(rank, is_answering=is_answering)
+            channel.share(self._counters, bounce, None)
 
     def close(self) -> None:
         """Sends CLOSE, and waits until every other rank has closed or is gone: it may need shards.
@@ -161,21 +188,20 @@ class PeerTransport:
         ranks receive the exception instead.
         """
         error = sys.exc_info()[1]
-        if isinstance(error, RankError):
-            self._fail(error)
-        elif error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
+        if error is not None:
+            self.failures.end(error)
         limit_s = LINGER_S if self.is_dropped() else None
         self._await_answers(limit_s)
         with self._changed:
-            if self._is_closing:
+            if self.failures.is_closing:
                 return
-            self._is_closing = True
-            failure = self._failure
+            self.failures.is_closing = True
+            failure = self.failures.first
         if failure is None:
             for peer in self.others if self._outgoing else ():
                 self._submit(peer.rank, MessageType.CLOSE, (0, 0, 0))
-            self._wait_until(lambda: self.is_broken or self._is_done(), limit_s)
+            self._wait_until(lambda: self.is_broken or self.failures.is_done, limit_s)
+        self.failures.await_told()
         for link in self._outgoing.values():
             link.end()
             link.channel.close()
@@ -183,67 +209,23 @@ class PeerTransport:
             channel.close()
         self.memory.close()
         self._listener.close()
+        self._service = None
         for thread in self._serving:
             if thread is not threading.current_thread():
-                thread.join(_CAUSE_S)  # The memory that it reads from is about to be freed.
+                thread.join(CAUSE_S)  # The memory that it reads from is about to be freed.
 
     def abort(self, cause: str) -> None:
-        """Sends the reason why this rank ends to the other ranks. For an uncaught exception."""
-        if not self._is_closing:
-            self._fail(RankError(self.rank, f"{self.peers[self.rank]} failed: {cause}"))
-
-    # -- Failure -----------------------------------------------------------------------------------
+        """See `RankFailures.abort`."""
+        self.failures.abort(cause)
 
     @property
     def is_broken(self) -> bool:
         """Whether `check` raises."""
-        return self._failure is not None
+        return self.failures.first is not None
 
     def check(self) -> None:
         """Raises RankError when a rank is known to be gone."""
-        if self._failure is not None:
-            raise self._failure.again()
-
-    def _fail(self, error: RankError, *, is_alive: bool = False) -> None:
-        """Keeps the first failure, ends every wait on this rank, and sends the failure to the other
-        ranks. Returns when it is sent, also on a thread with a later failure: the process may end.
-
-        The failed rank receives it too if it `is_alive`.
-        """
-        with self._changed:
-            is_first = self._failure is None and not self._is_done()
-            if is_first:
-                self._failure = error
-                self._changed.notify_all()
-                for (rank, purpose), link in list(self._outgoing.items()):
-                    if purpose is Purpose.GIVING and (is_alive or rank != error.rank):
-                        tell = threading.Thread(target=link.tell, args=(error,), daemon=True)
-                        tell.start()
-                        self._telling.append(tell)
-        if is_first:  # At once: this process may end, or wait for its device, before it raises.
-            _log.error("%s (seen by rank %d)", error, self.rank)
-        deadline_s = time.monotonic() + _TELLING_S
-        for thread in self._telling:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-
-    def _is_done(self) -> bool:
-        """Whether all other ranks have closed. A socket that closes then is no failure."""
-        return len(self._left) == self.count - 1
-
-    # INV-20: a rank that ends, ends every wait for it.
-    def _lost(self, peer: Peer, why: str) -> None:
-        """Handles a broken socket. Waits for a message about the cause, which may be in flight."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._is_closing or peer.rank in self._left,
-                _CAUSE_S,
-            )
-            if self._is_closing:
-                self._left.add(peer.rank)
-                self._changed.notify_all()
-            if peer.rank in self._left:
-                return
-        self._fail(RankError(peer.rank, f"{peer} is gone: {why}"))
+        self.failures.check()
 
     # -- Asking ------------------------------------------------------------------------------------
 
@@ -349,9 +331,9 @@ class PeerTransport:
                 continue
             found, remote = self._next_content(peer, tag, meanwhile)
             if found != tag:
-                self._fail(
+                self.failures.note(
                     RankError(
-                        peer.rank,
+                        peer.number,
                         f"{peer} is at {found!r} while {self.peers[self.rank]} is at {tag!r}; all "
                         "ranks must make the same calls in the same order",
                     ),
@@ -360,6 +342,10 @@ class PeerTransport:
                 self.check()
             gathered.append(remote)
         return gathered
+
+    def all_gather_objects(self, tag: str, local: Any) -> list[Any]:
+        """Returns every rank's object, in rank order. A rank that connects knows the secret."""
+        return [pickle.loads(content) for content in self.all_gather(tag, pickle.dumps(local))]
 
     def _await_answers(self, timeout_s: float | None = None) -> None:
         """Waits for the answers to all requests.
@@ -372,7 +358,15 @@ class PeerTransport:
         self, peer: Peer, tag: str, meanwhile: Callable[[], None] | None
     ) -> tuple[str, bytes]:
         contents = self._contents[peer.rank]
-        self._wait_for(lambda: bool(contents) or peer.rank in self._left, meanwhile)
+        limit_s = self._meeting_s
+        if not self._wait_for(
+            lambda: bool(contents) or peer.rank in self._left, meanwhile, limit_s
+        ):
+            late = f"{peer} is alive and has not come to {tag!r} within {limit_s:.0f} s"
+            self.failures.note(
+                RankError(peer.number, f"{late}; distributed.timeout_s waits longer"), is_alive=True
+            )
+            self.check()
         if contents:
             return contents.popleft()
         raise InfinityError(
@@ -402,14 +396,14 @@ class PeerTransport:
         posted: deque[Message] = deque()  # Until their contents were taken.
         for message in link.messages(HEARTBEAT_S):
             posted.append(message)
-            if error is None and self._failure is None:
+            if error is None and self.failures.first is None:
                 try:
                     self._carry_out(link, message)
                 except (OSError, RankError) as broken:
-                    self._lost(link.peer, cause_of(broken))
+                    self.failures.lost(link.peer, cause_of(broken))
                     error = self._end_of(link.peer)
             elif error is None:
-                error = self._failure
+                error = self.failures.first
             while posted and (error or posted[0].num_lent <= link.channel.num_taken):
                 self._finish(posted.popleft(), error)
         for message in posted:
@@ -417,9 +411,9 @@ class PeerTransport:
 
     def _end_of(self, peer: Peer) -> InfinityError:
         """Returns why no message goes to a rank any more."""
-        if self._is_closing:
-            return self._failure or InfinityError("the links are closed")
-        return self._failure or RankError(peer.rank, f"{peer} has closed its engine")
+        if self.failures.is_closing:
+            return self.failures.first or InfinityError("the links are closed")
+        return self.failures.first or RankError(peer.number, f"{peer} has closed its engine")
 
     def _finish(self, message: Message, error: BaseException | None) -> None:
         message.job.finish(error)
@@ -442,37 +436,39 @@ class PeerTransport:
         wanted = sum(sink.nbytes for sink in message.sinks)
         if kind is not MessageType.DATA or nbytes != wanted:
             raise ConnectionError(f"expected {wanted} bytes of data, got {nbytes} of {kind.name}")
-        fill = channel.filler(kind, nbytes)
+        fill = channel.filler(nbytes)
         for sink in message.sinks:
             fill(sink)
         self._counters.add("ranks_gathered_nbytes", nbytes)
 
     def _serve_all(self, peer: Peer, channel: Channel) -> None:
         """Serves one other rank until it closes or is gone."""
-        assert self._service is not None
         try:
-            self._service.begin_thread()
-            while self._serve_one(peer, channel, self._service):
+            while self._serve_one(peer, channel):
                 pass
         except RankError as error:  # Word of a failure, in place of the rest of a content.
-            self._fail(error)
+            self.failures.note(error)
         except InfinityError as error:  # An error of this rank: a drive that failed, no space.
             self.abort(f"{type(error).__name__}: {error}")
         except TimeoutError:
-            self._lost(peer, f"it said nothing for {SILENCE_S:.0f} s")
+            self.failures.lost(peer, f"it said nothing for {self.silence_s:.0f} s")
         except OSError as broken:
-            self._lost(peer, cause_of(broken))
+            self.failures.lost(peer, cause_of(broken))
         except Exception as error:  # A broken invariant, here or on the sending rank.
             self.abort(f"{type(error).__name__} while it served {peer}: {error}")
 
-    def _serve_one(self, peer: Peer, channel: Channel, service: Service) -> bool:
+    def _serve_one(self, peer: Peer, channel: Channel) -> bool:
         kind, (first, second, third), nbytes = channel.receive_header()
-        if kind is MessageType.PUT:
-            fill = channel.filler(kind, nbytes)
-            service.deliver(peer.rank, first, second, third, nbytes, fill)
-            return True
+        service = self._service
+        if kind in REQUESTS:
+            if service is None:
+                raise ConnectionError(f"it sent a {kind.name} before this rank serves")
+            service.begin_thread()
+            if kind is MessageType.PUT:
+                service.deliver(peer.rank, first, second, third, nbytes, channel.filler(nbytes))
+                return True
         content = channel.receive_content(kind, nbytes)
-        if kind is MessageType.GET:
+        if kind is MessageType.GET and service is not None:
             total_nbytes, parts = service.serve(first, second, to=peer.rank)
             channel.send(MessageType.DATA, (0, 0, 0), total_nbytes, parts)
         elif kind is MessageType.OVER:
@@ -485,13 +481,13 @@ class PeerTransport:
             with self._changed:
                 self._contents[peer.rank].append(note)
                 self._changed.notify_all()
-        elif kind is MessageType.CONTROL:
+        elif kind is MessageType.CONTROL and service is not None:
             service.on_message(peer.rank, bytes(content))
         elif kind is MessageType.CLOSE:
-            if first > self.count:
+            if first > MOST_RANKS:
                 raise ConnectionError(f"it says that rank {first - 1} failed, and there is none")
             if first:
-                self._fail(RankError(first - 1, content.decode(errors="replace")))
+                self.failures.note(RankError(first - 1, content.decode(errors="replace")))
                 return False
             with self._changed:
                 self._left.add(peer.rank)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from infinity.config.binding import bind_rank
 from infinity.distributed.buckets import GradientBuckets
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.grad_memory import SumsMemory
-from infinity.distributed.group import RankTopology, find_group, process_group
+from infinity.distributed.group import RankTopology, find_group
 from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.setup import (
     ShardingPlan,
@@ -97,28 +97,28 @@ def build(
     and `model_parallel_group`: see `infinity.offload`.
     """
     # INV-10: refusals come before the first change; a failure undoes the rest.
-    refuse_model(model, has_weights=weights is not None)
-    originals = Originals(model)
-    ranks = find_group(group)
-    if ranks is not None:
-        config = _settle_rank(config, ranks, device)
-    in_place = weights if config.placement.reads_in_place else None
-    stored = StoredParams(model, in_place)
-    dtypes = Dtypes(model, config)
-    tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
-    resources = ExitStack()
-    try:
-        laid_out = lay_out(model, config, units, device, ranks, tiling, dtypes, stored)
-        parts = _assemble(
-            config, laid_out, device, wrap_storage, adopted, stored.identities, resources
-        )
-        engine = _engine(model, config, laid_out, tiling, parts, resources)
-        if model_parallel_group is not None:
-            engine.share_activations(process_group(model_parallel_group))
-    except BaseException:
-        resources.close()
-        tiling.undo()
-        raise
+    ranks, resources = find_group(group, timeout_s=config.distributed.timeout_s), ExitStack()
+    with _closing_on_failure(resources):
+        if ranks is not None:
+            resources.callback(ranks.links.close)
+        refuse_model(model, has_weights=weights is not None)
+        originals = Originals(model)
+        if ranks is not None:
+            config = _settle_rank(config, ranks, device)
+        stored = StoredParams(model, weights if config.placement.reads_in_place else None)
+        dtypes = Dtypes(model, config)
+        tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
+        try:
+            laid_out = lay_out(model, config, units, device, ranks, tiling, dtypes, stored)
+            parts = _assemble(
+                config, laid_out, device, wrap_storage, adopted, stored.identities, resources
+            )
+            engine = _engine(model, config, laid_out, tiling, parts, resources)
+            if model_parallel_group is not None:
+                engine.share_activations(model_parallel_group)
+        except BaseException:
+            tiling.undo()
+            raise
     try:
         engine.ranks.open()
         replaced = (
@@ -147,6 +147,16 @@ def build(
     dtypes.narrow_buffers()
     move_buffers(model, engine.device)
     return engine
+
+
+@contextmanager
+def _closing_on_failure(resources: ExitStack) -> Iterator[None]:
+    """Closes what was made in the block, if that fails. Other ranks learn why."""
+    try:
+        yield
+    except BaseException:
+        resources.close()
+        raise
 
 
 def _settle_rank(config: SwapConfig, ranks: RankTopology, device: OwnDevice | None) -> SwapConfig:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.distributed.group import path_of_job
+from infinity.distributed.group import find_group, path_of_job
 from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection, Ranks
@@ -111,10 +111,8 @@ class Engine:
     background: Background | None = field(default=None, init=False)  # Closed before the tiers are.
 
     def __repr__(self) -> str:
-        units = len(self.store.units)
-        return (
-            f"<Engine of {type(self.model).__name__}: {len(self.params)} parameters, {units} units>"
-        )
+        kind, units = type(self.model).__name__, len(self.store.units)
+        return f"<Engine of {kind}: {len(self.params)} parameters, {units} units>"
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise UnsupportedError(
@@ -168,7 +166,7 @@ class Engine:
         )  # fmt: skip
         # A model that is dropped without close() releases its memory and its swap files, too.
         self.ranks.note_owner(self)
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.resources)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.resources, self.ranks)
         if not self.device.shares_host_memory:
             self.gradients.norms.measure_beside(self.device.begin_thread)
             self.updater.start_worker(self._lock, self.device.begin_thread, self.resources)
@@ -226,7 +224,10 @@ class Engine:
 
     def share_activations(self, group: Any) -> None:
         """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
-        self._model_passes.save_inputs_in(SharedActivationStore(self.activations, group))
+        ranks = find_group(group, timeout_s=self.config.distributed.timeout_s)
+        if ranks is not None:
+            self.resources.callback(ranks.links.close)
+            self._model_passes.save_inputs_in(SharedActivationStore(self.activations, ranks))
 
     def reset(self) -> None:
         """Releases what an interrupted forward or backward has left in use.
@@ -493,8 +494,7 @@ class Engine:
         self.close()
 
 
-def _close_in(process: int, resources: ExitStack) -> None:
-    """Does nothing in a forked child, which has no threads of the engine and does not own the swap
-    files."""
+def _close_in(process: int, resources: ExitStack, ranks: Ranks) -> None:
+    """Does nothing in a forked child, which does not own the threads and the swap files."""
     if os.getpid() == process:
-        resources.close()
+        ranks.end(resources.close)

@@ -19,6 +19,7 @@ from infinity.checkpoint import WeightSource, weight_source
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.paths import refuse_absent_model
+from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
 from infinity.training.adapter import attach_adapter
 from infinity.training.model_numbers import check_numbers
@@ -101,16 +102,21 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
 
 
 def stream_weights(
-    model: Any, plan: ModelPlan, config: SwapConfig, *, resume: Path | None = None
+    model: Any,
+    plan: ModelPlan,
+    config: SwapConfig,
+    *,
+    resume: Path | None = None,
+    group: RankTopology | None = None,
 ) -> None:
     """Moves the model into its tiers, with the checkpoint's weights or seeded random ones.
 
-    `resume` is the checkpoint that the run loads next.
+    `resume` is the checkpoint that the run loads next. `group`: the ranks of the job.
     """
     assert config.model is not None
     infinity.offload(
         model, config, weights=plan.path, seed=config.model.seed, ignore=config.model.ignore,
-        resume=resume,
+        resume=resume, group=group,
     )  # fmt: skip
 
 

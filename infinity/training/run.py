@@ -92,7 +92,8 @@ class Run:
         config = self._config
         if self._job.reference is not None:
             config, apart = share_budgets(config)
-        stream_weights(self._model, self._job.plan, config, resume=resume)
+        group = self._job.rank.topology
+        stream_weights(self._model, self._job.plan, config, resume=resume, group=group)
         if self._job.reference is not None:
             self._beside = place_reference(self._job.reference, self._job.plan, apart)
         self._engine = infinity.engine_of(self._model)

@@ -17,9 +17,9 @@ import pytest
 
 import infinity
 from infinity.distributed import group as group_module
-from infinity.distributed import node_memory
+from infinity.distributed import node_memory, setup
 from infinity.distributed.channel import Channel
-from infinity.distributed.messages import HEADER, INLINE_NBYTES, TAKEN, MessageType
+from infinity.distributed.messages import HEADER, IN_MEMORY, INLINE_NBYTES, TAKEN, MessageType
 from infinity.distributed.node_memory import (
     CHUNK_NBYTES,
     MappedMemory,
@@ -63,11 +63,17 @@ def channels(own: OwnMemory) -> tuple[Channel, Channel, Counters, Counters]:
     for end in ends:
         end.settimeout(TIME_LIMIT_S)
     bounce = own.bounce_buffer(1, is_answering=False)
-    return (
-        Channel(ends[0], counters[0], bounce=bounce),
-        Channel(ends[1], counters[1], mapped=mapped),
-        *counters,
-    )
+    lender, reader = (Channel(end, each) for end, each in zip(ends, counters, strict=True))
+    lender.share(counters[0], bounce, None)
+    reader.share(counters[1], None, mapped)
+    return lender, reader, *counters
+
+
+def filler_of_lent(lender: Channel, reader: Channel) -> Any:
+    """The filler behind the header of a content of NBYTES in memory."""
+    lender.connection.sendall(HEADER.pack(MessageType.PUT | IN_MEMORY, 0, 0, 0, NBYTES))
+    _, _, nbytes = reader.receive_header()
+    return reader.filler(nbytes)
 
 
 def sent(lender: Channel, content: memoryview, kind: MessageType = MessageType.PUT) -> Any:
@@ -95,7 +101,7 @@ def test_a_content_is_read_where_it_lies_and_only_its_name_goes_through_the_sock
         kind, numbers, nbytes = reader.receive_header()
         assert (kind, numbers, nbytes) == (MessageType.PUT, (1, 2, 3), NBYTES)
         found = numpy.zeros(NBYTES, numpy.uint8)
-        fill = reader.filler(kind, nbytes)
+        fill = reader.filler(nbytes)
         for start in range(0, NBYTES, 300_000):  # In pieces that are no chunks.
             fill(memoryview(found)[start : start + 300_000])
         thread.join(TIME_LIMIT_S)
@@ -110,9 +116,9 @@ def test_a_content_is_read_where_it_lies_and_only_its_name_goes_through_the_sock
 def test_a_short_content_goes_with_its_header() -> None:
     lender, reader, lent, _ = channels(OwnMemory(2, BOOT, None))
     lender.post(MessageType.PUT, (0, 0, 0), memoryview(CONTENT)[:INLINE_NBYTES])
-    kind, _, nbytes = reader.receive_header()
+    _, _, nbytes = reader.receive_header()
     found = bytearray(nbytes)
-    reader.filler(kind, nbytes)(memoryview(found))
+    reader.filler(nbytes)(memoryview(found))
     assert found == CONTENT[:INLINE_NBYTES].tobytes()
     assert lent.snapshot()["ranks_socket_nbytes"] == HEADER.size + INLINE_NBYTES
 
@@ -134,9 +140,9 @@ def test_contents_are_lent_before_the_last_one_was_taken_and_none_is_overwritten
     thread = threading.Thread(target=post_rest)
     thread.start()
     for number in range(60):
-        kind, numbers, nbytes = reader.receive_header()
+        _, numbers, nbytes = reader.receive_header()
         found = bytearray(nbytes)
-        reader.filler(kind, nbytes)(memoryview(found))
+        reader.filler(nbytes)(memoryview(found))
         assert numbers[0] == number and found == contents[number % 20], number
     thread.join(TIME_LIMIT_S)
     lender.await_taken(posted[-1])
@@ -166,16 +172,18 @@ def test_a_range_that_is_not_there_is_refused(
     numbers: tuple[int, int, int], nbytes: int, why: str
 ) -> None:
     lender, reader, *_ = channels(OwnMemory(2, BOOT, None))
+    fill = filler_of_lent(lender, reader)
     lender.connection.sendall(HEADER.pack(MessageType.RANGE, *numbers, nbytes))
     with pytest.raises(ConnectionError, match=why):
-        reader.filler(MessageType.PUT, NBYTES)(memoryview(bytearray(NBYTES)))
+        fill(memoryview(bytearray(NBYTES)))
 
 
 def test_word_of_a_failure_ends_a_content_and_names_the_rank() -> None:
     lender, reader, *_ = channels(OwnMemory(2, BOOT, None))
+    fill = filler_of_lent(lender, reader)
     lender.post(MessageType.CLOSE, (6, 0, 0), memoryview(b"rank 5 failed: of the test"))
     with pytest.raises(RankError, match="of the test") as caught:
-        reader.filler(MessageType.PUT, NBYTES)(memoryview(bytearray(NBYTES)))
+        fill(memoryview(bytearray(NBYTES)))
     assert caught.value.rank == 5
 
 
@@ -273,14 +281,13 @@ def _train_one_without_a_map(rank: int, case: Case, mapping: str) -> tuple[Any, 
     if mapping == "without arenas":
         open_tiers.can_share = lambda **_: False  # type: ignore[assignment]
     routes = []
-    connect = group_module._share_memory
+    share = setup.share_memory
 
-    def noted(*arguments: Any) -> Any:
-        memory = connect(*arguments)
-        routes.append(memory.routes(2))
-        return memory
+    def noted(group: Any, *arguments: Any) -> None:
+        share(group, *arguments)
+        routes.append(group.links.memory.routes(2))
 
-    group_module._share_memory = noted
+    setup.share_memory = noted  # type: ignore[assignment]
     return train(rank, case), routes[0]
 
 

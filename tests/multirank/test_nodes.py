@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from infinity.distributed import group
+from infinity.engine import build
 
 from .processes import run_ranks, seem_on_node
 from .work import NVME, Case, assert_same_run, expected, train
@@ -77,15 +78,15 @@ def _train(rank: int, cases: list[Case]) -> list[tuple[Any, str, int]]:
     """Of each case the run, the address that this rank announced, and its node's ranks."""
     seem_on_node(rank // PER_NODE)
     found: list[tuple[str, int]] = []
-    choose, find = group.choose_address, group.find_group
+    find = group.find_group
 
-    def chosen(*arguments: Any) -> str:
-        topology = find()
+    def noted(*arguments: Any, **options: Any) -> Any:
+        topology = find(*arguments, **options)
         assert topology is not None
-        found.append((choose(*arguments), topology.node_count))
-        return found[-1][0]
+        found.append((topology.links.peers[rank].address, topology.node_count))
+        return topology
 
-    group.choose_address = chosen
+    build.find_group = noted
     return [(train(rank, case), *found[index]) for index, case in enumerate(cases)]
 
 

@@ -8,13 +8,13 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from infinity.distributed import transport as transport_module
-from infinity.distributed.messages import HEADER, MessageType, Purpose
+from infinity.distributed.messages import HEADER, MOST_RANKS, MessageType, Purpose
 from infinity.distributed.node_memory import NodeMemory, OwnMemory, map_memory
 from infinity.distributed.peer import Peer
 from infinity.distributed.transport import PeerTransport
@@ -53,19 +53,28 @@ class Shelf:
         self.delivered.append((rank, tensor, dtype, generation, bytes(content)))
 
 
-def make(count: int, memories: Iterable[NodeMemory | None] | None = None) -> list[PeerTransport]:
-    """Transports of ranks in this process. `memories`: by rank; without it all use sockets alone."""
+def make(count: int) -> list[PeerTransport]:
+    """Transports of ranks in this process."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     peers = [
         Peer(rank, "here", rank, "127.0.0.1", each.getsockname()[1], b"%032d" % rank)
         for rank, each in enumerate(listeners)
     ]
-    return [
-        PeerTransport(rank, peers, listener, Counters(), memory)
-        for rank, (listener, memory) in enumerate(
-            zip(listeners, memories or [None] * count, strict=True)
-        )
-    ]
+    return [PeerTransport(rank, peers, listener) for rank, listener in enumerate(listeners)]
+
+
+def open_all(
+    transports: Sequence[PeerTransport],
+    shelves: Sequence[Any],
+    memories: Sequence[NodeMemory] | None = None,
+) -> None:
+    """Connects ranks. `memories`: by rank; without it all use sockets alone."""
+    collective_section([transport.open for transport in transports])
+    for transport, memory in zip(transports, memories or (), strict=memories is not None):
+        transport.share(Counters(), memory)
+    collective_section(
+        [lambda t=t, s=s: t.serve(s) for t, s in zip(transports, shelves, strict=True)]
+    )
 
 
 def shared_memories(count: int) -> list[NodeMemory]:
@@ -95,8 +104,8 @@ def collective_section(functions: Iterable[object]) -> None:
 @pytest.fixture(params=["sockets", "memory"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[list[PeerTransport], list[Shelf]]]:
     memories = shared_memories(2) if request.param == "memory" else None
-    transport, shelves = make(2, memories), [Shelf(), Shelf()]
-    collective_section([lambda i=i: transport[i].open(shelves[i]) for i in range(2)])
+    transport, shelves = make(2), [Shelf(), Shelf()]
+    open_all(transport, shelves, memories)
     yield transport, shelves
     collective_section([each.close for each in transport])
 
@@ -141,7 +150,7 @@ def test_connections_of_other_programs_are_refused() -> None:
     mine = transport[0].peers[0]
     stranger = socket.create_connection((mine.address, mine.port))
     stranger.sendall(HEADER.pack(MessageType.HELLO, 1, 0, 0, 32) + b"a guess".ljust(32))
-    collective_section([lambda i=i: transport[i].open(Shelf()) for i in range(2)])
+    collective_section([each.open for each in transport])
     stranger.settimeout(TIME_LIMIT_S)
     with stranger:
         assert stranger.recv(1) == b"", "the connection is closed"
@@ -156,7 +165,7 @@ def test_silent_and_slow_clients_do_not_delay_a_start() -> None:
     for number, each in enumerate(silent):
         each.sendall(hello[:number])
     start_s = time.monotonic()
-    collective_section([lambda i=i: transport[i].open(Shelf()) for i in range(2)])
+    collective_section([each.open for each in transport])
     assert time.monotonic() - start_s < 5
     for each in silent:
         each.settimeout(TIME_LIMIT_S)
@@ -184,7 +193,7 @@ def test_one_deadline_bounds_all_connections(monkeypatch: pytest.MonkeyPatch) ->
     speaking.start()
     start_s = time.monotonic()
     with pytest.raises(RankError, match="rank 1 .* has not connected"):
-        first.open(Shelf())
+        first.open()
     assert time.monotonic() - start_s < 3
     is_over.set()
     speaking.join(TIME_LIMIT_S)
@@ -200,7 +209,7 @@ def test_one_deadline_bounds_all_connections(monkeypatch: pytest.MonkeyPatch) ->
         ((MessageType.CONTROL, 0, 0, 0, 8 << 30), "announced a CONTROL of 8589934592 bytes"),
         ((MessageType.ALL_GATHER, 0, 0, 0, 1 << 62), "announced a ALL_GATHER"),
         ((MessageType.CLOSE, 1, 0, 0, 1 << 40), "announced a CLOSE"),
-        ((MessageType.CLOSE, 99, 0, 0, 0), "rank 98 failed, and there is none"),
+        ((MessageType.CLOSE, MOST_RANKS + 1, 0, 0, 0), "failed, and there is none"),
         ((MessageType.HEARTBEAT, 0, 0, 0, 1), "announced a HEARTBEAT"),
         ((77, 0, 0, 0, 0), "kind 77"),
     ],
@@ -268,7 +277,7 @@ def test_a_rank_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(transport_module, "SILENCE_S", 1.0)
     first, second = make(2)
     with pytest.raises(RankError, match="rank 1 .* has not connected") as caught:
-        first.open(Shelf())
+        first.open()
     assert caught.value.rank == 1
     first.close()
     second._listener.close()
@@ -349,8 +358,8 @@ def test_a_rank_that_takes_its_time_is_not_gone(
     is asked for does not wait for that."""
     # Longer than a thread of a busy machine waits for its turn.
     monkeypatch.setattr(transport_module, "SILENCE_S", 3.0)
-    transport, shelves = make(2, shared_memories(2) if shares else None), [Shelf(), Shelf()]
-    collective_section([lambda i=i: transport[i].open(shelves[i]) for i in range(2)])
+    transport, shelves = make(2), [Shelf(), Shelf()]
+    open_all(transport, shelves, shared_memories(2) if shares else None)
     # Not before: who connects has a beat's time to say who it is.
     monkeypatch.setattr(transport_module, "HEARTBEAT_S", 0.2)
     has_room, take = threading.Event(), shelves[1].deliver

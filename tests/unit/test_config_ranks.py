@@ -6,10 +6,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-import torch.distributed as dist
 
 from infinity.config import SwapConfig
 from infinity.distributed.exchange import choose_round
@@ -98,23 +97,28 @@ def test_buffers_are_no_larger_than_the_largest_part_of_a_unit() -> None:
     assert frozen.round_nbytes == 256 * MIB, "buffers for sums take nothing, so rounds are larger"
 
 
-@pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks in threads, whose groups are their numbers."""
-    meeting, said = threading.Barrier(3, timeout=60), {}
+class Links:
+    """The links of a rank in a thread, of three."""
 
-    def all_gather_object(found: list[Any], local: Any, group: int) -> None:
-        said[group] = local
-        meeting.wait()
-        found[:] = [said[rank] for rank in range(3)]
+    meeting = threading.Barrier(3, timeout=60)
+    contents: ClassVar[dict[int, Any]] = {}
 
-    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_gather_objects(self, tag: str, local: Any) -> list[Any]:
+        self.contents[self.rank] = local
+        self.meeting.wait()
+        return [self.contents[rank] for rank in range(3)]
+
+    def all_gather(self, tag: str, content: bytes) -> None:
+        return None
 
 
 def agree(rank: int, device_nbytes: int | None, stage: int = 3) -> AgreedDevices:
     return agree_on_exchange(
         SwapConfig(distributed={"exchange": "collective", "zero_stage": stage}),
-        replace(GROUP, process_group=rank, rank=rank, count=3),
+        replace(GROUP, rank=rank, count=3, links=Links(rank)),  # type: ignore[arg-type]
         has_own_memory=True,
         is_cuda=False,
         identity="",
@@ -122,14 +126,12 @@ def agree(rank: int, device_nbytes: int | None, stage: int = 3) -> AgreedDevices
     )
 
 
-@pytest.mark.usefixtures("meeting")
 def test_ranks_whose_devices_differ_agree_on_the_least_one() -> None:
     with ThreadPoolExecutor(3) as ranks:
         found = list(ranks.map(agree, range(3), (80 * GIB, 24 * GIB, None)))
     assert found == [AgreedDevices(True, 24 * GIB)] * 3
 
 
-@pytest.mark.usefixtures("meeting")
 def test_a_rank_of_another_stage_is_refused_by_all() -> None:
     def refusal(rank: int) -> str:
         with pytest.raises(ConfigError, match="zero_stage") as caught:

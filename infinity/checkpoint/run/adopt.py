@@ -11,9 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from infinity.checkpoint.run.commit import label_of
 from infinity.checkpoint.run.directory import (
@@ -26,7 +23,7 @@ from infinity.checkpoint.run.directory import (
 )
 from infinity.checkpoint.run.linked import COPIES_NAME, LinkedState
 from infinity.config import SwapConfig
-from infinity.distributed.group import find_group
+from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import config_of_rank
 from infinity.errors import InfinityError
 from infinity.state.spare_generations import count_spares
@@ -38,25 +35,24 @@ Inode = tuple[int, int]
 
 
 def plan_adoption(
-    config: SwapConfig, path: str | os.PathLike[str], group: Any = None
+    config: SwapConfig, path: str | os.PathLike[str], ranks: RankTopology | None = None
 ) -> Adopted | None:
     """Finds the swap files that a run adopts, which will load the checkpoint `path`; None for none.
 
     Removes partial checkpoints that a crash has left, and commits older than the last one. A file
     is adopted only if every link to it is known, because a write must never reach a link that
-    somebody has made elsewhere. With several ranks (`group` as in `infinity.offload`) this is a
-    collective call, and every rank adopts the files of its own directories. Raises ConfigError if
+    somebody has made elsewhere. With several `ranks` this is a collective call, and every rank
+    adopts the files of its own directories. Raises ConfigError if
     there is no checkpoint, StorageError.
     """
     checkpoint = find_checkpoint(Path(path))
-    ranks = find_group(group)
     own = config if ranks is None else config_of_rank(config, ranks)
     num_spares = count_spares(own, num_ranks=1 if ranks is None else ranks.count)
     found = _stale_files(own, num_spares)
     if found is not None and (ranks is None or ranks.rank == 0):
         _tidy(config, checkpoint)
-    if ranks is not None:
-        dist.barrier(ranks.process_group)  # Links must not go while a rank counts them.
+    if ranks is not None:  # Links must not go while a rank counts them.
+        ranks.links.all_gather("adopting swap files", b"")
     if found is None:
         return None
     jobs, swap_files, num_found = found

@@ -169,6 +169,13 @@ class Distributed(Section):
         "trained, weights too, is divided over all ranks either way. Nodes have equally many "
         "ranks. The bits are the same.",
     )
+    timeout_s: Annotated[int, Integer(1)] = Field(
+        600,
+        description="Seconds that a rank waits, from its start until the model is offloaded, for a "
+        "rank that lives and does not come: it compiles, or its file system is slow. Ranks that "
+        "train wait for one that lives without a limit. A rank that dies is named within seconds, "
+        "a process that hangs after 20 seconds, or after this time if it is less.",
+    )
     reduce_buffer: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
         "auto",
         description="Host bytes, out of the budget of a rank, for gradients of other ranks "
