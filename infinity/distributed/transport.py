@@ -49,6 +49,7 @@ from infinity.observe import Counters
 
 HEARTBEAT_S = 2.0
 SILENCE_S = 20.0  # A process that sends nothing for so long does not compute, it is stuck.
+_LEAST_SILENCE_S = 5.0  # Less may pass while a thread keeps the interpreter's lock.
 TIMEOUT_S = 600.0  # The default of `distributed.timeout_s`.
 LINGER_S = 600.0  # A rank whose model was dropped waits so long for the others: see `close`.
 _MEANWHILE_S = 0.02
@@ -75,7 +76,8 @@ class PeerTransport:
         self._listener = listener
         self._counters = Counters()
         self.memory = NodeMemory(None, {}, ())
-        self.silence_s = min(SILENCE_S, timeout_s)
+        self.silence_s = min(SILENCE_S, max(timeout_s, _LEAST_SILENCE_S))
+        self._heartbeat_s = min(HEARTBEAT_S, self.silence_s / 4)
         self._meeting_s = timeout_s
         self._contents: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
@@ -394,7 +396,7 @@ class PeerTransport:
         """Sends the messages to one other rank, in order."""
         error: BaseException | None = None
         posted: deque[Message] = deque()  # Until their contents were taken.
-        for message in link.messages(HEARTBEAT_S):
+        for message in link.messages(self._heartbeat_s):
             posted.append(message)
             if error is None and self.failures.first is None:
                 try:
@@ -426,7 +428,7 @@ class PeerTransport:
         # Wakes to see whether the serving rank is alive, which its heartbeats show. It may
         # be slow: it has no space for gradients, or its drive is slow.
         channel = link.channel
-        channel.connection.settimeout(HEARTBEAT_S)
+        channel.connection.settimeout(self._heartbeat_s)
         link.post(message)
         if message.kind is not MessageType.GET:
             if link.is_empty:  # Else the answers come while the next content goes.

@@ -215,7 +215,7 @@ def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
 
 def _local_rank(rank: int) -> str:
     """Ranks 0 and 1 are on one node, rank 2 on another; no variable of torchrun is set."""
-    seem_on_node(rank // 2)
+    seem_on_node(rank // 2, address="127.0.0.1")
     os.environ.pop("LOCAL_RANK", None)
     with job_rank(SwapConfig(tiers={"host": {"capacity": "64MiB"}})):
         return os.environ["LOCAL_RANK"]

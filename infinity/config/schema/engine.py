@@ -174,7 +174,7 @@ class Distributed(Section):
         description="Seconds that a rank waits, from its start until the model is offloaded, for a "
         "rank that lives and does not come: it compiles, or its file system is slow. Ranks that "
         "train wait for one that lives without a limit. A rank that dies is named within seconds, "
-        "a process that hangs after 20 seconds, or after this time if it is less.",
+        "a process that hangs after this time, but after 5 seconds at least and 20 at most.",
     )
     reduce_buffer: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
         "auto",
