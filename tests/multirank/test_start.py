@@ -17,6 +17,7 @@ from infinity.distributed import group, transport
 from infinity.distributed.meeting import Meeting
 from infinity.engine import build as building
 
+from .models import batch, loss_of
 from .processes import Ranks
 from .work import Case, build
 
@@ -104,5 +105,25 @@ def test_the_last_error_of_a_program_that_waits_in_gloo_names_the_rank() -> None
 
 def test_a_rank_that_dies_between_the_meeting_and_its_links_is_named() -> None:
     with Ranks(3, _die_unconnected) as ranks:
+        for _, (message, _) in ranks.outcomes({0, 2}).values():
+            assert message.startswith(f"RankError: rank {VICTIM} "), message
+
+
+def _end_with_shared_inputs(rank: int, number: int) -> None:
+    """Ranks that compute each layer together. Rank VICTIM ends before the second step."""
+    own = dist.new_group([rank], use_local_synchronization=True)
+    config = {"tiers": {"host": {"capacity": "32MiB"}}, "distributed": {"timeout_s": 5}}
+    model = infinity.offload(
+        build(Case()), config, group=own, model_parallel_group=dist.group.WORLD
+    )
+    for step in range(2):
+        if rank == VICTIM and step == 1:
+            os.kill(os.getpid(), number)
+        infinity.forward_backward(model, lambda x: loss_of(model, x), [batch(step, model.width)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_has_a_part_of_the_layer_inputs_is_named_when_it_ends(number: int) -> None:
+    with Ranks(3, _end_with_shared_inputs, number) as ranks:
         for _, (message, _) in ranks.outcomes({0, 2}).values():
             assert message.startswith(f"RankError: rank {VICTIM} "), message
