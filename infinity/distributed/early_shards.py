@@ -126,7 +126,7 @@ class EarlyShards:
         self._take_back(
             unit
             for unit, early in self._early.items()
-            if record.is_clipped or not self._is_as_expected(unit, early, record)
+            if not self._is_as_expected(unit, early, record)
         )
 
     def end_step(self, record: StepRecord, kept: set[int], step_s: float) -> None:
@@ -135,7 +135,7 @@ class EarlyShards:
         self._counters.add("early_updates_kept", len(units))
         self.policy.end_step(
             num_undone=self._num_undone,
-            is_clipped=record.is_clipped,
+            is_clipped=bool(record.factors),
             missed=[unit for unit in self._planned if unit not in units],
             wait_share=self._forward_wait_s / step_s if step_s else 0.0,
         )

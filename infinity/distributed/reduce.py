@@ -55,9 +55,8 @@ class DistributedGradients(GradientSink):
     `owned` has the sums over ranks, by this rank's shard units.
 
     With `buckets` the devices of the ranks reduce a bucket that all ranks have proposed; the order
-    of the sums is the same on both paths.
-
-    Presence and norms are those of the whole group, from `begin_step` on.
+    of the sums is the same on both paths. Presence, stamps and norms are those of the whole group,
+    from `begin_step` on.
     """
 
     def __init__(
@@ -78,10 +77,8 @@ class DistributedGradients(GradientSink):
             self._end_local = self.local.finish_copies
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
-        self._buckets = buckets
-        self._sums_memory = sums
-        self._device = device
-        self._store = store
+        self._buckets, self._sums_memory = buckets, sums
+        self._device, self._store = device, store
         self._partition: Partition = store.partition
         self._transport: PeerTransport = store.transport
         self._shares = store.partition.shares()
@@ -91,6 +88,7 @@ class DistributedGradients(GradientSink):
         for shard in store.partition.local:
             for share in shard.shares:
                 self._local_shares[self._index[share.full]] = shard.unit, share
+        self._parts = {share.full: share.part for _, share in self._local_shares.values()}
         norms = self.norms = measured_shards(share for _, share in self._local_shares.values())
         self._pending, self._partials = store.pending, store.partials
         self.owned = OwnedSums(store, pool, device, counters, norms, store.pending)
@@ -106,6 +104,7 @@ class DistributedGradients(GradientSink):
         self._may_give = self._waits_for_others = True
         # For local sums of a single gradient: the dtype that holds them exactly.
         self._sent_as: dict[TensorSpec, torch.dtype | None] = {}
+        self._num_entered = numpy.zeros(len(self._specs), numpy.int64)  # Steps with a gradient.
         self._contributed: set[TensorSpec] = set()  # Sent by this rank since the last step.
         self._known: set[TensorSpec] = set()  # Sent by some rank.
         self._all_norms: dict[TensorSpec, torch.Tensor] | None = None
@@ -138,9 +137,7 @@ class DistributedGradients(GradientSink):
         return Contribution(spec, index, self._reduce_buffer.generation(index), number, flat)
 
     def _take_buckets(self, *, all_of_them: bool = False) -> None:
-        """Adds the sums of reduced buckets, and sends the gradients of cancelled ones to their
-        owners.
-        """
+        """Adds the sums of reduced buckets; gradients of cancelled ones go to their owners."""
         if self._buckets is None:
             return
         with ending_all(self._transport, _IN_SUMS):
@@ -155,9 +152,7 @@ class DistributedGradients(GradientSink):
                     self.owned.write_out(self._partition.local[answered.bucket.unit.index].unit)
 
     def _add_sum(self, contribution: Contribution, mean: torch.Tensor) -> None:
-        """Adds the means over all ranks of a bucket's contributions, of the part that this rank
-        owns.
-        """
+        """Adds the means over all ranks of a bucket's contributions, of this rank's part."""
         index, number = contribution.index, contribution.number
         if index not in self._local_shares or self._reduce_buffer.is_outdated(
             index, contribution.generation
@@ -203,8 +198,8 @@ class DistributedGradients(GradientSink):
     def _await_turn(self) -> None:
         """Waits, before a backward sends gradients, until the last backward is over on all ranks.
 
-        Gradients that wait for a rank that is behind then belong to two backward passes at most.
-        The wait is short, because a rank without further batches may wait elsewhere for this one.
+        Gradients that wait for a rank behind then belong to two backward passes at most. The wait
+        is short, because a rank without further batches may wait elsewhere for this one.
         """
         if not self._may_give and self._waits_for_others:
             self._waits_for_others = self._transport.await_backwards(
@@ -228,8 +223,7 @@ class DistributedGradients(GradientSink):
         self._reduce_buffer.deliver(tensor, rank, generation, number, partial)
 
     def _part_of_mean(self, partial: PartialGradient) -> torch.Tensor:
-        """Returns a contribution divided by the number of ranks: fp32, memory that may be
-        changed."""
+        """Returns a contribution over the number of ranks: fp32, memory that may be changed."""
         values = self._partials.read(partial)
         return values if partial.is_mean else multiplied_(values, 1.0 / self._partition.count)
 
@@ -237,8 +231,8 @@ class DistributedGradients(GradientSink):
         total = add_(self._part_of_mean(one), self._part_of_mean(other))
         return self._partials.merge((one, other), total)
 
+    @override
     def take_in(self) -> None:
-        """Adds the partial gradients that other ranks have sent."""
         self._sum_up(all_are_there=False)
 
     def _sum_up(self, *, all_are_there: bool) -> None:
@@ -271,10 +265,8 @@ class DistributedGradients(GradientSink):
     # -- The step ----------------------------------------------------------------------------------
 
     def propose_rest(self) -> None:
-        """Ends this rank's backward passes of the step: proposes every open bucket.
-
-        No other rank waits for a further backward of this rank.
-        """
+        """Ends this rank's backward passes of the step, for which no other rank waits any more:
+        proposes every open bucket."""
         assert self._buckets is not None
         self._transport.note_backward(self._num_steps, _ALL)
         if not self._partition.shards_gradients and self._buckets.is_on:
@@ -306,19 +298,15 @@ class DistributedGradients(GradientSink):
         if not self._partition.shards_gradients:
             for unit in self._partition.full_units:
                 self._give_sums(unit)
-        present = numpy.array(
-            [spec in self._contributed for spec in self._specs], dtype=numpy.bool_
-        )
+        present = numpy.array([spec in self._contributed for spec in self._specs], numpy.bool_)
         generations = [self._reduce_buffer.generation(index) for index in range(len(self._specs))]
         local = numpy.array(generations, dtype=numpy.int64)
         own = present.tobytes() + local.tobytes() + decision
         remote = self._transport.all_gather("optimizer.step()", own, meanwhile=self.take_in)
-        for request in self._sending:  # The next backward changes the sums.
-            request.wait()
-        self._sending.clear()
+        while self._sending:  # The next backward changes the sums.
+            self._sending.pop().wait()
         for rank, content in enumerate(remote):
-            flags = numpy.frombuffer(content, numpy.bool_, len(self._specs))
-            present = present | flags
+            present = present | numpy.frombuffer(content, numpy.bool_, len(self._specs))
             counts = numpy.frombuffer(content, numpy.int64, len(local), offset=present.nbytes)
             refuse_other_generation(self._specs, (self._partition.rank, local), (rank, counts))
         self.progress.begin_step()
@@ -326,6 +314,7 @@ class DistributedGradients(GradientSink):
         self._num_steps, self._num_backwards = self._num_steps + 1, 0
         self._may_give = self._waits_for_others = True
         self._known.update(self._specs[index] for index in numpy.flatnonzero(present))
+        self._num_entered += present
         self._contributed.clear()
         self._numbers.clear()
         self._all_norms = None
@@ -372,7 +361,10 @@ class DistributedGradients(GradientSink):
 
     @override
     def stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
-        return self.local.stamp(spec)
+        if not self.has(spec):
+            return None
+        index = self._index[spec]
+        return self._reduce_buffer.generation(index), int(self._num_entered[index])
 
     @override
     def has(self, spec: TensorSpec) -> bool:
@@ -380,12 +372,10 @@ class DistributedGradients(GradientSink):
 
     @override
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """Returns the 2-norm of one gradient over all ranks: fp32 scalar on the host; see
-        `norms.py`.
-        """
+        """Returns the 2-norm over all ranks: fp32 scalar on the host; see `norms.py`."""
         if self._all_norms is None:
-            wanted = [spec for spec in self._specs if spec in self._known]
-            self._all_norms = all_norms(wanted, self._shares, self._gather_sums)
+            known = filter(self._known.__contains__, self._specs)
+            self._all_norms = all_norms(list(known), self._shares, self._gather_sums)
         return self._all_norms[spec]
 
     def _gather_sums(self, specs: Iterable[TensorSpec]) -> list[bytes]:
@@ -401,7 +391,7 @@ class DistributedGradients(GradientSink):
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         raise UnsupportedError(
             f"the gradient of {spec.name!r} is divided over {self._partition.count} ranks and is "
-            "not read as a whole; optimizer.grad_norm has the norm of all of them"
+            "not read as a whole; optimizer.clip_grad_norm_ clips gradients, and returns the norm"
         )
 
     @override
@@ -410,16 +400,29 @@ class DistributedGradients(GradientSink):
     ) -> None:
         raise UnsupportedError(
             f"the gradient of {spec.name!r} is divided over {self._partition.count} ranks and "
-            "cannot be set as a whole; to clip, give infinity.AdamW(..., max_grad_norm=...), or "
-            "scale the loss"
+            "cannot be set as a whole; clip with optimizer.clip_grad_norm_, or scale the loss"
         )
 
-    # -- After a step ------------------------------------------------------------------------------
+    # -- Changing ----------------------------------------------------------------------------------
+
+    @override
+    def note_scaled(self, spec: TensorSpec, factor: float) -> None:
+        self._all_norms = None
+        if spec in self._parts:
+            self.owned.note_scaled(self._parts[spec], factor)
+
+    @override
+    def is_scaled(self, unit: Unit) -> bool:
+        return self.owned.is_scaled(self._partition.local[unit.index].unit)
+
+    @override
+    def factors(self, specs: Iterable[TensorSpec]) -> dict[TensorSpec, float]:
+        full = {self._parts[spec]: spec for spec in specs if spec in self._parts}
+        return {full[part]: factor for part, factor in self.owned.factors(full).items()}
 
     @override
     def forget(self, spec: TensorSpec) -> None:
-        index = self._index.get(spec)
-        if index is None:
+        if (index := self._index.get(spec)) is None:
             return
         self.local.forget(spec)
         self._sent_as.pop(spec, None)
@@ -427,19 +430,17 @@ class DistributedGradients(GradientSink):
         self._numbers.pop(index, None)
         self._contributed.discard(spec)
         self._known.discard(spec)
-        if index in self._local_shares:
-            self.owned.forget(self._local_shares[index][1].part)
+        if spec in self._parts:
+            self.owned.forget(self._parts[spec])
 
     @override
     def zero(self, unit: Unit, spec: TensorSpec) -> None:
         if spec not in self._index:
             return
-        was_contributed, was_known = spec in self._contributed, spec in self._known
+        kept = [having for having in (self._contributed, self._known) if spec in having]
         self.forget(spec)  # On every rank, so that all have one generation.
-        if was_contributed:
-            self._contributed.add(spec)
-        if was_known:
-            self._known.add(spec)
+        for having in kept:
+            having.add(spec)
 
     # -- What is done with the sums ----------------------------------------------------------------
 

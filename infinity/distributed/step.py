@@ -219,9 +219,6 @@ class DistributedUpdater(StepRunner):
             update = updates_of(shards[index], record, self.chunk_nbytes)
             if update is not None:
                 updates[index] = update
-                if record.clip_factor is not None:
-                    used = [s for s in update.unit.trainable() if s in record.settings]
-                    self._gradients.note_clipped(used, record.clip_factor)
         return updates
 
     @override
@@ -338,7 +335,12 @@ class DistributedUpdater(StepRunner):
             for spec, setting in record.settings.items()
             if spec in self._parts
         }
-        return StepRecord(settings, record.clip_factor)
+        factors = {
+            self._parts[spec]: factor
+            for spec, factor in record.factors.items()
+            if spec in self._parts
+        }
+        return StepRecord(settings, factors)
 
 
 class DistributedMasters(MasterWeights):

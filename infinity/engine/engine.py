@@ -55,6 +55,7 @@ from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.modules.unmanaged_params import UnmanagedParams
 from infinity.modules.uses import UnitUses
 from infinity.observe import Counters, Track
+from infinity.ops.optimizers import Settings
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
@@ -405,41 +406,40 @@ class Engine:
                 "a model anew"
             )
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, settings: Mapping[TensorSpec, Settings]) -> None:
         """Records an optimizer step. Each unit is updated before its next use."""
         with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "optimizer step"):
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             with self.ranks.making_step():
-                self._make_step(record)
+                self._make_step(settings)
 
-    def _make_step(self, record: StepRecord) -> None:
-        self.updater.apply_pending()  # Their clip factor is one of the scales of kept sums.
-        changed = [param for param in self.params if param.spec in record.settings]
-        for unit in dict.fromkeys([param.unit for param in changed]):
-            self.gradients.apply_scales(unit)
+    def _make_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
+        self.updater.apply_pending()
         self.gradients.prepare_step()
+        record = StepRecord(settings, self.gradients.factors(settings))
         self.passes.beginnings.end_backward()
         if self.config.schedule.updates == "at_step":
             self.updater.apply(record)
         else:
             self.updater.defer(record)
             self.updater.advance()
-        increment_versions(changed)
+        increment_versions([param for param in self.params if param.spec in settings])
 
     def gradient_norms(self, params: Iterable[OffloadedParam]) -> dict[str, torch.Tensor]:
         """Returns the 2-norm of every existing gradient, as fp32 scalars on the host, in order."""
-        self.refuse_closed("gradient norms")
         with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
             self.reset()
             self.updater.apply_pending()  # Updates that no forward has applied since the last step.
             found = [param for param in params if self.gradients.has(param.spec)]
+            self._grads.apply_scales(param.unit for param in found)
             self.gradients.expect_norms((param.unit, param.spec) for param in found)
             return {param.name: self.gradients.norm(param.unit, param.spec) for param in found}
 
-    def has_gradient(self, param: OffloadedParam) -> bool:
-        """Whether the parameter has a gradient, of any rank."""
-        return self.gradients.has(param.spec)
+    def scale_gradients(self, params: Iterable[OffloadedParam], factor: float) -> None:
+        """Multiplies these gradients by an fp32 value. Their norms were asked for last."""
+        for param in params if factor != 1 else ():
+            self._grads.scale(param, factor)
 
     def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
         """Drops the gradients of `params`, or fills them with zeros if not `set_to_none`."""

@@ -16,6 +16,7 @@ from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
+from infinity.state.units import Unit
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import current_backward
@@ -134,6 +135,7 @@ class ParamGrads:
             if not self._gradients.has(param.spec):
                 return None
             self._bring_up_to_date(param)
+            self.apply_scales([param.unit])
             return self._gradients.read(param.unit, param.spec)
 
     def stamp(self, param: OffloadedParam) -> tuple[int, int] | None:
@@ -173,6 +175,22 @@ class ParamGrads:
         with self._lock:
             self._gradients.forget(param.spec)
 
+    def scale(self, param: OffloadedParam, factor: float) -> None:
+        """Multiplies the gradient by an fp32 value, as `mul_` does. Whoever reads the gradient
+        next applies the factor; there may be no pending updates."""
+        with uninterrupted(), self._lock:
+            if self._gradients.factors([param.spec]):  # Both products are rounded, as in torch.
+                self.apply_scales([param.unit])
+            self._gradients.note_scaled(param.spec, factor)
+
+    def apply_scales(self, units: Iterable[Unit]) -> None:
+        """Applies the factors that gradients of these units wait for. An early update with these
+        gradients, which the step would not keep, is undone first."""
+        for unit in filter(self._gradients.is_scaled, dict.fromkeys(units)):
+            with uninterrupted(), self._lock:
+                self._updater.withdraw(unit.index)
+                self._gradients.apply_scales(unit)
+
     def put(self, param: OffloadedParam, value: torch.Tensor, *, is_other: bool = False) -> None:
         """Makes `value`, in the parameter's shape, the sum; see `GradientStore.put`."""
         if param.spec.state_offset < 0:
@@ -180,12 +198,14 @@ class ParamGrads:
         self._process.refuse_others()
         with uninterrupted(), self._lock:
             self._bring_up_to_date(param)
+            self.apply_scales([param.unit])
             self._gradients.put(param.unit, param.spec, value, is_other=is_other)
 
     def zero(self, param: OffloadedParam) -> None:
         """Sets the gradient to zeros, if there is one."""
         with uninterrupted(), self._lock:
             self._bring_up_to_date(param)
+            self.apply_scales([param.unit])
             self._gradients.zero(param.unit, param.spec)
 
     def _bring_up_to_date(self, param: OffloadedParam) -> None:

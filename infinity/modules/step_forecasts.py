@@ -32,4 +32,4 @@ class StepForecasts:
             if optimizer is None:
                 return None
             settings[param.spec] = optimizer.next_settings(param)
-        return StepRecord(settings, None) if settings else None
+        return StepRecord(settings, {}) if settings else None

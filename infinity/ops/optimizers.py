@@ -99,7 +99,7 @@ def step_(
     spans: Sequence[StateSpan],
     settings: Settings,
     *,
-    grad_scale: torch.Tensor | None = None,
+    grad_scale: float = 1.0,
     digests: Sequence[PageDigests] = (),
 ) -> None:
     """`update_` with the bits of this torch: where its kernel rounds otherwise than the native one
@@ -107,11 +107,10 @@ def step_(
     if (
         is_native(settings) or spans[0].is_split or spans[0].is_8bit
     ):  # The latter equal nothing of torch's.
-        scale = 1.0 if grad_scale is None else grad_scale
-        update_(spans, settings, grad_scale=scale, digests=digests)
+        update_(spans, settings, grad_scale=grad_scale, digests=digests)
         return
     gradients = [span.gradient.float() for span in spans]
-    if grad_scale is not None:
+    if grad_scale != 1.0:
         gradients = [gradient * grad_scale for gradient in gradients]
     states = [_fp32_states(span, settings) for span in spans]
     torch_step_([span.weight for span in spans], gradients, states, settings)

@@ -14,17 +14,17 @@ from typing_extensions import override
 
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of, owner_of
-from infinity.errors import ConfigError, InfinityError, NonFiniteError, UnsupportedError
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.modules.handle import Handle
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.param import OffloadedParam
 from infinity.modules.tiling.split import tiles_of
 from infinity.ops.optimizers import Settings
+from infinity.optimizers.clipping import Measured, clip_grad_norm_, measured
 from infinity.optimizers.state import OptimizerState
 from infinity.state.moments import moments_of
 from infinity.state.tiles import name_of_tiled
 from infinity.state.units import TensorSpec
-from infinity.streaming.step_record import StepRecord
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -33,7 +33,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Options of every optimizer:
 
     max_grad_norm: clips the global 2-norm with the bits of `torch.nn.utils.clip_grad_norm_` before
-        the step. `grad_norm` is the norm of the last step (fp32 scalar)
+        each step, unless a call of `clip_grad_norm_` has clipped gradients of the step. `grad_norm`
+        is the norm of the last step before clipping (fp32 scalar)
     always_norm: computes `grad_norm` also without clipping
     error_if_nonfinite: raises NonFiniteError before anything changes
     skip_if_nonfinite: skips a step whose norm is not finite, as a GradScaler does.
@@ -73,6 +74,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.skip_if_nonfinite = skip_if_nonfinite
         self.step_was_skipped = False
         self.grad_norm: torch.Tensor | None = None
+        # Gradients of this step that are clipped, by their numbers; the norm of all gradients that
+        # have these stamps.
+        self._clipped: dict[TensorSpec, int] = {}
+        self._measured: tuple[dict[TensorSpec, tuple[int, int]], Measured] | None = None
         super().__init__(self._trainable(params), defaults)
         self.state = OptimizerState(self)  # type: ignore[assignment]
 
@@ -172,7 +177,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "is gone; make the steps before close()"
             )
         self.engine.begin_step()
-        factor = self._clip()
+        self._clip()
         if self.step_was_skipped:
             return loss
         has_gradient = self.engine.gradients.has
@@ -194,9 +199,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 {name for setting in settings.values() for name in setting.state_names}
             )
             with uninterrupted():
-                self.engine.step(StepRecord(settings, factor))
+                self.engine.step(settings)
                 self._steps.update(steps)  # A refused step is not counted.
                 self._note_step(settings)
+        self._clipped.clear()
         return loss
 
     def _note_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
@@ -208,60 +214,76 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         assert self._engine is not None, "there is no optimizer without a parameter"
         return self._engine
 
-    def _clip(self) -> torch.Tensor | None:
-        """Returns the factor of all gradients, after the check of their norm."""
-        self.grad_norm, self.step_was_skipped = None, False
+    def _clip(self) -> None:
+        """Checks the norm of all gradients, and clips them unless a call has done so."""
+        self.step_was_skipped = False
         looks = self.always_norm or self.error_if_nonfinite or self.skip_if_nonfinite
-        if self.max_grad_norm is None and not looks:
-            return None
-        own = {id(param) for param in self._params.values()}
-        # In the order of the model, like clip_grad_norm_(model.parameters()), for any groups.
-        ordered = [param for param in self.engine.params if id(param) in own]
-        norms = self.engine.gradient_norms(ordered)
-        if not norms:
-            self.grad_norm = torch.tensor(0.0)
-            return None
-        self.grad_norm = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-        is_finite = bool(torch.isfinite(self.grad_norm))
-        if self.skip_if_nonfinite and not is_finite:
+        if self.max_grad_norm is None and not looks and not self._clipped:
+            self.grad_norm = None
+            return
+        stamps = self._stamps()
+        was_clipped = any(stamps[s][0] == n for s, n in self._clipped.items() if s in stamps)
+        max_norm = None if was_clipped else self.max_grad_norm
+        if max_norm is None and not looks:
+            return
+        if self._measured is not None and self._measured[0] == stamps:
+            found = self._measured[1]
+        else:
+            found = measured(self._in_order())
+        self.grad_norm = found.norm
+        if self.skip_if_nonfinite and not torch.isfinite(found.norm):
             self.step_was_skipped = True
-            return None
-        if self.error_if_nonfinite and not is_finite:
-            culprits = [name for name, norm in norms.items() if not torch.isfinite(norm)]
-            raise NonFiniteError(
-                "the gradient norm",
-                step=1 + max(self._steps.values(), default=0),
-                unit=culprits[0] if culprits else None,
-            )
-        if self.max_grad_norm is None:
-            return None
-        return torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0)
+            self._clipped.clear()
+            return
+        if self.error_if_nonfinite:
+            found.check(self.next_step)
+        if max_norm is not None:
+            found.clip(max_norm)
+        self.note_measured(found, is_clipped=max_norm is not None)
+
+    def _in_order(self) -> list[Handle]:
+        """Returns the parameters in the order of the model, as a call with `model.parameters()`
+        gives them, for any groups."""
+        own = {id(param) for param in self._params.values()}
+        return [param.handle for param in self.engine.params if id(param) in own]
+
+    def _stamps(self) -> dict[TensorSpec, tuple[int, int]]:
+        """Returns the stamps of all gradients of this optimizer."""
+        gradients = self.engine.gradients
+        stamps = {param.spec: gradients.stamp(param.spec) for param in self._params.values()}
+        return {spec: stamp for spec, stamp in stamps.items() if stamp is not None}
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next step, from 1."""
+        return 1 + max(self._steps.values(), default=0)
+
+    def note_measured(self, found: Measured, *, is_clipped: bool) -> None:
+        """Gradients, some of which are of this optimizer, were measured, and then clipped if
+        `is_clipped`."""
+        self.grad_norm, stamps = found.norm, self._stamps()
+        specs = {param.spec for param in found.params if isinstance(param, OffloadedParam)}
+        if is_clipped:
+            self._clipped |= {spec: stamps[spec][0] for spec in specs & stamps.keys()}
+        is_of_all = specs == stamps.keys() and len(found.params) == len(specs)
+        self._measured = (stamps, found) if is_of_all and found.norm_type == 2 else None
 
     def clip_grad_norm_(
-        self, max_norm: float | None, *, error_if_nonfinite: bool | None = None
+        self,
+        max_norm: float | None,
+        *,
+        parameters: torch.Tensor | Iterable[Any] | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool | None = None,
     ) -> torch.Tensor:
-        """Clips from the next step on, and returns the present norm of the gradients.
+        """Clips the gradients of this optimizer, or of `parameters`, and returns their norm before
+        that: see `clipping.clip_grad_norm_`. Gradients read clipped afterwards. None as `max_norm`
+        clips nothing.
 
-        Replaces `torch.nn.utils.clip_grad_norm_` in loops that call it before every step. None, 0
-        and infinity clip nothing. `error_if_nonfinite` holds for this call; the default is the
-        optimizer's option. With several ranks, all of them make the call, after their last
-        backward of the step.
+        The call is for the gradients of this step alone: `max_grad_norm` does not clip them again.
         """
-        if self.engine.num_ranks > 1:
-            self.engine.begin_step(makes_step=False)  # Else this rank has its own gradients only.
-        self.max_grad_norm = max_norm if max_norm and math.isfinite(max_norm) else None
-        kept = self.always_norm, self.error_if_nonfinite, self.skip_if_nonfinite
-        self.always_norm = True
-        if error_if_nonfinite is not None:
-            self.error_if_nonfinite = error_if_nonfinite
-            self.skip_if_nonfinite = self.skip_if_nonfinite and not error_if_nonfinite
-        try:
-            self._clip()
-        finally:
-            self.always_norm, self.error_if_nonfinite, self.skip_if_nonfinite = kept
-            self.step_was_skipped = False  # The step is skipped, not this call.
-        assert self.grad_norm is not None
-        return self.grad_norm
+        chosen = self._in_order() if parameters is None else parameters
+        return clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     # -- State -----------------------------------------------------------------------------------
 

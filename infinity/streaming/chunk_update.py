@@ -84,16 +84,19 @@ def update_chunk(
     `staged.digests`, and `of_weights`.
     """
     digests = [*staged.digests.values(), *([] if of_weights is None else [of_weights])]
-    # The native update takes spans of one rule, setting and format at a time.
-    groups: dict[tuple[Settings, torch.dtype], list[Slice]] = {}
-    last: tuple[Settings, torch.dtype] | None = None
+    # The native update takes spans of one rule, setting, factor and format at a time.
+    groups: dict[tuple[Settings, float, torch.dtype], list[Slice]] = {}
+    last: tuple[Settings, float, torch.dtype] | None = None
+    factors, factor = record.factors, 1.0
     for part in staged.chunk.slices:
         settings, dtype = record.settings[part.tensor], part.tensor.facts.dtype
-        if last is None or settings is not last[0] or dtype is not last[1]:
-            last = settings, dtype  # To hash settings is to hash each of their fields.
+        if factors:
+            factor = factors.get(part.tensor, 1.0)
+        if last is None or settings is not last[0] or factor != last[1] or dtype is not last[2]:
+            last = settings, factor, dtype  # To hash settings is to hash each of their fields.
             same = groups.setdefault(last, [])
         same.append(part)
-    for (settings, _), slices in groups.items():
+    for (settings, factor, _), slices in groups.items():
         moments = _kinds(settings.state_names)
         if moments and staged.chunk.unit.moments.is_8bit:
             spans = [s for part in slices for s in _granules(staged, weights, part, moments)]
@@ -102,7 +105,7 @@ def update_chunk(
         if settings.step == 1:  # Whatever an optimizer before this one has left.
             for span in spans:
                 _forget(span, settings)
-        _step(spans, settings, record.clip_factor, device, digests)
+        _step(spans, settings, factor, device, digests)
         if staged.chunk.unit.has_full_master:
             for part in slices:
                 master = staged.arrays[StateKind.MASTER][_range(staged, part)]
@@ -134,17 +137,16 @@ def _known_spans(
 def _step(
     spans: list[StateSpan],
     settings: Settings,
-    clip_factor: torch.Tensor | None,
+    factor: float,
     device: DeviceAdapter | None,
     digests: Sequence[PageDigests],
 ) -> None:
     if device is None or spans[0].is_8bit:
-        step_(spans, settings, grad_scale=clip_factor, digests=digests)
+        step_(spans, settings, grad_scale=factor, digests=digests)
     elif not can_update_on_device(spans, settings):
-        update_on_host(device, spans, settings, clip_factor)
+        update_on_host(device, spans, settings, factor)
     else:
-        grad_scale = 1.0 if clip_factor is None else float(clip_factor)
-        update_on_device(device, spans, settings, grad_scale)
+        update_on_device(device, spans, settings, factor)
 
 
 def _spans(

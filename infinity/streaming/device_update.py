@@ -64,10 +64,7 @@ def update_on_device(
 
 
 def update_on_host(
-    device: DeviceAdapter,
-    spans: Sequence[StateSpan],
-    settings: Settings,
-    grad_scale: torch.Tensor | None,
+    device: DeviceAdapter, spans: Sequence[StateSpan], settings: Settings, grad_scale: float
 ) -> None:
     """One step of every span by the host, in place, for rules whose bits the device would not give.
     Arrays may be on the device; done when it returns."""

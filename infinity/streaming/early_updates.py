@@ -319,21 +319,18 @@ class EarlyUpdates:
         kept = []
         for index, early in [*self._done.items(), *self._complete.items()]:
             assert early.update is not None
-            if record.is_clipped or not self._is_as_expected(early, record):
+            if not self._is_as_expected(early, record):
                 self.take_back(index)
             elif early.is_begun:
                 early.update.record = record
                 kept.append(early.update)
-                if early.is_done and record.clip_factor is not None:
-                    used = [spec for spec in early.unit.trainable() if spec in record.settings]
-                    self._gradients.note_clipped(used, record.clip_factor)
             else:
                 self._chunks.check_in(early.update, write_now=False)  # If the worker has them.
         self._counters.add("early_updates_kept", len(kept))
         missed = [unit for unit, early in self._planned.items() if not early.is_done]
         self.policy.end_step(
             num_undone=self._num_undone,
-            is_clipped=record.is_clipped,
+            is_clipped=bool(record.factors),
             missed=missed,
             wait_share=self._forward_wait_s / step_s if step_s else 0.0,
         )
@@ -346,6 +343,7 @@ class EarlyUpdates:
         assert early.update is not None
         expected = early.update.record.settings
         decided = {s: record.settings[s] for s in early.unit.trainable() if s in record.settings}
+        # A factor changes the stamp of its gradient.
         return decided == expected and all(
             self._gradients.stamp(spec) == stamp for spec, stamp in early.stamps.items()
         )

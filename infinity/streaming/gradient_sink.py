@@ -80,8 +80,20 @@ class GradientSink(Protocol):
     def write_out_all(self) -> None:
         """Ends a backward: starts the writes of all gradients."""
 
+    # Clipping. A factor of a gradient waits until somebody reads or changes the gradient; an update
+    # applies the factor as it reads the sum.
+    def note_scaled(self, spec: TensorSpec, factor: float) -> None:
+        """Multiplies a gradient, which is there and waits for no factor, by an fp32 value."""
+
+    def is_scaled(self, unit: Unit) -> bool:
+        """Whether a gradient of the unit waits for a factor."""
+
     def apply_scales(self, unit: Unit) -> None:
-        """Multiplies a unit's gradients by the clip factors that updates have noted."""
+        """Applies the factors that gradients of the unit wait for. No update reads them."""
+
+    def factors(self, specs: Iterable[TensorSpec]) -> dict[TensorSpec, float]:
+        """Returns the factors that some of these gradients wait for; over ranks, of the gradients
+        of which this rank has a part."""
 
     # Memory.
     def give_back_forgotten(self) -> bool:

@@ -65,8 +65,8 @@ class TensorGradient:
     norm: torch.Tensor | None = None
     task: NormTask | None = None
     is_due: bool = False  # The norm will be needed, and no further gradient is expected.
-    # Clip factor of a step that is not yet applied to the kept sum.
-    scale: torch.Tensor | None = None
+    # What is read of the sum is its product with this fp32 value, which no reader has applied yet.
+    scale: float | None = None
     number: int = 0  # Which gradient of the parameter, counted from the first.
     num_changes: int = 0
     # Gradients in the present sum, and in the last one; whether norms of them were needed.
@@ -90,13 +90,21 @@ class TensorGradient:
         is_like_last = counts and self.num_added == self.num_expected
         self.is_due = is_like_last and self.was_norm_needed
 
-    def note_scaled(self, scale: torch.Tensor) -> None:
-        """The sum is the product with `scale` from now on, which is yet to be applied."""
+    def note_scaled(self, scale: float) -> None:
+        """The gradient is the product of the sum with `scale` from now on."""
+        assert self.is_present and self.scale is None
         self.num_changes += 1
         self.norm = None
         self.end_task()
-        if self.is_present:
-            self.scale = scale
+        self.scale = scale
+
+    def apply_scale(self, flat: torch.Tensor) -> None:
+        """Multiplies the sum, fp32 (numel,), by its scale, if it has one. Nobody reads the sum."""
+        if self.scale is not None:
+            self.end_task()
+            self.norm = None
+            flat.mul_(self.scale)
+            self.scale = None
 
     def finish_task(self) -> None:
         """Takes the norm from the task that computes it, if there is one. Waits, or computes it.

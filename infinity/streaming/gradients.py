@@ -244,8 +244,7 @@ class GradientStore(GradientSink):
             self.in_blocks.end_write(sums)
         array = sums.array if sums.on_host is None else sums.on_host
         assert array is not None
-        if self._has_scale(unit):
-            self._rescale_resting(unit, array)
+        self._rescale_resting(unit, array)
         return array
 
     def _readable(self, unit: Unit) -> torch.Tensor:
@@ -253,20 +252,17 @@ class GradientStore(GradientSink):
         may be in bf16."""
         sums = self._sums[unit.index]
         array = sums.array if sums.narrow is None else sums.narrow
-        return self._array(unit) if array is None or self._has_scale(unit) else array
+        return self._array(unit) if array is None or self.is_scaled(unit) else array
 
-    def _has_scale(self, unit: Unit) -> bool:
-        """Whether a clip factor of the last step waits for gradients of the unit."""
+    def is_scaled(self, unit: Unit) -> bool:
+        """See `GradientSink`."""
         return bool(self._scaled) and not self._scaled.isdisjoint(unit.trainable())
 
     def _rescale_resting(self, unit: Unit, array: torch.Tensor) -> None:
-        """Applies the clip factor that the last step left for later."""
-        for spec in unit.trainable():
-            known = self._tensors[spec]
-            scale, known.scale = known.scale, None
+        """Applies the factors that gradients of the unit wait for. array: fp32 (state_numel,)."""
+        for spec in unit.trainable() if self.is_scaled(unit) else ():
+            self._tensors[spec].apply_scale(flat_of(array, spec))
             self._scaled.discard(spec)
-            if scale is not None:
-                flat_of(array, spec).mul_(scale.to(array.device))
 
     # -- Out ---------------------------------------------------------------------------------------
 
@@ -379,7 +375,7 @@ class GradientStore(GradientSink):
         if sums.on_device is not None:
             return False
         is_leaving = self.device_sums.has(unit) or unit in self.leaving.units()
-        return not is_leaving and all(self._tensors[s].scale is None for s in unit.trainable())
+        return not is_leaving and not self.is_scaled(unit)
 
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:
         """Gradients that are not where they rest, or not in that form: those that rest on NVMe in
@@ -403,6 +399,8 @@ class GradientStore(GradientSink):
         known.is_norm_needed = True
         if spec.numel == 0:
             return torch.zeros(())
+        if known.scale is not None:
+            self.apply_scales(unit)
         self._resting.start(spec)
         if known.norm is None and known.task is None:
             on_device = self.resting_on_device(unit) if self.norms.is_on_device else None
@@ -444,20 +442,22 @@ class GradientStore(GradientSink):
         on_device = self.resting_on_device(unit)
         return flat_of(self._readable(unit) if on_device is None else on_device, spec).cpu()
 
-    # -- After a step ------------------------------------------------------------------------------
+    # -- Changing ----------------------------------------------------------------------------------
 
-    def note_clipped(self, specs: Iterable[TensorSpec], scale: torch.Tensor) -> None:
-        """Records that the update used gradients times `scale`; later reads return the product."""
-        for spec in specs:
-            known = self._tensors[spec]
-            known.note_scaled(scale)
-            if known.is_present:
-                self._scaled.add(spec)
+    def note_scaled(self, spec: TensorSpec, factor: float) -> None:
+        """See `GradientSink`."""
+        self._tensors[spec].note_scaled(factor)
+        self._scaled.add(spec)
 
     def apply_scales(self, unit: Unit) -> None:
-        """Applies the recorded scales before the unit's gradients are read where they rest."""
-        if self._has_scale(unit) and self.resting_on_device(unit) is None:
+        """See `GradientSink`."""
+        if self.is_scaled(unit) and self.resting_on_device(unit) is None:
             self._array(unit)
+
+    def factors(self, specs: Iterable[TensorSpec]) -> dict[TensorSpec, float]:
+        """See `GradientSink`."""
+        scales = {spec: self._tensors[spec].scale for spec in specs if spec in self._scaled}
+        return {spec: scale for spec, scale in scales.items() if scale is not None}
 
     def forget(self, spec: TensorSpec) -> None:
         """The parameter has no gradient any more."""

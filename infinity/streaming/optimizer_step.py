@@ -147,6 +147,7 @@ class Updater(StepRunner):
         for unit in self._store.units:
             if unit.index in kept:
                 continue
+            # INV-9: a parameter without a gradient is in no record.
             update = updates_of(unit, record, self.chunk_nbytes)
             if update is not None:
                 self._make_pending(update)
@@ -319,14 +320,9 @@ class Updater(StepRunner):
 
     def _end(self, update: UnitUpdate) -> None:
         """Every chunk is updated: the unit is not pending any more."""
-        record = update.record
         del self._pending[update.unit.index]
         self._updated[update.unit.index] = update.chunks
         self._weight_cache.await_update(update.unit.index, False)
-        if record.clip_factor is not None:
-            # INV-9: a parameter without a gradient is in no record.
-            used = [spec for spec in update.unit.trainable() if spec in record.settings]
-            self._gradients.note_clipped(used, record.clip_factor)
         self._gradients.give_back(update.unit)
 
     def _run(self, update: UnitUpdate, is_needed: bool) -> None:

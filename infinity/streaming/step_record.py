@@ -20,12 +20,8 @@ class StepRecord:
     """Everything one optimizer step decided: what each parameter's update needs to know."""
 
     settings: Mapping[TensorSpec, Settings]  # Only parameters that have a gradient.
-    clip_factor: torch.Tensor | None  # fp32 scalar that gradients are multiplied by.
-
-    @property
-    def is_clipped(self) -> bool:
-        """Whether gradients change before the update."""
-        return self.clip_factor is not None and float(self.clip_factor) != 1.0
+    # fp32 values by which the update multiplies gradients as it reads them; none is 1.
+    factors: Mapping[TensorSpec, float]
 
 
 @dataclass(frozen=True, slots=True)

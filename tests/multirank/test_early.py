@@ -59,6 +59,10 @@ def _events(rank: int, case: Case, directory: str) -> tuple[dict[str, Any], dict
     with run.event("a norm that clips nothing"):
         pass
     optimizer.max_grad_norm = None
+    with run.event("a part that is clipped"):
+        optimizer.clip_grad_norm_(0.01, parameters=model.head.parameters())
+    with run.event("a call that clips nothing"):
+        optimizer.clip_grad_norm_(1e6)
     with run.event("another rate"):
         optimizer.param_groups[0]["lr"] = LR / 3
     with run.event("a second backward of one rank"):
@@ -134,12 +138,17 @@ def test_whatever_comes_before_the_step_has_the_values_of_updates_after_it(
             _assert_equal(values[name], other[name], name)
         for name, (num_kept, num_undone) in early.items():
             kept[name], undone[name] = kept[name] + num_kept, undone[name] + num_undone
-    all_kept = {"a plain step", "a norm that clips nothing", "an evaluation on one rank"}
+    all_kept = {
+        "a plain step", "a norm that clips nothing", "a call that clips nothing",
+        "an evaluation on one rank",
+    }  # fmt: skip
     for name in kept:
         if name in all_kept:
             assert kept[name] and not undone[name], name
         elif name == "a look at state on one rank":
             assert kept[name], name
+        elif name == "a part that is clipped":
+            assert kept[name] and undone[name], name
         elif name == "a need for memory":
             # What is made gives memory back where it has some.
             assert bool(undone[name]) == is_on_host, name

@@ -174,7 +174,7 @@ GIVES_UP: dict[str, Callable[[GradientStore, Unit, TensorSpec], object]] = {
     "add": lambda gradients, unit, spec: gradients.add(
         unit, spec, torch.ones(spec.facts.shape), is_on_host=True
     ),
-    "clipped": lambda gradients, unit, spec: gradients.note_clipped([spec], torch.tensor(0.5)),
+    "clipped": lambda gradients, unit, spec: gradients.note_scaled(spec, 0.5),
     "settle": lambda gradients, unit, spec: gradients.settle(),
 }
 

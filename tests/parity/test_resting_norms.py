@@ -179,7 +179,7 @@ CHANGES: dict[str, Callable[[GradientStore, Unit, TensorSpec], object]] = {
     "put": lambda gradients, unit, spec: gradients.put(unit, spec, torch.ones(spec.facts.shape)),
     "zero": lambda gradients, unit, spec: gradients.zero(unit, spec),
     "add": lambda gradients, unit, spec: gradients.add(unit, spec, torch.ones(spec.facts.shape)),
-    "clipped": lambda gradients, unit, spec: gradients.note_clipped([spec], torch.tensor(0.5)),
+    "clipped": lambda gradients, unit, spec: gradients.note_scaled(spec, 0.5),
 }
 
 

@@ -262,7 +262,7 @@ def test_a_look_at_narrow_sums_leaves_them_to_the_worker(tmp_path: Path) -> None
             run.backward(number)
             looks.append(held.is_held.wait(5))
             with engine._lock:
-                engine.gradients.note_clipped([next(iter(scaled.trainable()))], torch.tensor(1.0))
+                engine.gradients.note_scaled(next(iter(scaled.trainable())), 1.0)
             run.look("blocks.1.up.weight")
             held.go_on()
         run.step()

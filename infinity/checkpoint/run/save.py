@@ -308,7 +308,7 @@ def _check_ranks(engine: Engine) -> None:
     with engine.at_rest("infinity.checkpoint"):
         pass
     for param in engine.params:
-        if engine.has_gradient(param):
+        if engine.gradients.has(param.spec):
             raise UnsupportedError(
                 f"{param.name!r} has a gradient, which checkpoints of several ranks cannot hold; "
                 "call optimizer.step() and optimizer.zero_grad() before"
