@@ -49,7 +49,7 @@ MANIFEST = {
 }  # fmt: skip
 TABLE = {"pieces": [{
     "unit": "blocks.0", "piece": "exp_avg", "kind": "moments", "runs": [["a.swap", 4096, 8192]],
-    "tensors": [["w", "F32", [4, 6], [6, 1], 0], ["v", "BF16", [100], [1], 96, 10, 20]]}],
+    "tensors": [["w.exp_avg", "F32", [4, 6], [6, 1], 0], ["v.exp_avg", "BF16", [100], [1], 96, 10, 20]]}],
 }  # fmt: skip
 HEADER = {
     "__metadata__": {"format": "pt"},

@@ -130,7 +130,8 @@ def read_linked(path: Path, manifest: Manifest) -> dict[str, LinkedState]:
             for extent in entries[name].extents:
                 check_extent(path / name, extent)
         table_path = path / place / TABLE_NAME
-        kinds = parse_table(read_content(table_path), path=str(table_path))
+        content, is_of_one_rank = read_content(table_path), not manifest.ranks
+        kinds = parse_table(content, path=str(table_path), is_of_one_rank=is_of_one_rank)
         linked = LinkedState(path / place, kinds)
         linked.check_files()
         found[place] = linked

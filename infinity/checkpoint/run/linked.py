@@ -45,6 +45,9 @@ CHECKSUMS_NAME = "linked.crc32c"
 # State that is not linked, back to back: copied by a rank, or from another file system.
 COPIES_NAME = "copied.pages"
 _MAX_DIMENSIONS = 64  # torch's own bound.
+_ALIGNMENT_NBYTES = 256  # Of a tensor in weights, and of one of fp32 (docs/formats/unit.md).
+_STATE_ALIGNMENT = 64  # The same in elements of state.
+_ONE_OF_ITS_NAME = frozenset({"parameters", "master", "gradients"})  # Other pieces are moments.
 _DTYPE = re.compile(r"BOOL|(?:BF|F|I|U|C)(\d{1,2})(?:_E\dM\d[A-Z]*)?")  # The number counts bits.
 
 
@@ -117,14 +120,20 @@ def to_bytes(kinds: Sequence[LinkedKind]) -> bytes:
     return json.dumps({"pieces": rows}, separators=(",", ":")).encode()
 
 
-def parse(content: bytes, *, path: str) -> tuple[LinkedKind, ...]:
-    """Parses a table whose SHA-256 was compared before. Errors name `path`.
+def parse(content: bytes, *, path: str, is_of_one_rank: bool = False) -> tuple[LinkedKind, ...]:
+    """Parses a table whose SHA-256 was compared before. Errors name `path`. `is_of_one_rank`: of a
+    checkpoint that one rank has written.
 
-    Raises CorruptionError for a table that is malformed.
+    Raises CorruptionError for a table that is malformed, or in which places, orders of elements or
+    kinds contradict each other.
     """
     try:
         body = table_of(parse_json(content), "it")
-        return tuple(map(_state_kind, list_of(field(body, "pieces"), "pieces")))
+        kinds = tuple(map(_state_kind, list_of(field(body, "pieces"), "pieces")))
+        for entry in kinds:
+            _check_places(entry, is_of_one_rank=is_of_one_rank)
+        _check_agreement(kinds)
+        return kinds
     except MalformedError as error:
         raise corrupt(path, f"it is no table of linked state: {error}") from None
 
@@ -162,21 +171,91 @@ def _tensor(value: Any, state_kind_nbytes: int) -> LinkedTensor:
     if len(row) not in (5, 7):
         raise MalformedError(f"a tensor has {len(row)} fields; expected 5 or 7")
     name, dtype = _text(row[0], "the name of a tensor"), text_of(row[1], "a dtype")
-    width = _DTYPE.fullmatch(dtype)
-    if width is None:
+    if _DTYPE.fullmatch(dtype) is None:
         raise MalformedError(f"{name!r} has the dtype {dtype!r}, which is none")
     shape, stride = (_dimensions(row[index], name) for index in (2, 3))
     place = [integer(number, f"the place of {name!r}") for number in row[4:]]
     tensor = LinkedTensor(name, dtype, shape, stride, *place)
     full_numel = math.prod(shape)
-    end_nbytes = tensor.offset_nbytes + tensor.numel * max(1, int(width[1] or 8) // 8)
+    end_nbytes = tensor.offset_nbytes + tensor.numel * _size_of(tensor)
     if (
         len(stride) != len(shape)
+        or not _is_dense(shape, stride)
+        or tensor.offset_nbytes % _size_of(tensor)
         or tensor.start + tensor.numel > full_numel
         or (tensor.numel and end_nbytes > state_kind_nbytes)
     ):
         raise MalformedError(f"{name!r} does not fit its shape, or the piece that it lies in")
     return tensor
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements fill their memory without a gap, in some order of the dimensions."""
+    numel = 1
+    for step, length in sorted(zip(stride, shape, strict=True)):
+        if length != 1 and step != numel:
+            return math.prod(shape) == 0
+        numel *= length
+    return True
+
+
+def _size_of(tensor: LinkedTensor) -> int:
+    """Returns the bytes of an element."""
+    width = _DTYPE.fullmatch(tensor.dtype)
+    assert width is not None, "`_tensor` has parsed it"
+    return max(1, int(width[1] or 8) // 8)
+
+
+def _check_places(entry: LinkedKind, *, is_of_one_rank: bool) -> None:
+    """Raises MalformedError for tensors that overlap, or that do not lie where the layout of a unit
+    has them, as far as the table shows that."""
+    kind = entry.state_kind if entry.state_kind in _ONE_OF_ITS_NAME else "moments"
+    if entry.kind != kind:
+        raise MalformedError(f"{entry.state_kind!r} has the kind {entry.kind!r}, expected {kind!r}")
+    end = 0
+    tensors = list(entry.tensors)
+    if _has_scales(entry):  # They alternate with codes.
+        tensors.sort(key=lambda tensor: (tensor.offset_nbytes, tensor.numel))
+    # Masters of some dtypes are left out, and a shard begins anywhere.
+    has_gaps = not is_of_one_rank or entry.state_kind == "master" or _has_scales(entry)
+    for tensor in tensors:
+        starts = {align_up(end, _ALIGNMENT_NBYTES)}
+        if entry.state_kind == "parameters":
+            starts.add(align_up(end, PAGE_NBYTES))  # Frozen ones begin on a page.
+        is_cut = is_of_one_rank and tensor.offset_nbytes % (_STATE_ALIGNMENT * _size_of(tensor))
+        is_off = is_cut if has_gaps else tensor.offset_nbytes not in starts
+        if tensor.offset_nbytes < end or (is_off and not _has_scales(entry)):
+            raise MalformedError(
+                f"{tensor.name!r} begins at byte {tensor.offset_nbytes} of "
+                f"{entry.state_kind} of {entry.unit}, expected {min(starts)}"
+            )
+        end = tensor.offset_nbytes + tensor.numel * _size_of(tensor)
+
+
+def _has_scales(entry: LinkedKind) -> bool:
+    return any(tensor.dtype == "U8" for tensor in entry.tensors)
+
+
+def _check_agreement(kinds: Iterable[LinkedKind]) -> None:
+    """Raises MalformedError unless all tensors of one parameter have its shape and its order of
+    elements, and the same place in all arrays of state."""
+    orders: dict[str, LinkedTensor] = {}
+    places: dict[tuple[str, int], int] = {}
+    for entry in kinds:
+        is_state = entry.state_kind != "parameters"
+        for tensor in entry.tensors:
+            ending = tensor.name.rpartition(".")[2]
+            if is_state and ending.startswith("scales"):
+                continue
+            name = tensor.name.rpartition(".")[0] if is_state else tensor.name
+            first = orders.setdefault(name, tensor)
+            place = tensor.offset_nbytes // _size_of(tensor)
+            if is_state and not _has_scales(entry):
+                place -= places.setdefault((name, tensor.start), place)
+            else:
+                place = 0
+            if (first.shape, first.stride) != (tensor.shape, tensor.stride) or place:
+                raise MalformedError(f"{first.name!r} and {tensor.name!r} do not fit each other")
 
 
 def _dimensions(value: Any, name: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ anything. Bytes of tensors are verified when they are read (`stored.py`).
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -27,8 +28,10 @@ from infinity.checkpoint.run.recut import Recut, recut
 from infinity.checkpoint.run.references import check_reference, check_reference_files
 from infinity.checkpoint.run.stored import FileTensor, PagedTensor
 from infinity.distributed.state_access import StateAccess
-from infinity.errors import ConfigError, corrupt
+from infinity.errors import ConfigError, corrupt, listed
 from infinity.state.units import MOMENT_KINDS, StateKind
+
+_log = logging.getLogger("infinity")
 
 _MOMENT_ENDS = tuple(f".{state_kind.value}" for state_kind in MOMENT_KINDS)
 
@@ -105,11 +108,8 @@ class OpenCheckpoint:
         Raises ConfigError for a checkpoint of another model, CorruptionError for damaged buffers.
         """
         check_reference(self.path, state.store.shards)
-        expected = {
-            tensor.name: tensor.info
-            for tensor in _expected(state)
-            if tensor.state_kind is not StateKind.GRADIENTS
-        }
+        tensors = [t for t in _expected(state) if t.state_kind is not StateKind.GRADIENTS]
+        expected = {tensor.name: tensor.info for tensor in tensors}
         self._check_moments(expected)
         gradients = _gradient_infos(state)
         names = set(self.tensors)
@@ -126,6 +126,7 @@ class OpenCheckpoint:
         _compare_names(set(expected) - set(self._recut), names - set(gradients) - used, self.path)
         self._check_tensors(expected, infos)
         self._check_buffers(model, rank)
+        self._check_orders(tensors)
 
     def check_part(self, rank: int, count: int) -> None:
         """Compares this rank's part of the files with their SHA-256, if there are several ranks.
@@ -151,6 +152,31 @@ class OpenCheckpoint:
                     f"the model has {info.shape} and {info.dtype}; expected a checkpoint of this "
                     "model in this precision"
                 )
+
+    def _check_orders(self, tensors: Iterable[StateTensor]) -> None:
+        """Compares the order of elements in pages with the model's: no checksum covers it.
+
+        A memory format of images, as channels_last, may differ: it is converted, with a warning.
+        Raises ConfigError for another order.
+        """
+        others = []
+        for tensor in tensors:
+            stored, facts = self.tensors.get(tensor.name), tensor.facts
+            if isinstance(stored, PagedTensor) and not tensor.is_scales and 0 not in facts.shape:
+                pairs = zip(facts.shape, stored.stride, facts.stride, strict=True)
+                if all(length == 1 or one == other for length, one, other in pairs):
+                    continue
+                if len(facts.shape) not in (4, 5):
+                    raise ConfigError(
+                        f"{self.path}: {tensor.name!r} has strides {stored.stride}, the model has "
+                        f"{facts.stride}; build the model as it was built for that run"
+                    )
+                others.append(tensor.name)
+        if others:
+            _log.warning(
+                "%s has another order of elements than the model of %s; they are converted",
+                self.path, listed(others),
+            )  # fmt: skip
 
     def _check_buffers(self, model: nn.Module, rank: int) -> None:
         name = self.place_of(rank) + BUFFERS_NAME
