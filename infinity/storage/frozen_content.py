@@ -19,11 +19,12 @@ class FileRange:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FrozenContent:
     """The content of the volume at one moment. Its maps are never changed.
 
-    `label`: the path of the commit that needs it, or "" for what only this process needs.
+    `label`: the present path of the commit that needs it (`relabel`), or "" for what only this
+    process needs.
     """
 
     label: str

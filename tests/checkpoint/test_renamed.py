@@ -98,3 +98,85 @@ def test_a_checkpoint_that_cannot_be_examined_is_not_gone(
         each.step(2)
         infinity.engine_of(each.model).flush()
         assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
+
+
+def copy_by_links(path: Path, copy: Path) -> Path:
+    """`cp -al`."""
+    shutil.copytree(path, copy, copy_function=os.link)
+    return copy
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_copy_by_hard_links_stays_intact_when_the_original_is_pruned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int
+) -> None:
+    checkpoints, backup = tmp_path / "checkpoints", tmp_path / "backup"
+    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=keep)) as each:
+        each.steps(0, 2)
+        copy_by_links(each.save(checkpoints, keep=keep), backup)
+        expected = each.state()
+        with caplog.at_level(logging.WARNING, "infinity"):
+            for step in range(2, 8):
+                each.step(step)
+                each.save(checkpoints, keep=keep)
+                infinity.engine_of(each.model).flush()
+                assert infinity.checkpoint.inspect(backup, verify=True)[0].is_intact, step
+        assert [r for r in caplog.records if "copy by hard links" in r.message]
+        assert all(
+            found.is_intact for found in infinity.checkpoint.inspect(checkpoints, verify=True)
+        )
+        shutil.rmtree(backup)
+        each.step(8)
+        each.save(checkpoints, step=9, keep=keep)
+        each.step(9)
+        assert is_linked(each.save(checkpoints, step=10, keep=keep)), "the space is free again"
+        copy_by_links(checkpoints / "step-00000010", backup)
+        expected = each.state()
+    with run("bf16", tmp_path / "again", seed=4) as resumed:
+        resumed.load(backup)
+        state = resumed.state()
+    assert all((value == state[name]).all() for name, value in expected.items())
+
+
+def test_a_backup_that_follows_the_newest_checkpoint_is_intact_at_every_step(
+    tmp_path: Path,
+) -> None:
+    """The links of one copy go when those of the next come, so their number says nothing."""
+    checkpoints, backup = tmp_path / "checkpoints", tmp_path / "backup"
+    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=1)) as each:
+        for step in range(8):
+            each.step(step)
+            path = each.save(checkpoints, keep=1)
+            infinity.engine_of(each.model).flush()
+            if backup.exists():
+                assert infinity.checkpoint.inspect(backup, verify=True)[0].is_intact, step
+                shutil.rmtree(backup)
+            if step % 2 == 0:
+                copy_by_links(path, backup)
+
+
+def test_a_copy_of_a_checkpoint_that_was_renamed_stays_intact_without_it(tmp_path: Path) -> None:
+    checkpoints, best, backup = (tmp_path / name for name in ("checkpoints", "best", "backup"))
+    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
+        each.steps(0, 2)
+        each.save(checkpoints, keep=2).rename(best)
+        copy_by_links(best, backup)
+        shutil.rmtree(best)
+        for step in range(2, 7):
+            each.step(step)
+            each.save(checkpoints, keep=2)
+            infinity.engine_of(each.model).flush()
+            assert infinity.checkpoint.inspect(backup, verify=True)[0].is_intact, step
+
+
+def test_checkpoints_beside_a_renamed_one_are_released(tmp_path: Path) -> None:
+    """Their own links are all known, because the kernel tells where the renamed one is."""
+    checkpoints, best = tmp_path / "checkpoints", tmp_path / "best"
+    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
+        each.steps(0, 2)
+        each.save(checkpoints, keep=2).rename(best)
+        for step in range(2, 6):
+            each.step(step)
+            each.save(checkpoints, keep=1)
+            assert len(frozen(each)) <= 2, step
+            assert infinity.checkpoint.inspect(best, verify=True)[0].is_intact, step

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import logging
 import os
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ from infinity.storage.volume_layout import slice_extents
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _log = logging.getLogger("infinity")
 _warned_of_links: set[str] = set()
+# Open directories of checkpoints, whose path the kernel tells, also after they were renamed.
+_followed: weakref.WeakKeyDictionary[FrozenContent, str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +106,13 @@ def has_space(
     """
     checkpoints = [*list_checkpoints(target.parent), target]
     kept = checkpoints if keep is None else checkpoints[-keep:]
-    staying = set(map(label_of, kept)) | {label_of(target)}
-    in_directory = set(map(label_of, checkpoints))
+    departing = set(leaving) | (set(map(label_of, checkpoints)) - set(map(label_of, kept)))
     remaining = [
         frozen.label
         for frozen in volume.frozen
         if frozen.label  # Else it is of early updates, which a commit takes back.
-        and frozen.label not in (*leaving, label_of(target))
-        and (frozen.label in staying or frozen.label not in in_directory)
+        and frozen.label != label_of(target)
+        and (frozen.label not in departing or _is_linked_elsewhere(volume, frozen))
     ]
     return len(remaining) + 1 <= num_spares
 
@@ -289,19 +291,59 @@ def label_of(path: Path) -> str:
 def thaw_removed(volume: Volume) -> None:
     """Releases the content of checkpoints that have no name any more, after syncing the removal.
 
-    If the sync fails, the content stays frozen: its space is lost, its bytes are not. So it does
-    while its files have links that are not known: the checkpoint may have been renamed.
+    If the sync fails, the content stays frozen: its space is lost, its bytes are not. So does one
+    that was renamed, and one that may have a copy by hard links.
     """
+    follow(volume)
     commits = [frozen for frozen in volume.frozen if frozen.label]
-    gone = [frozen for frozen in commits if _is_gone(frozen.label)]
+    gone = [frozen for frozen in commits if _is_gone(str(_place_of(frozen)))]
+    for renamed in [frozen for frozen in commits if _is_gone(frozen.label) and frozen not in gone]:
+        _warn(renamed, f"it is {_place_of(renamed)} now")
     for parent in {os.path.dirname(frozen.label) for frozen in gone}:
         directory = Path(parent)
         while not directory.is_dir():
             directory = directory.parent
         with contextlib.suppress(OSError):
             sync_directory(directory)
-            here = [frozen for frozen in gone if os.path.dirname(frozen.label) == parent]
-            thaw(volume, [frozen for frozen in here if not _is_linked_elsewhere(volume, frozen)])
+            thaw(volume, [frozen for frozen in gone if os.path.dirname(frozen.label) == parent])
+
+
+def relabel(volume: Volume, before: str, after: Path) -> None:
+    """The directory with the label `before` was renamed to `after`, by the program itself."""
+    for frozen in volume.frozen:
+        if frozen.label.startswith(f"{before}/"):
+            frozen.label = label_of(after) + frozen.label.removeprefix(before)
+
+
+def follow(volume: Volume) -> None:
+    """Keeps the directories of checkpoints open whose content is frozen, to know where they are
+    after a rename. They are closed with the content."""
+    for frozen in volume.frozen:
+        if frozen.label and frozen not in _followed:
+            with contextlib.suppress(OSError):
+                fd = os.open(frozen.label, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                weakref.finalize(frozen, os.close, fd).atexit = False
+                _followed[frozen] = f"/proc/self/fd/{fd}"
+
+
+def _place_of(content: FrozenContent) -> Path:
+    """Returns the present path of the checkpoint, or one that is gone."""
+    with contextlib.suppress(OSError):
+        if content in _followed:
+            return Path(os.readlink(_followed[content]))
+    return Path(content.label)
+
+
+def _warn(content: FrozenContent, why: str) -> None:
+    """Warns, once for each checkpoint."""
+    if content.label not in _warned_of_links:
+        _warned_of_links.add(content.label)
+        _log.warning(
+            "%s has lost its name: %s. Its generation stays in use, so that the state there stays "
+            "whole, and later checkpoints may be full copies; a checkpoint that is copied and then "
+            "removed frees it",
+            content.label, why,
+        )  # fmt: skip
 
 
 def _is_gone(label: str) -> bool:
@@ -316,26 +358,17 @@ def _is_gone(label: str) -> bool:
 
 
 def _is_linked_elsewhere(volume: Volume, content: FrozenContent) -> bool:
-    """Whether a swap file of the content has a link that no checkpoint of this run accounts for.
-
-    Warns of it, once for each checkpoint.
-    """
-    labels = {frozen.label for frozen in volume.frozen if frozen.label}
-    if all(_has_known_links(path, labels) for path in files_of(content, volume.swap_paths)):
+    """Whether a swap file of the content has a link that no checkpoint of this run accounts for: it
+    may be one of a copy of this checkpoint (`cp -al`)."""
+    contents = [frozen for frozen in volume.frozen if frozen.label]
+    places = {Path(frozen.label) for frozen in contents} | set(map(_place_of, contents))
+    if all(_has_known_links(path, places) for path in files_of(content, volume.swap_paths)):
         return False
-    if content.label not in _warned_of_links:
-        _warned_of_links.add(content.label)
-        _log.warning(
-            "%s has lost its name, and its swap files have links elsewhere: it was renamed, or "
-            "linked by another program. Its generation stays in use, so that the state there stays "
-            "whole, and later checkpoints may be full copies; a checkpoint that is copied and then "
-            "removed frees it",
-            content.label,
-        )
+    _warn(content, "its swap files have links elsewhere, as a copy by hard links has")
     return True
 
 
-def _has_known_links(swap_path: str, labels: Iterable[str]) -> bool:
+def _has_known_links(swap_path: str, places: Iterable[Path]) -> bool:
     """Whether all links to a swap file are its own name and those of checkpoints, as in `adopt`.
 
     The links are counted first: one that goes meanwhile hides no other.
@@ -346,15 +379,15 @@ def _has_known_links(swap_path: str, labels: Iterable[str]) -> bool:
         return False  # Its own name is gone, and its links cannot be counted.
     name = os.path.basename(swap_path)
     known = 1
-    for checkpoint in map(Path, labels):
-        for place in (checkpoint, partial_of(checkpoint)):
-            for link in (place / name, *place.glob(f"rank-*/{name}")):
-                with contextlib.suppress(OSError):
-                    known += os.path.samestat(os.lstat(link), found)
+    for place in {place for path in places for place in (path, partial_of(path))}:
+        for link in (place / name, *place.glob(f"rank-*/{name}")):
+            with contextlib.suppress(OSError):
+                known += os.path.samestat(os.lstat(link), found)
     return found.st_nlink <= known
 
 
 def thaw(volume: Volume, contents: Iterable[FrozenContent]) -> None:
-    """Releases frozen contents; their ranges may then be written again."""
-    for frozen in contents:
+    """Releases the contents of checkpoints that are removed, but for those whose files have links
+    that are not known. The ranges may then be written again."""
+    for frozen in [kept for kept in contents if not _is_linked_elsewhere(volume, kept)]:
         volume.thaw(frozen)

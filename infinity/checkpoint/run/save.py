@@ -26,6 +26,7 @@ from infinity.checkpoint.huggingface.export_weights import check_space
 from infinity.checkpoint.run import directory as state_directory
 from infinity.checkpoint.run.commit import (
     Stored,
+    follow,
     has_space,
     label_of,
     link_state,
@@ -370,6 +371,8 @@ def _write_checkpoint(
         raise
     if keep is not None:
         _remove(engine, directory, keep=keep)
+    if volume is not None:
+        follow(volume)
     return target
 
 
