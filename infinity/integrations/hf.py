@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,10 +35,12 @@ from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
 from infinity.integrations.windows import LayerMajorSteps, choose_order
 from infinity.optimizers.algorithms import AdamW
+from infinity.optimizers.clipping import clip_grad_norm_, engines_of
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import GIB, parse_nbytes
 
 STATE_NAME = "infinity"  # The directory inside a Trainer's checkpoint.
+_PREPARED = "offloaded_optimizers"  # An accelerator's attribute.
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 # Methods that `OffloadedTrainer` overrides, and that a release of transformers may rename.
 _ANSWERED = (
@@ -273,11 +276,10 @@ class OffloadedTrainer(LayerMajorSteps):
         return AdamW, options
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        norm: torch.Tensor = self.optimizer.clip_grad_norm_(self.args.max_grad_norm)
-        return norm
+        return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.optimizer.clip_grad_norm_(None) if grad_norm is None else grad_norm
+        return clip_grad_norm_(model.parameters(), None) if grad_norm is None else grad_norm
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         step = self.state.global_step
@@ -304,10 +306,12 @@ def prepare_accelerator(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """Replaces `accelerator.prepare(model, ...)` in a user's own loop with accelerate.
 
-    Pass data loaders and schedulers to `accelerator.prepare` as usual. `accumulate`, `backward`,
-    `clip_grad_norm_` of all the model's parameters, `save_state` and `load_state` work; the latter
-    two keep all state in `infinity/` of their directory. With several processes, all of them make
-    these calls. Returns model and optimizer.
+    Pass data loaders, schedulers and plain models to `accelerator.prepare` as usual, and call this
+    for each offloaded model that is trained. `accumulate`, `backward`, `clip_grad_norm_` of any
+    parameters, `save_state` and `load_state` work; the latter two keep the state of the first
+    offloaded model in `infinity/` of their directory, that of the second in `infinity_1/`, in the
+    order of these calls. With several processes, all of them make these calls. Returns model and
+    optimizer.
     """
     if accelerator.mixed_precision != "no":
         raise ConfigError(
@@ -320,21 +324,55 @@ def prepare_accelerator(
     wrapped = AcceleratedOptimizer(optimizer, device_placement=False)
     wrapped._is_accelerate_prepared = True
     accelerator.prepare(model, wrapped)
+    if not hasattr(accelerator, _PREPARED):
+        setattr(accelerator, _PREPARED, weakref.WeakKeyDictionary())
+        _extend(accelerator, getattr(accelerator, _PREPARED))
+    getattr(accelerator, _PREPARED)[model] = weakref.ref(optimizer)
+    return model, wrapped
 
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        if norm_type != 2:
-            raise UnsupportedError(f"the norm is the 2-norm; got norm_type={norm_type}")
-        return optimizer.clip_grad_norm_(max_norm)
+
+def _extend(accelerator: Any, prepared: Mapping[nn.Module, Callable[[], Any]]) -> None:
+    """Makes an accelerator clip gradients of offloaded models, and save and load their state.
+    `prepared`: references to the optimizers of these models."""
+    plain = accelerator.clip_grad_norm_
+
+    def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        single = isinstance(parameters, torch.Tensor)
+        chosen = [parameters] if single else list(parameters)
+        do = clip_grad_norm_ if engines_of(chosen) else plain
+        norm: torch.Tensor = do(chosen, max_norm, norm_type)
+        return norm
+
+    def places_of(models: list[Any], directory: str) -> list[tuple[int, OffloadedOptimizer, Path]]:
+        """Returns (index, optimizer, directory of the state) of each offloaded model."""
+        own = [index for index, model in enumerate(models) if model in prepared]
+        names = [STATE_NAME, *(f"{STATE_NAME}_{number}" for number in range(1, len(own)))]
+        return [
+            (index, prepared[models[index]](), Path(directory) / name)
+            for index, name in zip(own, names, strict=False)
+        ]
 
     def keep_state(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        weights.clear()  # Accelerate would write these instead.
-        _save_over(Path(output_dir) / STATE_NAME, model, optimizer)
+        places = places_of(models, output_dir)
+        if len(weights) == len(models):  # Else another hook has taken some of them out.
+            for index, _, _ in reversed(places):
+                del weights[index]  # Accelerate would write these.
+        for index, optimizer, place in places:
+            _save_over(place, models[index], optimizer)
 
     def bring_state(models: list[Any], input_dir: str) -> None:
-        models.clear()
-        load(Path(input_dir) / STATE_NAME, model, optimizer)
+        places = places_of(models, input_dir)
+        missing = [place for _, _, place in places if not place.is_dir()]
+        if missing:
+            raise ConfigError(
+                f"{input_dir} has no {missing[0].name}/: expected the state of {len(places)} "
+                "offloaded models. Prepare the models that the state was saved of, in their order"
+            )
+        for index, optimizer, place in places:
+            load(place, models[index], optimizer)
+        for index, _, _ in reversed(places):
+            del models[index]
 
-    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.clip_grad_norm_ = clip
     accelerator.register_save_state_pre_hook(keep_state)
     accelerator.register_load_state_pre_hook(bring_state)
-    return model, wrapped

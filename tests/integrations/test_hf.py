@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import infinity
-from infinity.errors import ConfigError, InfinityError, UnsupportedError
+from infinity.errors import ConfigError, InfinityError
 from infinity.integrations.hf import prepare_accelerator, prepare_trainer
 from tests.support.offloading import small_tiers
 
@@ -38,8 +38,8 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> GPT2LMHeadModel:
-    torch.manual_seed(7)
+def make_model(dtype: torch.dtype = torch.float32, seed: int = 7) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
     config = GPT2Config(
         n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0,
         eos_token_id=0,
@@ -279,6 +279,4 @@ def test_accelerate_loop_is_the_same_and_resumes(tmp_path: Path) -> None:
     assert runs[mine] == runs[plain] and len(runs[mine]) == 18
     assert runs[mine][6:12] == runs[mine][12:], "resumed, it is the same again"
     assert not list((tmp_path / "mine").glob("*.safetensors"))
-    with pytest.raises(UnsupportedError, match="2-norm"):
-        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
     infinity.engine_of(model).close()
