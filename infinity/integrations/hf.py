@@ -14,7 +14,10 @@ accelerate 1.15.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,9 +28,13 @@ import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 import infinity
 from infinity.checkpoint.huggingface.export_weights import export_safetensors
+from infinity.checkpoint.run.commit import label_of, relabel
+from infinity.checkpoint.run.directory import sync_directory, sync_file
 from infinity.checkpoint.run.load import load
 from infinity.checkpoint.run.save import save
 from infinity.config.extras import TRANSFORMERS, release_of
@@ -40,16 +47,21 @@ from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import GIB, parse_nbytes
 
 STATE_NAME = "infinity"  # The directory inside a Trainer's checkpoint.
+# Not a name that `get_last_checkpoint` takes for a checkpoint.
+_PARTIAL = re.compile(rf"\.{PREFIX_CHECKPOINT_DIR}-\d+\.partial")
 _PREPARED = "offloaded_optimizers"  # An accelerator's attribute.
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 # Methods that `OffloadedTrainer` overrides, and that a release of transformers may rename.
 _ANSWERED = (
-    "_clip_grad_norm", "_get_grad_norm", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+    "_clip_grad_norm", "_get_grad_norm", "_get_output_dir", "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler", "_push_from_checkpoint", "_save_checkpoint",
     "_save_optimizer_and_scheduler", "compute_loss", "get_batch_samples",
     "get_optimizer_cls_and_kwargs", "training_step",
 )  # fmt: skip
 
 T = TypeVar("T")
+
+_log = logging.getLogger("infinity")
 
 
 def prepare_trainer(
@@ -250,6 +262,50 @@ def _move_away(directory: Path, before: Path) -> bool:
         return True
 
 
+def _remove_partials(directory: Path) -> None:
+    """Removes what a Trainer that was killed has left of checkpoints, in the making or in their
+    removal."""
+    for path in directory.glob(f".{PREFIX_CHECKPOINT_DIR}-*"):
+        if _PARTIAL.fullmatch(path.name):
+            with reporting("remove", path):
+                shutil.rmtree(path)
+            _log.warning("%s is removed: a run was killed while it wrote or removed it", path)
+
+
+def _rotate(directory: Path, limit: int | None, best: str | None) -> None:
+    """Removes the checkpoints that `transformers.trainer_utils.rotate_checkpoints` does, each of
+    which loses its name before its files."""
+    checkpoints = sort_checkpoints(str(directory), use_mtime=True) if limit and limit > 0 else []
+    protected = {*checkpoints[-1:], *([] if best is None else [str(Path(best))])}
+    num_surplus = max(0, len(checkpoints) - max(limit or 0, len(protected)))
+    removable = [path for path in checkpoints if path not in protected]
+    for checkpoint in removable[:num_surplus]:
+        partial = directory / f".{Path(checkpoint).name}.partial"
+        with contextlib.suppress(OSError):  # As in Trainer, what cannot be removed stays.
+            os.rename(checkpoint, partial)
+            sync_directory(directory)
+            shutil.rmtree(partial)
+
+
+def _give_name(made: Path, target: Path) -> None:
+    """Syncs a checkpoint and renames it to its final name, in place of an earlier one. What a
+    subclass has written under that name by itself goes with it."""
+    replaced = made.parent / f"{target.name}.replaced"
+    with reporting("write", target):
+        for path in (made, *made.rglob("*")):
+            if STATE_NAME not in path.relative_to(made).parts:  # That is synced already.
+                (sync_directory if path.is_dir() else sync_file)(path)
+        if target.exists() and not (target / TRAINER_STATE_NAME).exists():
+            for path in target.iterdir():
+                if not (made / path.name).exists():
+                    path.rename(made / path.name)
+        if target.exists():
+            target.rename(replaced)
+        made.rename(target)
+        sync_directory(target.parent)
+        shutil.rmtree(made.parent)
+
+
 def _frozen_in(model: nn.Module, directory: Path) -> set[str]:
     """Returns the checkpoints there whose content this engine protects from being overwritten."""
     volume = engine_of(model).store.volume
@@ -262,8 +318,11 @@ class OffloadedTrainer(LayerMajorSteps):
     """The methods in which a Trainer differs for an offloaded model. `prepare_trainer` mixes
     them in."""
 
+    args: Any
+    model: Any
     state: Any
     optimizer: Any
+    _writes_in: Path | None = None  # In place of the run's directory, while a checkpoint is made.
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -281,6 +340,51 @@ class OffloadedTrainer(LayerMajorSteps):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return clip_grad_norm_(model.parameters(), None) if grad_norm is None else grad_norm
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Makes a checkpoint under a name that no run is resumed from, and renames it when all of
+        its files are there and synced."""
+        engine, directory = engine_of(self.model), Path(self._get_output_dir(trial=trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        partial, target = directory / f".{name}.partial", directory / name
+        with engine.collective_section("remove checkpoints that a crash has left"):
+            if self.args.should_save:
+                _remove_partials(directory)
+        self._writes_in = partial
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        except BaseException:
+            if self.args.should_save:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:
+            self._writes_in = None
+        best = directory / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.state.best_global_step and (best == target or best.exists()):
+            self.state.best_model_checkpoint = str(best)
+        if self.args.should_save:
+            self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
+        with engine.collective_section("write a checkpoint"):
+            pass  # All ranks have written their files.
+        label = label_of(partial / name)
+        with engine.collective_section("give a checkpoint its name"):
+            if self.args.should_save:
+                _give_name(partial / name, target)
+        if engine.store.volume is not None:
+            relabel(engine.store.volume, label, target)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+        if self.args.should_save:
+            _rotate(directory, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        where: str = super()._get_output_dir(trial)  # type: ignore[misc]
+        return where if self._writes_in is None else str(self._writes_in)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes when the checkpoint has its name: a push goes on in a thread."""
+        if self._writes_in is None:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         step = self.state.global_step
         _save_over(Path(output_dir) / STATE_NAME, self.model, self.optimizer, step=step)
@@ -291,8 +395,9 @@ class OffloadedTrainer(LayerMajorSteps):
         if not (Path(resume_from_checkpoint) / STATE_NAME).is_dir():
             raise ConfigError(
                 f"{resume_from_checkpoint} has no {STATE_NAME}/ and so no state to go on from: it "
-                "was written by another trainer, or with save_only_model. Load its weights with "
-                "infinity.offload(model, config, weights=...) and begin anew"
+                "was written by another trainer, with save_only_model, or not to its end. Resume "
+                "from another checkpoint, or load its weights with infinity.offload(model, config, "
+                "weights=...) and begin anew"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
