@@ -521,6 +521,29 @@ def test_a_measured_norm_clips_nothing_and_leaves_the_setting(swap_directory: Pa
     assert_same(plain(program), ours(program, run))
 
 
+def test_a_checkpoint_between_clipping_and_the_step_has_the_clipped_gradients(
+    tmp_path: Path,
+) -> None:
+    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+        losses = [backward(run, 0)]
+        end(run)
+        losses += [backward(run, 1), clip(parameters(run, "blocks.1"), SMALL)]
+        if not run.is_plain:
+            infinity.checkpoint.save(tmp_path / "saved", run.model, run.optimizer, step=1)
+        end(run)
+        return losses
+
+    (tmp_path / "one").mkdir()
+    expected = plain(program)
+    assert_same(expected, ours(program, offloaded(tmp_path / "one")))
+    (tmp_path / "two").mkdir()
+    resumed = offloaded(tmp_path / "two")
+    infinity.checkpoint.load(tmp_path / "saved", resumed.model, resumed.optimizer)
+    end(resumed)
+    assert_same(expected[3:], list(resumed.values().values()))
+    infinity.close(resumed.model)
+
+
 # -- Several models ----------------------------------------------------------------------------------
 
 
