@@ -23,35 +23,32 @@ class UnmanagedParams:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._seen: dict[str, tuple[int, int]] = {}  # By name: identity and version.
+        # A fused optimizer changes no version, so the steps of optimizers are observed, too.
+        self._observed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped: set[int] = set()  # Identities; since the last `refuse_untrained`.
 
     def refuse_untrained(self, *, num_ranks: int = 1) -> None:
         """Raises ConfigError, before this step changes anything, if a parameter has a gradient and
-        is in no optimizer of torch, or if it has not changed since the last step although it had a
-        gradient then, too. Over ranks every gradient is refused, because it would not be
+        is in no optimizer of torch, or if no optimizer has changed it since the last step although
+        it had a gradient then, too. Over ranks every gradient is refused, because it would not be
         averaged."""
         model = self._model()
         if model is None or not _has_unmanaged_gradient(model):
             self._seen = {}
             return
         found: dict[str, tuple[int, int]] = {}
-        fresh: dict[int, str] = {}
         for name, parameter in model.named_parameters():
             if isinstance(parameter, Handle) or not parameter.requires_grad:
                 continue
             if parameter.grad is not None:
                 found[name] = id(parameter), parameter._version
-                if self._seen.get(name, (0, 0))[0] != id(parameter):
-                    fresh[id(parameter)] = name
         if found and num_ranks > 1:
             raise ConfigError(
                 f"{next(iter(found))!r} and {len(found) - 1} others were added to the model after "
                 "infinity.offload; each rank would train them by its own gradients, and the ranks "
                 "would part. Add adapters and heads before infinity.offload, or freeze them"
             )
-        untrained = [name for name, state in found.items() if self._seen.get(name) == state]
-        if fresh:
-            trained = _in_optimizers()
-            untrained += [name for number, name in fresh.items() if number not in trained]
+        untrained = self._untrained(found)
         if untrained:
             raise ConfigError(
                 f"{untrained[0]!r} and {len(untrained) - 1} others were added to the model after "
@@ -60,6 +57,28 @@ class UnmanagedParams:
                 "optimizer of torch.optim that exists before the step of infinity's optimizer"
             )
         self._seen = found
+        self._stepped.clear()
+
+    def _untrained(self, found: dict[str, tuple[int, int]]) -> list[str]:
+        """Returns the names of parameters that no optimizer has, or that none has changed since the
+        last step."""
+        fresh = {n for n, state in found.items() if self._seen.get(n, (0, 0))[0] != state[0]}
+        same = {n for n, state in found.items() if self._seen.get(n) == state}
+        idle = {name for name in same if found[name][0] not in self._stepped}
+        if not (fresh or idle):
+            return []
+        observed = {number for optimizer in self._observed for number in _numbers_in(optimizer)}
+        new: set[int] = set()
+        for optimizer in _optimizers():
+            if optimizer not in self._observed:
+                self._observed.add(optimizer)
+                optimizer.register_step_post_hook(self._note_step)
+                new.update(_numbers_in(optimizer))
+        trained = {name: new | observed if name in fresh else new for name in fresh | idle}
+        return [name for name, numbers in trained.items() if found[name][0] not in numbers]
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+        self._stepped.update(_numbers_in(optimizer))
 
 
 def _has_unmanaged_gradient(model: nn.Module) -> bool:
@@ -83,22 +102,18 @@ def _has_unmanaged_gradient(model: nn.Module) -> bool:
     return False
 
 
-def _in_optimizers() -> set[int]:
-    """Returns the identities of all parameters in optimizers of torch.
+def _optimizers() -> list[torch.optim.Optimizer]:
+    """Returns all optimizers of torch.
 
     Looks through every object of the process, because nothing lists optimizers. Takes a fraction of
     a second; called when a parameter has its first gradient.
     """
-    return {
-        id(parameter)
-        for found in gc.get_objects()
-        if issubclass(type(found), torch.optim.Optimizer)
-        for group in getattr(found, "param_groups", ())
-        for parameter in _parameters(group["params"])
-    }
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]
 
 
-def _parameters(items: Iterable[object]) -> Iterable[object]:
-    """Yields the parameters of a group, which may be pairs of a name and a parameter."""
-    for item in items:
-        yield item[1] if isinstance(item, tuple) else item
+def _numbers_in(optimizer: torch.optim.Optimizer) -> Iterable[int]:
+    """Yields the identities of the parameters of an optimizer. A group may have pairs of a name and
+    a parameter."""
+    for group in getattr(optimizer, "param_groups", ()):
+        for item in group["params"]:
+            yield id(item[1] if isinstance(item, tuple) else item)
