@@ -60,6 +60,8 @@ class ParamGrads:
                 here._take(parameter)
 
         def refuse(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:
+                return  # As below.
             parameter.grad = None
             here = grads()
             frozen = [] if here is None else here._frozen
@@ -77,7 +79,8 @@ class ParamGrads:
 
     def _take(self, parameter: torch.Tensor) -> None:
         param, gradient = self._trained[id(parameter)], parameter.grad
-        assert gradient is not None
+        if gradient is None or not parameter.requires_grad:
+            return  # It was frozen after the forward, so autograd has added nothing.
         if self._shown and param in self._shown:
             self._add(param, gradient, is_sum=True)  # Autograd has added to the shown sum.
         else:
