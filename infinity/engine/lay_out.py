@@ -77,6 +77,8 @@ def lay_out(
             device_nbytes=_device_nbytes(config, device),
         )
 
+    device_type = device_kind(config) if device is None else device.torch_device.type
+
     def attempt(limit_nbytes: int | None) -> LaidOut:
         tiling.cut(limit_nbytes)
         in_files = stored.by_parameter(tiling.tiled_params)
@@ -85,7 +87,7 @@ def lay_out(
             raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
         moments = moments_of(config)
         laid_out = [
-            layout_unit(index, name, [facts_of(param, dtypes) for param in members], moments)
+            layout_unit(index, name, [facts_of(p, dtypes, device_type) for p in members], moments)
             for index, (name, members) in enumerate(layout.units)
         ]
         for index, (_, members) in enumerate(layout.units):
@@ -116,14 +118,16 @@ def lay_out(
         raise
 
 
-def facts_of(found: FoundParam, dtypes: Dtypes) -> TensorFacts:
-    """Returns the facts of a parameter as the engine keeps it."""
+def facts_of(found: FoundParam, dtypes: Dtypes, device_type: str | None = None) -> TensorFacts:
+    """Returns the facts of a parameter as the engine keeps it. `device_type`: where it computes;
+    None: where it is."""
     parameter = found.parameter
+    dtype = dtypes.of(parameter, found.name)
     return TensorFacts(
         name=found.name,
         shape=tuple(parameter.shape),
-        stride=storage_strides(parameter),
-        dtype=dtypes.of(parameter, found.name),
+        stride=storage_strides(found, dtype, device_type),
+        dtype=dtype,
         is_trainable=parameter.requires_grad,
     )
 

@@ -65,6 +65,8 @@ class Awaited(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Awaited:
         if id(self) not in memo:
             memo[id(self)] = Awaited.make(self)
+            with torch._C.DisableTorchFunctionSubclass():  # A copy shares no memory.
+                memo[id(self)].data = torch.empty_like(self, requires_grad=False)
         copied: Awaited = memo[id(self)]
         return copied
 

@@ -20,6 +20,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from infinity.errors import UnsupportedError
+from infinity.modules.awaited import without_class
 from infinity.modules.tiling.layers import Tiled
 from infinity.state.units import units_by_block
 
@@ -246,12 +248,24 @@ def _unit_name(members: list[FoundParam], hooked_modules: list[FoundModule]) -> 
     return first.name
 
 
-def storage_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides that a parameter keeps on its tier.
+def storage_strides(
+    found: FoundParam, dtype: torch.dtype, device_type: str | None
+) -> tuple[int, ...]:
+    """Returns the strides that a parameter keeps on its tier: those that it has in plain PyTorch,
+    converted to `dtype` on `device_type` (None: on its own).
 
-    A tensor that fills its memory without gaps or overlaps keeps its own strides, because autograd
-    lays its gradient out in the same way. Any other tensor gets contiguous strides.
+    Raises UnsupportedError for a parameter with gaps or overlaps. A tier has neither, and kernels
+    round otherwise where strides differ.
     """
+    parameter = without_class(found.parameter)
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return tuple(parameter.stride())
-    return tuple(torch.empty(parameter.shape, device="meta").stride())
+    is_converted = dtype is not parameter.dtype or device_type not in (None, parameter.device.type)
+    if parameter.is_meta or is_converted:
+        return tuple(torch.empty_like(parameter, device="meta").stride())
+    raise UnsupportedError(
+        f"expected a parameter that fills its memory, got {found.name!r} with shape "
+        f"{tuple(parameter.shape)} and strides {parameter.stride()}, a view with gaps or overlaps; "
+        "give it memory of its own before infinity.offload: "
+        "nn.Parameter(weight.detach().contiguous(), requires_grad=weight.requires_grad)"
+    )

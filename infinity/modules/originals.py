@@ -12,15 +12,17 @@ alive. The objects that refer to them need not be known.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch import nn
 from typing_extensions import override
 
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
+from infinity.modules.awaited import without_class
 from infinity.modules.handle import Handle
 
 
@@ -131,62 +133,101 @@ def _follow(original: Any, handle: Handle) -> None:
     original.__class__ = Follower
 
 
-# -- Other tensors over the same memory ------------------------------------------------------------
+# -- Tensors over the same memory ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Spanned:
+    """A tensor of a module, and the bytes that it spans."""
+
+    space: tuple[str, int]  # Its device; on meta also its storage.
+    first: int  # The first byte.
+    end: int
+    tensor: torch.Tensor
+    name: str
+    is_parameter: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor, name: str, *, is_parameter: bool) -> _Spanned | None:
+        """None for a tensor without an element, or without strides."""
+        tensor = without_class(tensor)
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        storage, first = 0, tensor.data_ptr()
+        if tensor.is_meta:
+            storage = tensor.untyped_storage()._cdata
+            first = int(tensor.storage_offset()) * tensor.itemsize
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = first + int(last + 1) * tensor.itemsize
+        return _Spanned((str(tensor.device), storage), first, end, tensor, name, is_parameter)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        nbytes = self.tensor.itemsize
+        strides = tuple(nbytes * step for step in self.tensor.stride())
+        # The address is never read; that of a tensor on meta is 0, which numpy takes for none.
+        data = (self.first + _META_ADDRESS * bool(self.space[1]), False)
+        return {
+            "version": 3, "typestr": f"|V{nbytes}", "data": data,
+            "shape": tuple(self.tensor.shape), "strides": strides,
+        }  # fmt: skip
+
+    def shares_an_element(self, other: _Spanned) -> bool:
+        """Whether a byte belongs to both. Columns of one matrix span the same bytes and share
+        none."""
+        if self.space != other.space or min(self.end, other.end) <= max(self.first, other.first):
+            return False
+        return bool(numpy.shares_memory(numpy.asarray(self), numpy.asarray(other)))
+
+
+_META_ADDRESS = 1 << 20
 
 
 def refuse_aliases(model: nn.Module) -> None:
-    """Raises UnsupportedError for a buffer, or a tensor in an attribute of a module, that shares
-    memory with a parameter, because it would keep the old values."""
-    ranges: dict[int, tuple[int, str]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and parameter.numel():
-            start, stop = _range_of(parameter)
-            ranges[start] = stop, name
-    if not ranges:
-        return
-    starts = sorted(ranges)
+    """Raises UnsupportedError for a parameter that shares memory with another one, with a buffer,
+    or with a tensor in an attribute of a module: each would have values of its own from then on."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    spans = [_Spanned.of(p, own[id(p)], is_parameter=True) for p in model.parameters()]
     for path, module in model.named_modules():
         for attribute, tensor in _tensors_kept_by(module):
-            if tensor.is_meta or not tensor.numel() or tensor.layout is not torch.strided:
-                continue
-            clash = _overlapped(_range_of(tensor), starts, ranges)
-            owner, _, own = (clash or "").rpartition(".")
-            # The old spectral_norm keeps such a view, and sets it again in every forward.
-            if clash is not None and (owner, own) != (path, f"{attribute}_orig"):
-                raise UnsupportedError(
-                    f"{path + '.' if path else ''}{attribute} is a view of the memory of parameter "
-                    f"{clash!r}, which leaves it for its tier; take the view in the forward, or "
-                    "clone it, before infinity.offload"
-                )
+            if id(tensor) not in own:
+                name = f"{path}.{attribute}" if path else attribute
+                spans.append(_Spanned.of(tensor, name, is_parameter=False))
+    reaching: list[_Spanned] = []  # Those before that end behind the beginning of the next.
+    for span in sorted(filter(None, spans), key=lambda span: (span.space, span.first)):
+        reaching = [s for s in reaching if s.space == span.space and s.end > span.first]
+        for other in reaching:
+            if (span.is_parameter or other.is_parameter) and span.shares_an_element(other):
+                _refuse_shared(*sorted((other, span), key=lambda span: span.is_parameter))
+        reaching.append(span)
+
+
+def _refuse_shared(tensor: _Spanned, parameter: _Spanned) -> None:
+    if tensor.is_parameter:
+        raise UnsupportedError(
+            f"parameters {tensor.name!r} and {parameter.name!r} share memory, and each of them "
+            "gets a place of its own on the tiers; tie them before infinity.offload by one "
+            "nn.Parameter that both modules have (a.weight = b.weight), or give one a clone "
+            "(nn.Parameter(weight.detach().clone()))"
+        )
+    # The old spectral_norm keeps such a view, and sets it again in every forward.
+    if parameter.name != f"{tensor.name}_orig":
+        raise UnsupportedError(
+            f"{tensor.name} is a view of the memory of parameter {parameter.name!r}, which leaves "
+            "it for its tier; take the view in the forward, or clone it, before infinity.offload"
+        )
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first address and the end of the memory that the tensor spans."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _overlapped(
-    span: tuple[int, int], starts: Sequence[int], ranges: Mapping[int, tuple[int, str]]
-) -> str | None:
-    """Returns the parameter that overlaps the span, or None."""
-    index = bisect_right(starts, span[0]) - 1
-    for start in starts[max(index, 0) : index + 2]:
-        stop, name = ranges[start]
-        if start < span[1] and span[0] < stop:
-            return name
-    return None
-
-
 def _tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields buffers and plain attributes, also in lists and mappings, but no parameters."""
+    """Yields buffers and plain attributes, also in lists and mappings, but none
+    of an offloaded model."""
     own = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
     for name, value in [*module._buffers.items(), *own]:
         if isinstance(value, Mapping):
             value = tuple(value.values())
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, (Handle, Follower)):
                 yield name, tensor
