@@ -134,10 +134,9 @@ def build(
         engine.close()
         tiling.undo()
         raise
-    engine.forget_originals()
     tiling.forget()
     del laid_out  # It refers to the parameters, too.
-    originals.follow(engine.handle)
+    engine.forget_originals(originals)
     if engine.tiled_params:
         _log.info(
             "%d parameters run as tiles, the first of them %r",

@@ -37,14 +37,10 @@ from infinity.modules.edits import WeightEdits
 from infinity.modules.grads import ParamGrads
 from infinity.modules.handle import Handle
 from infinity.modules.handle_ops import HandleOps
-from infinity.modules.hooks import (
-    BackwardCalls,
-    HookedModule,
-    ModuleHooks,
-    Unscriptable,
-)
+from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, Unscriptable
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.model_passes import ModelPasses
+from infinity.modules.originals import Originals
 from infinity.modules.param import OffloadedParam, ParamTable, increment_versions
 from infinity.modules.param_access import ParamAccess
 from infinity.modules.process import OwnProcess
@@ -199,10 +195,11 @@ class Engine:
         self._leave_model()
         self._param_table.restore()
 
-    def forget_originals(self) -> None:
+    def forget_originals(self, originals: Originals) -> None:
         """Drops the model's own parameters. The tiers have their values."""
         for param in self.params:
             param.original = None
+        self._access.follow(originals)
 
     def _leave_model(self) -> None:
         for removable in self._removable:

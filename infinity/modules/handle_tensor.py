@@ -16,6 +16,7 @@ broadcasts.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol, cast
@@ -23,7 +24,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, cast
 import torch
 
 from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
-from infinity.modules.mirrors import Origin, Original
+from infinity.modules.mirrors import Mirror, Origin, Original
 from infinity.modules.torch_names import PLAIN, TENSOR, says_it_writes
 
 
@@ -173,7 +174,14 @@ class Handle(torch.Tensor):
     def grad(self) -> torch.Tensor | None:
         """The gradient summed so far, as a handle that fetches the gradient when read; None without
         one."""
-        return None if self.is_gradient or self.is_data else self.owner.gradient_of(self)
+        if self.is_gradient or self.is_data:
+            return None
+        if (
+            torch.__future__.get_swap_module_params_on_conversion()
+            and sys._getframe(1).f_code is torch.nn.Module._apply.__code__
+        ):
+            refuse_swap(self)  # `_apply` would drop the gradient first.
+        return self.owner.gradient_of(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -344,7 +352,16 @@ def set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> None
         return
     if isinstance(value, Handle) and value.kept is not None:
         value = value.kept
-    value = value.detach().clone() if isinstance(value, Handle) else value.detach()
+    if isinstance(value, Handle) or (
+        isinstance(value, Mirror)
+        and not value.shows(parameter.owner, handle.name_in_model, is_gradient=True)
+    ):
+        raise UnsupportedError(
+            f"the gradient of {handle.name_in_model!r} would share the memory of another gradient "
+            "or parameter, which has a place of its own; assign a clone: "
+            "p.grad = other.grad.clone()"
+        )
+    value = value.detach()
     parameter.lose_aliases(object if is_other else Origin, is_gradient=True)
     parameter.owner.put_gradient(parameter, value, is_other=is_other)
 
@@ -354,4 +371,14 @@ def refuse_parametrization(handle: Handle) -> NoReturn:
     raise UnsupportedError(
         f"{handle.name_in_model!r} is on a tier, so no other parameter can be made of it; apply "
         "weight_norm and other parametrizations before infinity.offload"
+    )
+
+
+def refuse_swap(tensor: torch.Tensor) -> NoReturn:
+    """Raises UnsupportedError for a parameter that would change places with another tensor."""
+    raise UnsupportedError(
+        f"{getattr(tensor, 'name_in_model', 'a parameter')!r} is on a tier, so it cannot change "
+        "places with another tensor, as torch.utils.swap_tensors does it; copy values into it "
+        "under torch.no_grad(), and call load_state_dict() and .to() with "
+        "torch.__future__.set_swap_module_params_on_conversion(False)"
     )

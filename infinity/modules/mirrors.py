@@ -57,6 +57,11 @@ class Origin:
         self._stamp = owner.stamp(name, is_gradient=is_gradient)
         self.is_lost = False  # The parameter or the gradient got other memory.
 
+    def is_of(self, owner: Any, name: str, *, is_gradient: bool) -> bool:
+        """Whether the bytes are those of this parameter of `owner`, or of its gradient."""
+        found = self._owner(), self._name, self.is_gradient
+        return found == (owner, name, is_gradient)
+
     def pull_updated(self) -> bool:
         """Updates the storage. Returns whether it has changed."""
         owner = self._owner()
@@ -135,6 +140,11 @@ class Mirror(torch.Tensor):
             for lent in plain.values():
                 lent.take_changes(is_recording=is_recording)
         return _map(answer, lambda t: _wrap(t, plain.values()))
+
+    def shows(self, owner: Any, name: str, *, is_gradient: bool) -> bool:
+        """Whether it has nobody's bytes but its own, or those of this parameter or gradient."""
+        origin = self._origin
+        return origin.is_lost or origin.is_of(owner, name, is_gradient=is_gradient)
 
     def __iter__(self) -> Any:
         return iter(self.unbind(0))

@@ -1,20 +1,22 @@
 """The user's original parameters that are still referenced after `offload`.
 
-A list in a module, a closure, a partial, the groups of an optimizer or another model may keep an
-original parameter, which the model no longer uses. Such an original becomes a *follower*: the same
-object, without bytes, that stands for the handle in every operation. A follower reads the present
-value, and its gradient is added to the gradient of the parameter.
+A list in a module, a set, a closure, the groups of an optimizer or another model may keep an
+original parameter. Its handle therefore becomes the same Python object: it is found in sets and
+dicts of before, by its identity too. An original with a weak reference, or saved in a graph, cannot
+change places with its handle. It becomes a *follower*: an object without bytes that stands for the
+handle in every operation. A follower reads the present value, and its gradient is added to the
+gradient of the parameter.
 
-Followers are made after the model has released its parameters, from the originals that are still
+Handles take the places after the model has released its parameters, of the originals that are still
 alive. The objects that refer to them need not be known.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy
 import torch
@@ -24,6 +26,7 @@ from typing_extensions import override
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.modules.awaited import without_class
 from infinity.modules.handle import Handle
+from infinity.modules.handle_tensor import refuse_swap
 
 
 class Follower(nn.Parameter):
@@ -100,14 +103,47 @@ class Originals:
         refuse_aliases(model)
         self._found = [(weakref.ref(p), name) for name, p in model.named_parameters()]
 
-    def follow(self, handle_of: Callable[[str], Handle]) -> int:
-        """Makes the originals that are still alive follow their handles, by name. Returns their
-        number."""
+    def follow(
+        self, handle_of: Callable[[str], Handle], replace: Callable[[str, Handle], None]
+    ) -> None:
+        """Makes the originals that are still alive the handles, by name, or followers of them.
+        `replace` registers another object as the handle of a name."""
         alive = [(parameter, name) for ref, name in self._found if (parameter := ref()) is not None]
-        for parameter, name in alive:
-            _follow(parameter, handle_of(name))
-        self._found.clear()
-        return len(alive)
+        self._found.clear()  # Weak references.
+        for original, name in alive:
+            handle = handle_of(name)
+            if _swap(original, handle):
+                replace(name, cast(Handle, original))
+                _follow(handle, cast(Handle, original))  # A graph may know it.
+            else:
+                _follow(original, handle)
+
+
+_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+
+
+def _swap(original: nn.Parameter, handle: Handle) -> bool:
+    """Exchanges the contents of the two objects, if PyTorch can."""
+    try:
+        _swap_tensors(original, handle)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _guarded_swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    for tensor in (t1, t2):
+        if hasattr(tensor, "name_in_model") or hasattr(tensor, "_offloaded_by"):
+            refuse_swap(tensor)
+    _swap_tensors(t1, t2)
+
+
+def refuse_swaps(tensors: Iterable[Any]) -> None:
+    """Makes `torch.utils.swap_tensors` refuse these handles and compute parameters, and any other
+    handle. A swap would exchange the objects and leave the module with the old value."""
+    torch.utils.swap_tensors = _guarded_swap_tensors
+    for tensor in tensors:
+        tensor._is_guarded = weakref.ref(tensor)  # Where the function was imported before.
 
 
 def _follow(original: Any, handle: Handle) -> None:

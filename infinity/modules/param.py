@@ -146,18 +146,18 @@ class ParamTable:
 
     def __init__(self, model: nn.Module, params: Iterable[OffloadedParam]) -> None:
         self._model = model
-        self._params = list(params)
-        self._by_name = {param.name: param for param in self._params}
+        self.params = list(params)
+        self._by_name = {param.name: param for param in self.params}
         self._by_tensor = {
-            id(tensor): param for param in self._params for tensor in (param.handle, param.compute)
+            id(tensor): param for param in self.params for tensor in (param.handle, param.compute)
         }
         by_unit: dict[int, list[OffloadedParam]] = {}
-        for param in self._params:
+        for param in self.params:
             by_unit.setdefault(param.unit.index, []).append(param)
         self._by_unit = {unit: _UnitParams(params) for unit, params in by_unit.items()}
         self._none = _UnitParams([])
         self._by_storage: dict[int, list[OffloadedParam]] = {}
-        for param in self._params:
+        for param in self.params:
             storage = param.compute.untyped_storage()._cdata
             self._by_storage.setdefault(storage, []).append(param)
 
@@ -165,17 +165,21 @@ class ParamTable:
 
     def install(self) -> None:
         """Replaces the model's own parameters with handles."""
-        for param in self._params:
+        for param in self.params:
             assert param.original is not None
             param.show(param.handle, param.original)
-        _refresh(self._model.modules())
+        self.refresh()
+
+    def refresh(self, *, is_referenced: bool = True) -> None:
+        """Updates what modules keep of their parameters beside these; see `_refresh`."""
+        _refresh(self._model.modules(), is_referenced=is_referenced)
 
     def restore(self) -> None:
         """Replaces handles with the model's own parameters, as far as these still exist."""
-        for param in self._params:
+        for param in self.params:
             if param.original is not None:
                 param.show(param.original, param.handle)
-        _refresh(self._model.modules())
+        self.refresh()
 
     def show_parameters(self, unit: int) -> None:
         """Replaces the handles of a unit with its compute parameters."""
@@ -226,6 +230,13 @@ class ParamTable:
         if now == then:
             return []  # Mostly.
         return [param for param in here.params if now[param.number] != then[param.number]]
+
+    def replace_handle(self, param: OffloadedParam, handle: Handle) -> None:
+        """Makes another object, which has taken the content of the handle, the handle."""
+        before, param.handle = param.handle, handle
+        del self._by_tensor[id(before)]
+        self._by_tensor[id(handle)] = param
+        param.show(handle, before)
 
     # -- Looking up ------------------------------------------------------------------------------
 
@@ -288,10 +299,14 @@ def _rnns_of(params: Iterable[OffloadedParam]) -> list[nn.Module]:
     return [module for module in owners.values() if isinstance(module, nn.RNNBase)]
 
 
-def _refresh(modules: Iterable[nn.Module]) -> None:
-    """Updates the second list of parameters that `nn.RNN` keeps."""
+def _refresh(modules: Iterable[nn.Module], *, is_referenced: bool = True) -> None:
+    """Updates the second list of parameters that `nn.RNN` keeps, and its weak references to these,
+    by which it finds parameters that were replaced since."""
     for module in modules:
         if isinstance(module, nn.RNNBase):
-            module._flat_weights = [
-                getattr(module, name, None) for name in module._flat_weights_names
+            weights = [getattr(module, name, None) for name in module._flat_weights_names]
+            module._flat_weights = weights
+            module._flat_weight_refs = [
+                weakref.ref(weight) if is_referenced and weight is not None else None
+                for weight in weights
             ]

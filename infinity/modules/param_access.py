@@ -17,7 +17,9 @@ from infinity.errors import InfinityError
 from infinity.modules.edits import WeightEdits
 from infinity.modules.grads import ParamGrads
 from infinity.modules.handle import Handle
+from infinity.modules.handle_tensor import refuse_swap
 from infinity.modules.interrupts import uninterrupted
+from infinity.modules.originals import Originals, refuse_swaps
 from infinity.modules.param import ParamTable
 from infinity.modules.state_values import is_value_of, plain_value
 from infinity.modules.tiling.tiled_param import TiledParam
@@ -79,6 +81,22 @@ class ParamAccess:
         tensor = self._param_table.named(name).handle if tiled is None else tiled.tensor
         assert isinstance(tensor, Handle)
         return tensor
+
+    def follow(self, originals: Originals) -> None:
+        """Makes the user's own parameters the handles; see `Originals.follow`."""
+        self._param_table.refresh(is_referenced=False)
+        originals.follow(self.handle, self._replace_handle)
+        self._param_table.refresh()
+        params = self._param_table.params
+        own = [tensor for param in params for tensor in (param.handle, param.compute)]
+        refuse_swaps([*own, *(tiled.tensor for tiled in self._tiled_params.values())])
+
+    def _replace_handle(self, name: str, handle: Handle) -> None:
+        tiled = self._tiled_params.get(name)
+        if tiled is None:
+            self._param_table.replace_handle(self._param_table.named(name), handle)
+        else:
+            tiled.tensor = handle
 
     def spec(self, name: str) -> TensorSpec:
         """Returns shape, stride, dtype and offset of an untiled parameter or of a tile."""
@@ -143,6 +161,8 @@ class ParamAccess:
             value = state_dict.get(prefix + attribute)
             if not isinstance(tensor, Handle) or not isinstance(value, torch.Tensor):
                 continue
+            if torch.__future__.get_swap_module_params_on_conversion():
+                refuse_swap(tensor)
             if value.shape == tensor.shape:
                 if not is_value_of(value, tensor):
                     self.write(tensor.name_in_model, value)

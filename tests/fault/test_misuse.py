@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -79,6 +80,80 @@ def test_parametrizations_before_offload_work(tmp_path):
     expected = plain(torch.ones(1, 4))
     model = infinity.offload(plain, swap_config(tmp_path))
     assert torch.equal(model(torch.ones(1, 4)), expected)
+    infinity.engine_of(model).close()
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        lambda a, b: setattr(a, "grad", b.grad),
+        lambda a, b: setattr(a, "grad", b.grad.detach()),
+        lambda a, b: setattr(a, "grad", b.grad.view(4, 4)),
+        lambda a, b: setattr(a, "grad", b.detach()),
+        lambda a, b: setattr(a, "grad", b.data),
+        lambda a, b: setattr(a.grad, "data", b.grad),
+    ],
+    ids=["grad", "detached", "view", "weight", "data", "data of the gradient"],
+)
+def test_a_gradient_that_would_share_memory_is_refused(tmp_path, alias):
+    model = infinity.offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), swap_config(tmp_path))
+    model(torch.ones(1, 4)).sum().backward()
+    a, b = model[0].weight, model[1].weight
+    before = a.grad.clone()
+    with pytest.raises(UnsupportedError, match=r"'0\.weight' would share .*assign a clone"):
+        alias(a, b)
+    assert torch.equal(a.grad, before)
+    a.grad = a.grad.detach()  # Its own.
+    assert torch.equal(a.grad, before)
+    a.grad = b.grad.clone()
+    b.grad.mul_(2)
+    assert torch.equal(a.grad * 2, b.grad)
+    infinity.engine_of(model).close()
+
+
+early_bound_swap = torch.utils.swap_tensors
+
+
+@pytest.fixture
+def swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize(
+    "swap",
+    [
+        lambda model, other: torch.utils.swap_tensors(model[0].weight, other[0].weight),
+        lambda model, other: torch.utils.swap_tensors(other[0].weight, model[0].weight),
+        lambda model, other: torch.utils.swap_tensors(model[0].weight, model[1].weight),
+        lambda model, other: early_bound_swap(other[0].weight, model[0].weight),
+        lambda model, other: model.load_state_dict(other.state_dict()),
+        lambda model, other: model.load_state_dict(other.state_dict(), assign=True),
+        lambda model, other: model.to(torch.float32),
+        lambda model, other: model.half(),
+    ],
+    ids=["swap", "other", "both", "early", "load", "assign", "to", "half"],
+)
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_parameters_cannot_be_swapped(tmp_path, swapping, swap, is_gathered):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    other, kept = build(), build()
+    model = infinity.offload(build(), swap_config(tmp_path))
+    model(torch.ones(1, 4)).sum().backward()
+    kept(torch.ones(1, 4)).sum().backward()
+    with infinity.gather(model) if is_gathered else contextlib.nullcontext():
+        before = [(id(p), type(p)) for m in (model, other) for p in m.parameters()]
+        with pytest.raises((UnsupportedError, RuntimeError), match="change places|swap"):
+            swap(model, other)
+        assert before == [(id(p), type(p)) for m in (model, other) for p in m.parameters()]
+    for p, q in zip(model.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(p, q) and torch.equal(p.grad, q.grad)
+    assert torch.equal(model(torch.ones(1, 4)), other(torch.ones(1, 4)))
+    torch.utils.swap_tensors(other[0].weight, kept[0].weight)
     infinity.engine_of(model).close()
 
 

@@ -89,7 +89,61 @@ def test_originals_that_are_kept_anywhere_are_trained(swap_directory: Path) -> N
     compare(scenario, build, swap_directory)
 
 
-def test_an_original_stands_for_its_parameter(swap_directory: Path) -> None:
+def groups_by_identity(model: nn.Module) -> tuple[dict[Tensor, float], set[int], set[Tensor]]:
+    """Learning rates by parameter, ids without decay, and parameters of a set: made before offload."""
+    rates = {p: 1e-2 / (1 + number) for number, p in enumerate(model.parameters())}
+    return rates, {id(model.keeps.a), id(model.first.bias)}, {model.keeps.table.weight}
+
+
+def test_sets_dicts_and_ids_of_before_find_the_parameters(swap_directory: Path) -> None:
+    made: dict[nn.Module, Any] = {}
+
+    def tagged() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(Outer(), nn.LSTM(4, 4))
+        model[0].keeps.extra, model.first, model.keeps = model[1], model[0].first, model[0].keeps
+        made[model] = groups_by_identity(model), model[1].bias_ih_l0
+        return model
+
+    def scenario(side: Side) -> Named:
+        (rates, no_decay, chosen), bias = made[side.model]
+        assert side.model[1].bias_ih_l0 is bias and side.model[1]._flat_weights[2] is bias
+        assert all(p in rates for p in side.model.parameters())
+        groups = [
+            {"params": [p], "lr": rate, "weight_decay": 0.0 if id(p) in no_decay else 0.1}
+            for p, rate in rates.items()
+            if p not in chosen
+        ]
+        optimizer, seen = side.optimizer(groups, PLAN), {}
+        for step in range(3):
+            y = side.model[0](torch.linspace(-1, 1, 8).view(2, 4) + step)
+            loss = side.model[1](torch.nn.functional.pad(y, (0, 4 - y.shape[1])))[0].pow(2).mean()
+            (loss + y.mean()).backward()
+            seen[f"loss {step}"] = loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            bias.requires_grad_(step == 0)
+        return {**finish(side, seen), "kept": bias.detach().clone()}
+
+    compare(scenario, tagged, swap_directory)
+
+
+def test_an_original_with_a_weak_reference_stands_for_its_parameter(swap_directory: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    seen, kept = weakref.ref(model[0].weight), list(model.parameters())
+    values = [parameter.detach().clone() for parameter in kept]
+    with offloaded(model, swap_config(swap_directory)) as model:
+        assert [a is b for a, b in zip(model.parameters(), kept, strict=True)] == [
+            False, True, True, True
+        ]  # fmt: skip
+        assert seen() is kept[0] and torch.equal(kept[0], values[0])
+        model(torch.ones(4)).sum().backward()
+        assert torch.equal(kept[0].grad + 0, model[0].weight.grad + 0)
+        infinity.AdamW(kept, lr=1e-1).step()
+        assert not torch.equal(kept[0] + 0, values[0])
+
+
+def test_a_follower_stands_for_its_parameter(swap_directory: Path) -> None:
     """In optimizers and `gather`, as an argument of functions, and for whoever looks at it."""
 
     class Double(torch.autograd.Function):
@@ -103,8 +157,10 @@ def test_an_original_stands_for_its_parameter(swap_directory: Path) -> None:
 
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     kept = list(model.parameters())
+    watched = [weakref.ref(parameter) for parameter in kept]  # They cannot be the handles.
     values = [parameter.detach().clone() for parameter in kept]
     with offloaded(model, swap_config(swap_directory)) as model:
+        assert not any(ref() is handle for ref in watched for handle in model.parameters())
         for parameter, value, handle in zip(kept, values, model.parameters(), strict=True):
             assert isinstance(parameter, nn.Parameter) and parameter.shape == value.shape
             assert torch.equal(parameter, value) and parameter.is_leaf and parameter.requires_grad
@@ -154,6 +210,7 @@ def test_an_original_stands_for_its_tiled_parameter(swap_directory: Path) -> Non
     with offloaded(model, swap_config(swap_directory, schedule={"tile": "64KiB"})) as model:
         assert infinity.engine_of(model).tiled_params
         assert torch.equal(kept + 0, value)
+        assert len(infinity.AdamW([kept]).param_groups[0]["params"]) > 1  # One for each tile.
         (model(torch.ones(16)).sum() + kept.sum()).backward()
         gradients = OffloadedSide(model).gradients()
         assert all(torch.equal(g, torch.full_like(g, 2.0)) for g in gradients.values())
