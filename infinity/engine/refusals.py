@@ -21,6 +21,7 @@ def refuse_model(model: nn.Module, *, has_weights: bool) -> None:
     """
     if is_offloaded(model):
         raise ConfigError(f"{type(model).__name__} is offloaded already")
+    _refuse_compiled(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, (Handle, Follower)):
             raise ConfigError(f"{name!r} belongs to a model that is offloaded already")
@@ -64,3 +65,13 @@ def refuse_model(model: nn.Module, *, has_weights: bool) -> None:
                     "build the model under `with infinity.init_empty_weights(config):`, which "
                     "keeps buffers real"
                 )
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise UnsupportedError(
+                f"{name or type(module).__name__!r} was compiled by torch.jit, which keeps its "
+                "parameters out of reach; expected the module that torch.jit.script or "
+                "torch.jit.trace was given. Compiled functions may take weights as arguments"
+            )

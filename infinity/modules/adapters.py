@@ -172,7 +172,7 @@ def copied_parameters(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor
     return [
         (copy, original)
         for wrapper in model.modules()
-        if {"original_module", "modules_to_save"} <= wrapper._modules.keys()
+        if {"original_module", "modules_to_save"} <= set(wrapper._modules.keys())
         for saved in wrapper._modules["modules_to_save"].children()  # type: ignore[union-attr]
         for copy, original in zip(
             saved.parameters(),

@@ -1,8 +1,9 @@
-"""Calls of the user's `torch.autograd.Function` with handles as arguments.
+"""Calls of the user's `torch.autograd.Function`, and of functions of torch.jit, with handles as
+arguments.
 
-`Function.apply` is the only entry to autograd that bypasses `__torch_function__`. A handle passed
-to it would be a leaf beside the compute parameter, and its gradient would never be collected.
-Therefore `apply` is replaced: the function receives compute parameters. Their units are in use
+These are the entries to autograd that bypass `__torch_function__`. A handle passed to one would be
+a leaf beside the compute parameter, and its gradient would never be collected. Therefore they are
+replaced: the function receives compute parameters. Their units are in use
 while the forward of the function runs, and while its node of the backward runs.
 `ctx.save_for_backward`, memory addresses and reentrant checkpoints then work as in plain PyTorch,
 and all gradients of a parameter are added in one sum, in the order of plain autograd.
@@ -15,18 +16,37 @@ Note [The lower apply]
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch.autograd.function import _SingleLevelFunction
 
-from infinity.modules.handle import Handle
+from infinity.modules.handle import Handle, find_handles
 from infinity.modules.originals import Follower
 
 
 def install() -> None:
-    """Makes every `Function.apply` of the process look for handles among its arguments."""
+    """Makes every `Function.apply` and every compiled function of torch.jit of the process look for
+    handles among its arguments."""
     if "apply" not in vars(_SingleLevelFunction):
         _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
+        for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+            kind.__call__ = _looking(kind.__call__)  # type: ignore[method-assign]
+
+
+def _looking(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def look(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        named = {key: _followed(argument) for key, argument in kwargs.items()}
+        arguments = (tuple(map(_followed, args)), named)
+        for handle in find_handles(arguments):
+            return handle.owner.compute_with(partial(look, compiled), *arguments, changes=())
+        return call(compiled, *args, **kwargs)
+
+    return look
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, ClassVar, NoReturn, Protocol, cast
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
 from infinity.modules.mirrors import Mirror, Origin, Original
-from infinity.modules.torch_names import PLAIN, TENSOR, says_it_writes
+from infinity.modules.torch_names import PLAIN, TENSOR, outside_graph, says_it_writes
 
 
 class Owner(Protocol):
@@ -232,6 +233,8 @@ class Handle(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if is_dynamo_compiling():
+            return outside_graph(cls.__torch_function__, func, types, args, kwargs)
         if func in PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

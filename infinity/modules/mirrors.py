@@ -22,9 +22,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from infinity.errors import UnsupportedError
-from infinity.modules.torch_names import PLAIN, TENSOR, members, says_it_writes
+from infinity.modules.torch_names import PLAIN, TENSOR, members, outside_graph, says_it_writes
 
 
 class Original(Protocol):
@@ -121,6 +122,8 @@ class Mirror(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if is_dynamo_compiling():
+            return outside_graph(cls.__torch_function__, func, types, args, kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, *args, **kwargs)

@@ -1,4 +1,5 @@
-"""Functions of PyTorch by name: those that need no bytes, those that write; the caller of one."""
+"""Functions of PyTorch by name: those that need no bytes, those that write; the caller of one; the
+end of a compiled graph."""
 
 from __future__ import annotations
 
@@ -68,3 +69,15 @@ def was_called_by(function: Any) -> bool:
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code is function.__code__
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+# torch.compile ends its graph here, and runs the operation as it is.
+outside_graph: Callable[..., Any] = torch._dynamo.disable(
+    _call,
+    reason="infinity fetches a weight outside of its module between graphs; leave out "
+    "fullgraph=True, or call the function inside `with infinity.gather(module):`",
+)

@@ -243,6 +243,40 @@ def test_compilers_of_whole_models_are_refused(tmp_path, compile_, remedy):
     assert torch.jit.script(nn.Linear(4, 4)) is not None
 
 
+@pytest.mark.parametrize(
+    "compile_", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 4))]
+)
+@pytest.mark.parametrize("is_trainable", [True, False])
+def test_modules_of_torch_jit_with_parameters_are_refused(tmp_path, compile_, is_trainable):
+    block = compile_(nn.Sequential(nn.Linear(4, 4).requires_grad_(is_trainable), nn.ReLU()))
+    model = nn.Sequential(nn.Linear(4, 4), block)
+    for refused, name in ((model, "'1'"), (block, "ScriptModule|'Sequential|TopLevelTraced")):
+        with pytest.raises(
+            UnsupportedError, match=f"({name}).*compiled by torch.jit.*expected the"
+        ):
+            infinity.offload(refused, swap_config(tmp_path))
+    assert type(model[0].weight) is nn.Parameter
+    model[1] = compile_(nn.Sequential(nn.Softmax(dim=1), nn.ReLU()))
+    expected = model(torch.ones(1, 4))
+    model = infinity.offload(model, swap_config(tmp_path))
+    assert torch.equal(model(torch.ones(1, 4)), expected)
+    infinity.engine_of(model).close()
+
+
+def test_a_whole_graph_over_a_weight_is_refused_unless_it_is_gathered(tmp_path):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w: nn.functional.linear(x, w).sum(), backend="eager", fullgraph=True
+    )
+    model = infinity.offload(nn.Sequential(nn.Linear(4, 4)), swap_config(tmp_path))
+    with pytest.raises(Exception, match=r"leave out fullgraph=True.*infinity\.gather"):
+        compiled(torch.ones(1, 4), model[0].weight)
+    with infinity.gather(model):
+        compiled(torch.ones(1, 4), model[0].weight).backward()
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+    infinity.engine_of(model).close()
+
+
 FORKS = """
     import os, sys, warnings
     warnings.simplefilter("ignore")

@@ -268,3 +268,43 @@ def test_a_parameter_with_gaps_or_overlaps_is_refused_unless_it_is_converted(
         return model
 
     compare(trained, own, tmp_path / "own")
+
+
+# -- Compiled functions that get weights -----------------------------------------------------------
+
+
+def head(x: torch.Tensor, weight: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight)[:, 1:].logsumexp(1) + more[0].mean()
+
+
+def scripted_head() -> Callable[..., torch.Tensor]:
+    """Compiled anew each time: later calls of a function of torch.jit round in another way."""
+
+    def head(x: torch.Tensor, weight: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+        return (x @ weight.t())[:, 1:].tanh().sum(1) + weight.t()[:, :3].norm() + more[0].mean()
+
+    return torch.jit.script(head)
+
+
+class Ends(nn.Module):
+    """Its loss is a compiled function over a weight of its last layer, and one outside."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.loss = nn.Linear(7, 7), nn.Linear(7, 7), loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.loss(self.first(x), self.last.weight, more=[self.last.bias])
+        return y + self.last(x).mean() + self.loss(x, weight=self.first.weight, more=[y.detach()])
+
+
+@pytest.mark.parametrize("backend", ["torch.jit", "eager", "aot_eager"])
+def test_compiled_functions_take_weights_as_arguments(swap_directory: Path, backend: str) -> None:
+    def build() -> nn.Module:
+        torch._dynamo.reset()
+        return Ends(
+            scripted_head() if backend == "torch.jit" else torch.compile(head, backend=backend)
+        )
+
+    compare(trained, build, swap_directory)
