@@ -320,7 +320,7 @@ class Engine:
         `what` names the caller in the error that is raised while parameters are in use. With
         several ranks, all of them make the call, and each gets access to its own state.
         """
-        with self._lock, torch.no_grad():
+        with self._model_passes.alone(), torch.no_grad():
             if self.is_closed:
                 raise InfinityError(f"{what}: the engine of this model is closed")
             self.reset()
@@ -384,7 +384,7 @@ class Engine:
         """Enters the optimizer's step with all ranks. Afterwards gradients are sums over all
         ranks. `makes_step`: see `RankSync.begin_step`."""
         self.refuse_closed("optimizer.step()")
-        with self._lock:
+        with self._model_passes.alone():
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")  # Parameters in use look like new ones.
             self._unmanaged_params.refuse_untrained(num_ranks=self.num_ranks)
@@ -405,7 +405,8 @@ class Engine:
 
     def step(self, settings: Mapping[TensorSpec, Settings]) -> None:
         """Records an optimizer step. Each unit is updated before its next use."""
-        with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "optimizer step"):
+        phase = self._tracer.during(Track.PHASES, "optimizer step")
+        with self._model_passes.alone(), uninterrupted(), phase:
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             with self.ranks.making_step():
@@ -469,7 +470,7 @@ class Engine:
             self._close()
 
     def _close(self) -> None:
-        with uninterrupted(), self._lock:
+        with self._model_passes.alone(), uninterrupted():
             if self.is_closed:
                 return
             self._uses.close()

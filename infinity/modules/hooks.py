@@ -38,6 +38,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.forward_nodes import ForwardNodes, call_before_each, nodes_behind, nodes_since
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.outputs import detach_from_parameters
+from infinity.modules.turns import is_backward_elsewhere, is_in_module, thread_of_backward
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 
@@ -112,7 +113,8 @@ class BackwardCalls:
     def __init__(self, uses: Uses) -> None:
         self._uses = uses
         self._calls: dict[ModuleCall, None] = {}
-        self.armed: set[int] = set()  # The backwards whose end calls `_ended`.
+        # The backwards whose end calls `_ended`, each with its thread; see `thread_of_backward`.
+        self.armed: dict[int, int] = {}
 
     def watch(self, call: ModuleCall, nodes: ForwardNodes) -> None:
         """Registers hooks that keep the units in use while these nodes run in a backward."""
@@ -203,7 +205,7 @@ class BackwardCalls:
     def _arm(self, running: int) -> None:
         """Queues a callback for the end of this backward, once per backward."""
         if running not in self.armed:
-            self.armed.add(running)
+            self.armed[running] = thread_of_backward()
             self._uses.backward_started()
             Variable._execution_engine.queue_callback(lambda: self._ended(running))
 
@@ -215,7 +217,7 @@ class BackwardCalls:
 
     def _ended(self, running: int) -> None:
         with UNINTERRUPTED:
-            self.armed.discard(running)
+            self.armed.pop(running, None)
             # INV-6: nothing stays in use after a backward, nor after an exception.
             for call in [call for call in self._calls if call.backward_id == running]:
                 self._release(call)
@@ -225,6 +227,8 @@ class BackwardCalls:
         """Releases the units that a failed backward has left in use. Returns whether there were
         any."""
         if current_backward() != OUTSIDE_BACKWARD or not (self._calls or self.armed):
+            return False
+        if is_backward_elsewhere(self.armed.values()):
             return False
         self.armed.clear()
         for call in list(self._calls):
@@ -328,13 +332,13 @@ class ModuleHooks:
         return bool(self._running)
 
     def reset(self) -> None:
-        """Forgets forwards that ended by an exception, which hooks do not see."""
-        if not self._running:
-            return
-        with UNINTERRUPTED:
-            while self._running:
-                _, numbers = self._running.popitem()
-                for _ in numbers:
+        """Forgets forwards that ended by an exception, which hooks do not see. Those of other
+        threads may still run."""
+        for thread in list(self._running):
+            if thread != threading.get_ident() and is_in_module(thread):
+                continue
+            with UNINTERRUPTED:
+                for _ in self._running.pop(thread):
                     self._uses.leave(self._hooked.units)
 
     @outside_graphs

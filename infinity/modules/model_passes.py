@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ from infinity.modules.grads import ParamGrads
 from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, outside_graphs
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.modules.param import OffloadedParam
+from infinity.modules.turns import Turns
 from infinity.modules.uses import UnitUses
 from infinity.sizes import format_nbytes
 from infinity.streaming.activations import ActivationStore, InputStore
@@ -33,6 +36,9 @@ from infinity.streaming.waiting import WaitingMemory
 _log = logging.getLogger("infinity")
 
 T = TypeVar("T")
+
+# Its micro-batches run in threads of their own, which have its context.
+_is_in_layer_major: ContextVar[bool] = ContextVar("is_in_layer_major", default=False)
 
 
 class ModelPasses:
@@ -75,6 +81,7 @@ class ModelPasses:
         self._tile_micro_batches = tile_micro_batches
         self._schedule: LayerMajorSchedule | None = None  # That is running.
         self._repeats = Repeats()
+        self._turns = Turns(lock)
 
     # -- Hooks -------------------------------------------------------------------------------------
 
@@ -88,9 +95,16 @@ class ModelPasses:
 
     @outside_graphs
     def _pass_begins(self, module: nn.Module, args: Any) -> None:
-        is_own = current_backward() == OUTSIDE_BACKWARD and not self._passes.is_layer_major
-        if is_own and not self._uses.is_closed:
-            self._begin_pass("train" if torch.is_grad_enabled() else "eval")
+        if current_backward() != OUTSIDE_BACKWARD or _is_in_layer_major.get():
+            return
+        with self.alone():
+            if not self._uses.is_closed:
+                self._turns.take()
+                self._begin_pass("train" if torch.is_grad_enabled() else "eval")
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Holds the engine's lock while no other thread runs a pass; waits for its end."""
+        return self._turns.alone(self._backwards.armed)
 
     def _begin_pass(self, kind: str) -> None:
         with uninterrupted(), self._lock:
@@ -116,6 +130,7 @@ class ModelPasses:
     def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._passes.is_layer_major:
             self._passes.end_forward()
+            self._turns.end()
 
     # -- Layer-major -------------------------------------------------------------------------------
 
@@ -123,7 +138,21 @@ class ModelPasses:
         self, forwards: Sequence[Callable[[], torch.Tensor]]
     ) -> list[torch.Tensor]:
         """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
-        self._refuse_accumulating()
+        if _is_in_layer_major.get():
+            self._refuse_accumulating()
+        with self.alone():
+            self._refuse_accumulating()
+            self._turns.take(ModelPasses.forward_backward.__code__)
+        token = _is_in_layer_major.set(True)
+        try:
+            return self._run_layer_major(forwards)
+        finally:
+            _is_in_layer_major.reset(token)
+            self._turns.end(ModelPasses.forward_backward.__code__)
+
+    def _run_layer_major(
+        self, forwards: Sequence[Callable[[], torch.Tensor]]
+    ) -> list[torch.Tensor]:
         blocks = [(hooked, hooks) for hooked, hooks in self._hooks if hooked.is_block]
         schedule = LayerMajorSchedule(
             self._model, self._uses, blocks, self._layer_inputs, self._expert_stores,
@@ -198,12 +227,13 @@ class ModelPasses:
     # -- Interrupted passes ------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Releases what an interrupted forward or backward has left in use. Gradients of completed
-        backward passes are kept."""
+        """Releases what an interrupted forward or backward has left in use, but for what other
+        threads use. Gradients of completed backward passes are kept."""
         with self._lock:
             if self._backwards.abandon():
                 self._gradients.write_out_all()
                 self._grads.drop(self._params)
             for _, hooks in self._hooks:
                 hooks.reset()
-            self._passes.break_off()
+            if not self._turns.is_elsewhere:
+                self._passes.break_off()

@@ -1,0 +1,208 @@
+"""Several threads use one offloaded model: their passes come one after the other, with the bits of
+plain PyTorch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from tests.support.offloading import offloaded, swap_config
+
+WIDTH = 96
+TIGHT = {"host_nbytes": "600KiB"}
+NUM_THREADS, NUM_CALLS = 3, 8
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 200), nn.GELU(), nn.Linear(200, WIDTH)) for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class InThreads(Blocks):
+    """Runs its blocks in threads of its own, as nn.DataParallel runs replicas."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_graded = torch.is_grad_enabled()
+
+        def run(block: nn.Module) -> Tensor:
+            with torch.set_grad_enabled(is_graded):
+                return block(x)
+
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            return torch.stack(list(pool.map(run, self.blocks))).sum(0)
+
+
+def batch(number: int) -> Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (1 + number)
+
+
+def by_parts(model: nn.Module, x: Tensor) -> Tensor:
+    """A loop that calls the parts of the model."""
+    return Blocks.forward(model, x)  # type: ignore[arg-type]
+
+
+def in_threads(call: Callable[[int], Any]) -> dict[int, Any]:
+    """Returns call(number) for every number, computed in threads. None of them may hang."""
+    found: dict[int, Any] = {}
+
+    def body(thread: int) -> None:
+        for number in range(thread, NUM_THREADS * NUM_CALLS, NUM_THREADS):
+            found[number] = call(number)
+
+    threads = [threading.Thread(target=body, args=(n,), daemon=True) for n in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(found) == NUM_THREADS * NUM_CALLS
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "host"),
+    [
+        (Blocks, nn.Module.__call__, TIGHT),
+        (Blocks, nn.Module.__call__, {}),
+        (Blocks, by_parts, {}),
+        (InThreads, nn.Module.__call__, {}),
+    ],
+    ids=["tight", "ample", "parts", "threads inside"],
+)
+def test_threads_evaluate_a_model(
+    swap_directory: Path,
+    kind: type[nn.Module],
+    call: Callable[[nn.Module, Tensor], Tensor],
+    host: dict[str, Any],
+) -> None:
+    @torch.no_grad()
+    def output(model: nn.Module, number: int) -> Tensor:
+        return call(model, batch(number))
+
+    expected = kind()
+    with offloaded(kind(), swap_config(swap_directory, **host)) as model:
+        for number, found in in_threads(lambda number: output(model, number)).items():
+            assert torch.equal(found, output(expected, number)), number
+
+
+@pytest.mark.parametrize("kind", [Blocks, InThreads])
+def test_a_batch_is_divided_over_threads(swap_directory: Path, kind: type[nn.Module]) -> None:
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        found = []
+        for step in range(3):
+            parts = in_threads(lambda n, step=step: model(batch(n) / (1 + step)).square().mean())
+            loss = torch.stack([parts[number] for number in sorted(parts)]).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    plain = kind()
+    expected = losses(plain, torch.optim.AdamW(plain.parameters(), 1e-3, fused=True))
+    with offloaded(kind(), swap_config(swap_directory)) as model:
+        found = losses(model, infinity.AdamW(model, lr=1e-3))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=0)  # Gradients come in any order.
+
+
+@pytest.mark.parametrize("updates", ["deferred", "at_step"])
+@pytest.mark.parametrize("is_layer_major", [False, True])
+def test_a_thread_evaluates_while_another_one_trains(
+    swap_directory: Path, updates: str, is_layer_major: bool
+) -> None:
+    """It sees the weights between two steps, and changes no bit of the training."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        if is_layer_major and model is not plain:
+            infinity.forward_backward(
+                model, lambda x: model(x).square().mean() / 2, [batch(number), batch(number + 1)]
+            )
+        else:
+            for x in (batch(number), batch(number + 1)):
+                (model(x).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluation(model: nn.Module) -> Tensor:
+        return model(batch(1))
+
+    plain = Blocks()
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-3, fused=True)
+    expected = [evaluation(plain)]
+    for number in range(8):
+        step(plain, optimizer, number)
+        expected.append(evaluation(plain))
+    seen: list[Tensor] = []
+    has_ended = threading.Event()
+    config = swap_config(swap_directory, host_nbytes="2MiB", updates=updates)
+    with offloaded(Blocks(), config) as model:
+
+        def evaluate() -> None:
+            while not has_ended.is_set():
+                seen.append(evaluation(model))
+
+        thread = threading.Thread(target=evaluate, daemon=True)
+        thread.start()
+        offloaded_optimizer = infinity.AdamW(model, lr=1e-3)
+        for number in range(8):
+            step(model, offloaded_optimizer, number)
+        has_ended.set()
+        thread.join(60)
+        assert not thread.is_alive() and seen
+        assert torch.equal(evaluation(model), expected[-1])
+    for output in seen:
+        assert any(torch.equal(output, one) for one in expected)
+
+
+def test_an_interrupted_forward_leaves_the_model_to_other_threads(swap_directory: Path) -> None:
+    """Neither a forward that no hook ends nor a failed backward makes another thread wait."""
+
+    class Interrupts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            raise ZeroDivisionError
+
+    expected = Blocks()(batch(0))
+    with offloaded(Blocks(), swap_config(swap_directory)) as model:
+        model.blocks[3].insert(1, Interrupts())
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(0))
+        del model.blocks[3][1]
+        with ThreadPoolExecutor(1) as pool:
+            assert torch.equal(pool.submit(model, batch(0)).result(60), expected)
+        hook = model.blocks[3].register_forward_hook(lambda m, args, y: Fails.apply(y))
+        with pytest.raises(ZeroDivisionError):
+            model(batch(0)).sum().backward()
+        hook.remove()
+        with ThreadPoolExecutor(1) as pool:
+            assert torch.equal(pool.submit(model, batch(0)).result(60), expected)
+        optimizer = infinity.AdamW(model)
+        model(batch(0)).sum().backward()
+        optimizer.step()
