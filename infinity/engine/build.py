@@ -433,8 +433,8 @@ def _params(
                 tensor.__dict__.update(
                     {k: v for k, v in vars(found.parameter).items() if k != "_is_hf_initialized"}
                 )
-            for hook in (found.parameter._backward_hooks or {}).values():
-                compute.register_hook(hook)
+            # The table itself: a handle of before offload removes its hook from there.
+            compute._backward_hooks = found.parameter._backward_hooks
             by_parameter[id(found.parameter)] = OffloadedParam(
                 found.name, unit, spec, handle, compute, found.registrations, found.parameter
             )

@@ -161,8 +161,9 @@ def _follow(original: Any, handle: Handle) -> None:
             "which is on its tier now; run that backward before, or the forward again"
         )
 
-    if handle.requires_grad:
-        with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():
+        original._backward_hooks = None  # They belong to the compute parameter now.
+        if handle.requires_grad:
             original.register_hook(refuse)
     original.stands_for, original.name_in_model = weakref.ref(handle), name
     # INV-23: gradients of the original go to its handle.

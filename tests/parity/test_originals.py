@@ -216,6 +216,32 @@ def test_an_original_stands_for_its_tiled_parameter(swap_directory: Path) -> Non
         assert all(torch.equal(g, torch.full_like(g, 2.0)) for g in gradients.values())
 
 
+def test_hooks_of_before_are_removed_by_their_handles(swap_directory: Path) -> None:
+    fired: list[Any] = []
+    removable: dict[nn.Module, Any] = {}
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        hooks = [lambda g: fired.append(g.sum().item()), lambda g: g * 2]
+        removable[model] = [model[0].weight.register_hook(hook) for hook in hooks]
+        model[1].bias.register_hook(lambda g: fired.append("frozen"))
+        model[1].bias.requires_grad_(False)
+        return model
+
+    def scenario(side: Side) -> Named:
+        fired.clear()
+        seen: Named = {}
+        for step in range(3):
+            side.model(torch.linspace(-1, 1, 8).view(2, 4) + step).pow(2).mean().backward()
+            seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
+            if step < 2:
+                removable[side.model][step].remove()
+        return {**seen, "fired": torch.tensor(fired)}
+
+    compare(scenario, build, swap_directory)
+
+
 def test_the_memory_of_originals_is_given_back(swap_directory: Path) -> None:
     model = nn.Linear(64, 64)
     kept = list(model.parameters())
