@@ -37,7 +37,7 @@ from infinity.modules.edits import WeightEdits
 from infinity.modules.grads import ParamGrads
 from infinity.modules.handle import Handle
 from infinity.modules.handle_ops import HandleOps
-from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, Unscriptable
+from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, OwnHook, Unscriptable
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.model_passes import ModelPasses
 from infinity.modules.originals import Originals
@@ -186,7 +186,7 @@ class Engine:
             self._removable.append(Unscriptable(module))
         owners = {place.module for param in self.params for place in param.registrations}
         self._removable += [
-            m.register_load_state_dict_pre_hook(self._access.take_loaded) for m in owners
+            m.register_load_state_dict_pre_hook(OwnHook(self._access.take_loaded)) for m in owners
         ]
         ENGINES[self.model] = weakref.ref(self)
 

@@ -114,6 +114,11 @@ class HandleOps(Owner, Original):
     def state_value(self, handle: Handle) -> torch.Tensor:
         return StateValue.make(handle)
 
+    @override
+    def shown(self, handle: Handle) -> torch.Tensor | None:
+        param = self._known(handle)
+        return param.compute if param.showing.is_of_parameters else None
+
     # -- Gradients -------------------------------------------------------------------------------
 
     @override

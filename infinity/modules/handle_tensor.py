@@ -16,6 +16,7 @@ broadcasts.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -65,6 +66,9 @@ class Owner(Protocol):
 
     def state_value(self, handle: Handle) -> torch.Tensor:
         """Returns the value of the parameter in a `state_dict()`."""
+
+    def shown(self, handle: Handle) -> torch.Tensor | None:
+        """Returns the parameter that modules show in the place of the handle now, if they do."""
 
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
         """Returns the parameters that accumulate the handle's gradients, in order of rows."""
@@ -215,14 +219,25 @@ class Handle(torch.Tensor):
         return format(repr(self), spec)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise UnsupportedError(
-            f"{self.name_in_model!r} is on a tier and cannot be pickled or copied with the model; "
-            "save with infinity.checkpoint.export_safetensors(model, directory), or read it inside "
-            "`with infinity.gather(model):`"
-        )
+        # `cast` returns its argument: the pickle has one tensor for all that refer to it.
+        return cast, (None, self._in_memory())
 
-    def __deepcopy__(self, memo: object) -> Any:
-        self.__reduce_ex__(4)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._in_memory(), memo)
+
+    def _in_memory(self) -> torch.Tensor:
+        """Returns the plain tensor that a copy or a pickle has the values of."""
+        if self.is_gradient or self.is_data:
+            return self.clone().as_subclass(torch.Tensor)
+        shown = self.owner.shown(self)
+        if shown is None:
+            raise UnsupportedError(
+                f"{self.name_in_model!r} is on a tier and cannot be pickled or copied there: copy "
+                "or pickle the module inside `with infinity.gather(module):`. Save a model with "
+                "infinity.checkpoint.export_safetensors(model, directory); copy values alone with "
+                "copy.deepcopy(module.state_dict())"
+            )
+        return shown
 
     @classmethod
     def __torch_function__(

@@ -33,6 +33,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.compiler import is_dynamo_compiling
+from typing_extensions import override
 
 from infinity.errors import UnsupportedError
 from infinity.modules.forward_nodes import ForwardNodes, call_before_each, nodes_behind, nodes_since
@@ -264,12 +265,28 @@ def refuse_jit() -> NoReturn:
     )
 
 
+class OwnHook(functools.partial[Any]):
+    """A hook in a module of the user. A copy or a pickle of the module has a hook that does
+    nothing, of the standard library, in its place."""
+
+    @override
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # Takes any arguments, returns None.
+
+
 class Unscriptable:
-    """Makes torch.jit.script refuse a module, until `remove`."""
+    """Makes torch.jit.script refuse a module, until `remove`, and no copy of it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        module.__dict__["__prepare_scriptable__"] = refuse_jit
+        module.__dict__["__prepare_scriptable__"] = self
+
+    def __call__(self) -> NoReturn:
+        """Refuses the module."""
+        refuse_jit()
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "to")  # Without arguments it returns the module.
 
     def remove(self) -> None:
         """Allows torch.jit.script again."""
@@ -305,8 +322,8 @@ class ModuleHooks:
         if isinstance(module, HeldByCaller):
             module.__dict__["held"] = self.held
         return [
-            module.register_forward_pre_hook(self._before, prepend=True),
-            module.register_forward_hook(self._after, always_call=True),
+            module.register_forward_pre_hook(OwnHook(self._before), prepend=True),
+            module.register_forward_hook(OwnHook(self._after), always_call=True),
         ]
 
     @contextmanager

@@ -21,7 +21,13 @@ from infinity.modules.accumulate.experts import ExpertStores
 from infinity.modules.accumulate.layer_major import LayerMajorSchedule
 from infinity.modules.accumulate.proof import Repeats
 from infinity.modules.grads import ParamGrads
-from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, outside_graphs
+from infinity.modules.hooks import (
+    BackwardCalls,
+    HookedModule,
+    ModuleHooks,
+    OwnHook,
+    outside_graphs,
+)
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.modules.param import OffloadedParam
 from infinity.modules.turns import Turns
@@ -89,8 +95,8 @@ class ModelPasses:
         """Registers hooks on the model and on the uses of units. Returns the removable hooks."""
         self._uses.begin_use = self._hooked_begins
         return [
-            self._model.register_forward_pre_hook(self._pass_begins, prepend=True),
-            self._model.register_forward_hook(self._pass_ends, always_call=True),
+            self._model.register_forward_pre_hook(OwnHook(self._pass_begins), prepend=True),
+            self._model.register_forward_hook(OwnHook(self._pass_ends), always_call=True),
         ]
 
     @outside_graphs

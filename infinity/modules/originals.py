@@ -63,7 +63,7 @@ class Follower(nn.Parameter):
     def __format__(self, spec: str) -> str:
         return format(self.handle, spec)
 
-    def __deepcopy__(self, memo: object) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.handle.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -85,6 +85,9 @@ class OffloadedParam:
         """Marks the handle and the compute parameter as those of an engine: see `owner_of`."""
         for tensor in (self.handle, self.compute):
             tensor._offloaded_by = weakref.ref(engine)  # type: ignore[union-attr]
+        own = weakref.ref(self.compute)
+        # A pickle of the tensor itself would hold all of its unit, and the mark.
+        self.compute.__reduce_ex__ = lambda protocol: _plain(own()).__reduce_ex__(protocol)  # type: ignore[method-assign]
 
     def put_back(self) -> torch.Tensor | None:
         """Moves the compute parameter back to the unit's region, if `.data =` has moved it away.
@@ -277,6 +280,11 @@ class ParamTable:
             for param in found
             if first < _span(param.place)[1] and _span(param.place)[0] < end
         ]
+
+
+def _plain(parameter: Any) -> nn.Parameter:
+    """Returns a parameter with a copy of the values."""
+    return nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
