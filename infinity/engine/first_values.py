@@ -103,6 +103,8 @@ def _initialise(engine: Engine, missing: set[str], without: set[str], seed: int)
         for tensor in (param.handle, param.compute)
     }
     adapters = {id(module) for module in adapter_modules(engine.model)}
+    waiting = [param for param in engine.params if param.name in missing & without]
+    before = {param.name: _changes_of(param) for param in waiting}
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
@@ -121,6 +123,17 @@ def _initialise(engine: Engine, missing: set[str], without: set[str], seed: int)
             own = {names[id(p)] for p in module._parameters.values() if p is not None}
             if id(module) not in covered and own & missing:
                 _reset(name, module, kept=own - missing, needs=own & without)
+    left = sorted(param.name for param in waiting if _changes_of(param) == before[param.name])
+    if left:
+        raise ConfigError(
+            f"{listed(left)} were built without memory, and no initialisation of "
+            f"{type(engine.model).__name__} gives them values; give offload(weights=...), or build "
+            "their modules outside infinity.init_empty_weights()"
+        )
+
+
+def _changes_of(param: OffloadedParam) -> tuple[int, int]:
+    return param.compute._version, param.changes
 
 
 def _reset(name: str, module: nn.Module, *, kept: set[str], needs: set[str]) -> None:

@@ -63,7 +63,8 @@ def refuse_model(model: nn.Module, *, has_weights: bool) -> None:
                 raise ConfigError(
                     f"buffer {module_name}.{name} is on the meta device and no file has its value; "
                     "build the model under `with infinity.init_empty_weights(config):`, which "
-                    "keeps buffers real"
+                    "keeps buffers real; one that is computed from a weight, as spectral_norm "
+                    "does, needs offload(weights=...), or a module that is built outside of it"
                 )
 
 

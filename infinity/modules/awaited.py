@@ -13,6 +13,7 @@ memory would be undefined, and is refused.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -25,19 +26,23 @@ from typing_extensions import override
 from infinity.errors import ConfigError
 from infinity.modules.torch_names import TENSOR
 
-_building = 0
+
+class _Building(threading.local):
+    depth = 0  # Blocks of `building` that this thread is in.
+
+
+_building = _Building()
 
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Allows operations on parameters without memory while constructors run; their results are
-    discarded."""
-    global _building
-    _building += 1
+    """Allows operations of this thread on parameters without memory while constructors run; their
+    results are discarded."""
+    _building.depth += 1
     try:
         yield
     finally:
-        _building -= 1
+        _building.depth -= 1
 
 
 class Awaited(torch.Tensor):
@@ -82,10 +87,12 @@ class Awaited(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            special = None if _building else _SPECIAL.get(func)
+            special = None if _building.depth else _SPECIAL.get(func)
             if special is not None:
                 return special(*args, **(kwargs or {}))
-            if _building or getattr(func, "__name__", "") == "__get__":
+            if _building.depth and func is torch.Tensor.detach:
+                return _awaited(func(*args))  # A parametrization makes a parameter of it.
+            if _building.depth or getattr(func, "__name__", "") == "__get__":
                 return func(*args, **(kwargs or {}))
             return _shapes_only(func, args, kwargs or {})
 
@@ -100,9 +107,18 @@ class Provisional(nn.Parameter):
     @override
     def copy_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         copied = super().copy_(*args, **kwargs)
-        if not _building:
+        if not _building.depth:
             self.__class__ = nn.Parameter  # type: ignore[assignment]
         return copied
+
+    @override
+    def detach(self) -> torch.Tensor:
+        detached = super().detach()
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            # A parameter over the same memory gets its value with this one.
+            detached = detached.as_subclass(Provisional)
+            detached.built_version = self.built_version
+        return detached
 
 
 def is_to_come(parameter: torch.Tensor) -> bool:

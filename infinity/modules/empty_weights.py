@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import SwapConfig
+from infinity.errors import ConfigError, InfinityError
 from infinity.modules.awaited import Awaited, Provisional, building
 
 # Parameters up to this size keep the values of their module's constructor: for a scale made by
@@ -24,28 +27,38 @@ def init_empty_weights(config: Any = None) -> Iterator[None]:
     `config` is checked, so that a bad file is refused before a model is built. Call
     `infinity.offload(model, config, weights=...)` afterwards, which reads or initialises the
     weights. Attach and load adapters between the two: adapters have memory, and the values that
-    PEFT gives them.
+    PEFT gives them. Only modules that this thread builds are without memory. Raises ConfigError
+    where a constructor computes with values of a weight, as `orthogonal` does.
     """
     SwapConfig.load(config)
     kept: list[Provisional] = []
-    register = nn.Module.register_parameter
+    thread = threading.get_ident()
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, param)
-        if type(param) is not nn.Parameter or param.is_meta:
-            return
-        if param.numel() * param.element_size() <= _KEPT_NBYTES:
+    def leave_out(module: nn.Module, name: str, param: nn.Parameter) -> Awaited | None:
+        if threading.get_ident() != thread:
+            return None  # Modules that another thread builds have memory.
+        if type(param) is nn.Parameter:
+            if param.is_meta or param.numel() * param.element_size() > _KEPT_NBYTES:
+                return Awaited.make(param)
             param.__class__ = Provisional
-            kept.append(param)  # type: ignore[arg-type]
-        else:
-            module._parameters[name] = Awaited.make(param)  # type: ignore[assignment]
+        if isinstance(param, Provisional):
+            kept.append(param)
+        return None
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    hook = register_module_parameter_registration_hook(leave_out)  # type: ignore[arg-type]
     try:
         with building():
             yield
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, InfinityError) or "meta" not in str(error).lower():
+            raise
+        raise ConfigError(
+            "a constructor needs the values of a weight that infinity.init_empty_weights leaves "
+            f"without memory ({error}). Build this module, such as one with an orthogonal "
+            "parametrization, before the `with` block, and put it into the model inside of it"
+        ) from error
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()
         for parameter in kept:
             if isinstance(parameter, Provisional):
                 parameter.built_version = parameter._version
