@@ -56,15 +56,26 @@ def refuse_values_to_come(model: nn.Module) -> None:
     if not isinstance(configs, dict) or not any(map(is_to_come, model.parameters())):
         return
     for name, config in configs.items():
-        method = str(getattr(config.peft_type, "value", config.peft_type))
-        start = str(getattr(config, "init_lora_weights", "")).partition("_")[0].lower()
-        if method in _STARTS_FROM_BASE or start in _LORA_STARTS_FROM_BASE:
+        start = _start_from_base(model, name, config)
+        if start is not None:
             raise ConfigError(
-                f"adapter {name!r} takes its first values from the base's weights "
-                f"({start if start in _LORA_STARTS_FROM_BASE else method}), which "
+                f"adapter {name!r} takes its first values from the base's weights ({start}), which "
                 "infinity.init_empty_weights leaves to offload; build the base in memory, outside "
                 "of that block"
             )
+
+
+def _start_from_base(model: Any, name: str, config: Any) -> str | None:
+    """Returns the method, or the initialisation, that computes first values from the base."""
+    method = str(getattr(config.peft_type, "value", config.peft_type))
+    start = str(getattr(config, "init_lora_weights", "")).partition("_")[0].lower()
+    words = getattr(config, "prompt_tuning_init", None)
+    if start in _LORA_STARTS_FROM_BASE:
+        return start
+    if words in ("TEXT", "SAMPLE_VOCAB"):
+        prompt = model.prompt_encoder[name].embedding.weight
+        return f"{method}, {words}" if prompt._version == 0 else None  # Else it was loaded.
+    return method if method in _STARTS_FROM_BASE else None
 
 
 def derived_buffers(model: nn.Module) -> set[int]:

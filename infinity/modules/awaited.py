@@ -90,10 +90,11 @@ class Awaited(torch.Tensor):
             special = None if _building.depth else _SPECIAL.get(func)
             if special is not None:
                 return special(*args, **(kwargs or {}))
-            if _building.depth and func is torch.Tensor.detach:
-                return _awaited(func(*args))  # A parametrization makes a parameter of it.
-            if _building.depth or getattr(func, "__name__", "") == "__get__":
+            if _building.depth and func is not torch.Tensor.detach:
                 return func(*args, **(kwargs or {}))
+            # A parameter may be made of `detach()`, or of `.T`.
+            if _building.depth or getattr(func, "__name__", "") == "__get__":
+                return _awaited(func(*args, **(kwargs or {})))
             return _shapes_only(func, args, kwargs or {})
 
 

@@ -331,16 +331,12 @@ def _refuse(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any)
 
 
 def _detach(func: Callable[..., Any], mirror: Mirror) -> Any:
-    """Detaches a mirror. nn.Parameter(mirror) detaches its argument and would share its memory."""
-    frame = sys._getframe(2)
-    if frame.f_code is not torch.nn.Parameter.__new__.__code__:
+    """Detaches a mirror. A parameter that is made of one is a mirror as well: it has the values of
+    the view, writes to them, and gets a gradient of its own."""
+    caller = sys._getframe(2)
+    loads = caller.f_back is not None and caller.f_back.f_code.co_name == "_load_from_state_dict"
+    if caller.f_code is not torch.nn.Parameter.__new__.__code__ or not loads:
         return _as_mirror(_up_to_date(func, mirror), mirror._origin)
-    caller = frame.f_back
-    if caller is None or caller.f_code.co_name != "_load_from_state_dict":
-        raise UnsupportedError(
-            "a new parameter would share memory with one that rests on a tier; make it of a clone: "
-            "nn.Parameter(weight.detach().clone())"
-        )
     copy = _up_to_date(torch.Tensor.clone, mirror).detach()
     return _as_mirror(copy, mirror._origin.lost())  # Another model loads with assign=True.
 

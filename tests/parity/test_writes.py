@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, InfinityError, ParameterNotResident, UnsupportedError
-from tests.support.bits import differences
+from tests.support.bits import assert_same, differences
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import held_units
@@ -132,10 +132,36 @@ def test_a_write_that_cannot_be_followed_is_refused(pair: Any) -> None:
         weight.data = torch.zeros(9, 8)
     with pytest.raises(UnsupportedError, match=r"infinity\.AdamW"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with pytest.raises(UnsupportedError, match=r"nn\.Parameter\(weight\.detach\(\)\.clone"):
-        nn.Parameter(weight.detach())
     with pytest.raises(RuntimeError, match="Can't call numpy"):
         weight.numpy()
+    both(pair, lambda model: None)
+
+
+MADE_OF: dict[str, Callable[[Any], torch.Tensor]] = {
+    "transposed": lambda weight: weight.T,
+    "detached": lambda weight: weight.detach(),
+    "row": lambda weight: weight[1].detach(),
+}
+
+
+@pytest.mark.parametrize("view", MADE_OF)
+def test_a_parameter_made_of_a_view_shares_the_values_and_has_a_gradient_of_its_own(
+    view: str, pair: Any
+) -> None:
+    """PEFT makes such a parameter of an embedding (`peft.utils.other.transpose`)."""
+    seen = []
+    for model in pair:
+        weight = model[0].weight
+        own = nn.Parameter(MADE_OF[view](weight))
+        assert isinstance(own, nn.Parameter) and own.is_leaf and own.requires_grad
+        own.square().sum().backward()
+        assert weight.grad is None
+        torch.optim.SGD([own], lr=0.1).step()
+        with torch.no_grad():
+            weight.mul_(1.25)
+        assert own.grad is not None
+        seen.append({"own": own.detach().clone(), "grad": own.grad.clone()})
+    assert_same(seen[0], seen[1])
     both(pair, lambda model: None)
 
 
