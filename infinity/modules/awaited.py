@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from infinity.errors import ConfigError
-from infinity.modules.torch_names import TENSOR
+from infinity.modules.torch_names import TENSOR, members
 
 
 class _Building(threading.local):
@@ -159,18 +159,19 @@ def _awaited(value: Any) -> Any:
     return value.as_subclass(Awaited) if type(value) is torch.Tensor and value.is_meta else value
 
 
-def _refuse_to_make_up(target: Any) -> None:
+def _refuse_to_make_up(target: Any, *unused: Any, **named: Any) -> NoReturn:
     raise ConfigError(
         f"a tensor of shape {tuple(target.shape)} would be computed from a weight that "
-        "infinity.init_empty_weights left without a value: expected an initialisation that needs "
-        "no weights of "
-        "the model (LoRA's default, 'gaussian', ...). Build the model outside of "
-        "infinity.init_empty_weights and "
-        "load its weights first, or save the initialised adapter of such a model and load that"
+        "infinity.init_empty_weights left without a value: expected an initialisation of adapters "
+        "that needs no weights of the model (LoRA's default, 'gaussian', ...). Build the model "
+        "outside of infinity.init_empty_weights and load its weights first, or save the "
+        "initialised adapter of such a model and load that. A weight that is resized, as by "
+        "resize_token_embeddings, needs its value first, under torch.no_grad(): "
+        'weight.copy_(infinity.checkpoint.weight_source(directory).read("its name"))'
     )
 
 
-def _refuse_to_lose(tensor: torch.Tensor, name: str) -> None:
+def _refuse_to_lose(tensor: torch.Tensor, name: str) -> NoReturn:
     raise ConfigError(
         f"{name} would write to a parameter of shape {tuple(tensor.shape)} that "
         f"infinity.init_empty_weights left "
@@ -272,4 +273,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.cpu: lambda tensor, *args, **kwargs: tensor,
     torch.Tensor.__deepcopy__: Awaited.__deepcopy__,
+    **dict.fromkeys(
+        members("item tolist numpy __bool__ __int__ __float__ __index__"), _refuse_to_make_up
+    ),
 }

@@ -85,8 +85,8 @@ def _match(
     """Finds the target of every tensor that the groups make.
 
     Returns the groups that make a target first; targets that no group makes, by canonical name; and
-    tensors without a target. Raises ConfigError for another shape, and for codes of quantised
-    weights.
+    tensors without a target. A target that was resized keeps its value. Raises ConfigError for
+    another shape, and for codes of quantised weights.
     """
     facts = {name: (source.shape(name), source.dtype(name)) for name in source.names()}
     provider: dict[str, TensorGroup] = {}  # canonical name -> the group that makes it
@@ -100,6 +100,10 @@ def _match(
             target = view.targets.get(name)
             if target is None:
                 without_place.append(name)
+                continue
+            if len(made) == 1 and tuple(shape) != target.shape and target.is_resized_from(shape):
+                provider.setdefault(target.canonical, group)
+                _log.info("%r keeps its value, of shape %s", name, target.shape)
                 continue
             _check_shape(source, group, name, shape, target)
             used = ((n, source.stored_dtype(n)) for n in group.source_names)
@@ -126,7 +130,8 @@ def _check_shape(
     raise ConfigError(
         f"{', '.join(files)}: tensor {listed(group.source_names)} gives {name!r} the shape "
         f"{tuple(shape)}, the model expects {target.shape}; the checkpoint is of another size "
-        "or architecture"
+        "or architecture. A resized embedding or head needs its value before it is resized: "
+        'weight.copy_(infinity.checkpoint.weight_source(directory).read("its name"))'
     )
 
 

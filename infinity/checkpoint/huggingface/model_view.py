@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.checkpoint.huggingface.names import is_expected_missing
 from infinity.modules.adapters import follows
+from infinity.modules.awaited import is_to_come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,8 @@ class WeightTarget:
 
     `canonical` is its first name in the view, which all aliases of a tied weight share.
     `parameter_names` are its names for the writer: one, or several if PEFT keeps a trainable copy
-    of a module beside the frozen one. Exactly one of the two last fields is filled.
+    of a module beside the frozen one. Exactly one of the fields of names and buffers is filled.
+    `has_value`: it was given one, in a model that was built without memory.
     """
 
     canonical: str
@@ -31,6 +33,12 @@ class WeightTarget:
     dtype: torch.dtype
     parameter_names: tuple[str, ...] = ()
     buffers: tuple[tuple[nn.Module, str], ...] = ()
+    has_value: bool = False
+
+    def is_resized_from(self, shape: tuple[int, ...]) -> bool:
+        """Whether it has a value with more or fewer rows than `shape`, as embeddings have after
+        `resize_token_embeddings`."""
+        return self.has_value and len(shape) > 0 and self.shape[1:] == shape[1:]
 
 
 class ModelView:
@@ -56,6 +64,7 @@ class ModelView:
                     self._computed.setdefault(leaf, []).append(name)
                 if buffer is not None and is_saved and name is not None:
                     buffers.setdefault(name, []).append((module, leaf))
+        is_built_empty = any(map(is_to_come, model.parameters()))
         first_name: dict[int, str] = {}
         for name, copies in parameters.items():
             same = [copies[0], *(copy for copy in copies[1:] if follows(copy, copies[0]))]
@@ -64,6 +73,7 @@ class ModelView:
                 shape=tuple(same[0].shape),
                 dtype=same[0].dtype,
                 parameter_names=tuple(dict.fromkeys(name_of[id(one)] for one in same)),
+                has_value=is_built_empty and not is_to_come(same[0]),
             )
         for name, places in buffers.items():
             module, leaf = places[0]
