@@ -16,12 +16,13 @@ Source: Rajbhandari et al., "ZeRO-Infinity" (SC21), section 5.1.3, memory-centri
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from typing_extensions import override
 
+from infinity.errors import UnsupportedError
 from infinity.modules.tiling.tiled_param import TiledParam
 
 
@@ -48,6 +49,14 @@ class Tiled(nn.Module):
     tiles: nn.ModuleList
     starts: tuple[int, ...]  # First row of every tile, then the number of rows.
     tiled_params: dict[str, TiledParam]  # The tiled parameters by attribute.
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        names = [tiled.name for tiled in self.tiled_params.values()]
+        raise UnsupportedError(
+            f"{names[0]!r} runs as tiles, and no module of tiles can be pickled or copied. Build "
+            "the model again and load copy.deepcopy(model.state_dict()) into it, or offload it "
+            "without schedule.tile"
+        )
 
 
 def tensor_of(attribute: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from infinity.errors import InfinityError, UnsupportedError
+from infinity.errors import InfinityError
 from infinity.modules.handle import Handle, replace_handles
 from infinity.modules.handle_tensor import Owner
 from infinity.modules.mirrors import Original, mirrored
@@ -132,13 +132,6 @@ class TiledParam(Owner, Original):
     @override
     def shown(self, handle: Handle) -> torch.Tensor | None:
         return None
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        raise UnsupportedError(
-            f"{self.name!r} runs as tiles, and no module of tiles can be pickled or copied. Build "
-            "the model again and load copy.deepcopy(model.state_dict()) into it, or offload it "
-            "without schedule.tile"
-        )
 
     @override
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
