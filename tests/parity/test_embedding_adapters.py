@@ -4,6 +4,7 @@ train with PEFT's bits, are saved, resumed and merged."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,26 @@ def test_a_resumed_adapter_of_an_embedding_goes_on_with_the_same_bits(
             else:
                 assert_same(values(plain), values(model))
     assert losses == expected
+
+
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("kind", ["lora drawn", "tokens", "saved modules", "saved and tied"])
+def test_a_merge_leaves_the_configuration_that_peft_leaves(
+    kind: str, is_gathered: bool, tmp_path: Path
+) -> None:
+    """PEFT compares addresses to find out whether the embeddings are still tied."""
+    base = base_at(tmp_path / "base", True)
+    plain = adapted(LlamaForCausalLM.from_pretrained(base), kind)
+    model = adapted(LlamaForCausalLM.from_pretrained(base), kind)
+    with offloaded(model, swap_config(tmp_path / "swap")):
+        train(plain, plain_adamw(plain))
+        train(model, infinity.AdamW(model, lr=1e-2))
+        plain = plain.merge_and_unload()
+        with infinity.gather(model, modify=True) if is_gathered else nullcontext():
+            model = model.merge_and_unload()
+        assert_same(values(plain), values(model))
+        assert model.config.tie_word_embeddings is plain.config.tie_word_embeddings
 
 
 def test_a_merge_into_weights_that_rest_in_their_files_is_refused(tmp_path: Path) -> None:
