@@ -28,7 +28,8 @@ from infinity.modules.torch_names import TENSOR, members
 
 
 class _Building(threading.local):
-    depth = 0  # Blocks of `building` that this thread is in.
+    # Small parameters that this thread has built in its block of `building`. None: outside of one.
+    kept: list[Provisional] | None = None
 
 
 _building = _Building()
@@ -38,11 +39,29 @@ _building = _Building()
 def building() -> Iterator[None]:
     """Allows operations of this thread on parameters without memory while constructors run; their
     results are discarded."""
-    _building.depth += 1
+    outer = _building.kept
+    _building.kept = kept = [] if outer is None else outer
     try:
         yield
     finally:
-        _building.depth -= 1
+        _building.kept = outer
+        for parameter in kept:
+            if isinstance(parameter, Provisional):
+                parameter.built_version = parameter._version
+
+
+def leave_out(parameter: nn.Parameter, *, kept_nbytes: int) -> Awaited | None:
+    """Returns an Awaited for a parameter that this thread registers while it builds. One of at most
+    `kept_nbytes` keeps its value and becomes a Provisional."""
+    if _building.kept is None:
+        return None
+    if type(parameter) is nn.Parameter:
+        if parameter.is_meta or parameter.numel() * parameter.element_size() > kept_nbytes:
+            return Awaited.make(parameter)
+        parameter.__class__ = Provisional
+    if isinstance(parameter, Provisional):
+        _building.kept.append(parameter)
+    return None
 
 
 class Awaited(torch.Tensor):
@@ -86,14 +105,15 @@ class Awaited(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        is_building = _building.kept is not None
         with torch._C.DisableTorchFunctionSubclass():
-            special = None if _building.depth else _SPECIAL.get(func)
+            special = None if is_building else _SPECIAL.get(func)
             if special is not None:
                 return special(*args, **(kwargs or {}))
-            if _building.depth and func is not torch.Tensor.detach:
+            if is_building and func is not torch.Tensor.detach:
                 return func(*args, **(kwargs or {}))
             # A parameter may be made of `detach()`, or of `.T`.
-            if _building.depth or getattr(func, "__name__", "") == "__get__":
+            if is_building or getattr(func, "__name__", "") == "__get__":
                 return _awaited(func(*args, **(kwargs or {})))
             return _shapes_only(func, args, kwargs or {})
 
@@ -108,7 +128,7 @@ class Provisional(nn.Parameter):
     @override
     def copy_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         copied = super().copy_(*args, **kwargs)
-        if not _building.depth:
+        if _building.kept is None:
             self.__class__ = nn.Parameter  # type: ignore[assignment]
         return copied
 

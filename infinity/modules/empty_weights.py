@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError
-from infinity.modules.awaited import Awaited, Provisional, building
+from infinity.modules.awaited import Awaited, building, leave_out
 
 # Parameters up to this size keep the values of their module's constructor: for a scale made by
 # torch.ones no reset_parameters exists that could make it again.
@@ -31,21 +31,7 @@ def init_empty_weights(config: Any = None) -> Iterator[None]:
     where a constructor computes with values of a weight, as `orthogonal` does.
     """
     SwapConfig.load(config)
-    kept: list[Provisional] = []
-    thread = threading.get_ident()
-
-    def leave_out(module: nn.Module, name: str, param: nn.Parameter) -> Awaited | None:
-        if threading.get_ident() != thread:
-            return None  # Modules that another thread builds have memory.
-        if type(param) is nn.Parameter:
-            if param.is_meta or param.numel() * param.element_size() > _KEPT_NBYTES:
-                return Awaited.make(param)
-            param.__class__ = Provisional
-        if isinstance(param, Provisional):
-            kept.append(param)
-        return None
-
-    hook = register_module_parameter_registration_hook(leave_out)  # type: ignore[arg-type]
+    _observe()
     try:
         with building():
             yield
@@ -57,8 +43,14 @@ def init_empty_weights(config: Any = None) -> Iterator[None]:
             f"without memory ({error}). Build this module, such as one with an orthogonal "
             "parametrization, before the `with` block, and put it into the model inside of it"
         ) from error
-    finally:
-        hook.remove()
-        for parameter in kept:
-            if isinstance(parameter, Provisional):
-                parameter.built_version = parameter._version
+
+
+@functools.cache
+def _observe() -> None:
+    """Has PyTorch call a hook for each parameter that a module registers. The hook stays: another
+    thread may be going through PyTorch's hooks."""
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> Awaited | None:
+        return leave_out(parameter, kept_nbytes=_KEPT_NBYTES)
+
+    register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]

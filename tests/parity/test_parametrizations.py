@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from transformers import (
 import infinity
 from infinity.errors import ConfigError
 from infinity.modules import empty_weights
+from infinity.modules.awaited import is_to_come
 from tests.support.bits import assert_same
 from tests.support.offloading import offloaded, swap_config
 
@@ -226,8 +229,25 @@ def test_a_model_that_another_thread_builds_meanwhile_has_memory() -> None:
 def test_a_block_within_a_block_leaves_weights_out_until_the_outer_one_ends() -> None:
     with infinity.init_empty_weights():
         with infinity.init_empty_weights():
-            first = nn.Linear(256, 256)
-        second = parametrizations.weight_norm(nn.Linear(256, 256))
-        first.reset_parameters()
-    assert all(parameter.is_meta for parameter in second.parametrizations.parameters())  # type: ignore[operator,union-attr]
-    assert not nn.Linear(256, 256).weight.is_meta
+            large, small = nn.Linear(256, 256), nn.Linear(8, 8)
+        wrapped: Any = parametrizations.weight_norm(nn.Linear(256, 256))
+        large.reset_parameters()
+        small.reset_parameters()
+    assert all(map(is_to_come, [*wrapped.parameters(), *large.parameters(), *small.parameters()]))
+    assert not any(map(is_to_come, nn.Linear(256, 256).parameters()))
+
+
+def test_threads_build_with_and_without_memory_at_the_same_time() -> None:
+    def build(is_empty: bool) -> list[bool]:
+        found = []
+        for _ in range(20):
+            with infinity.init_empty_weights() if is_empty else nullcontext():
+                built = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+            found += list(map(is_to_come, built.parameters()))
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        for is_empty, found in zip(
+            [True, False] * 8, threads.map(build, [True, False] * 8), strict=True
+        ):
+            assert set(found) == {is_empty}
