@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from infinity.errors import ConfigError
-from infinity.modules.torch_names import TENSOR, members
+from infinity.modules.torch_names import TENSOR
 
 
 class _Building(threading.local):
@@ -168,7 +168,12 @@ def _shapes_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
             _refuse_to_make_up(first)
         _refuse_to_lose(first, name)
     args, kwargs = tree_map(_on_meta, (args, dict(kwargs)))
-    return tree_map(_awaited, func(*args, **kwargs))
+    try:
+        return tree_map(_awaited, func(*args, **kwargs))
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" in str(error).lower():  # The function needs values: `item()`, a comparison.
+            _refuse_to_make_up(first)
+        raise
 
 
 def _on_meta(value: Any) -> Any:
@@ -179,7 +184,7 @@ def _awaited(value: Any) -> Any:
     return value.as_subclass(Awaited) if type(value) is torch.Tensor and value.is_meta else value
 
 
-def _refuse_to_make_up(target: Any, *unused: Any, **named: Any) -> NoReturn:
+def _refuse_to_make_up(target: Any) -> NoReturn:
     raise ConfigError(
         f"a tensor of shape {tuple(target.shape)} would be computed from a weight that "
         "infinity.init_empty_weights left without a value: expected an initialisation of adapters "
@@ -293,7 +298,4 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.cpu: lambda tensor, *args, **kwargs: tensor,
     torch.Tensor.__deepcopy__: Awaited.__deepcopy__,
-    **dict.fromkeys(
-        members("item tolist numpy __bool__ __int__ __float__ __index__"), _refuse_to_make_up
-    ),
 }

@@ -114,6 +114,27 @@ def test_a_parametrized_weight_trains_as_in_memory(kind: str, size: str, tmp_pat
         train_alike(plain, model, lambda side: side(torch.randn(4, 16)).square().mean())
 
 
+@pytest.mark.parametrize("kind", WRAPS)
+def test_a_parametrization_after_the_block_trains_as_in_memory_or_is_refused(
+    kind: str, size: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = Stack(WRAPS[kind], 16)
+    (tmp_path / "base").mkdir()
+    values = {name: value.clone().contiguous() for name, value in plain.state_dict().items()}
+    save_file(values, tmp_path / "base" / "model.safetensors")
+    with infinity.init_empty_weights():
+        model = Stack(lambda linear: linear, 16)
+    if size == "left out" and kind in ("spectral_norm", "orthogonal", "old spectral_norm"):
+        with pytest.raises(ConfigError, match="without"):
+            WRAPS[kind](model.layers[0])  # type: ignore[arg-type]
+        return
+    for layer in model.layers:
+        WRAPS[kind](layer)  # type: ignore[arg-type]
+    with offloaded(model, swap_config(tmp_path / "swap"), weights=tmp_path / "base"):
+        train_alike(plain, model, lambda side: side(torch.randn(4, 16)).square().mean())
+
+
 SPEECH: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
     "conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2),
