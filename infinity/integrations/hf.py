@@ -114,6 +114,8 @@ def prepare_trainer(
     _check_ranks(target.model, target.args.world_size)
     _refuse_strays(target.model)
     _stream_exports(target.model)
+    for model in filter(None, (target.model, getattr(target, "ref_model", None))):
+        _name_parts(model)
     target.is_layer_major, target.most_together = choose_order(target, layer_major), window
     target.is_asked_for = layer_major is True
     cls = type(target)
@@ -196,6 +198,26 @@ def _offload(model: nn.Module, config: Any) -> None:
             raise ConfigError("the model is offloaded already; leave `config` out")
     # Accelerate does not wrap, move or autocast a prepared model.
     model._is_accelerate_prepared = True  # type: ignore[assignment]
+
+
+def _name_parts(model: Any) -> None:
+    """Gives a causal LM of transformers the names by which TRL's loss finds its backbone and the
+    number of its experts, where the classes lack them (Llama 4's text model, PhiMoE, GraniteMoE
+    with shared experts). No configuration that is saved has them."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(model, transformers.PreTrainedModel):
+        return
+    backbones = [
+        name
+        for name, child in model.named_children()
+        if isinstance(child, transformers.PreTrainedModel)
+    ]
+    if model.base_model is model and len(backbones) == 1:
+        model.base_model_prefix = backbones[0]
+    config = model.config.get_text_config()
+    if hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
+        kind = type(config)  # Of the object itself, the name would be saved.
+        kind.attribute_map = kind.attribute_map | {"num_experts": "num_local_experts"}
 
 
 def _stream_exports(model: Any) -> None:

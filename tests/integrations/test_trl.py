@@ -15,6 +15,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -225,6 +227,55 @@ def test_a_layer_major_run_of_trl_is_that_of_the_plain_trainer(
     found |= {name: engine.read_parameter(name) for name in engine.parameter_names()}
     for name, parameter in plain.model.named_parameters():
         assert torch.equal(found[name], parameter), name
+    for each in filter(None, (model, reference)):
+        infinity.engine_of(each).close()
+
+
+def make_llama4(*, lora: bool = False) -> Any:
+    """Llama 4's text model, with experts in every block."""
+    torch.manual_seed(7)
+    config = Llama4TextConfig(
+        hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_local_experts=4,
+        interleave_moe_layer_step=1, attention_chunk_size=8, vocab_size=32,
+        max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1,
+    )  # fmt: skip
+    model = Llama4ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # The experts are zeros.
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    return get_peft_model(model, dataclasses.replace(LORA, lora_dropout=0.0)) if lora else model
+
+
+def named(model: Any) -> Any:
+    """Adds the two names that TRL uses and that the classes of Llama 4 lack."""
+    llama = model.get_base_model() if hasattr(model, "peft_config") else model
+    llama.base_model_prefix, llama.config.num_experts = "model", llama.config.num_local_experts
+    return model
+
+
+@pytest.mark.parametrize("order", [None, False])
+@pytest.mark.parametrize(("make_trainer", "lora"), [(sft, False), (sft, True), (dpo, False)])
+def test_llama_4_trains_although_its_classes_lack_what_trl_asks_for(
+    make_trainer: Callable[..., Any], lora: bool, order: bool | None, tmp_path: Path
+) -> None:
+    """`base_model` of transformers' Llama4ForCausalLM is the model itself, and its configuration
+    has no `num_experts`. The reference is TRL's own trainer over a model with both names."""
+    reference = named(make_llama4()) if make_trainer is dpo else None
+    plain = make_trainer(named(make_llama4(lora=lora)), tmp_path / "plain", reference)
+    plain.train()
+    reference = infinity.offload(make_llama4(), in_memory()) if make_trainer is dpo else None
+    model = infinity.offload(make_llama4(lora=lora), swap(tmp_path / "swap"))
+    mine = prepare_trainer(make_trainer(model, tmp_path / "mine", reference), layer_major=order)
+    mine.train()
+    assert history(mine) == history(plain)
+    assert any("aux_loss" in row for row in history(mine))
+    engine = infinity.engine_of(model)
+    found = {name: engine.read_parameter(name) for name in engine.parameter_names()}
+    for name, parameter in plain.model.named_parameters():
+        assert torch.equal(found[name], parameter), name
+    mine.save_model(str(tmp_path / "saved"))
+    assert '"num_experts"' not in "".join(p.read_text() for p in tmp_path.glob("saved/*.json"))
     for each in filter(None, (model, reference)):
         infinity.engine_of(each).close()
 
