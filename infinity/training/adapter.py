@@ -7,6 +7,7 @@ PEFT makes the modules, draws their first values and names them. This file choos
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import warnings
@@ -28,16 +29,19 @@ from infinity.checkpoint.huggingface.base_identity import (
     write_identity,
 )
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
-from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
+from infinity.checkpoint.huggingface.weight_source import WeightSource
 from infinity.checkpoint.run.directory import sync_directory, sync_file
 from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, reporting
 from infinity.modules.tiling.split import modules_of, parameters_of
+from infinity.sizes import MIB
 
 CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 _PARTIAL_NAME = ".adapter.partial"
+_PREFIX = "base_model.model."
+_COMPARED_NBYTES = 16 * MIB
 # Linear modules that route tokens, by the last part of their names.
 _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
 
@@ -56,7 +60,7 @@ def without_renaming_notice() -> Iterator[None]:
 
 
 def attach_adapter(
-    model: Any, options: AdapterConfig, *, base: WeightTensors | None, seed: int
+    model: Any, options: AdapterConfig, *, base: WeightSource | None, seed: int
 ) -> Any:
     """Returns the model with the adapter of `[adapter]` around it; the base is frozen.
 
@@ -91,7 +95,7 @@ def attach_adapter(
             _refuse_absent_targets(model, options.targets)
         raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
     if options.resume is not None:
-        _load(adapted, options.resume)
+        _load(adapted, options.resume, base)
     elif not options.experts and adapted.peft_config["default"].target_parameters:
         raise ConfigError(
             f"adapter.targets: PEFT takes {listed(list(options.targets))} of a "
@@ -100,6 +104,20 @@ def attach_adapter(
         )
     _BASES[adapted] = identity
     return adapted
+
+
+def refuse_tokens_of_head(adapted: Any) -> None:
+    """Raises ConfigError for trainable tokens of a head that is tied to the embedding: TRL computes
+    the loss from the head's own weight, past them."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    head = adapted.get_base_model().get_output_embeddings()
+    if isinstance(head, TrainableTokensWrapper):
+        raise ConfigError(
+            "adapter.resume: the adapter has trainable tokens of an embedding that is tied to the "
+            "head, which TRL's loss does not see; expected a base with tie_word_embeddings = "
+            "false, or an adapter with modules_to_save"
+        )
 
 
 def adapter_nbytes(model: nn.Module) -> int:
@@ -116,6 +134,9 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
     """
     engine = engine_of(model)
     values = {name: engine.read_parameter(name) for name, _ in _trained(model)}
+    values |= dict(
+        model.named_buffers(remove_duplicate=False)
+    )  # Of modules that the adapter replaces.
     partial = directory / _PARTIAL_NAME
     try:
         with reporting("save the adapter", directory):
@@ -303,31 +324,77 @@ def _refuse_contradictions(path: Path, config: Any, options: AdapterConfig) -> N
         raise ConfigError("; ".join(wrong) + ": leave out the key, or begin without adapter.resume")
 
 
-def _load(adapted: Any, path: Path) -> None:
+def _load(adapted: Any, path: Path, base: WeightSource) -> None:
     """Loads a saved adapter after every name and shape of its header has been compared."""
     import peft
-    from safetensors.torch import load_file
 
-    own = dict(adapted.named_parameters())
+    own = dict(adapted.named_parameters()) | dict(adapted.named_buffers(remove_duplicate=False))
     wanted = peft.get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
     file = path / WEIGHTS_NAME
     with SafetensorsReader(file) as reader:
         found = {name: info.shape for name, info in reader.tensors.items()}
-    lacking = [name for name in wanted if name not in found]
-    foreign = [name for name in found if name not in wanted]
-    if lacking or foreign:
-        what = f"lacks {listed(lacking)}" if lacking else f"has {listed(foreign)} beside them"
-        raise ConfigError(
-            f"the saved adapter {file} is of another base or another {CONFIG_NAME}: it {what}; "
-            f"expected the {len(wanted)} tensors of this adapter on {_base_name(adapted)}"
-        )
-    for name, tensor in wanted.items():
-        if tuple(tensor.shape) != found[name]:
+        lacking = [name for name in wanted if name not in found]
+        foreign = [name for name in found if name not in wanted]
+        if foreign and not lacking:
+            foreign = _without_weights_of_base(adapted, reader, foreign, base)
+        if lacking or foreign:
+            what = f"lacks {listed(lacking)}" if lacking else f"has {listed(foreign)} beside them"
             raise ConfigError(
-                f"the saved adapter {file} is of another base: {name!r} has shape {found[name]}, "
-                f"expected {tuple(tensor.shape)} on {_base_name(adapted)}"
+                f"the saved adapter {file} is of another base or another {CONFIG_NAME}: it {what}; "
+                f"expected the {len(wanted)} tensors of this adapter on {_base_name(adapted)}"
             )
-    peft.set_peft_model_state_dict(adapted, load_file(file))
+        for name, tensor in wanted.items():
+            if tuple(tensor.shape) != found[name]:
+                raise ConfigError(
+                    f"the saved adapter {file} is of another base: {name!r} has shape "
+                    f"{found[name]}, expected {tuple(tensor.shape)} on {_base_name(adapted)}"
+                )
+        values = {name: reader.read(name) for name in wanted}
+    peft.set_peft_model_state_dict(adapted, values)
+
+
+def _without_weights_of_base(
+    adapted: Any, reader: SafetensorsReader, names: list[str], base: WeightSource
+) -> list[str]:
+    """Returns the names that are no weights of the base.
+
+    PEFT saves the weights of an embedding or a head with the adapter on it, and would load them in
+    place of the base's. Raises ConfigError if they differ from these.
+    """
+    plan = base.plan(adapted, strict=False)
+    stored = {
+        plan.view.targets[target].canonical: planned.group.source_names[0]
+        for planned in plan.groups
+        if planned.group.transform is None
+        for target in planned.targets
+    }
+    left = []
+    for name in names:
+        target = plan.view.targets.get(name.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        weight = None if target is None else target.canonical
+        if weight not in stored or base.shape(stored[weight]) != reader.tensors[name].shape:
+            left.append(name)
+        elif not _is_equal(reader, name, base, stored[weight]):
+            raise ConfigError(
+                f"the saved adapter {reader.path} has {name!r}, whose values are not those of "
+                f"{stored[weight]!r} in {base.path}; expected an adapter over this base. Save it "
+                "by save_pretrained(..., save_embedding_layers=False) to keep the base's values"
+            )
+    base.close()
+    return left
+
+
+def _is_equal(reader: SafetensorsReader, name: str, base: WeightSource, stored: str) -> bool:
+    """Compares a tensor of the reader with one of the base, as numbers, a few rows at a time."""
+    info = reader.tensors[name]
+    step = max(1, _COMPARED_NBYTES * info.shape[0] // max(info.nbytes, 1)) if info.shape else 1
+    for start in range(0, info.shape[0] if info.shape else 0, step):
+        rows = base.read_rows(stored, start, min(start + step, info.shape[0]))
+        saved = torch.empty(rows.shape, dtype=info.dtype)
+        reader.read_into(name, start * math.prod(info.shape[1:]), saved)
+        if not torch.equal(rows.double(), saved.double()):
+            return False
+    return True
 
 
 def _base_name(adapted: Any) -> str:

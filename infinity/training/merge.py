@@ -41,9 +41,9 @@ _PREFIX, _ADAPTER = "base_model.model.", "default"
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The part of an adapter's layer that changes one tensor of the checkpoint."""
+    """The part of an adapter that changes one tensor of the checkpoint."""
 
-    layer: Any
+    layer: Any  # One of PEFT's, or the tensor that replaces the stored one.
     placed: PlacedSource
     is_full: bool  # The tensor is all of the parameter, in its layout.
 
@@ -57,15 +57,18 @@ def plan_merge(
         codec that they have, and copies the others
     any_base: merge into a base of the same shapes over which the adapter was not trained
 
-    Raises ConfigError for an adapter of another base; UnsupportedError for
-    parts of an adapter that replace modules of the base.
+    Raises ConfigError for an adapter of another base; UnsupportedError for layers that PEFT merges
+    in memory only, and for a change of one of two tied weights.
     """
     source = weight_source(base)
     model = _on_meta(base)
+    tied = _tied_names(model)
     planned = source.plan(model, strict=False)
     options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
     adapted = attach_adapter(model, options, base=source, seed=0)
-    changes = _changes(adapted, source, planned.groups)
+    layers = _layers(adapted)
+    _refuse_tied(tied, layers)
+    changes = _changes(adapted, layers, source, planned.groups)
     config = read_config(base)
     plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))
     for name in source.names():
@@ -108,9 +111,10 @@ def _outcome(source: WeightSource, name: str, changes: list[_Change], to: Stored
 # -- What an adapter changes -----------------------------------------------------------------------
 
 
-def _changes(adapted: Any, source: WeightSource, groups: Any) -> dict[str, list[_Change]]:
+def _changes(
+    adapted: Any, layers: dict[str, list[Any]], source: WeightSource, groups: Any
+) -> dict[str, list[_Change]]:
     """Returns the changes of every tensor of the checkpoint, by its name."""
-    layers = _layers(adapted)
     places = SourcePlaces(adapted.get_base_model())
     found: dict[str, list[_Change]] = {}
     left = set(layers)
@@ -137,50 +141,92 @@ def _changes(adapted: Any, source: WeightSource, groups: Any) -> dict[str, list[
     return found
 
 
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _refuse_tied(tied: list[list[str]], layers: dict[str, list[Any]]) -> None:
+    """Raises UnsupportedError if the adapter changes a weight under one of its names only."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for names in tied:
+        changed = [name for name in names if name in layers]
+        parts = [layer for name in changed for layer in layers.pop(name)]
+        if changed == names and all(isinstance(part, TrainableTokensLayer) for part in parts):
+            layers[names[0]] = parts[:1]  # PEFT ties these as the weights are tied.
+        elif changed:
+            is_replaced = all(isinstance(part, torch.Tensor) for part in parts)
+            raise UnsupportedError(
+                f"{changed[0]} is changed by the adapter and is one weight with "
+                f"{', '.join(name for name in names if name != changed[0])} in the base: merged, "
+                "it would change both. "
+                + (
+                    "Merge it in memory by merge_and_unload, which unties them"
+                    if is_replaced
+                    else "Use the adapter beside its base (PEFT), or train it over a base with "
+                    "tie_word_embeddings = false"
+                )
+            )
+
+
 def _layers(adapted: Any) -> dict[str, list[Any]]:
-    """Returns the adapter's layers by the name of the parameter that they change."""
+    """Returns what changes each parameter, by the parameter's name in the base: layers of PEFT, or
+    the tensor that replaces it."""
     from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.layer import Linear, ParamWrapper
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
+    from peft.utils.other import (
+        AuxiliaryTrainingWrapper,
+        ModulesToSaveWrapper,
+        TrainableTokensWrapper,
+    )
 
     found: dict[str, list[Any]] = {}
     for name, module in adapted.named_modules():
-        if isinstance(module, AuxiliaryTrainingWrapper):
-            raise UnsupportedError(
-                f"{name.removeprefix(_PREFIX)} is replaced by the adapter (modules_to_save or "
-                "trainable tokens); merge such an adapter in memory by merge_and_unload"
-            )
-        if not isinstance(module, LoraLayer):
-            continue
         path = name.removeprefix(_PREFIX)
-        if isinstance(module, ParamWrapper):
+        if isinstance(module, TrainableTokensWrapper):
+            found.setdefault(f"{path}.weight", []).append(module.token_adapter)
+        elif isinstance(module, ModulesToSaveWrapper):
+            saved: Any = module.modules_to_save[_ADAPTER]
+            found |= {f"{path}.{leaf}": [value] for leaf, value in saved.state_dict().items()}
+        elif isinstance(module, ParamWrapper):
             while path.endswith(".base_layer"):  # Several parameters of a module nest.
                 path = path.removesuffix(".base_layer")
             found.setdefault(f"{path}.{module.parameter_name}", []).append(module)
-        elif isinstance(module, Linear):
+        elif isinstance(module, (Linear, Embedding)) and not _INSIDE & {*path.split(".")}:
             found.setdefault(f"{path}.weight", []).append(module)
-        else:
+        elif isinstance(module, (LoraLayer, AuxiliaryTrainingWrapper)):
             raise UnsupportedError(
-                f"{path} is a {type(module).__name__} of PEFT; adapters of linear layers and of "
-                "packed experts are merged here, others in memory by merge_and_unload"
+                f"{path} is a {type(module).__name__} of PEFT; adapters of linear layers, of "
+                "embeddings and of packed experts, modules_to_save and trainable tokens are merged "
+                "here, others in memory by merge_and_unload"
             )
     return found
+
+
+# Modules that a wrapper of PEFT adds around one of the base.
+_INSIDE = {"original_module", "modules_to_save", "token_adapter"}
 
 
 # -- One tensor ------------------------------------------------------------------------------------
 
 
 def _merged(tensor: torch.Tensor, change: _Change) -> torch.Tensor:
-    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 
+    if isinstance(change.layer, torch.Tensor):
+        return tensor.copy_(change.layer[change.placed.box].permute(change.placed.axes))
     if isinstance(change.layer, ParamWrapper) and change.layer.num_experts > 1:
         return _merged_experts(tensor, change)
     if change.is_full:
         return _merged_layer(tensor, change.layer)
-    if isinstance(change.layer, ParamWrapper) or change.layer.use_dora.get(_ADAPTER):
+    if not isinstance(change.layer, (Linear, Embedding)) or change.layer.use_dora.get(_ADAPTER):
         raise UnsupportedError(
-            "DoRA needs the whole weight of a layer that the checkpoint stores in parts; merge it "
-            "in memory by merge_and_unload"
+            "DoRA and trainable tokens need the whole weight of a layer that the checkpoint stores "
+            "in parts; merge it in memory by merge_and_unload"
         )
     delta = _with_weight(change.layer, tensor, lambda layer: layer.get_delta_weight(_ADAPTER))
     part = delta[change.placed.box].permute(change.placed.axes)

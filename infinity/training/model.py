@@ -21,7 +21,7 @@ from infinity.config.extras import require_transformers
 from infinity.config.paths import refuse_absent_model
 from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
-from infinity.training.adapter import attach_adapter
+from infinity.training.adapter import attach_adapter, refuse_tokens_of_head
 from infinity.training.model_numbers import check_numbers
 
 _log = logging.getLogger("infinity")
@@ -97,7 +97,8 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
         checkpoint_activations(model)
     if config.adapter is not None:
         seed = config.model.seed
-        return attach_adapter(model, config.adapter, base=plan.weights, seed=seed)
+        model = attach_adapter(model, config.adapter, base=plan.weights, seed=seed)
+        refuse_tokens_of_head(model)
     return model
 
 
