@@ -13,14 +13,12 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from decimal import Decimal
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
-from pydantic_core import (
-    CoreSchema,
-    core_schema,
-)
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import override
 
 from infinity.config.reading import Loading, nearest, refuse
@@ -29,6 +27,7 @@ from infinity.sizes import MIB, parse_nbytes, write_size
 # Sizes travel to the kernel as signed 64-bit offsets.
 MAX_NBYTES = 2**63 - 1
 
+_LONGEST_NAME_NBYTES = 200  # Names of partial and damaged files are longer than those they are of.
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 _WORDS_OF_BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -341,7 +340,7 @@ class Choice(ValueType):
 
 @dataclass(frozen=True)
 class Text(ValueType):
-    """Text that is not empty. `what` names it in messages."""
+    """Text that is not empty and holds no NUL. `what` names it in messages."""
 
     what: str = "text"
 
@@ -351,6 +350,8 @@ class Text(ValueType):
             raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
         if not isinstance(value, str) or not value:
             raise ValueError("")
+        if "\0" in value:
+            raise ValueError("it holds a NUL")
         return value
 
     @override
@@ -364,15 +365,25 @@ class Text(ValueType):
 
 @dataclass(frozen=True)
 class FileName(ValueType):
-    """The name of a file inside a directory that another key names."""
+    """The name of a file inside a directory that another key names.
+
+    `taken` are shell patterns, in lower case, of names in that directory that have another use.
+    """
+
+    taken: tuple[str, ...] = ()
 
     @override
     def read(self, value: Any, loading: Loading) -> str:
         if not isinstance(value, str) or not value.strip():
             raise ValueError("")
         path = Path(value)
-        if path.is_absolute() or ".." in path.parts or path == Path("."):
-            raise ValueError("it stays inside that directory")
+        if path.is_absolute() or ".." in path.parts or path == Path(".") or "\0" in value:
+            raise ValueError("it stays inside that directory, and holds no NUL")
+        if any(len(os.fsencode(part)) > _LONGEST_NAME_NBYTES for part in path.parts):
+            raise ValueError(f"a name has at most {_LONGEST_NAME_NBYTES} bytes")
+        first = path.parts[0].lower()
+        if any(fnmatchcase(first, pattern) for pattern in self.taken):
+            raise ValueError(f"other files of the directory are called {path.parts[0]!r}")
         return value
 
     @override

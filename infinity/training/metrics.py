@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from infinity.bounded import MalformedError, open_regular
 from infinity.sizes import MIB
 
 _LONGEST_LINE_NBYTES = MIB  # Lines have about 700 bytes; longer ones are damage.
@@ -38,6 +39,7 @@ class MetricsFile:
         self._say = say
         self._file: int | None = None
         self._pending: list[tuple[int, bytes]] = []
+        self._torn_at: int | None = None  # Where a line begins that the file has in part.
         self._error: OSError | None = None
         self._attempt(self._begin)
 
@@ -63,12 +65,17 @@ class MetricsFile:
         return f"{len(self._pending)} lines of {self._name}, from step {first} on: {reason}"
 
     def close(self) -> None:
-        """Writes what waits, syncs and closes the file. Reports a failure instead of raising it."""
-        if self._file is not None:
+        """Writes what waits, syncs and closes the file. Reports a failure instead of raising it,
+        and how many lines are lost. Idempotent."""
+        if self._file is not None or self._pending:
             self._attempt(self._write)
+        if self._file is not None:
             self.sync()
             os.close(self._file)
             self._file = None
+        if self._pending:
+            self._say(f"lost: {self.lost}")
+            self._pending = []
 
     def _attempt(self, what: Callable[[], None]) -> None:
         try:
@@ -93,8 +100,24 @@ class MetricsFile:
             self._begin_again()
         assert self._file is not None
         while self._pending:
-            _append(self._file, self._pending[0][1])
+            self._append(self._file, self._pending[0][1])
             del self._pending[0]
+
+    def _append(self, fd: int, line: bytes) -> None:
+        """Writes the complete line or nothing: what is there of a line that failed is removed
+        before another one is written."""
+        if self._torn_at is not None:
+            os.ftruncate(fd, self._torn_at)
+        self._torn_at, rest = os.fstat(fd).st_size, memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, self._torn_at)
+                self._torn_at = None
+            raise
+        self._torn_at = None
 
     def _is_in_place(self) -> bool:
         assert self._file is not None
@@ -111,6 +134,7 @@ class MetricsFile:
             aside = _free_name(self._name)
             os.rename(self._name, aside)
             self._say(f"{self._name} was no file that can be read; it is kept as {aside}")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = Kept(self._path, self._resumed_at)
         with kept.opened() as lines:
             self._replace(lines, kept)
@@ -122,7 +146,7 @@ class MetricsFile:
         old = os.dup(self._file)
         with os.fdopen(old, "rb") as file:
             file.seek(0)
-            self._replace(iter(file))
+            self._replace(line for line in file if line.endswith(b"\n"))
         self._say(f"{self._name} was removed; it was written again, with all its lines")
 
     def _replace(self, lines: Iterator[bytes], kept: Kept | None = None) -> None:
@@ -150,7 +174,7 @@ class MetricsFile:
             raise
         if self._file is not None:
             os.close(self._file)
-        self._file = fd
+        self._file, self._torn_at = fd, None
 
 
 class Kept:
@@ -196,16 +220,15 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _append(fd: int, line: bytes) -> None:
-    """Writes the complete line or nothing."""
-    end, rest = os.fstat(fd).st_size, memoryview(line)
+def is_metrics(path: Path) -> bool:
+    """Whether the file is empty or begins with a line that a run has written."""
     try:
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, end)  # Removes this line only, which is incomplete.
-        raise
+        with open(open_regular(path), "rb") as file:
+            line = file.readline(_LONGEST_LINE_NBYTES)
+    except (OSError, MalformedError):
+        return False
+    # A crash may have cut the line short.
+    return not line or line.startswith(b'{"step": ') or _step_of(line) is not None
 
 
 def _is_readable_file(path: Path) -> bool:

@@ -11,11 +11,13 @@ import os
 import socket
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from infinity.checkpoint.huggingface.export_weights import make_directory
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, reporting
+from infinity.training.metrics import is_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class OutputDirectory:
             _refuse_same(directory, config.model.path, "model.path")
         for index, tier in enumerate(config.tiers.nvme):
             _refuse_same(directory, tier.path, f"tiers.nvme[{index}].path")
+        _refuse_metrics(config, is_new=resumed is None)
         make_directory(directory)
         with reporting("write", directory), tempfile.TemporaryFile(dir=directory):
             pass
@@ -67,8 +70,12 @@ class OutputDirectory:
         partial = self._marker.with_name(f".{MARKER_NAME}.partial")
         content = {"program": "infinity train", "config": self._config.to_dict()}
         with reporting("write", self._marker):
-            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            os.replace(partial, self._marker)
+            try:
+                partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                os.replace(partial, self._marker)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
 
     def restore(self) -> bool:
         """Makes a removed directory again. Returns whether it was removed. Raises as the
@@ -92,6 +99,38 @@ class OutputDirectory:
                 path.unlink()
         os.close(self._lock)
         self._lock = None
+
+
+def _refuse_metrics(config: SwapConfig, *, is_new: bool) -> None:
+    """Raises ConfigError for a place of metrics that has another use. A new run replaces metrics of
+    an earlier one; a resumed one keeps a file of anything else under another name."""
+    path, places = config.output.metrics_path, _places_of_others(config)
+    real, output = (Path(os.path.realpath(p)) for p in (path, config.output.directory))
+    for key, place in places:
+        own = Path(os.path.realpath(place))
+        is_inside = real.is_relative_to(own) and not output.is_relative_to(own)
+        if is_inside or own.is_relative_to(real):
+            raise ConfigError(
+                f"output.metrics: {path} is {place}, which {key} names, or a file in it or above "
+                "it; expected a file that nothing else uses"
+            )
+    if is_new and os.path.lexists(path) and not is_metrics(path):
+        raise ConfigError(
+            f"output.metrics: {path} is there already and has no lines of metrics; expected the "
+            "name of a new file, or of one that a run wrote. Remove it, or name another"
+        )
+
+
+def _places_of_others(config: SwapConfig) -> Iterator[tuple[str, Path]]:
+    """Yields (key, path) of what a run reads, and of what it writes beside its metrics."""
+    yield "checkpoint.directory", config.checkpoint_directory
+    for index, tier in enumerate(config.tiers.nvme):
+        yield f"tiers.nvme[{index}].path", tier.path
+    if config.model is not None and config.model.path is not None:
+        yield "model.path", config.model.path
+    if config.data is not None:
+        for source in (*config.data.paths, *config.data.eval_paths):
+            yield "data", source.location
 
 
 def _foreign(directory: Path, names: list[str]) -> str:

@@ -26,24 +26,66 @@ def seem_elsewhere(directory: Path, setattr_: Callable[..., None] = setattr) -> 
     setattr_(spare_generations, "_file_systems", found)
 
 
+def fill(directory: Path, *, but_nbytes: int = 0) -> Path:
+    """Takes the free space of a file system, but for so many bytes; returns the file to remove."""
+    stats, file = os.statvfs(directory), directory / ".filling"
+    nbytes = stats.f_bavail * stats.f_frsize - but_nbytes
+    file.write_bytes(bytes(max(nbytes, 0)))
+    return file
+
+
+@contextmanager
+def small_tmpfs(point: Path, nbytes: int) -> Iterator[Path]:
+    """A file system in memory that has so many bytes."""
+    with _mounted(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(point)], at=point):
+        yield point
+
+
 @contextmanager
 def ext4_on_loop(image: Path, point: Path, nbytes: int) -> Iterator[Path]:
     """A freshly made ext4 without a journal on a loop device over a sparse image."""
-    point.mkdir()
     image.write_bytes(b"")
     os.truncate(image, nbytes)
-    steps = (
+    with _mounted(
         ["mkfs.ext4", "-q", "-O", "^has_journal", str(image)],
         ["mount", "-o", "loop", str(image), str(point)],
-    )
+        at=point,
+    ):
+        yield point
+
+
+@contextmanager
+def _mounted(*steps: list[str], at: Path) -> Iterator[None]:
+    at.mkdir()
     for step in steps:
         try:
             done = subprocess.run(step, capture_output=True, text=True, check=False)
         except FileNotFoundError:
             pytest.skip(f"needs {step[0]}: apt-get install e2fsprogs")
         if done.returncode != 0:
-            pytest.skip(f"needs the right to mount a loop device: {done.stderr.strip()}")
+            pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
     try:
-        yield point
+        yield
     finally:
-        subprocess.run(["umount", "-l", str(point)], check=True)
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], rung: int, code: int
+) -> Callable[[], bool]:
+    """Makes the `rung`-th of these calls fail. Returns a function that says whether it did."""
+    calls = 0
+
+    def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == rung:
+                raise OSError(code, os.strerror(code))
+            return call(*arguments, **options)
+
+        return counted
+
+    for name in names:
+        monkeypatch.setattr(os, name, wrapped(getattr(os, name)))
+    return lambda: calls >= rung

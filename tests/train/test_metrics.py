@@ -14,6 +14,7 @@ from infinity.errors import ConfigError, StorageError
 from infinity.training import metrics as metrics_module
 from infinity.training.metrics import MetricsFile
 from infinity.training.output import LOCK_NAME, MARKER_NAME, OutputDirectory
+from tests.support.file_systems import failing
 
 
 def line(step: int) -> str:
@@ -101,6 +102,66 @@ def test_lines_wait_while_the_disk_is_full_and_are_written_then(tmp_path, monkey
     assert len(said) == 2 and "No space left" in said[0] and "nothing of it is lost" in said[1]
 
 
+def test_half_a_line_that_could_not_be_removed_is_removed_before_the_next_one(
+    tmp_path, monkeypatch
+):
+    """The file system turned read-only in the middle of a line."""
+    path, said, write = tmp_path / "metrics.jsonl", [], os.write
+    metrics = MetricsFile(path, say=said.append)
+    metrics.append(1, line(1))
+
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def full(fd: int, content: memoryview) -> int:
+        return write(fd, content[:12]) if len(content) == len(line(2)) + 1 else refused()
+
+    monkeypatch.setattr(metrics_module.os, "write", full)
+    monkeypatch.setattr(metrics_module.os, "ftruncate", refused)
+    metrics.append(2, line(2))
+    metrics.append(3, line(3))
+    assert path.read_text() == line(1) + "\n" + line(2)[:12]
+    monkeypatch.undo()
+    metrics.append(4, line(4))
+    assert steps_in(path) == [1, 2, 3, 4] and len(said) == 2
+
+
+def test_every_failing_call_costs_no_line_and_no_half_of_one(tmp_path, monkeypatch):
+    """Each call that changes the file fails once, in turn, in a resumed run."""
+    for rung in range(1, 40):
+        path, said = written(tmp_path / f"{rung}.jsonl", 1, 2), []
+        with monkeypatch.context() as patch:
+            names = ("write", "fsync", "fdatasync", "open", "replace", "fstat", "stat")
+            has_failed = failing(patch, names, rung, errno.EIO)
+            metrics = MetricsFile(path, resumed_at=2, say=said.append)
+            for step in range(3, 6):
+                metrics.append(step, line(step))
+                metrics.sync()
+        metrics.close()
+        assert steps_in(path) == [1, 2, 3, 4, 5], (rung, said)
+        assert len(said) in (0, 2) and metrics.lost is None
+        if not has_failed():
+            break
+    assert rung > 10 and not said
+
+
+def test_lines_that_are_lost_are_counted_at_the_end(tmp_path, monkeypatch):
+    path, said = tmp_path / "metrics.jsonl", []
+    metrics = MetricsFile(path, say=said.append)
+    metrics.append(1, line(1))
+
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(metrics_module.os, "write", full)
+    for step in (2, 3, 4):
+        metrics.append(step, line(step))
+    metrics.close()
+    metrics.close()
+    assert steps_in(path) == [1] and len(said) == 2
+    assert said[1] == f"lost: 3 lines of {path}, from step 2 on: No space left on device"
+
+
 def test_a_file_that_is_removed_is_written_again_with_all_its_lines(tmp_path):
     path, said = tmp_path / "output" / "metrics.jsonl", []
     path.parent.mkdir()
@@ -118,6 +179,74 @@ def test_a_file_that_is_removed_is_written_again_with_all_its_lines(tmp_path):
 
 def config_of(tmp_path: Path) -> SwapConfig:
     return SwapConfig.load({"output": {"directory": str(tmp_path / "output")}})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+        "Config.JSON", "generation_config.json", "adapter_config.json", "adapter_model.safetensors",
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt",
+        "chat_template.jinja", "README.md", "infinity_base.json", "summary.json", MARKER_NAME,
+        LOCK_NAME, "best", "best/metrics.jsonl", "checkpoints/x", ".metrics.jsonl.partial",
+        "/etc/passwd", "../metrics.jsonl", "a/../../b", "a\0b", "x" * 201, "é" * 101, ".", "",
+    ],
+)  # fmt: skip
+def test_metrics_under_the_name_of_another_file_of_a_run_are_refused(tmp_path, name):
+    table = {"output": {"directory": str(tmp_path / "output"), "metrics": name}}
+    with pytest.raises(ConfigError, match=r"output\.metrics: expected a file name"):
+        SwapConfig.load(table)
+    assert not (tmp_path / "output").exists()
+
+
+def test_metrics_in_a_place_that_has_another_use_are_refused(tmp_path):
+    output, base = tmp_path / "output", tmp_path / "base"
+    base.mkdir()
+    (base / "model.jsonl").write_text("weights")
+    (tmp_path / "text.jsonl").write_text(line(1) + "\n")
+    table = {
+        "tiers": {"nvme": [{"path": str(output / "swap")}]},
+        "model": {"path": str(base)},
+        "checkpoint": {"directory": str(output / "state" / "steps")},
+        "data": {"paths": [str(tmp_path / "text.jsonl")]},
+    }
+
+    def refused(name: str, match: str) -> None:
+        own = {"output": {"directory": str(output), "metrics": name}}
+        with pytest.raises(ConfigError, match=rf"output\.metrics: .*{name}.*{match}"):
+            OutputDirectory(SwapConfig.load(table | own))
+
+    for name in ("swap", "swap/lines.jsonl"):
+        refused(name, r"tiers\.nvme\[0\]\.path")
+    for name in ("state", "state/steps", "state/steps/lines.jsonl"):
+        refused(name, r"checkpoint\.directory")
+    assert not output.exists()
+    output.mkdir()
+    (output / MARKER_NAME).touch()
+    (output / "to-base").symlink_to(base)
+    (output / "to-text").symlink_to(tmp_path / "text.jsonl")
+    (output / "notes.txt").write_text("what I learned\n")
+    (output / "directory").mkdir()
+    refused("to-base/new.jsonl", r"model\.path")
+    refused("to-text", "which data names")
+    for name in ("notes.txt", "directory"):
+        refused(name, "has no lines of metrics; expected the name of a new file")
+    assert (output / "notes.txt").read_text() == "what I learned\n"
+    assert sorted(os.listdir(output)) == sorted(
+        [MARKER_NAME, "to-base", "to-text", "notes.txt", "directory"]
+    )
+
+
+def test_metrics_in_a_directory_of_their_own_replace_those_of_an_earlier_run(tmp_path):
+    table = {"output": {"directory": str(tmp_path / "output"), "metrics": "logs/lines.jsonl"}}
+    for _ in range(2):
+        output = OutputDirectory(config := SwapConfig.load(table))
+        output.mark()
+        metrics = MetricsFile(config.output.metrics_path)
+        metrics.append(1, line(1))
+        metrics.close()
+        output.close()
+        assert steps_in(tmp_path / "output" / "logs" / "lines.jsonl") == [1]
 
 
 def test_a_second_run_in_one_output_directory_is_refused_with_the_process(tmp_path):

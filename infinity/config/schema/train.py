@@ -137,14 +137,25 @@ class Train(Section):
         return warmup_steps
 
 
+# Names, or patterns of names, in output.directory that runs, PEFT and transformers write there.
+_OWN_NAMES = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.model", "*.jinja", "*.partial",
+    "*.py", "*.damaged-*", ".infinity*", "infinity*", "*config.json", "tokenizer*", "vocab*",
+    "merges.txt", "*tokens*.json", "*chat_template*", "readme.md", "summary.json", "best",
+    "checkpoints",
+)  # fmt: skip
+
+
 class Output(Section):
     """The files that a run writes."""
 
     directory: Annotated[Path, Location()] = Field(
         "output", validate_default=True, description="Directory of everything a run writes."
     )
-    metrics: Annotated[str, FileName()] = Field(
-        "metrics.jsonl", description="One JSON object per step, inside the directory."
+    metrics: Annotated[str, FileName(_OWN_NAMES)] = Field(
+        "metrics.jsonl",
+        description="One JSON object per step, inside the directory, under a name that no other "
+        "file of the directory has.",
     )
     max_shard_size: Annotated[int, Size()] = Field(
         2 * GIB, description="Largest safetensors file of the export."
