@@ -19,6 +19,7 @@ this tree. A broken invariant of the package asserts.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from errno import (
@@ -123,17 +124,23 @@ def storage_error(error: OSError) -> StorageError | None:
 
 @contextmanager
 def reporting(operation: str, path: str | Path) -> Iterator[None]:
-    """Turns an OSError of the block into a StorageError with the operation and the path.
+    """Turns an OSError of the block, also one that a library in Rust tells of in an exception of
+    its own, into a StorageError with the operation and the path.
 
     The path is the one that the OSError names, and `path` if it names none.
     """
     try:
         yield
-    except StorageError:
+    except InfinityError:
         raise
     except OSError as error:
         where = str(error.filename or path)
         raise StorageError(error.errno or 0, operation=operation, path=where) from None
+    except Exception as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise
+        raise StorageError(int(code[1]), operation=operation, path=str(path)) from error
 
 
 class CorruptionError(StorageError):

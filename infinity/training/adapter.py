@@ -8,7 +8,6 @@ PEFT makes the modules, draws their first values and names them. This file choos
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from infinity.checkpoint.huggingface.base_identity import (
 )
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.checkpoint.huggingface.weight_source import WeightSource
-from infinity.checkpoint.run.directory import sync_directory, sync_file
+from infinity.checkpoint.run.directory import replace_files
 from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
@@ -130,7 +129,7 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
 
     Beside them goes the identity of the base, if `attach_adapter` has attached the adapter.
     Reads the adapter's units only. The files get their names when all of them are synced, the
-    weights last. Raises StorageError.
+    weights last. Raises StorageError, and leaves an earlier adapter as it was.
     """
     engine = engine_of(model)
     values = {name: engine.read_parameter(name) for name, _ in _trained(model)}
@@ -152,17 +151,16 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
                 tokenizer.save_pretrained(partial)
             if model in _BASES:
                 write_identity(_BASES[model], partial)
-            names = sorted(os.listdir(partial), key=lambda name: name == WEIGHTS_NAME)
-            for name in names:
-                sync_file(partial / name)
             if model not in _BASES:
                 (directory / IDENTITY_NAME).unlink(missing_ok=True)  # Of the adapter before.
-            for name in names:
-                os.replace(partial / name, directory / name)
-            sync_directory(directory)
-            partial.rmdir()
+            is_other = _content(directory / CONFIG_NAME) != _content(partial / CONFIG_NAME)
+            replace_files(partial, directory, last=WEIGHTS_NAME, apart=is_other)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def auto_targets(model: nn.Module) -> list[str]:

@@ -11,11 +11,13 @@ instead of one that loads a mixture.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
 )
-from infinity.checkpoint.run.directory import sync_directory, sync_file
+from infinity.checkpoint.run.directory import replace_files, sync_directory
 from infinity.errors import ConfigError, InfinityError, StorageError, reporting
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of, parameters_of
@@ -37,6 +39,7 @@ from infinity.sizes import GIB, format_nbytes
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
+_PARTIAL_INDEX_NAME = f".{_INDEX_NAME}.partial"
 _SHARD_PATTERN = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 Read = Callable[[str], torch.Tensor]
@@ -72,6 +75,7 @@ def export_safetensors(
     read = read or _reader(model, master=master)
     fetch, tiles_of = _fetcher(model, read), _tiles_of(model)
     writers: dict[str, SafetensorsWriter] = {}
+    texts = directory / ".texts.partial"
     try:
         for group in plan.groups:
             tiles = tiles_of(group)
@@ -88,11 +92,18 @@ def export_safetensors(
                     writers[shard].write(name, made.pop(name))
                 if writers[shard].is_complete:
                     writers[shard].finish()
-        before = _text_files(directory)
-        _write_texts(model, directory, tokenizer, master=master)
-        _sync_changed(directory, before)
-        _commit(directory, plan, writers)
+        with reporting("export", directory):
+            shutil.rmtree(texts, ignore_errors=True)
+            texts.mkdir()
+            _write_texts(model, texts, tokenizer, master=master)
+            if _SINGLE_NAME not in plan.shards:
+                _write_index(directory / _PARTIAL_INDEX_NAME, plan)
+            replace_files(texts, directory, last="config.json")
+            _commit(directory, plan, writers)
     finally:
+        shutil.rmtree(texts, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (directory / _PARTIAL_INDEX_NAME).unlink()
         for writer in writers.values():
             writer.close()
     return [directory / shard for shard in plan.shards]
@@ -310,50 +321,21 @@ def _write_texts(model: Any, directory: Path, tokenizer: Any, *, master: bool) -
         tokenizer.save_pretrained(directory)
 
 
-_Version = tuple[int, int, int]  # Inode, length and time of a file.
-
-
-def _text_files(directory: Path) -> dict[Path, _Version]:
-    """Returns the files without weights, also those in the directories that tokenizers make."""
-    files: dict[Path, _Version] = {}
-    for path in (*directory.glob("*"), *directory.glob("*/*")):
-        if path.suffix != ".safetensors" and not path.name.endswith(".partial") and path.is_file():
-            found = path.stat()
-            files[path] = found.st_ino, found.st_size, found.st_mtime_ns
-    return files
-
-
-def _sync_changed(directory: Path, before: Mapping[Path, _Version]) -> None:
-    """Syncs the files that have changed, with the directories in which some are new."""
-    changed = [
-        file for file, version in _text_files(directory).items() if before.get(file) != version
-    ]
-    for file in changed:
-        with reporting("fsync", file):
-            sync_file(file)
-    for inner in {file.parent for file in changed} - {directory}:
-        with reporting("fsync", inner):
-            sync_directory(inner)
+def _write_index(path: Path, plan: ExportPlan) -> None:
+    content = {
+        "metadata": {"total_parameters": plan.num_parameters, "total_size": plan.nbytes},
+        "weight_map": dict(sorted(plan.shard_of.items())),
+    }
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _commit(directory: Path, plan: ExportPlan, writers: Mapping[str, SafetensorsWriter]) -> None:
     """Renames the synced partial files in an order in which a crash cannot mix two exports."""
     index = directory / _INDEX_NAME
-    partial = directory / f".{_INDEX_NAME}.partial"
-    is_sharded = _SINGLE_NAME not in plan.shards
-    if is_sharded:
-        content = {
-            "metadata": {
-                "total_parameters": plan.num_parameters,
-                "total_size": plan.nbytes,
-            },
-            "weight_map": dict(sorted(plan.shard_of.items())),
-        }
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
     index.unlink(missing_ok=True)
     for entry in list(directory.iterdir()):
         is_weights = entry.name == _SINGLE_NAME or _SHARD_PATTERN.fullmatch(entry.name)
@@ -362,6 +344,6 @@ def _commit(directory: Path, plan: ExportPlan, writers: Mapping[str, Safetensors
     sync_directory(directory)
     for writer in writers.values():
         writer.commit()
-    if is_sharded:
-        os.replace(partial, index)
+    if _SINGLE_NAME not in plan.shards:
+        os.replace(directory / _PARTIAL_INDEX_NAME, index)
     sync_directory(directory)

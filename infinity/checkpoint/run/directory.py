@@ -328,6 +328,49 @@ def sync_file(path: Path) -> None:
         os.close(fd)
 
 
+def replace_files(partial: Path, directory: Path, *, last: str, apart: bool = False) -> None:
+    """Syncs the files below `partial` and moves them to the same names in `directory`.
+
+    If that fails, the files that had these names have them again. Raises OSError.
+
+    last: the name of the file that is moved at the end
+    apart: an earlier file of that name has none while the others are moved, because it does not go
+        with them
+    """
+    files = sorted(filter(Path.is_file, partial.rglob("*")), key=lambda file: file.name == last)
+    names = [file.relative_to(partial) for file in files]
+    for file in files:
+        sync_file(file)
+    before = partial / ".before"
+    for name in names:
+        if (directory / name).is_file():
+            (before / name).parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(directory / name, before / name)
+    try:
+        if apart:
+            (directory / last).unlink(missing_ok=True)
+        for name in names:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(partial / name, directory / name)
+        for parent in {(directory / name).parent for name in names}:
+            sync_directory(parent)
+    except BaseException:
+        for name in names:
+            with contextlib.suppress(OSError):
+                if (before / name).exists():
+                    os.replace(before / name, directory / name)
+                elif not (partial / name).exists():
+                    (directory / name).unlink(missing_ok=True)
+        raise
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # A file system without links.
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
 def partial_of(target: Path) -> Path:
     """Returns the path of the checkpoint `target` while it is written or removed."""
     return target.with_name(f".{target.name}.partial")
