@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from infinity.bounded import MalformedError, field, integer, table_of
+from infinity.checkpoint.run.program import check_kinds
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.training.job_data import JobData
@@ -131,3 +133,23 @@ def state_of(state: Any) -> dict[str, Any]:
     kept = ("global_step", "epoch", "best_metric", "best_global_step", "stateful_callbacks")
     table = dataclasses.asdict(state)
     return {key: table[key] for key in kept}
+
+
+def check_state(state: Any, step: int) -> None:
+    """Raises MalformedError unless `state` is of the kind that `state_of` returns after `step`."""
+    from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+
+    own = state_of(TrainerState(global_step=step))
+    if not isinstance(state, dict) or state.keys() != own.keys():
+        raise MalformedError(f"the trainer's state is no table of {', '.join(own)}")
+    integer(state["global_step"], "global_step", least=step, most=step)
+    for key in ("epoch", "best_metric", "best_global_step"):
+        check_kinds(state[key], None if state[key] is None else 0.0, key)
+    callbacks = table_of(state["stateful_callbacks"], "stateful_callbacks")
+    for known in (TrainerControl(), EarlyStoppingCallback()):
+        name, expected = type(known).__name__, known.state()
+        for part, values in expected.items() if name in callbacks else ():
+            saved = table_of(field(table_of(callbacks[name], name), part), f"{part} of {name}")
+            if not saved.keys() <= values.keys():
+                raise MalformedError(f"{part} of {name} has {sorted(saved.keys() - values.keys())}")
+            check_kinds(saved, values, f"{part} of {name}")

@@ -21,7 +21,7 @@ from infinity.training.model import ModelPlan, build_model, plan_model
 from infinity.training.output import OutputDirectory
 from infinity.training.ranks import JobRank
 from infinity.training.reference import build_reference
-from infinity.training.resume import check_same_run, identity_of
+from infinity.training.resume import check_same_run, identity_of, naming_older
 from infinity.training.sample import encode_prompt
 from infinity.training.trainer import make_trainer
 
@@ -84,7 +84,8 @@ def prepare(
     identity = identity_of(config, tokens.sha256, num_ranks=rank.count)
     accepted = []
     if resume is not None:
-        accepted = check_same_run(resume, identity, accept_changes=accept_changes)
+        with naming_older(config, resume.path):
+            accepted = check_same_run(resume, identity, accept_changes=accept_changes)
     return Job(
         plan=plan,
         tokenizer=tokenizer,

@@ -14,11 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from infinity.bounded import text_of
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from infinity.checkpoint.run.load import Loaded, read_program
+from infinity.checkpoint.run.manifest import PROGRAM_NAME
+from infinity.checkpoint.run.program import believing
 from infinity.checkpoint.run.removal import damaged_after, give_up, set_aside
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError
+from infinity.training.arguments import check_state
 
 _DATA_KEYS = (
     "sequence_length", "packing", "assistant_only_loss", "held_out", "seed", "shuffle",
@@ -174,6 +178,9 @@ def check_same_run(
     before = loaded.extra.get(_IDENTITY)
     if not isinstance(before, dict) or TRAINER_STATE not in loaded.extra:
         raise ConfigError(f"{loaded.path} was not written by `infinity train`")
+    with believing(loaded.path / PROGRAM_NAME, "the state of the run"):
+        check_state(loaded.extra[TRAINER_STATE], loaded.step)
+        before = {text_of(key, "a key of its settings"): value for key, value in before.items()}
     now = identity[_IDENTITY]
     keys = [key for key in sorted({*now, *before}) if now.get(key) != before.get(key)]
     changed = {key: f"{_name(key)} is {now.get(key)!r} and was {before.get(key)!r}" for key in keys}

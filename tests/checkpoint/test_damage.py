@@ -18,6 +18,7 @@ from infinity.checkpoint.run.manifest import DIGEST_NAME, MANIFEST_NAME, SCHEMA,
 from infinity.checkpoint.run.removal import remove_own
 from infinity.errors import ConfigError, CorruptionError, InfinityError, UnsupportedError
 from tests.support.bits import assert_same
+from tests.support.damaged import replace_file
 from tests.support.forked import COMMAND, run_script
 
 from .harness import content, run
@@ -74,17 +75,7 @@ def test_a_fifo_in_place_of_a_file_is_a_fault_and_is_not_waited_for(copy, name):
 
 def test_small_state_with_a_right_digest_that_torch_cannot_load_is_a_fault(copy):
     """A forger knows how to compute a SHA-256."""
-    import hashlib
-
-    (copy / "program.pt").write_bytes(b"no program")
-    body = json.loads((copy / MANIFEST_NAME).read_bytes())
-    (entry,) = [file for file in body["files"] if file["name"] == "program.pt"]
-    (extent,) = entry["extents"]
-    entry["nbytes"] = extent["nbytes"] = len(b"no program")
-    extent["sha256"] = hashlib.sha256(b"no program").hexdigest()
-    content = json.dumps(body).encode()
-    (copy / MANIFEST_NAME).write_bytes(content)
-    (copy / DIGEST_NAME).write_bytes(digest_line(content))
+    replace_file(copy, "program.pt", b"no program")
     (fault,) = verified(copy)
     assert "program.pt" in fault and "torch" in fault
     with pytest.raises(CorruptionError, match=r"program\.pt.*torch"):

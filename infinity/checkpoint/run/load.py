@@ -28,7 +28,7 @@ from infinity.checkpoint.run.directory import find_checkpoint
 from infinity.checkpoint.run.files import buffers_of, kept_tensors
 from infinity.checkpoint.run.layout import STREAMED, StateTensor, row_major_stride
 from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
-from infinity.checkpoint.run.program import believing
+from infinity.checkpoint.run.program import believing, check_kinds
 from infinity.checkpoint.run.recut import RecutSource
 from infinity.checkpoint.run.restore_linked import restore_linked
 from infinity.checkpoint.run.rng_state import restore_random_state
@@ -108,7 +108,8 @@ def load(
         with believing(found.path, "the optimizer's state"):
             optimizer.restore_named_state(program["optimizer"])
     if scheduler is not None:
-        scheduler.load_state_dict(program["scheduler"])
+        with believing(found.path, "the scheduler's state"):
+            scheduler.load_state_dict(program["scheduler"])
     if program["random"] is not None:
         with believing(found.path, "the state of the generators"):
             restore_random_state(program["random"])
@@ -136,7 +137,13 @@ def _check_program(
             raise ConfigError(f"{path} was saved without {what}, so there is none to bring back")
     if optimizer is not None:
         with believing(path, "the optimizer's state"):
-            optimizer.check_named_state(program["optimizer"])
+            saved, own = program["optimizer"], optimizer.named_state()
+            optimizer.check_named_state(saved)
+            check_kinds(saved["groups"], own["groups"], "groups")
+            check_kinds(saved["steps"], dict.fromkeys(saved["steps"], 0), "steps")
+    if scheduler is not None:
+        with believing(path, "the scheduler's state"):
+            check_kinds(program["scheduler"], scheduler.state_dict(), "scheduler")
 
 
 class _ModelReader:

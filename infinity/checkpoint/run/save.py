@@ -45,6 +45,7 @@ from infinity.checkpoint.run.manifest import (
     places_of,
     rank_directories,
 )
+from infinity.checkpoint.run.program import load_plain
 from infinity.checkpoint.run.references import read_reference
 from infinity.checkpoint.run.reuse import holds_state
 from infinity.checkpoint.run.rng_state import random_state
@@ -489,7 +490,7 @@ def pack_program(state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        load_plain(buffer.getvalue())
     except Exception as error:  # An object may make pickle raise any error.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
