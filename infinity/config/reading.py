@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
+_LONGEST_NAME_NBYTES = 255
+_LONGEST_PATH_NBYTES = 4000  # The kernel takes 4095; files of ours are below a path of the file.
 # A word of other tools -> the words here; the first allowed one is suggested.
 _SYNONYMS = {
     "gpu": ("cuda", "device"), "cpu": ("host",), "ram": ("host",), "memory": ("host",),
@@ -47,6 +50,26 @@ def show_value(value: object) -> str:
     else:
         text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def written_text(text: str) -> str:
+    """`text`, which a file and a call of the kernel can hold. Raises ValueError."""
+    if "\0" in text:
+        raise ValueError("it holds a NUL")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is in it") from None
+    return text
+
+
+def usable_path(path: Path) -> Path:
+    """`path`, whose names are not too long for a file system. Raises ValueError."""
+    if any(len(os.fsencode(part)) > _LONGEST_NAME_NBYTES for part in path.parts):
+        raise ValueError(f"a name in it has more than {_LONGEST_NAME_NBYTES} bytes")
+    if len(os.fsencode(path)) > _LONGEST_PATH_NBYTES:
+        raise ValueError(f"it has more than {_LONGEST_PATH_NBYTES} bytes")
+    return path
 
 
 def nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:

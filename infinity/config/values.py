@@ -21,7 +21,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 from typing_extensions import override
 
-from infinity.config.reading import Loading, nearest, refuse
+from infinity.config.reading import Loading, nearest, refuse, usable_path, written_text
 from infinity.sizes import MIB, parse_nbytes, write_size
 
 # Sizes travel to the kernel as signed 64-bit offsets.
@@ -350,9 +350,7 @@ class Text(ValueType):
             raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
         if not isinstance(value, str) or not value:
             raise ValueError("")
-        if "\0" in value:
-            raise ValueError("it holds a NUL")
-        return value
+        return written_text(value)
 
     @override
     def expected(self) -> str:
@@ -376,9 +374,9 @@ class FileName(ValueType):
     def read(self, value: Any, loading: Loading) -> str:
         if not isinstance(value, str) or not value.strip():
             raise ValueError("")
-        path = Path(value)
-        if path.is_absolute() or ".." in path.parts or path == Path(".") or "\0" in value:
-            raise ValueError("it stays inside that directory, and holds no NUL")
+        path = usable_path(Path(written_text(value)))
+        if path.is_absolute() or ".." in path.parts or path == Path("."):
+            raise ValueError("it stays inside that directory")
         if any(len(os.fsencode(part)) > _LONGEST_NAME_NBYTES for part in path.parts):
             raise ValueError(f"a name has at most {_LONGEST_NAME_NBYTES} bytes")
         first = path.parts[0].lower()
@@ -416,12 +414,10 @@ class Location(ValueType):
         text = os.fspath(value)
         if not isinstance(text, str) or not text.strip():
             raise ValueError("a path is not empty")
-        if "\0" in text:
-            raise ValueError("a path holds no NUL")
-        text = os.path.expanduser(_expand_variables(text))
+        text = os.path.expanduser(_expand_variables(written_text(text)))
         if text.startswith("~"):
             raise ValueError("there is no such home directory; write ./~ for a file of that name")
-        path = Path(loading.directory, text)
+        path = usable_path(Path(loading.directory, text))
         # ".." is followed as the kernel does, through links; other paths stay as written.
         return Path(os.path.realpath(path)) if ".." in path.parts else path
 

@@ -28,6 +28,7 @@ from infinity.config.paths import refuse_absent_data
 from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.training import kimi_tokenizer
+from infinity.training.model_numbers import MOST_TOKENS
 from infinity.training.text import (
     Utf8,
     is_records,
@@ -169,7 +170,14 @@ class HuggingFaceTokenizer:
         except Exception as error:  # A broken directory makes transformers raise any exception.
             raise ConfigError(f"data.tokenizer: {path} cannot be loaded: {error}") from error
         self.name = str(path)
-        self.vocab_size = len(self.tokenizer)
+        known = self.tokenizer.get_vocab()
+        last = max(known, key=known.__getitem__, default="")
+        self.vocab_size = known.get(last, -1) + 1  # Some vocabularies have gaps.
+        if self.vocab_size > MOST_TOKENS:
+            raise ConfigError(
+                f"data.tokenizer: {path}: token {last!r} has the id {known[last]}; expected ids "
+                f"below {MOST_TOKENS}. Get the tokenizer again"
+            )
 
     def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
         """Yields the ids of a file, line by line, and the end-of-text token at its end."""
@@ -326,8 +334,8 @@ def _files_of(source: DataSource) -> list[Path]:
 def _matching(location: Path, pattern: str) -> list[Path]:
     try:
         return sorted(location.glob(pattern))
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"data.paths: pattern {pattern!r}: {error}") from None
+    except (ValueError, NotImplementedError, OSError, RecursionError) as error:
+        raise ConfigError(f"data.paths: pattern {pattern[:80]!r}: {error}") from None
 
 
 class _Chunks:

@@ -22,7 +22,7 @@ from infinity.config.paths import refuse_absent_model
 from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
 from infinity.training.adapter import attach_adapter, refuse_tokens_of_head
-from infinity.training.model_numbers import check_numbers
+from infinity.training.model_numbers import check_numbers, check_sides
 
 _log = logging.getLogger("infinity")
 
@@ -65,6 +65,10 @@ def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
         return ModelPlan(hf_config=_config_of_table(model.config), weights=None, path=None)
     hf_config = _config_of_directory(model.path)
     weights = weight_source(model.path) if reads_weights else None
+    if weights is not None:
+        longest = max((side for name in weights.names() for side in weights.shape(name)), default=0)
+        file = model.path / "config.json"
+        check_sides(_table_of_file(file), longest, f"model.path: {file}: ")
     return ModelPlan(hf_config=hf_config, weights=weights, path=model.path)
 
 
@@ -84,9 +88,12 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
     try:
         with infinity.init_empty_weights(config):
             model = AutoModelForCausalLM.from_config(plan.hf_config, dtype=dtype)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # Sizes that do not go together make a constructor raise anything.
+        kind = plan.hf_config.model_type
+        where = config.model.path / "config.json" if config.model.path else "[model.config]"
         raise ConfigError(
-            f"model: no causal language model can be made of {plan.hf_config.model_type!r}: {error}"
+            f"model: no causal language model can be made of {kind!r} with the sizes of {where}: "
+            f"{str(error) or type(error).__name__}"
         ) from error
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # The fallback of transformers, without its warning.
@@ -192,7 +199,7 @@ def _take_generation_config(model: Any, plan: ModelPlan) -> None:
     file = plan.path / "generation_config.json"
     if not file.is_file():
         return
-    _table_of_file(file)
+    check_numbers(_table_of_file(file), f"model.path: {file}: ")
     try:
         model.generation_config = GenerationConfig.from_pretrained(plan.path, local_files_only=True)
     except Exception as error:  # A broken file makes transformers raise any exception.

@@ -156,9 +156,7 @@ def check_kinds(saved: Any, own: Any, what: str) -> None:
     else:
         is_same = True
     if not is_same:
-        raise MalformedError(
-            f"{what} is a {type(saved).__name__}, expected a {type(own).__name__}"
-        )
+        raise MalformedError(f"{what} is a {type(saved).__name__}, expected a {type(own).__name__}")
 
 
 @contextmanager

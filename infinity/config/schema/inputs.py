@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from infinity.config.reading import conflict, fault, nearest, refuse, refuse_all, show_value
+from infinity.config.reading import (
+    conflict,
+    fault,
+    nearest,
+    refuse,
+    refuse_all,
+    show_value,
+    written_text,
+)
 from infinity.config.schema.section import SEED, Section, one_as_list
 from infinity.config.values import Flag, Integer, Location, Number, OrOff, Size, Text
 
@@ -24,12 +32,22 @@ def _plain(value: Any, place: str, depth: int = 0) -> None:
         for key, inner in value.items():
             if not isinstance(key, str):
                 raise conflict(f"{place} has the key {show_value(key)}: keys are text")
+            _as_written(key, f"a key of {place}" if place else "a key")
             _plain(inner, f"{place}.{key}" if place else key, depth + 1)
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             _plain(inner, f"{place}[{index}]", depth + 1)
-    elif not (value is None or isinstance(value, (str, bool, int, float))):
+    elif isinstance(value, str):
+        _as_written(value, place)
+    elif not (value is None or isinstance(value, (bool, int, float))):
         raise conflict(f"{place}: expected text, a number, true or false; got {show_value(value)}")
+
+
+def _as_written(text: str, place: str) -> None:
+    try:
+        written_text(text)
+    except ValueError as error:
+        raise conflict(f"{place}: expected text; got {show_value(text)} ({error})") from None
 
 
 def _model_type_present(config: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -62,7 +80,7 @@ class Model(Section):
     seed: Annotated[int, SEED] = Field(
         0, description="Seed of weights that no checkpoint holds. Same seed, same weights."
     )
-    ignore: list[str] = Field(
+    ignore: list[Annotated[str, Text("a pattern of names")]] = Field(
         default_factory=list,
         description="Name patterns of tensors of the checkpoint that the model has no place for "
         "and that are to be left out. Others are refused.",
