@@ -15,7 +15,7 @@ import stat
 from typing import Any
 
 from infinity.bounded import MAX_INT, MalformedError, kind_of, parse_json
-from infinity.errors import StorageError
+from infinity.errors import StorageError, reporting
 
 LOCK_NBYTES = 1 << 16  # More than any lock needs: it names the swap files that are kept.
 _BEGINS = b'{"schema": '  # As every lock does that was ever written here.
@@ -40,7 +40,8 @@ def open_lock(path: str, *, create: bool) -> int:
             raise
         raise _refused(path, error.errno or errno.EIO, _name_in_the_way(path)) from None
     try:
-        _check_own(fd, path)
+        with reporting("read", path):
+            _check_own(fd, path)
     except BaseException:
         os.close(fd)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -53,15 +54,20 @@ class TokenFile:
         self.num_tokens += len(ids)
 
     def read(self, start: int, count: int) -> Ids:
-        """Returns the ids [start, start + count) as a new array of the file's dtype."""
+        """Returns the ids [start, start + count) as a new array of the file's dtype. Raises
+        StorageError."""
         assert start >= 0 and start + count <= self.num_tokens, (
             start,
             count,
             self.num_tokens,
         )
         itemsize = self.dtype.itemsize
-        content = os.pread(self._file.fileno(), count * itemsize, start * itemsize)
-        assert len(content) == count * itemsize, "the token file was shortened"
+        try:
+            content = os.pread(self._file.fileno(), count * itemsize, start * itemsize)
+        except OSError as error:
+            raise self._failed("read", error) from None
+        if len(content) < count * itemsize:
+            raise self._failed("read", OSError(errno.EIO, "the file of tokens was shortened"))
         return np.frombuffer(content, dtype=self.dtype)
 
     @property

@@ -40,7 +40,7 @@ from infinity.bounded import (
     text_of,
 )
 from infinity.codecs.plain import STORED_DTYPES
-from infinity.errors import StorageError, UnsupportedError, corrupt
+from infinity.errors import StorageError, UnsupportedError, corrupt, reporting
 from infinity.sizes import MIB
 from infinity.storage.page_reader import read_into
 from infinity.storage.shards import ShardIdentity
@@ -117,7 +117,8 @@ class SafetensorsReader:
             if known is not None and self.identity() == known.identity:
                 self.tensors, self.metadata = known.tensors, known.metadata
             else:
-                self.tensors, self.metadata = _read_header(self._fd, self.path)
+                with reporting("read", self.path):
+                    self.tensors, self.metadata = _read_header(self._fd, self.path)
         except BaseException:
             self.close()
             raise
@@ -139,7 +140,7 @@ class SafetensorsReader:
         try:
             status = os.fstat(self._fd)
             length = int.from_bytes(os.pread(self._fd, _LENGTH_NBYTES, 0), "little")
-            header = os.pread(self._fd, _LENGTH_NBYTES + length, 0)
+            header = os.pread(self._fd, _LENGTH_NBYTES + min(length, _MAX_HEADER_NBYTES), 0)
         except OSError as error:
             raise StorageError(error.errno or 0, operation="read", path=self.path) from None
         return ShardIdentity(
