@@ -132,7 +132,7 @@ class ByteTokenizer:
 
     def token(self, token_id: int) -> str:
         """Returns the token as messages show it."""
-        return repr(bytes([token_id]))
+        return repr(bytes([token_id])) if 0 <= token_id < self.vocab_size else "no byte"
 
     def for_records(self) -> Any:
         """Token 0, which no text has, ends and fills records."""
@@ -165,19 +165,20 @@ class HuggingFaceTokenizer:
                 self.tokenizer = kimi_tokenizer.load(path)
             else:
                 self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            vocabulary = self.tokenizer.get_vocab()
         except ConfigError:
             raise
         except Exception as error:  # A broken directory makes transformers raise any exception.
             raise ConfigError(f"data.tokenizer: {path} cannot be loaded: {error}") from error
-        self.name = str(path)
-        known = self.tokenizer.get_vocab()
-        last = max(known, key=known.__getitem__, default="")
-        self.vocab_size = known.get(last, -1) + 1  # Some vocabularies have gaps.
-        if self.vocab_size > MOST_TOKENS:
+        last = max(vocabulary, key=vocabulary.__getitem__, default="")
+        largest = vocabulary.get(last, 0)
+        if largest >= MOST_TOKENS:
             raise ConfigError(
-                f"data.tokenizer: {path}: token {last!r} has the id {known[last]}; expected ids "
-                f"below {MOST_TOKENS}. Get the tokenizer again"
+                f"data.tokenizer: {path} gives {last!r} the id {largest}; expected ids below "
+                f"{MOST_TOKENS}. Use the model's own tokenizer"
             )
+        self.name = str(path)
+        self.vocab_size = max(len(self.tokenizer), largest + 1)
 
     def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
         """Yields the ids of a file, line by line, and the end-of-text token at its end."""
@@ -197,6 +198,8 @@ class HuggingFaceTokenizer:
 
     def token(self, token_id: int) -> str:
         """Returns the token as messages show it."""
+        if not 0 <= token_id < MOST_TOKENS:
+            return "none"
         return repr(self.tokenizer.convert_ids_to_tokens(token_id))
 
     def for_records(self) -> Any:

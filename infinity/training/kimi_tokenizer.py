@@ -26,6 +26,7 @@ from infinity.errors import ConfigError
 
 _RANKS, _FAST, _NAMES = "tiktoken.model", "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+_MOST_ADDED = 1 << 16  # Ids behind the ranks; Kimi has 256.
 _CODE = "tokenization_kimi"  # The module that tokenizer_config.json names.
 
 # What splits a text before bytes are merged. Chinese characters stand apart from other letters; a
@@ -138,6 +139,11 @@ def _added(names: dict[str, Any], num_ranks: int, directory: Path) -> list[tuple
         raise ConfigError(
             f"data.tokenizer: {directory / _NAMES} has a name for token {min(named)}, and "
             f"{_RANKS} has {num_ranks} tokens already; the files are of two models"
+        )
+    if named and max(named) >= num_ranks + _MOST_ADDED:
+        raise ConfigError(
+            f"data.tokenizer: {directory / _NAMES} has a name for token {max(named)}; expected ids "
+            f"below {num_ranks + _MOST_ADDED}; download it again"
         )
     every = range(num_ranks, max(named, default=num_ranks - 1) + 1)
     return [named.get(index, (f"<|reserved_token_{index}|>", True)) for index in every]

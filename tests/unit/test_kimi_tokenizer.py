@@ -156,3 +156,11 @@ def test_names_of_another_model_are_refused(tmp_path: Path, first: Any) -> None:
     write(tmp_path, of_tokens, added_tokens_decoder=added)
     with pytest.raises(ConfigError, match="of two models"):
         HuggingFaceTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("token", [2**31, 10**18])
+def test_a_name_far_behind_the_ranks_is_refused(tmp_path: Path, token: int) -> None:
+    """All ids before it would be reserved, in memory."""
+    write(tmp_path, ranks(), added_tokens_decoder={str(token): {"content": "[X]"}})
+    with pytest.raises(ConfigError, match=f"has a name for token {token}; expected ids below"):
+        HuggingFaceTokenizer(tmp_path)
