@@ -227,7 +227,8 @@ def _children(value: Any) -> list[Any]:
     return (value or [None]) if isinstance(value, list) else []
 
 
-def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a table of JSON. Raises MalformedError for a key that is given twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         seen: set[str] = set()
@@ -248,7 +249,7 @@ def _finite(text: str) -> float:
 
 
 _STRICT: dict[str, Any] = {
-    "object_pairs_hook": _table,
+    "object_pairs_hook": unique_keys,
     "parse_constant": _refuse_constant,
     "parse_float": _finite,
 }

@@ -5,7 +5,6 @@ The first records of every file are tokenised; the others count by their bytes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +14,9 @@ from typing import Any
 from infinity.config import SwapConfig
 from infinity.sizes import MIB
 from infinity.training.data import Tokenizer, collect_files
+from infinity.training.record_files import read_rows
 from infinity.training.records import kind_of_columns, load_records, needed_columns
+from infinity.training.text import is_records
 
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
@@ -83,28 +84,8 @@ def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the records of JSON lines, JSON, Parquet or `datasets`; nothing of text."""
-    if file.is_dir():
-        yield from load_records([file])
-        return
-    if file.suffix == ".parquet":
-        from pyarrow import parquet
-
-        for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
-            yield from batch.to_pylist()
-        return
-    try:
-        if file.suffix == ".json":
-            rows = json.loads(file.read_bytes())
-            yield from (row for row in rows if isinstance(row, dict))
-            return
-        with file.open("rb") as stream:
-            for line in filter(bytes.strip, stream):
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    return
-                yield record
-    except (ValueError, RecursionError):  # Text; or a fault, which `infinity train` names.
-        return
+    if is_records(file):
+        yield from read_rows(file, needed_columns)
 
 
 def _count(file: Path, num_sampled: int, sampled_nbytes: int) -> int:

@@ -75,7 +75,6 @@ def trainer_arguments(config: SwapConfig, data: JobData) -> Any:
     settings = trl.SFTConfig(
         **options,
         packing=config.data.packing and not data.is_ready,
-        assistant_only_loss=data.marks_assistant,
         completion_only_loss=_learns_completions(config, data),
     )
     return _on_one_device(settings)

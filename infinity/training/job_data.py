@@ -15,13 +15,7 @@ import numpy.typing as npt
 from infinity.config import Data, DataSource, SwapConfig
 from infinity.errors import ConfigError
 from infinity.training.data import Sequences, Tokenizer, collect_files, split_sequences, tokenize
-from infinity.training.records import (
-    Kind,
-    give_template,
-    kind_of,
-    load_records,
-    mark_conversations,
-)
+from infinity.training.records import Kind, kind_of, load_records, mark_conversations
 from infinity.training.token_file import TokenFile
 
 _READ_ROWS = 1000  # At a time.
@@ -32,13 +26,11 @@ class JobData:
     """The datasets of a run, as its trainer takes them; `close` removes the token files.
 
     is_ready: rows are token ids of equal length, which TRL takes as they are
-    marks_assistant: TRL marks what the assistant says
     """
 
     train: Any
     held_out: Any  # None without evaluation data.
     is_ready: bool
-    marks_assistant: bool
     files: tuple[TokenFile, ...] = ()
 
     def close(self) -> None:
@@ -66,13 +58,13 @@ def open_data(
             found.close()
             raise
         return found
-    train, kind, marks = _read(records, data, tokenizer, config.train.method)
+    train, kind = _read(records, config, tokenizer, vocab_size)
     held_out = None
     if data.eval_paths:
         others = _sources(data.eval_paths, config)[1]
         if not others:
             raise ConfigError("data.eval_paths: expected records, as data.paths holds; got text")
-        held_out, other, _ = _read(others, data, tokenizer, config.train.method)
+        held_out, other = _read(others, config, tokenizer, vocab_size)
         if other != kind:
             raise ConfigError(
                 f"data.eval_paths: {others[0]} holds {other}, and data.paths ({records[0]}) holds "
@@ -90,7 +82,7 @@ def open_data(
     check_amount(
         len(train), config.train.batch_size, what, "; or hold less out" * bool(num_held_out)
     )
-    return JobData(train=train, held_out=held_out, is_ready=False, marks_assistant=marks)
+    return JobData(train=train, held_out=held_out, is_ready=False)
 
 
 def check_amount(count: int, batch_size: int, what: str, remedy: str) -> None:
@@ -172,7 +164,6 @@ def _open_text(
         train=train,
         held_out=held_out if len(held_out) else None,
         is_ready=True,
-        marks_assistant=False,
         files=tuple(files),
     )
 
@@ -185,18 +176,17 @@ def _sequences(tokens: TokenFile, numbers: npt.NDArray[np.int64], length: int) -
 
 
 def _read(
-    paths: list[Path], data: Data, tokenizer: Tokenizer, method: str
-) -> tuple[Any, Kind, bool]:
-    """Returns (records, their kind, whether TRL marks what the assistant says)."""
+    paths: list[Path], config: SwapConfig, tokenizer: Tokenizer, vocab_size: int
+) -> tuple[Any, Kind]:
+    assert config.data is not None and config.train is not None
     place = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-    found = load_records(paths)
-    kind = kind_of(found, method=method, place=place)
-    if kind != "conversations":
-        give_template(found, tokenizer.for_records())
-        return found, kind, False
-    only = data.assistant_only_loss
-    marked, marks = mark_conversations(found, tokenizer.for_records(), place, assistant_only=only)
-    return marked, kind, marks
+    found = load_records(paths, vocab_size=vocab_size)
+    kind = kind_of(found, method=config.train.method, place=place)
+    marked, _ = mark_conversations(
+        found, tokenizer.for_records(), place, kind=kind,
+        assistant_only=config.data.assistant_only_loss,
+    )  # fmt: skip
+    return marked, kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from infinity.modules.tiling.split import named_parameters_of
 from infinity.optimizers.algorithms import OPTIMIZERS
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.training.arguments import state_of, trainer_arguments
-from infinity.training.chat import without_false_alarms
 from infinity.training.data import Tokenizer
 from infinity.training.job_data import JobData, check_amount
 from infinity.training.nonfinite import first_nonfinite_module
@@ -136,15 +135,14 @@ def make_trainer(
         collator = trl.trainer.sft_trainer.DataCollatorForLanguageModeling
         own["data_collator"] = collator(pad_token_id=0 if pad_id is None else pad_id)
     try:
-        with without_false_alarms(processing):
-            trainer = kind(
-                model=model,
-                args=arguments,
-                train_dataset=data.train,
-                eval_dataset=data.held_out if config.train.eval_every else None,
-                processing_class=processing,
-                **own,
-            )
+        trainer = kind(
+            model=model,
+            args=arguments,
+            train_dataset=data.train,
+            eval_dataset=data.held_out if config.train.eval_every else None,
+            processing_class=processing,
+            **own,
+        )
     except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
         if isinstance(error, InfinityError):
             raise
@@ -249,6 +247,17 @@ class RunTrainer(OffloadedTrainer):
             if isinstance(callback, EarlyStoppingCallback):
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
         return state_of(self.state)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, *others: Any, **options: Any
+    ) -> Any:
+        """Leaves preferences as they are whose messages were written as tokens, but for prompts
+        that leave no token of an answer."""
+        if "prompt_ids" not in dataset.column_names:
+            prepare = super()._prepare_dataset  # type: ignore[misc]
+            return prepare(dataset, processing_class, args, *others, **options)
+        most = args.max_length
+        return dataset.filter(lambda record: len(record["prompt_ids"]) < most)
 
     # The model is on meta when the trainer is made, and placed when it trains.
 

@@ -27,6 +27,20 @@ def write(path: Path, records: list[Any]) -> Path:
     return path
 
 
+def small_job(tmp_path: Path) -> dict[str, Any]:
+    """A job over `data.jsonl`, which tests write."""
+    return {
+        "tiers": {"host": {"capacity": "24MiB", "huge_pages": False}},
+        "model": {"config": MODEL.to_diff_dict()},
+        "data": {
+            "paths": [str(tmp_path / "data.jsonl")], "sequence_length": 256, "held_out": 0.0,
+            "tokenizer": "bytes",
+        },
+        "train": {"steps": 1, "batch_size": 1},
+        "output": {"directory": str(tmp_path / "output")},
+    }  # fmt: skip
+
+
 def rows_of(
     table: dict[str, Any], template: str | None = None
 ) -> tuple[list[tuple[str, str]], str]:

@@ -10,7 +10,7 @@ import pytest
 from infinity.errors import ConfigError
 from infinity.training.records import load_records
 
-from .record_jobs import MODEL, rows_of, write
+from .record_jobs import rows_of, small_job, write
 
 # Without marks for TRL: what the assistant says is marked here.
 OPTIONAL = (
@@ -22,17 +22,9 @@ OPTIONAL = (
 
 @pytest.fixture
 def table(tmp_path: Path) -> dict[str, Any]:
-    """A job over `data.jsonl`, which tests write."""
-    return {
-        "tiers": {"host": {"capacity": "24MiB", "huge_pages": False}},
-        "model": {"config": MODEL.to_diff_dict()},
-        "data": {
-            "paths": [str(tmp_path / "data.jsonl")], "sequence_length": 64, "held_out": 0.0,
-            "tokenizer": "bytes",
-        },
-        "train": {"steps": 1, "batch_size": 1},
-        "output": {"directory": str(tmp_path / "output")},
-    }  # fmt: skip
+    table = small_job(tmp_path)
+    table["data"]["sequence_length"] = 64
+    return table
 
 
 @pytest.mark.parametrize(

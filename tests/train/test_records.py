@@ -43,6 +43,13 @@ PREFERENCES = [
     {"prompt": f"{i} squared is ", "chosen": str(i * i), "rejected": str(i + 7)} for i in range(40)
 ]
 TEXTS = [{"text": f"{i} and {i * i}"} for i in range(40)]
+
+
+def as_messages(record: dict[str, str]) -> dict[str, Any]:
+    role = {"prompt": "user"}
+    return {k: [{"role": role.get(k, "assistant"), "content": v}] for k, v in record.items()}
+
+
 LORA = peft.LoraConfig(
     task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]
 )
@@ -100,8 +107,10 @@ def adapted(base: Path) -> Any:
         (COMPLETIONS, {}),
         (TEXTS, {}),
         (PREFERENCES, {"beta": 0.2}),
+        ([as_messages(record) for record in COMPLETIONS], {}),
+        ([as_messages(record) for record in PREFERENCES], {"beta": 0.2}),
     ],
-    ids=["conversations", "packed", "completions", "texts", "preferences"],
+    ids=["conversations", "packed", "completions", "texts", "preferences", "asked", "preferred"],
 )
 def test_a_run_over_records_has_the_bits_of_trl_and_peft_in_memory(
     tmp_path, table, base, records, options, monkeypatch
