@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # What a template may not know. The names of tools are theirs to write or not.
-_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking", "name")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_FIELDS = ("tool_calls", "name", *_REASONING)
 _PROBE = "infinity"
 _NUM_ROWS = 500  # Of one child process.
 
@@ -51,6 +53,7 @@ class Template:
     text: str | None
     source: str
     has_marks: bool
+    takes_texts: bool  # It writes content that is a text.
     takes_parts: bool  # It writes lists of parts, [{"type": "text", "text": ...}].
 
 
@@ -82,16 +85,17 @@ def _open(tokenizer: Any, assistant_only: bool) -> Template:
         raise
     except Exception:  # TRL tries a template, which raises whatever its author chose.
         text, has_marks = None, False
-    try:
-        parts = [{"type": "text", "text": _PROBE}]
-        messages = [{"role": role, "content": parts} for role in ("user", "assistant")]
-        written = tokenizer.apply_chat_template(messages, chat_template=text, tokenize=False)
-        takes_parts = written.count(_PROBE) == 2 and "type" not in written
-    except MemoryError:
-        raise
-    except Exception:
-        takes_parts = False
-    return Template(text, source, has_marks, takes_parts)
+    takes = []
+    for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+        messages = [{"role": role, "content": content} for role in ("user", "assistant")]
+        try:
+            written = tokenizer.apply_chat_template(messages, chat_template=text, tokenize=False)
+            takes.append(written.count(_PROBE) == 2 and not re.search("['\"]type['\"]", written))
+        except MemoryError:
+            raise
+        except Exception:
+            takes.append(False)
+    return Template(text, source, has_marks, *takes)
 
 
 @dataclass(slots=True)
@@ -103,7 +107,7 @@ class Writer:
     template: Template
     renew: Callable[[int], None]  # Gives the next call its time, for so many bytes of text.
     nbytes: int = 0  # Of the record.
-    written: set[tuple[str, bool]] = field(default_factory=set)  # (role, whether it comes first)
+    written: set[str] = field(default_factory=set)  # Fields and roles that the template writes.
 
     def conversation(self, messages: list[Message], own: Own, at: str, only: bool) -> list[Row]:
         """Returns one sequence, or one for each message of the assistant. See the file.
@@ -161,10 +165,14 @@ class Writer:
     ) -> list[Row]:
         alone: list[tuple[Ids, int, Ids]] = []  # (tokens up to the turn's end, its begin, marks)
         for turn in learned:
-            prompt = self._apply(messages[:turn], own, at, add_generation_prompt=True)[0]
             tokens, marks = self._apply(messages[: turn + 1], own, at)
-            begin = _common(prompt, tokens)
-            if begin < len(prompt) and not self.template.has_marks:
+            prompt: Ids = []  # Marks tell the rest.
+            if turn and self.template.has_marks:
+                prompt = self._apply(messages[:turn], own, at)[0]
+            if not self.template.has_marks or tokens[: len(prompt)] != prompt:
+                prompt = self._apply(messages[:turn], own, at, add_generation_prompt=True)[0]
+            begin = len(prompt)
+            if tokens[:begin] != prompt:
                 raise ConfigError(
                     f"{at}: the chat template writes messages[{turn}] not behind the prompt of the "
                     "messages before it, so what the assistant says cannot be told; give the "
@@ -193,40 +201,54 @@ class Writer:
             {key: value for key, value in message.items() if key != "weight"}
             for message in messages
         ]
-        if not self.template.takes_parts:
-            for message in messages:
-                if isinstance(message.get("content"), list):
-                    message["content"] = "".join(part["text"] for part in message["content"])
-        bare = own | {"tools": None}
-        if own.get("tools") and not self._is_written("tools", messages, own, messages, bare):
-            raise ConfigError(f"{at}: tools: {_UNWRITTEN}")
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list) and not self.template.takes_parts:
+                message["content"] = "".join(part["text"] for part in content)
+            elif isinstance(content, str) and self.template.takes_parts > self.template.takes_texts:
+                message["content"] = [{"type": "text", "text": content}]
+        if own.get("tools") and "tools" not in self.written:
+            if not self._is_written(messages, own, messages, own | {"tools": None}):
+                raise ConfigError(f"{at}: tools: {_UNWRITTEN}")
+            self.written.add("tools")
         for key in _FIELDS:
-            having = [
-                index for index, message in enumerate(messages)
-                if message.get(key) and not (key == "name" and message["role"] == "tool")
-            ]  # fmt: skip
-            without = [{k: v for k, v in message.items() if k != key} for message in messages]
-            if having and not self._is_written(key, messages, own, without, own):
-                raise ConfigError(f"{at}: messages[{having[0]}].{key}: {_UNWRITTEN}")
+            self._check_field(key, messages, own, at)
         for index, message in enumerate(messages):
-            case = message["role"], index == 0
-            is_usual = case[0] in ("user", "assistant") or not message.get("content")
+            case = f"{message['role']}, {'first' if index == 0 else 'later'}"
+            is_usual = message["role"] in ("user", "assistant") or not message.get("content")
             if is_usual or case in self.written:
                 continue
-            without = messages[:index] + messages[index + 1 :]
-            if without and not self._is_written("", messages, own, without, own):
+            others = [dict(turn) for turn in messages]
+            others[index]["content"] = _PROBE  # Without the message there may be a default one.
+            if not self._is_written(messages, own, others, own):
                 raise ConfigError(
                     f"{at}: messages[{index}]: role {message['role']!r}: {_UNWRITTEN}"
                 )
             self.written.add(case)
         return messages
 
+    def _check_field(self, key: str, messages: list[Message], own: Own, at: str) -> None:
+        having = [
+            index
+            for index, message in enumerate(messages)
+            if message.get(key) and not (key == "name" and message["role"] == "tool")
+        ]
+        if not having or key in self.written:
+            return
+        without = [{k: v for k, v in message.items() if k != key} for message in messages]
+        if self._is_written(messages, own, without, own):
+            if key == "tool_calls":
+                self.written.add(key)
+            return
+        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+        if key in _REASONING and key in self.template.source and last not in having:
+            return  # Templates of reasoning models leave old reasoning out.
+        raise ConfigError(f"{at}: messages[{having[-1]}].{key}: {_UNWRITTEN}")
+
     def _is_written(
-        self, name: str, messages: list[Message], own: Own, others: list[Message], other_own: Own
+        self, messages: list[Message], own: Own, others: list[Message], other_own: Own
     ) -> bool:
-        """Whether the template reads a field, or writes other messages otherwise."""
-        if name and name != "name" and name in self.template.source:  # "namespace" has it.
-            return True
+        """Whether the template writes other messages otherwise."""
         try:
             text = self._render(messages, own)
             return bool(text != self._render(others, other_own))

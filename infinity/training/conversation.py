@@ -23,13 +23,16 @@ _ROLES = {
     "function_response": "tool", "tool_response": "tool",
     **dict.fromkeys(_CALLS, "assistant"),
 }  # fmt: skip
-_SHAREGPT_ROLES = _ROLES | {"observation": "tool", "model": "assistant"}
+_SHAREGPT_ROLES = _ROLES | {
+    "observation": "tool", "model": "assistant",
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+}  # fmt: skip
 # Whether a message is learned: OpenAI's, ms-swift's, axolotl's (two), and a common one.
 _MASKS = ("weight", "loss", "train", "training", "trainable")
 # Fields that change what is learned of a message, and that a text model or TRL cannot follow.
 _REFUSED = (
     "refusal", "audio", "audios", "image", "images", "video", "videos", "loss_scale", "loss_mask",
-    "loss_weight", "train_detail", "training_detail", "prefix",
+    "loss_weight", "train_detail", "training_detail", "prefix", "mask", "masked",
 )  # fmt: skip
 MOST_INT = 2**64  # Numbers that readers of JSON take.
 
@@ -171,7 +174,7 @@ def _message(turn: Any, at: str) -> Message:
     content_key = keys[0] if keys else "content"
     known = {"role", "from", "value", "content", "function_call", *_MASKS, *_REFUSED}
     own = {key: value for key, value in turn.items() if value is not None and key not in known}
-    message: Message = {"role": roles.get(role, role)}
+    message: Message = {"role": roles.get(role if turn.get("role") else role.lower(), role)}
     if role == "function":  # OpenAI's old results of a call.
         message["role"] = "tool"
     content = turn.get(content_key)

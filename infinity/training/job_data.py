@@ -179,7 +179,9 @@ def _read(
     paths: list[Path], config: SwapConfig, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[Any, Kind]:
     assert config.data is not None and config.train is not None
-    place = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    place = str(paths[0])
+    if len(paths) > 1:
+        place += f" and {len(paths) - 1} more files, counted together"
     found = load_records(paths, vocab_size=vocab_size)
     kind = kind_of(found, method=config.train.method, place=place)
     marked, _ = mark_conversations(

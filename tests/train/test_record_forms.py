@@ -97,11 +97,13 @@ def turns(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:
                                       "refusal": None, "tool_calls": []}]},
             "[user]a;[assistant]so B;", "so B;",
         ),
+        ({"conversations": turns(("System", "S"), ("User", "a"), ("Assistant", "B")), "mask": "User"},
+         "[system]S;[user]a;[assistant]B;", "B;"),
         ({"messages": [ASK | {"content": [{"type": "text", "text": "a"}, {"text": "b"}, "c"]}, SAY]},
          "[user]abc;[assistant]B;", "B;"),
     ],
     ids=["alpaca", "alpaca-empty", "sharegpt-column", "sharegpt-role", "sharegpt-tools", "tool",
-         "messages", "twice", "openai-functions", "swift", "reasoning", "parts"],
+         "messages", "twice", "openai-functions", "swift", "reasoning", "capitals", "parts"],
 )  # fmt: skip
 def test_a_record_of_another_program_is_learned_as_it_is_meant(
     tmp_path, table, record, text, said
@@ -201,6 +203,7 @@ def test_preferences_of_another_program_keep_their_prompt(tmp_path, record) -> N
         ({"messages": [ASK, SAY | {"weight": 0, "loss": True}]}, "weight and loss contradict"),
         ({"messages": [ASK | {"train": True}, SAY]}, r"messages\[0\].train: expected false"),
         ({"messages": [ASK, SAY | {"loss_scale": 2}]}, r"messages\[1\].loss_scale: expected a mes"),
+        ({"messages": [ASK, SAY | {"masked": True}]}, r"messages\[1\].masked: expected a message"),
         ({"messages": [ASK, SAY | {"refusal": "no"}]}, r"messages\[1\].refusal: expected a message"),
         ({"messages": [ASK, SAY], "weight": 0.5}, "weight: the column changes what is learned"),
         ({"messages": [ASK, SAY], "history": [["q", "A"]]}, "history: the column changes"),
@@ -256,6 +259,17 @@ def test_what_the_template_does_not_write_is_refused(tmp_path, table, record, sa
         learned(tmp_path, table, record, TWO_ROLES)
 
 
+def test_a_system_message_that_is_the_default_of_the_template_is_written(tmp_path, table) -> None:
+    """As Qwen's templates have it."""
+    template = (
+        "{% if messages[0].role != 'system' %}[system]S;{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    record = {"messages": [{"role": "system", "content": "S"}, ASK, SAY]}
+    assert learned(tmp_path, table, record, template) == [("[system]S;[user]a;[assistant]B;", "B;")]
+
+
 def test_parts_stay_parts_under_a_template_that_takes_them(tmp_path, table) -> None:
     template = (
         "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}"
@@ -265,6 +279,49 @@ def test_parts_stay_parts_under_a_template_that_takes_them(tmp_path, table) -> N
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     record = {"messages": [ASK | {"content": parts}, SAY]}
     assert learned(tmp_path, table, record, template) == [("[user](a)(b);[assistant]B;", "B;")]
+
+
+def test_texts_become_parts_under_a_template_that_takes_nothing_else(tmp_path, table) -> None:
+    """As those of models that see, which write no content that is a text."""
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.content is not string %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %};{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    found = learned(tmp_path, table, {"messages": [ASK, SAY]}, template)
+    assert found == [("[user]a;[assistant]B;", "B;")]
+
+
+def test_old_reasoning_may_be_left_out_and_the_last_may_not(tmp_path, table) -> None:
+    """Templates of reasoning models write the reasoning of the last answer only."""
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{% if loop.last and show %}"
+        "{{ m.reasoning_content }}{% endif %}{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    thought = SAY | {"reasoning_content": "so "}
+    shown = {"chat_template_kwargs": {"show": True}}
+    found = learned(tmp_path, table, {"messages": [ASK, thought]} | shown, template)
+    assert found == [("[user]a;[assistant]so B;", "so B;")]
+    old = {"messages": [ASK, thought, ASK, SAY]} | shown
+    assert learned(tmp_path, table, old, template)[-1] == (
+        "[user]a;[assistant]B;[user]a;[assistant]B;", "B;",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"record 1: messages\[1\].reasoning_content: the chat"):
+        learned(tmp_path, table, {"messages": [ASK, thought]}, template)
+
+
+def test_a_mask_keeps_what_the_marks_of_a_template_learn_of_the_others(tmp_path, table) -> None:
+    """The marks may begin before the answer, or behind what the prompt of an answer ends with."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}[assistant]<>"
+        "{{ m.content }};{% endgeneration %}{% else %}[{{ m.role }}]{{ m.content }};{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]<{% endif %}"
+    )
+    record = {"messages": [ASK, FIRST | {"weight": 0}, ASK, SAY]}
+    assert learned(tmp_path, table, record, template) == [
+        ("[user]a;[assistant]<>A;[user]a;[assistant]<>B;", "[assistant]<>B;")
+    ]
 
 
 def test_records_of_two_kinds_are_refused_by_the_first_that_differs(tmp_path) -> None:

@@ -86,6 +86,16 @@ def test_integers_of_arrow_are_texts(tmp_path) -> None:
     assert load_records([tmp_path / "d.parquet"])[0] == {"prompt": "a", "completion": "42"}
 
 
+@pytest.mark.parametrize("form", ["parquet", "saved"])
+def test_classes_are_learned_by_their_names(tmp_path, form) -> None:
+    classes = datasets.ClassLabel(names=["bad", "good"])
+    features = datasets.Features({"prompt": datasets.Value("string"), "completion": classes})
+    saved = datasets.Dataset.from_dict({"prompt": ["a"], "completion": [1]}, features=features)
+    (saved.to_parquet if form == "parquet" else saved.save_to_disk)(tmp_path / f"data.{form}")
+    found = load_records([tmp_path / f"data.{form}"])
+    assert found[0] == {"prompt": "a", "completion": "good"}
+
+
 def test_a_date_inside_a_tool_is_the_text_that_json_writes(tmp_path) -> None:
     tool = {"name": "f", "since": "2024-01-01T00:00:00", "minimum": 0.30000000000000004}
     record = {"messages": [ASK, ASK | {"role": "assistant"}], "tools": [tool]}
