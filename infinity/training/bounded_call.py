@@ -56,7 +56,7 @@ def call_bounded(
             for value in values:
                 try:
                     is_done, content = pickle.load(stream)
-                except EOFError:
+                except (EOFError, pickle.UnpicklingError):
                     raise _exceeded(pid, place_of(value), what) from None
                 if not is_done:
                     raise ConfigError(content or _too_large(place_of(value), what))

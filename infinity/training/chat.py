@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from typing import Any
 from infinity.errors import ConfigError
 from infinity.training.bounded_call import call_bounded
 from infinity.training.conversation import Message
+
+_log = logging.getLogger("infinity")
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -35,6 +38,7 @@ CHATML = (
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _FIELDS = ("tool_calls", "name", *_REASONING)
 _PROBE = "infinity"
+_CUT = "cut"  # Tokens at the end of a prompt that its answers do not stand behind.
 _NUM_ROWS = 500  # Of one child process.
 
 Ids = list[int]
@@ -143,7 +147,8 @@ class Writer:
         begin = self._apply(talk[: len(prompt)], own, at, add_generation_prompt=True)[0]
         tokens = self._apply(talk, own, at)[0]
         count = _common(begin, tokens)
-        return {"input_ids": tokens, "completion_mask": [0] * count + [1] * (len(tokens) - count)}
+        mask = [0] * count + [1] * (len(tokens) - count)
+        return {"input_ids": tokens, "completion_mask": mask, _CUT: begin[count:]}
 
     def preference(
         self, prompt: list[Message], chosen: list[Message], rejected: list[Message],
@@ -158,6 +163,7 @@ class Writer:
             "prompt_ids": begin[:count],
             "chosen_ids": both[0][count:],
             "rejected_ids": both[1][count:],
+            _CUT: begin[count:],
         }
 
     def _by_prefixes(
@@ -321,6 +327,7 @@ def encode_chats(
         records = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
         values = list(zip(numbers, records, strict=True))
         writers: list[Writer] = []  # Made in the child.
+        warned: list[str] = []
 
         def call(value: tuple[int, dict[str, Any]], renew: Callable[[int], None]) -> list[Row]:
             if not writers:
@@ -340,6 +347,13 @@ def encode_chats(
                 for name in kept:
                     made[name].append(value[1][name])
                 made["record"].append(value[0])
+                if row.get(_CUT) and not warned:
+                    warned.append(_place(value))
+                    _log.warning(
+                        "%s: the template writes the end of the prompt otherwise before an answer: "
+                        "%r is left out of what is learned behind, here and perhaps elsewhere",
+                        warned[0], tokenizer.decode(row[_CUT]),
+                    )  # fmt: skip
         return made
 
     ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("int8"))

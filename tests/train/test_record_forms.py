@@ -324,6 +324,17 @@ def test_a_mask_keeps_what_the_marks_of_a_template_learn_of_the_others(tmp_path,
     ]
 
 
+def test_a_prompt_that_ends_otherwise_before_its_answer_is_told(tmp_path, table, caplog) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    )
+    record = {"prompt": [ASK], "completion": [SAY]}
+    assert learned(tmp_path, table, record, template) == [("[user]a;[assistant]B;", "B;")]
+    assert "record 1: the template writes the end of the prompt otherwise" in caplog.text
+    assert "'<think>' is left out" in caplog.text
+
+
 def test_records_of_two_kinds_are_refused_by_the_first_that_differs(tmp_path) -> None:
     path = write(tmp_path / "data.jsonl", [{"text": "a"}, {"prompt": "a", "completion": "b"}])
     with pytest.raises(
