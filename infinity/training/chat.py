@@ -23,7 +23,7 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.training.bounded_call import call_bounded
-from infinity.training.conversation import Message
+from infinity.training.conversation import REASONING, Message
 
 _log = logging.getLogger("infinity")
 
@@ -35,8 +35,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # What a template may not know. The names of tools are theirs to write or not.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_FIELDS = ("tool_calls", "name", *_REASONING)
+_FIELDS = ("tool_calls", "name", *REASONING)
 _PROBE = "infinity"
 _CUT = "cut"  # Tokens at the end of a prompt that its answers do not stand behind.
 _NUM_ROWS = 500  # Of one child process.
@@ -247,7 +246,7 @@ class Writer:
                 self.written.add(key)
             return
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
-        if key in _REASONING and key in self.template.source and last not in having:
+        if key in REASONING and key in self.template.source and last not in having:
             return  # Templates of reasoning models leave old reasoning out.
         raise ConfigError(f"{at}: messages[{having[-1]}].{key}: {_UNWRITTEN}")
 

@@ -34,6 +34,7 @@ _REFUSED = (
     "refusal", "audio", "audios", "image", "images", "video", "videos", "loss_scale", "loss_mask",
     "loss_weight", "train_detail", "training_detail", "prefix", "mask", "masked",
 )  # fmt: skip
+REASONING = ("reasoning_content", "reasoning", "thinking")
 MOST_INT = 2**64  # Numbers that readers of JSON take.
 
 
@@ -190,6 +191,7 @@ def _message(turn: Any, at: str) -> Message:
     if content is not None or not (calls and message["role"] == "assistant"):
         message["content"] = _content(content, f"{at}.{content_key}")
     check_values(own, at)
+    own |= {key: text_of(own[key], f"{at}.{key}") for key in (*REASONING, "name") if key in own}
     _refuse_fields(turn, at)
     if not _is_learned(turn, message["role"], at):
         message["weight"] = 0
@@ -205,14 +207,13 @@ def _content(content: Any, at: str) -> Any:
     parts = []
     for index, part in enumerate(content):
         where = f"{at}[{index}]"
-        if isinstance(part, dict):
-            if part.get("type", "text") != "text":
-                raise ConfigError(
-                    f'{where}: expected {{"type": "text", "text": "..."}}; got a part of type '
-                    f"{_shown(part['type'])}, which a text model does not learn"
-                )
-            part = text_of(part.get("text"), f"{where}.text")
-        parts.append({"type": "text", "text": text_of(part, where)})
+        kind = part.get("type", "text") if isinstance(part, dict) else part
+        if not isinstance(part, dict) or kind != "text":
+            raise ConfigError(
+                f'{where}: expected {{"type": "text", "text": "..."}}; got {_shown(kind)}, which a '
+                "text model does not learn"
+            )
+        parts.append({"type": "text", "text": text_of(part.get("text"), f"{where}.text")})
     return parts
 
 
