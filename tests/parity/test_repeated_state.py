@@ -395,6 +395,29 @@ def test_a_model_that_is_called_in_a_backward_is_refused(swap_directory: Path) -
     refused(Model(Block), swap_directory, "called in a backward", loss_of)
 
 
+class Hooked(Model):
+    """Scales a gradient between blocks; `has_residual`: the gradient comes in parts."""
+
+    has_residual = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x.register_hook(lambda gradient: gradient * 3)
+            x = block(x) + (x if self.has_residual else 0)
+        found: Tensor = self.head(x)
+        return found
+
+
+class HookedResidual(Hooked):
+    has_residual = True
+
+
+def test_a_hook_of_a_tensor_between_blocks_is_called_once_or_refused(swap_directory: Path) -> None:
+    check(lambda: Hooked(Block), swap_directory)
+    refused(HookedResidual(Block), swap_directory, "has a hook or keeps its gradient")
+
+
 class Twice(Model):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(super().forward(x).expand(-1, WIDTH))

@@ -26,7 +26,9 @@ from typing import TypeAlias
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.boundary import BlockCall, EdgeGradients
+from infinity.modules.accumulate.purity import hooked_nodes
 from infinity.modules.forward_nodes import ACCUMULATES
 
 Key: TypeAlias = tuple[Node, int]
@@ -78,6 +80,8 @@ class GraphBetween:
         ends = {} if self.runs_again else self._ends(due, following)
         if ends and _lead_to_each_other(ends):
             self.runs_again, ends = True, {}
+        if self.runs_again and hooked_nodes:
+            raise _calls_twice()
         # Autograd adds the gradients of roots first.
         keys = dict.fromkeys(due) | dict.fromkeys(key for key in ends if key in self._gradients)
         edges, sums = zip(*(self._gradients.pop(key) for key in keys), strict=True)
@@ -90,6 +94,8 @@ class GraphBetween:
             if gradient is None:
                 continue
             if self._waits(edge.node, following):
+                if edge.node in hooked_nodes:
+                    raise _calls_twice()
                 if isinstance(edge.node, torch._C._FunctionBase):
                     self._owners += edges
                 self.put(edge, gradient)
@@ -130,6 +136,14 @@ class GraphBetween:
                     seen.add(behind)
                     walk.append(behind)
         return ends if has_waiting else {}
+
+
+def _calls_twice() -> UnsupportedError:
+    return UnsupportedError(
+        "a tensor between blocks has a hook or keeps its gradient (register_hook, retain_grad), "
+        "and its gradient comes in parts, each of which would be passed to the hook; accumulate "
+        "micro-batches by several backward() calls instead"
+    )
 
 
 def _accumulate(leaves: list[tuple[GradientEdge, torch.Tensor]]) -> None:

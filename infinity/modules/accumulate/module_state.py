@@ -22,7 +22,12 @@ from torch import nn
 
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.captured import HOOKS_INSTALLED
-from infinity.modules.accumulate.purity import INSTALLS, is_trusted, refuse_new_hook
+from infinity.modules.accumulate.purity import (
+    INSTALLS,
+    hooked_nodes,
+    is_trusted,
+    refuse_new_hook,
+)
 
 Key: TypeAlias = tuple[int, str]  # The id of a module, and an attribute.
 Attributes: TypeAlias = Mapping[Key, Any]
@@ -34,10 +39,15 @@ _NOTHING: Attributes = {}
 _PREPARES = frozenset({"transformers"})
 _MODES = ("training", "forward", "prepare_inputs_for_generation")
 
+# What is watched while micro-batches take turns.
 _PLAIN = {
-    name: getattr(nn.Module, name)
-    for name in ("__setattr__", "__delattr__", "register_forward_hook", "register_forward_pre_hook")
-}
+    (owner, name): getattr(owner, name)
+    for owner, name in (
+        (nn.Module, "__setattr__"), (nn.Module, "__delattr__"),
+        (nn.Module, "register_forward_hook"), (nn.Module, "register_forward_pre_hook"),
+        (torch.Tensor, "register_hook"), (torch.Tensor, "retain_grad"),
+    )
+}  # fmt: skip
 _watching: list[ModuleState] = []
 
 
@@ -65,8 +75,8 @@ class ModuleState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Notes every attribute that is written, and new hooks of the modules: those of one
-        micro-batch would be called for the others."""
+        """Notes every attribute that is written, new hooks of the modules (those of one micro-batch
+        would be called for the others), and the nodes of tensors that get a hook."""
         if not _watching:
             _watch()
         _watching.append(self)
@@ -227,14 +237,24 @@ def _watch() -> None:
 
         return register
 
-    for name, plain in _PLAIN.items():
-        change = noting if name.startswith("__") else noting_hook
-        setattr(nn.Module, name, change(plain))
+    def noting_tensor(plain: Any) -> Any:
+        def register(tensor: torch.Tensor, *hook: Any) -> Any:
+            if tensor.grad_fn is not None:
+                hooked_nodes.add(tensor.grad_fn)
+            return plain(tensor, *hook)
+
+        return register
+
+    for (owner, name), plain in _PLAIN.items():
+        is_write = name.startswith("__")
+        change = noting if is_write else noting_hook if owner is nn.Module else noting_tensor
+        setattr(owner, name, change(plain))
 
 
 def _stop_watching() -> None:
-    for name, plain in _PLAIN.items():
-        setattr(nn.Module, name, plain)
+    hooked_nodes.clear()
+    for (owner, name), plain in _PLAIN.items():
+        setattr(owner, name, plain)
 
 
 def _is_same(value: Any, other: Any) -> bool:

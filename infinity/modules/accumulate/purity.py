@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_modules
 
 from infinity.errors import UnsupportedError
@@ -18,6 +19,8 @@ _TRUSTED = frozenset({"torch", "transformers", "peft", "trl", "accelerate", "inf
 INSTALLS = frozenset({"torch", "transformers", "infinity"})
 _TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _INSTEAD = "accumulate micro-batches by several backward() calls instead"
+# Of tensors that got a hook, or keep their gradient, while micro-batches take turns.
+hooked_nodes: set[Node] = set()
 # Arguments of transformers' layers that their forward fills.
 _CACHES = (
     "past_key_values", "past_key_value", "layer_past", "cache_params", "past_buckets_states",
