@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -446,6 +447,42 @@ class Plain(Residuals):
         return {"loss": hidden.square().mean()}
 
 
+class Aside(Norms):
+    """A block leaves a tensor on itself, which the loss reads."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            object.__setattr__(self, "aside", y.square().mean())
+            return y.tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = super().forward(input_ids, labels)
+        return {"loss": found["loss"] + sum(block.aside for block in self.blocks)}
+
+
+class Boxed(Aside):
+    """A block returns an object with a tensor."""
+
+    class Block(Aside.Block):
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(y=super().forward(x))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden).y
+        return {"loss": hidden.square().mean()}
+
+
 def hooked() -> Any:
     model = gpt2_without_dropout()
     model.transformer.h[1].register_forward_hook(lambda *_: None)
@@ -500,6 +537,8 @@ class Cached(Trainer):
         (Trainer, Residuals, "lead to each other"),
         (Trainer, Shared, "used in several places"),
         (Trainer, tied, "are one weight"),
+        (Trainer, Aside, "by another way than its outputs"),
+        (Trainer, Boxed, "inside an object"),
         (Trainer, InPlace, "changes an argument in place"),
         (Trainer, hooked, "transformer.h.1 has the forward hook"),
         (Features, gpt2_without_dropout, "registers the forward hook"),

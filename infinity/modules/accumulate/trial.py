@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.modules.accumulate.block_state import BlockState, is_alike
 from infinity.modules.accumulate.boundary import is_activation
+from infinity.modules.accumulate.captured import CapturedTensors
 from infinity.modules.accumulate.fiber import Random
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.proof import Repeats
 from infinity.modules.accumulate.purity import describe, foreign_hook, replaced_forward
 from infinity.modules.forward_nodes import ACCUMULATES
+from infinity.modules.outputs import tensors_in
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 _OTHERWISE = ", and gradients would be added in another order"
@@ -61,7 +63,8 @@ class Trial:
         devices = {parameter.device for parameter in model.parameters()}
         self._random = Random(next((d for d in devices if d.type != "cpu"), torch.device("cpu")))
         self._calls: list[tuple[int, int, int]] = []  # Block, first node, node behind the last.
-        self._began: list[tuple[int, list[tuple[torch.Tensor, int]]]] = []
+        self._began: list[tuple[int, list[tuple[torch.Tensor, int]], CapturedTensors]] = []
+        self._exits: set[Node] = set()  # The nodes of what blocks have returned.
         self._order: list[int] | None = None
         self._num_losses = 0
         self._is_first = True
@@ -84,6 +87,7 @@ class Trial:
             with attributes.watched():
                 yield
         finally:
+            self._exits.clear()
             for handle in handles:
                 handle.remove()
         if self._num_losses != 1:
@@ -115,21 +119,29 @@ class Trial:
     def _begin(self, block: nn.Module, *arguments: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(arguments) if is_activation(leaf)]
         versions = [(tensor, tensor._version) for tensor in tensors]
-        self._began.append((torch.autograd._get_sequence_nr(), versions))
+        self._began.append((torch.autograd._get_sequence_nr(), versions, CapturedTensors()))
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> None:
-        (first, versions), last = self._began.pop(), torch.autograd._get_sequence_nr()
+        (first, versions, captured), last = self._began.pop(), torch.autograd._get_sequence_nr()
         if any(tensor._version != version for tensor, version in versions):
             self._note("a block changes an argument in place")
-        if current_backward() == OUTSIDE_BACKWARD:  # No repeat for a checkpoint.
-            self._calls.append((self._blocks[block], first, last))
+        if current_backward() != OUTSIDE_BACKWARD:
+            return  # The repeat of a checkpoint.
+        self._calls.append((self._blocks[block], first, last))
+        tensors = [*tensors_in(output), *captured.tensors()]
+        self._exits.update(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+        known = {id(leaf) for leaf in tree_leaves((output, captured.tensors()))}
+        if any(tensor.requires_grad and id(tensor) not in known for tensor in tensors):
+            self._note(
+                "a block returns a tensor inside an object that torch's pytree does not know"
+            )
 
     def look_at(self, loss: torch.Tensor) -> None:
         """Looks at the graph of a loss, before its backward."""
         self._num_losses += 1
         if loss.grad_fn is not None and self.cause is None:
             starts, ends = ([call[at] for call in self._calls] for at in (1, 2))
-            self.cause = _why_sums_differ(loss.grad_fn, _Places(starts, ends))
+            self.cause = _why_sums_differ(loss.grad_fn, _Places(starts, ends), self._exits)
 
 
 class _Places:
@@ -147,8 +159,11 @@ class _Places:
         return call, call > 0 and number < self._ends[call - 1]
 
 
-def _why_sums_differ(root: Node, places: _Places) -> str | None:
-    """Returns why sums of gradients would have another order, or None."""
+def _why_sums_differ(root: Node, places: _Places, exits: set[Node]) -> str | None:
+    """Returns why sums of gradients would have another order, or None.
+
+    exits: the nodes of what blocks have returned
+    """
     uses: dict[Node, set[tuple[int, bool]]] = {}
     waiting: set[Node] = set()  # See Waiting nodes in `between.py`.
     for node in _nodes_behind(root, lambda _: True):
@@ -160,6 +175,9 @@ def _why_sums_differ(root: Node, places: _Places) -> str | None:
                 uses.setdefault(behind, set()).add((call, is_inside))
                 continue
             call_behind, is_behind_inside = places.of(behind)
+            is_left = is_behind_inside and (call_behind, True) != (call, is_inside)
+            if is_left and behind not in exits:
+                return "a tensor inside a block reaches the loss by another way than its outputs"
             if not is_inside and not is_behind_inside and call_behind < call:
                 waiting.add(behind)
     for leaf, found in uses.items():
