@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from infinity.distributed import transport
 from infinity.distributed.endings import naming_lost_ranks
 from infinity.distributed.group import RankTopology
 from infinity.distributed.process_groups import new_group
 from infinity.errors import ConfigError, InfinityError
+from infinity.private.torch import use_torchcomms_enabled
 
 # Of an operation that every rank has begun. A device may be far behind its host; the links find out
 # much sooner who is gone.
@@ -132,7 +132,7 @@ def refuse_blocking_calls() -> None:
             "for all ranks, expected one that is only issued; set it to INFO, or set "
             'distributed.exchange to "one_sided"'
         )
-    if distributed_c10d._use_torchcomms_enabled():  # noqa: SLF001  Whether it is installed, too.
+    if use_torchcomms_enabled is not None and use_torchcomms_enabled():  # And it is installed.
         raise ConfigError(
             "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 sorts the ranks of a new group, expected the order "
             'of the engine; set it to 0, or set distributed.exchange to "one_sided"'

@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from infinity.errors import ConfigError
+from infinity.private.torch import world
 
 
 def new_group(
@@ -60,7 +60,7 @@ def store_of(group: Any) -> Any:
 
     Raises ConfigError for a backend that has none.
     """
-    known: Any = distributed_c10d._world.pg_map  # noqa: SLF001  PyTorch has no other word.
+    known: Any = world.pg_map
     store = known[group or dist.group.WORLD][1]
     if store is None:
         raise ConfigError(
@@ -72,7 +72,7 @@ def store_of(group: Any) -> Any:
 
 def number_of_groups() -> int:
     """Returns the number of process groups that this rank is in."""
-    return len(distributed_c10d._world.pg_names)  # noqa: SLF001  PyTorch has no other word.
+    return len(world.pg_names)
 
 
 def refuse_unequal_names(group: Any, numbers: Sequence[int]) -> None:

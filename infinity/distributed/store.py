@@ -25,6 +25,7 @@ from infinity.distributed.pending import PendingShards
 from infinity.distributed.transport import PeerTransport
 from infinity.errors import StorageError
 from infinity.observe import Counters
+from infinity.private.torch import TensorBase
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.old_copies import OldCopies
 from infinity.state.partition import Partition, Shard, ShardSegment
@@ -479,5 +480,5 @@ def _windows_of(start: int, stop: int) -> Iterator[tuple[int, int]]:
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a host tensor. `tensor.numpy()` may be observed (`modules/raw_access.py`), and
     a thread that serves other ranks must not wait for the engine's lock there."""
-    memory: memoryview = torch._C.TensorBase.numpy(tensor).data
+    memory: memoryview = TensorBase.numpy(tensor).data
     return memory

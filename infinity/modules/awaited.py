@@ -20,11 +20,11 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from infinity.errors import ConfigError
 from infinity.modules.torch_names import TENSOR
+from infinity.private.torch import DisableTorchFunctionSubclass, make_subclass, parse_to, tree_map
 
 
 class _Building(threading.local):
@@ -78,8 +78,8 @@ class Awaited(torch.Tensor):
     @staticmethod
     def make(parameter: torch.Tensor) -> Awaited:
         """Returns an Awaited in the place of `parameter`, with its attributes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            awaited = torch.Tensor._make_subclass(
+        with DisableTorchFunctionSubclass():
+            awaited: Awaited = make_subclass(
                 Awaited, parameter.detach().to("meta"), parameter.requires_grad
             )
             awaited.__dict__.update(parameter.__dict__)
@@ -89,7 +89,7 @@ class Awaited(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Awaited:
         if id(self) not in memo:
             memo[id(self)] = Awaited.make(self)
-            with torch._C.DisableTorchFunctionSubclass():  # A copy shares no memory.
+            with DisableTorchFunctionSubclass():  # A copy shares no memory.
                 memo[id(self)].data = torch.empty_like(self, requires_grad=False)
         copied: Awaited = memo[id(self)]
         return copied
@@ -106,7 +106,7 @@ class Awaited(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         is_building = _building.kept is not None
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             special = None if is_building else _SPECIAL.get(func)
             if special is not None:
                 return special(*args, **(kwargs or {}))
@@ -153,7 +153,7 @@ def without_class(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an Awaited as the tensor on meta that it is; any other tensor as it is."""
     if not isinstance(tensor, Awaited):
         return tensor
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)
 
 
@@ -276,7 +276,7 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, dtype = args[0].device, args[0].dtype
     else:
         wanted = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **wanted)
+        device, dtype, _, _ = parse_to(*args, **wanted)
     if device is not None and device.type not in ("cpu", "meta"):
         return tensor.to(device)  # Refused by torch, because there is no data.
     return tensor if dtype in (None, tensor.dtype) else _awaited(tensor.to(dtype=dtype))

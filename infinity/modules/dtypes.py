@@ -12,6 +12,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -106,10 +107,10 @@ def _models_in(module: nn.Module) -> Iterator[Any]:
 
 def _twin(model: Any, dtype: torch.dtype) -> nn.Module | None:
     """Builds a model of the same class on meta, as `from_pretrained` builds it."""
-    from transformers.utils.generic import ContextManagers
-
     try:
-        with ContextManagers(type(model).get_init_context(dtype, False, False, None)):
+        with ExitStack() as stack:
+            for context in type(model).get_init_context(dtype, False, False, None):
+                stack.enter_context(context)
             twin: nn.Module = type(model)(copy.deepcopy(model.config))
             return twin
     except Exception as error:  # The constructor of the model does not run on meta.

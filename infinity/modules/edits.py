@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.awaited import is_to_come
 from infinity.modules.param import OffloadedParam, ParamTable, increment_versions, settle
+from infinity.private.torch import top_saved_tensors_default_hooks
 from infinity.sizes import PAGE_NBYTES, align_down
 from infinity.state.store import StateStore
 from infinity.state.units import TensorSpec, Unit, weight_of
@@ -122,7 +123,7 @@ class WeightEdits:
     def refuse_saved(self, replaced: Iterable[OffloadedParam], nodes: Iterable[Node]) -> None:
         """Raises UnsupportedError if a graph has saved the old value of a parameter whose data was
         replaced, because the new value takes the same memory."""
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if top_saved_tensors_default_hooks(True) is not None:
             return  # Saved by other means, such as a checkpoint: reading it would run its forward.
         saved = [tensor for node in nodes for tensor in _saved_by(node)]
         for param in replaced:

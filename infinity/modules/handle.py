@@ -23,6 +23,7 @@ from infinity.modules.handle_tensor import (
     targets,
 )
 from infinity.modules.torch_names import TENSOR, members, was_called_by
+from infinity.private.torch import has_compatible_shallow_copy_type, parse_to
 
 __all__ = ["Handle", "find_handles", "replace_handles", "targets"]
 
@@ -139,7 +140,7 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if args and isinstance(args[0], torch.Tensor):
         return _converted(handle, args[0].device, args[0].dtype)
-    device, dtype, _, _ = torch._C._nn._parse_to(
+    device, dtype, _, _ = parse_to(
         *args, **{key: value for key, value in kwargs.items() if key in ("device", "dtype")}
     )
     return _converted(handle, device, dtype)
@@ -223,7 +224,7 @@ Handle.functions = {
     torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.untyped_storage: _refuse_storage,
     torch.Tensor.storage: _refuse_storage,
-    torch._has_compatible_shallow_copy_type: lambda *args: True,  # nn.Module._apply calls this.
+    has_compatible_shallow_copy_type: lambda *args: True,  # nn.Module._apply calls this.
     torch.Tensor.numpy: _array,
     torch.Tensor.__array__: _array,
     torch.Tensor.__dlpack__: _refuse_storage,

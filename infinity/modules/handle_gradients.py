@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
 from infinity.errors import UnsupportedError
 from infinity.modules.handle_tensor import Handle, find_handles
 from infinity.modules.torch_names import was_called_by
+from infinity.private.torch import get_grad_fn_or_grad_acc
 
 
 def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def register_hook(handle: Handle, hook: Any) -> Any:
 
 def view_as(handle: Any, other: Any) -> Any:
     """Returns a tensor whose node `torch.autograd.graph` can inspect; its values are not used."""
-    if not was_called_by(_get_grad_fn_or_grad_acc):
+    if not was_called_by(get_grad_fn_or_grad_acc):
         return NotImplemented
     leaf = _leaf_of(handle, "a gradient edge")
     return leaf.view_as(leaf)

@@ -36,6 +36,7 @@ from infinity.modules.state_values import StateValue
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.modules.uses import UnitUses
 from infinity.observe import Counters
+from infinity.private.torch import DisableTorchFunctionSubclass, get_sequence_nr
 from infinity.state.units import Unit
 from infinity.streaming.passes import Passes
 from infinity.tiers.pool import HostPool
@@ -107,7 +108,7 @@ class HandleOps(Owner, Original):
         trainable, as an adapter does that is activated for evaluation; its gradient is refused."""
         param = self._known(handle)
         param.compute.requires_grad_(is_trainable)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
 
     @override
@@ -195,7 +196,7 @@ class HandleOps(Owner, Original):
         units = list(dict.fromkeys(param.unit.index for param in read))
         self._uses.refuse_transforms(units)
         self._note_fault([param.name for param in read], function)
-        first = torch.autograd._get_sequence_nr()
+        first = get_sequence_nr()
         if self._initialising is not None:
             self._keep(self._initialising, units)
         set_units = [params[id(h)].unit.index for h in changed]

@@ -28,6 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
 from infinity.modules.mirrors import Mirror, Origin, Original
 from infinity.modules.torch_names import PLAIN, TENSOR, outside_graph, says_it_writes
+from infinity.private.torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 
 
 class Owner(Protocol):
@@ -120,7 +121,7 @@ class Handle(torch.Tensor):
         """Returns a handle with the shape, stride, dtype, device and requires_grad of `like`. A
         given `shape` replaces that of `like` and is row-major."""
         strides = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
-        handle = torch.Tensor._make_wrapper_subclass(
+        handle: Handle = make_wrapper_subclass(
             Handle,
             like.shape if shape is None else shape,
             strides=strides,
@@ -133,13 +134,13 @@ class Handle(torch.Tensor):
         handle.is_gradient = is_gradient
         handle._is_param = not is_gradient
         if handle.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 handle.register_post_accumulate_grad_hook(_take_stray)  # type: ignore[no-untyped-call]
         return handle
 
     def make_data(self) -> Handle:
         """Returns the handle for `.data`."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             handle = Handle.make(self.owner, self.name_in_model, self)
             handle.requires_grad_(False)
         handle.is_data, handle._is_param = True, False
@@ -251,7 +252,7 @@ class Handle(torch.Tensor):
         if is_dynamo_compiling():
             return outside_graph(cls.__torch_function__, func, types, args, kwargs)
         if func in PLAIN:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         special = cls.functions.get(func)
         if special is not None:
@@ -346,7 +347,7 @@ def targets(
 def _take_stray(handle: Any) -> None:
     """Passes on a gradient that reached the handle itself, through a graph made by code that
     bypassed `__torch_function__`."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         gradient = TENSOR.grad.__get__(handle)
         TENSOR.grad.__set__(handle, None)
     handle.owner.take_gradient(handle, gradient)

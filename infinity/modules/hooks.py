@@ -40,6 +40,13 @@ from infinity.modules.forward_nodes import ForwardNodes, call_before_each, nodes
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.outputs import detach_from_parameters
 from infinity.modules.turns import is_backward_elsewhere, is_in_module, thread_of_backward
+from infinity.private.torch import (
+    current_autograd_node,
+    get_sequence_nr,
+    get_tracing_state,
+    peek_interpreter_stack,
+    will_engine_execute_node,
+)
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 
@@ -104,7 +111,7 @@ class Uses(Protocol):
         """Called once at the end of each backward, also of one that failed."""
 
 
-_running_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_running_transform: Callable[[], Any] = peek_interpreter_stack
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 
@@ -161,7 +168,7 @@ class BackwardCalls:
             handle.remove()
             self._enter(call, exits)
 
-        handle = torch._C._current_autograd_node().register_prehook(runs)
+        handle = current_autograd_node().register_prehook(runs)
 
     def _enter(self, call: ModuleCall, exits: Iterable[Node]) -> None:
         running = current_backward()
@@ -178,17 +185,17 @@ class BackwardCalls:
                 call.streams = {self._uses.current_stream()}
             call.backward_id = running
             self._calls[call] = None
-            call.exits_left = sum(map(torch._C._will_engine_execute_node, exits)) or 1
+            call.exits_left = sum(map(will_engine_execute_node, exits)) or 1
 
     def _follow(self, call: ModuleCall) -> None:
         """Watches the nodes that the current node makes in a differentiable backward
         (`create_graph`), because these nodes save the same weights."""
-        first = torch.autograd._get_sequence_nr()
+        first = get_sequence_nr()
 
         def made(inputs: tuple[torch.Tensor | None, ...], outputs: Any) -> None:
             self.watch(ModuleCall(call.units), nodes_since(first, inputs))
 
-        torch._C._current_autograd_node().register_hook(made)
+        current_autograd_node().register_hook(made)
 
     def _passed(self, call: ModuleCall) -> None:
         if call.backward_id != current_backward():
@@ -247,7 +254,7 @@ def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
         "infinity fetches the weights of a module between graphs; leave out fullgraph=True, or "
         "compile functions that own no parameters and are called inside modules"
     )
-    disabled: Callable[..., Any] = torch._dynamo.disable(hook, reason=reason)
+    disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=reason)
 
     @functools.wraps(hook)
     def outside(*args: Any) -> Any:
@@ -360,7 +367,7 @@ class ModuleHooks:
 
     @outside_graphs
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch._C._get_tracing_state() is not None:
+        if get_tracing_state() is not None:
             refuse_jit()
         if self.is_suspended:
             return
@@ -372,7 +379,7 @@ class ModuleHooks:
         with UNINTERRUPTED:
             self._uses.enter(self._hooked.units)
             numbers = self._running.setdefault(threading.get_ident(), [])
-            numbers.append(torch.autograd._get_sequence_nr())
+            numbers.append(get_sequence_nr())
 
     @outside_graphs
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.compiler import is_dynamo_compiling
 
 from infinity.errors import UnsupportedError
 from infinity.modules.torch_names import PLAIN, TENSOR, members, outside_graph, says_it_writes
+from infinity.private.torch import DisableTorchFunctionSubclass
 
 
 class Original(Protocol):
@@ -161,7 +162,7 @@ class _Plain:
 
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if mirror._origin.pull_updated():
                 torch.autograd.graph.increment_version(mirror)
             # A leaf made from a mirror allows in-place writes like any leaf.
@@ -298,7 +299,7 @@ def mirrored(
 
 def _own(func: Callable[..., Any], mirror: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the function on the tensor itself, without its values."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(mirror, *args, **kwargs)
 
 

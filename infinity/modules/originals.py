@@ -27,6 +27,7 @@ from infinity.errors import InfinityError, ParameterNotResident, UnsupportedErro
 from infinity.modules.awaited import without_class
 from infinity.modules.handle import Handle
 from infinity.modules.handle_tensor import refuse_swap
+from infinity.private.torch import DisableTorchFunctionSubclass
 
 
 class Follower(nn.Parameter):
@@ -148,7 +149,7 @@ def refuse_swaps(tensors: Iterable[Any]) -> None:
 
 def _follow(original: Any, handle: Handle) -> None:
     # An original without a value has operations of its own, and no memory to give back.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         original.requires_grad_(handle.requires_grad)
         if not original.is_meta:
             original.data = torch.empty(0, dtype=original.dtype, device=original.device)
@@ -161,7 +162,7 @@ def _follow(original: Any, handle: Handle) -> None:
             "which is on its tier now; run that backward before, or the forward again"
         )
 
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         original._backward_hooks = None  # They belong to the compute parameter now.
         if handle.requires_grad:
             original.register_hook(refuse)

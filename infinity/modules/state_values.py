@@ -19,11 +19,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from infinity.errors import UnsupportedError
 from infinity.modules.handle import Handle, targets
 from infinity.modules.torch_names import PLAIN, TENSOR, members
+from infinity.private.torch import (
+    DisableTorchFunctionSubclass,
+    make_wrapper_subclass,
+    tree_map_only,
+)
 
 _OF_STORAGE = members("untyped_storage storage _typed_storage data_ptr __array__ numpy")
 _SETTERS = {TENSOR.requires_grad.__set__, torch.Tensor.requires_grad_}
@@ -38,8 +42,8 @@ class StateValue(torch.Tensor):
     @staticmethod
     def make(handle: Handle) -> StateValue:
         """Returns the value of a handle. Reads no bytes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            value = torch.Tensor._make_wrapper_subclass(
+        with DisableTorchFunctionSubclass():
+            value: StateValue = make_wrapper_subclass(
                 StateValue,
                 handle.shape,
                 strides=handle.stride(),
@@ -80,7 +84,7 @@ class StateValue(torch.Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in PLAIN:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _SPECIAL:
             return _SPECIAL[func](*args, **kwargs)

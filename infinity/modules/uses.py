@@ -23,6 +23,7 @@ from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.param import ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
+from infinity.private.torch import is_any_autocast_enabled, peek_interpreter_stack
 from infinity.state.units import Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradient_sink import GradientSink
@@ -139,7 +140,7 @@ class UnitUses:
         """Ends one use of each unit. The caller delays interrupts."""
         if self._tracer.is_on:
             self._tracer.end(tuple(units))
-        if torch._C._is_any_autocast_enabled():
+        if is_any_autocast_enabled():
             _drop_casts(self._passes)
         refusal: BaseException | None = None
         with self._lock:
@@ -205,7 +206,7 @@ class UnitUses:
     def refuse_transforms(self, units: list[int]) -> None:
         """Raises UnsupportedError inside a transform of torch.func, unless the units are in use:
         the graphs of a transform have nodes that no hook reaches."""
-        if torch._C._functorch.peek_interpreter_stack() is None:
+        if peek_interpreter_stack() is None:
             return
         if not all(map(self._weight_cache.is_in_use, units)):
             names = ", ".join(self._units[unit].name for unit in units[:4])

@@ -22,6 +22,7 @@ import torch
 from infinity.ops.exact import fma, one_minus_product, sqrt, to_fp32
 from infinity.ops.native import apply_rule
 from infinity.ops.span import StateSpan, check_spans
+from infinity.private.torch import fused_adamw_
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def torch_adamw_(
 ) -> None:
     """`adamw_` by torch's own kernel, on any device."""
     step = torch.tensor(float(settings.step), device=weights[0].device)
-    torch._fused_adamw_(
+    fused_adamw_(
         list(weights),
         list(gradients),
         list(exp_avgs),

@@ -18,6 +18,7 @@ from infinity.ops.adamw import AdamWSettings, has_torch_bits, torch_adamw_
 from infinity.ops.native import apply_rule
 from infinity.ops.sgd import SGDSettings
 from infinity.ops.span import StateSpan
+from infinity.private.torch import fused_adam_, fused_sgd_
 
 _Tensors = Sequence[torch.Tensor]
 _Settings = AdamWSettings | AdamSettings | SGDSettings
@@ -74,7 +75,7 @@ def torch_step_(
         _torch_adam_(weights, gradients, exp_avgs, exp_avg_sqs, settings)
     else:
         assert isinstance(settings, SGDSettings)
-        torch._fused_sgd_(
+        fused_sgd_(
             list(weights), list(gradients), by_name[0] if by_name else [],
             weight_decay=settings.weight_decay, momentum=settings.momentum, lr=settings.lr,
             dampening=settings.dampening, nesterov=settings.nesterov, maximize=False,
@@ -90,7 +91,7 @@ def _torch_adam_(
     settings: AdamSettings,
 ) -> None:
     step = torch.tensor(float(settings.step), device=weights[0].device)
-    torch._fused_adam_(
+    fused_adam_(
         list(weights), list(gradients), exp_avgs, exp_avg_sqs, [], [step] * len(weights),
         lr=settings.lr, beta1=settings.beta1, beta2=settings.beta2,
         weight_decay=settings.weight_decay, eps=settings.eps, amsgrad=False, maximize=False,

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.modules.param import OffloadedParam
 from infinity.ops.dynamic_8bit import State8Bit, decode
+from infinity.private.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map_only
 from infinity.state.units import StateKind
 
 _READ_ONLY = (
@@ -38,7 +38,7 @@ class FetchedMoment(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             fetched = [state for state in tree_leaves((args, kwargs)) if isinstance(state, cls)]
             before = [state._version for state in fetched]
             answer = function(*args, **kwargs)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
 from infinity.observe import Track
 from infinity.observe.tracer import Tracer
+from infinity.private.torch import current_graph_task_id
 from infinity.streaming.pass_starts import Beginnings
 
 OUTSIDE_BACKWARD = -1
@@ -16,7 +15,7 @@ OUTSIDE_BACKWARD = -1
 
 # Returns an id of the backward that is running in this thread, or OUTSIDE_BACKWARD. Every node of
 # every backward asks, so it is the function of C++ itself.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
+current_backward: Callable[[], int] = current_graph_task_id
 
 
 class Passes:

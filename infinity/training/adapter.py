@@ -188,9 +188,9 @@ def _means_experts(model: nn.Module, ending: str) -> bool:
     """Whether PEFT adapts the routed experts where this target is named."""
     import peft
 
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # Another release of PEFT; `attach_adapter` looks at the result.
+    from infinity.private.transformers import convert_peft_config_for_transformers
+
+    if convert_peft_config_for_transformers is None:  # `attach_adapter` looks at the result.
         return False
     config = peft.LoraConfig(target_modules=[ending])
     try:

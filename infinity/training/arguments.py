@@ -62,7 +62,7 @@ def trainer_arguments(config: SwapConfig, data: JobData) -> Any:
         "run_name": train.run_name or config.output.directory.name,
         "use_cpu": config.tiers.device.kind == "cpu" or not torch.cuda.is_available(),
         "bf16": False,  # The precision is the model's.
-        "activation_checkpointing": False,  # The model was built with it.
+        name_of_checkpointing(): False,  # The model was built with it.
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
         "max_length": config.data.sequence_length,
@@ -78,6 +78,14 @@ def trainer_arguments(config: SwapConfig, data: JobData) -> Any:
         completion_only_loss=_learns_completions(config, data),
     )
     return _on_one_device(settings)
+
+
+def name_of_checkpointing() -> str:
+    """Returns the argument of a trainer that asks for checkpointing of activations."""
+    import trl
+
+    names = ("activation_checkpointing", "gradient_checkpointing")  # Up to transformers 5.22.
+    return next(name for name in names if name in trl.SFTConfig.__dataclass_fields__)
 
 
 def _learns_completions(config: SwapConfig, data: JobData) -> bool | None:

@@ -232,7 +232,7 @@ def checkpoint_activations(model: Any) -> None:
 
 def _source_of(config: Any) -> str:
     """Returns the source code of a configuration class and of its causal LM."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kinds: list[Any] = [type(config)]
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -244,9 +244,9 @@ def _source_of(config: Any) -> str:
 
 
 def _model_types() -> list[str]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
-    return list(CONFIG_MAPPING_NAMES)
+    return list(CONFIG_MAPPING.keys())
 
 
 def _nearest(word: str, known: list[str]) -> str | None:

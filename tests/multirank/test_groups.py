@@ -191,7 +191,7 @@ def test_what_makes_each_operation_wait_for_all_ranks_is_refused(
             device_group.refuse_blocking_calls()
     finally:
         dist.set_debug_level(level)
-    monkeypatch.setattr(device_group.distributed_c10d, "_use_torchcomms_enabled", lambda: True)
+    monkeypatch.setattr(device_group, "use_torchcomms_enabled", lambda: True)
     with pytest.raises(ConfigError, match="TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
         device_group.refuse_blocking_calls()
 

@@ -7,21 +7,27 @@ in plain PyTorch.
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C import _FunctionBase
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import InfinityError, UnsupportedError
+from infinity.modules.autograd_functions import _replace_bound
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import Named, OffloadedSide, PlainSide, Plan, Side, seed_everything
@@ -494,3 +500,60 @@ def test_gradients_of_tiles_are_asked_for_by_the_tiled_parameter(swap_directory:
         with pytest.raises(InfinityError, match=r"head\.weight.*tiles"):
             torch.autograd.graph.register_multi_grad_hook([head.weight], print)
     assert torch.equal(came["found"], expected["found"])
+
+
+# --- methods that were bound before, from PyTorch 2.14 on in C ---------------------------------------
+
+
+class Holder:
+    """Holds a bound method as an attribute of a class, and of an object."""
+
+    in_class: Any = None
+    static: Any = None
+
+    def __init__(self) -> None:
+        self.in_object: Any = None
+
+
+def bound_in_c(function: Any) -> Any:
+    return vars(_FunctionBase)["apply"].__get__(None, function)
+
+
+@pytest.mark.parametrize(
+    "kind", ["name", "class", "static", "object", "list", "dict", "closure", "partial"]
+)
+def test_a_method_bound_in_c_is_replaced_wherever_it_is_held(kind: str) -> None:
+    bound = bound_in_c(SavesTheWeight)
+    holder, listed, table, part = Holder(), [None, bound], {"apply": bound}, partial(bound, 1, a=2)
+
+    def closure() -> Any:
+        return bound
+
+    held: dict[str, Callable[[], Any]] = {
+        "name": lambda: globals()["_held"], "class": lambda: Holder.in_class,
+        "static": lambda: Holder.static, "partial": lambda: part.func,
+        "object": lambda: holder.in_object, "list": lambda: listed[1],
+        "dict": lambda: table["apply"], "closure": closure,
+    }  # fmt: skip
+    globals()["_held"] = Holder.in_class = holder.in_object = bound
+    Holder.static = staticmethod(bound)
+    try:
+        assert held[kind]() is bound
+        gc.unfreeze()  # The tests' own.
+        _replace_bound()
+        found = held[kind]()
+    finally:
+        del globals()["_held"]
+        Holder.in_class = Holder.static = None
+    assert part.args == (1,) and part.keywords == {"a": 2}
+    assert isinstance(found, MethodType) and found.__self__ is SavesTheWeight
+
+
+def test_a_method_bound_in_c_that_cannot_be_replaced_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    held = (bound_in_c(WithContextApart),)
+    gc.unfreeze()
+    with caplog.at_level(logging.WARNING, logger="infinity"):
+        _replace_bound()
+    assert held and "WithContextApart.apply was bound before infinity.offload" in caplog.text

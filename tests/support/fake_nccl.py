@@ -122,6 +122,8 @@ class FakeGroup:
         assert target.shape == source.shape and len(source) == self.communicator.count
         self._issue("all_to_all", target, source)
 
+    _allgather_base, alltoall_base = all_gather_single, all_to_all_single  # Up to PyTorch 2.12.
+
     def _issue(self, kind: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if self._is_aborted:
             raise Aborted(f"{self.communicator.name}: rank {self._rank} issues after its abort")

@@ -12,6 +12,7 @@ import torch
 import trl
 
 from infinity.config import SwapConfig
+from infinity.training.arguments import name_of_checkpointing
 from infinity.training.data import ByteTokenizer, split_sequences
 from infinity.training.trainer import parameter_groups
 
@@ -55,7 +56,7 @@ def train(
         "warmup_steps": job.warmup_steps, "max_grad_norm": own.max_grad_norm or 0.0,
         "seed": job.seed, "data_seed": config.data.seed, "logging_steps": 1, "use_cpu": True,
         "bf16": False, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-        "activation_checkpointing": job.activation_checkpointing,
+        name_of_checkpointing(): job.activation_checkpointing,
         "max_length": config.data.sequence_length,
         "train_sampling_strategy": "random" if config.data.shuffle else "sequential",
     } | options  # fmt: skip

@@ -27,7 +27,6 @@ from typing import IO, Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -49,6 +48,7 @@ from infinity.checkpoint.run.directory import sync_directory
 from infinity.checkpoint.run.optimizer_export import defaults_of_torch
 from infinity.errors import ConfigError, reporting
 from infinity.optimizers.offloaded import OffloadedOptimizer
+from infinity.private.torch import StorageInfo
 from infinity.sizes import GIB, MIB
 
 _SLAB_NBYTES = 64 * MIB
@@ -295,7 +295,7 @@ class _SlabFiles:
         return WriteResult(
             index=item.index,
             size_in_bytes=nbytes,
-            storage_data=_StorageInfo(self._name, start, nbytes),
+            storage_data=StorageInfo(self._name, start, nbytes),
         )
 
     def close(self) -> None:

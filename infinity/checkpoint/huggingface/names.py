@@ -7,7 +7,7 @@ transformers gives the source tensors of every target, and its operations make t
 divides the work into groups, so that memory holds the tensors of one group. Planning runs the same
 operations on meta tensors, which gives every name and shape without reading a byte.
 
-Source: `transformers.core_model_loading` of 5.23, `convert_and_load_state_dict_in_model` (import)
+Source: `transformers.core_model_loading` of 5.24, `convert_and_load_state_dict_in_model` (import)
 and `revert_weight_conversion` (export); the loops here follow theirs line by line. Other models
 have no mapping: every tensor is a group of its own.
 """
@@ -84,11 +84,11 @@ def import_groups(
         return groups, unused
 
     require_transformers("reading weights of a transformers model")
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
+    from infinity.private.transformers import (
         WeightConverter,
         WeightRenaming,
         dot_natural_key,
+        get_model_conversion_mapping,
         rename_source_key,
     )
 
@@ -125,14 +125,12 @@ def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:
     if not _is_transformers_model(model):
         return plain
 
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
+    from infinity.private.transformers import (
         PrefixChange,
         WeightConverter,
         WeightRenaming,
-        apply_converters,
-        apply_renamings,
         dot_natural_key,
+        get_model_conversion_mapping,
     )
 
     mapping = getattr(model, "_weight_conversions", None)
@@ -149,11 +147,13 @@ def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:
     }
 
     def rename(name: str) -> str:
-        return apply_renamings(name, renamings)
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
     collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     for name in sorted((group.first_target for group in plain), key=dot_natural_key):
-        target, pattern = apply_converters(name, converters)
+        target, pattern = _first_match(name, converters)
         if pattern is None:
             collected.setdefault(rename(name), (None, []))[1].append((name, name))
         else:
@@ -167,6 +167,15 @@ def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:
         )
         for target, (transform, sources) in collected.items()
     ]
+
+
+def _first_match(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
+    """Returns (target, pattern) by the one converter that takes `name`; (name, None) without it."""
+    for converter in converters:
+        target, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return target, pattern
+    return name, None
 
 
 def planned_targets(

@@ -30,6 +30,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.boundary import BlockCall, EdgeGradients
 from infinity.modules.accumulate.purity import hooked_nodes
 from infinity.modules.forward_nodes import ACCUMULATES
+from infinity.private.torch import FunctionBase
 
 Key: TypeAlias = tuple[Node, int]
 
@@ -96,7 +97,7 @@ class GraphBetween:
             if self._waits(edge.node, following):
                 if edge.node in hooked_nodes:
                     raise _calls_twice()
-                if isinstance(edge.node, torch._C._FunctionBase):
+                if isinstance(edge.node, FunctionBase):
                     self._owners += edges
                 self.put(edge, gradient)
             elif (boundary := _boundary(edge.node)) is not None:

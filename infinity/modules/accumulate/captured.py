@@ -24,8 +24,11 @@ HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 
 def _active_collector() -> Any:
     """Returns the context variable of transformers, or None without transformers."""
-    module = sys.modules.get("transformers.utils.output_capturing")
-    return getattr(module, "_active_collector", None)
+    if "transformers.utils.output_capturing" not in sys.modules:
+        return None
+    from infinity.private.transformers import active_collector
+
+    return active_collector
 
 
 class CapturedTensors:

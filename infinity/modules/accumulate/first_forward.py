@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.boundary import (
@@ -32,6 +31,7 @@ from infinity.modules.accumulate.micro_batch import MicroBatch
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.proof import Proof, checksums
 from infinity.modules.outputs import detach_from_parameters
+from infinity.private.torch import get_sequence_nr, tree_flatten, tree_unflatten
 from infinity.streaming.activations import InputStore
 
 _NONE = nullcontext()
@@ -71,7 +71,7 @@ class BlockForward:
         captured = CapturedTensors()
         call = BlockCall(
             block, *tree_flatten((args, kwargs)), Modes.now(self._device), self._attributes.now(),
-            self._random.state(), captured.keys(), torch.autograd._get_sequence_nr(),
+            self._random.state(), captured.keys(), get_sequence_nr(),
         )  # fmt: skip
         versions = [leaf._version for leaf in call.leaves if is_activation(leaf)]
         was_inside, fiber.is_inside = fiber.is_inside, True

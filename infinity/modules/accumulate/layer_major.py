@@ -78,6 +78,9 @@ from infinity.modules.hooks import HookedModule, ModuleHooks
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.tiling.experts_call import ExpertsCall
 from infinity.modules.uses import UnitUses
+from infinity.private.torch import (
+    current_autograd_node,
+)
 from infinity.streaming.activations import InputStore
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
@@ -274,7 +277,7 @@ class LayerMajorSchedule:
         order = self._tiles.setdefault(key, len(self._tiles))
         is_backward = current_backward() != OUTSIDE_BACKWARD
         if is_over:
-            node = torch._C._current_autograd_node()
+            node = current_autograd_node()
             if fiber.behind_tiles is not node:  # Once for all tiles of a layer.
                 fiber.behind_tiles = node
                 fiber.pause_at(TileStop(True, 0.5 - order, ()))

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from infinity.modules.accumulate.block_state import again
 from infinity.modules.accumulate.boundary import BlockCall, BlockInput, Boundary, EdgeGradients
@@ -18,6 +17,7 @@ from infinity.modules.accumulate.micro_batch import MicroBatch
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.proof import Proof
 from infinity.modules.interrupts import UNINTERRUPTED
+from infinity.private.torch import tree_flatten, tree_unflatten
 from infinity.streaming.activations import InputStore
 
 # The inputs of this many calls are restored ahead of the running call.

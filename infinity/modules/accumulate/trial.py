@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from infinity.modules.accumulate.block_state import BlockState, is_alike
 from infinity.modules.accumulate.boundary import is_activation
@@ -26,6 +25,7 @@ from infinity.modules.accumulate.proof import Repeats
 from infinity.modules.accumulate.purity import describe, foreign_hook, replaced_forward
 from infinity.modules.forward_nodes import ACCUMULATES
 from infinity.modules.outputs import tensors_in
+from infinity.private.torch import get_sequence_nr, tree_leaves
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 _OTHERWISE = ", and gradients would be added in another order"
@@ -119,10 +119,10 @@ class Trial:
     def _begin(self, block: nn.Module, *arguments: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(arguments) if is_activation(leaf)]
         versions = [(tensor, tensor._version) for tensor in tensors]
-        self._began.append((torch.autograd._get_sequence_nr(), versions, CapturedTensors()))
+        self._began.append((get_sequence_nr(), versions, CapturedTensors()))
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> None:
-        (first, versions, captured), last = self._began.pop(), torch.autograd._get_sequence_nr()
+        (first, versions, captured), last = self._began.pop(), get_sequence_nr()
         if any(tensor._version != version for tensor, version in versions):
             self._note("a block changes an argument in place")
         if current_backward() != OUTSIDE_BACKWARD:

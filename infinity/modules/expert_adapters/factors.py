@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+
+from infinity.private.torch import tree_map
 
 _log = logging.getLogger(__name__)
 

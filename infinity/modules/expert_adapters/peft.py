@@ -128,12 +128,24 @@ def _adaptation(wrapper: Any, adapters: list[str]) -> Adaptation:
     if wrapper.num_experts == 1:
         deltas = [wrapper.get_delta_weight(name) for name in adapters]
         return Sum(sum(deltas[1:], start=deltas[0]))
-    factors = [wrapper.get_delta_factors(name) for name in adapters]
+    factors = [_factors(wrapper, name) for name in adapters]
     left, right, scaling = factors[0]
     if len(factors) > 1:
         left = torch.cat([factor * scale for factor, _, scale in factors], dim=-1)
         right, scaling = torch.cat([factor for _, factor, _ in factors], dim=-2), 1.0
     return LowRank(_dense(left), _dense(right), float(scaling))
+
+
+def _factors(wrapper: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Returns (left, right, scaling) whose product is what the adapter adds to the experts, as
+    `ParamWrapper.get_delta_factors` does from PEFT 0.21 on."""
+    by_a, by_b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    right = by_a.reshape(wrapper.num_experts, -1, by_a.shape[-1])
+    left = by_b.reshape(by_b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+    if not wrapper._did_swap_in_out_features:  # Experts of (in, out).
+        left, right = right.transpose(-2, -1), left.transpose(-2, -1)
+    dtype = wrapper.get_param().dtype
+    return left.to(dtype), right.to(dtype), wrapper.scaling[name]
 
 
 def _dense(factor: torch.Tensor) -> torch.Tensor:

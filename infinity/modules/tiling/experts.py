@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd as _Dropout
 from typing_extensions import override
 
 from infinity.modules.accumulate.fiber import Modes
@@ -43,6 +42,7 @@ from infinity.modules.tiling.experts_call import (
     anchored,
 )
 from infinity.modules.tiling.layers import Tiled, tensor_of
+from infinity.private.torch import DropoutNd
 
 
 class TiledExperts(Tiled):
@@ -117,7 +117,7 @@ def why_not_cut(module: nn.Module) -> str | None:
         return f"its {kind} has modules with their own state"
     if any(buffer is not None for buffer in module._buffers.values()):
         return f"its {kind} has buffers"
-    if any(isinstance(child, _Dropout) and child.p for child in module.modules()):
+    if any(isinstance(child, DropoutNd) and child.p for child in module.modules()):
         return f"its {kind} draws random numbers"
     if len(inspect.signature(type(module).forward).parameters) != 4:
         return (

@@ -40,6 +40,7 @@ from typing_extensions import override
 
 from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.expert_adapters.peft import Adaptation
+from infinity.private.torch import will_engine_execute_node
 
 # (attribute, number of tensors, the function that makes the adaptation of them).
 Recipe = tuple[str, int, Callable[..., Adaptation]]
@@ -116,7 +117,7 @@ class ExpertsCall:
     @property
     def is_for_leaves(self) -> bool:
         """Whether the running backward is for all leaves, and some of them are of tiles."""
-        return self._anchor is not None and torch._C._will_engine_execute_node(self._anchor)
+        return self._anchor is not None and will_engine_execute_node(self._anchor)
 
     @property
     def has_leaves(self) -> bool:

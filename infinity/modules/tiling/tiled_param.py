@@ -15,6 +15,7 @@ from infinity.modules.handle import Handle, replace_handles
 from infinity.modules.handle_tensor import Owner
 from infinity.modules.mirrors import Original, mirrored
 from infinity.modules.state_values import StateValue
+from infinity.private.torch import DisableTorchFunctionSubclass
 
 
 @dataclass(eq=False)
@@ -151,7 +152,7 @@ class TiledParam(Owner, Original):
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
         for tile in self.handles:
             tile.requires_grad_(is_trainable)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
 
     # -- Mirrors ---------------------------------------------------------------------------------
