@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from infinity import namesake
+
 if TYPE_CHECKING:
     from infinity import checkpoint
     from infinity.api import (
@@ -108,10 +110,20 @@ _MODULES = {
 }
 
 
+if _strange := namesake.strange_entries(__path__):
+    import warnings
+
+    warnings.warn(namesake.explain(_strange), stacklevel=2)
+
+
 def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return importlib.import_module("infinity.checkpoint")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+    if module == "infinity.api":
+        from infinity.config.extras import require_release
+
+        require_release("torch", "infinity")
     return getattr(importlib.import_module(module), name)

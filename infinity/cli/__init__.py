@@ -190,6 +190,12 @@ def _options(
 
 def main() -> None:
     """The console entry point."""
+    import infinity
+
+    if "SwapConfig" not in getattr(infinity, "__all__", ()):
+        from infinity.namesake import explain
+
+        sys.exit(f"infinity: {explain([])}")
     from infinity.training.streams import open_closed_descriptors
 
     open_closed_descriptors()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infinity.config import SwapConfig
-from infinity.doctor import accelerator, kernel, memory, paths, processor
+from infinity.doctor import accelerator, kernel, memory, packages, paths, processor
 from infinity.doctor.finding import Finding, Status, worst
 
 __all__ = ["Finding", "Status", "examine", "worst"]
@@ -27,4 +27,5 @@ def examine(config: SwapConfig, *, root: Path = Path("/")) -> Iterator[Finding]:
     yield from memory.examine(config, root)
     yield from paths.examine(config, root)
     yield from processor.examine(root)
+    yield from packages.examine()
     yield from accelerator.examine(config, root)

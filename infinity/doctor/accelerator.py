@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import SwapConfig
+from infinity.config.extras import TRIED
 from infinity.doctor.files import read_int, read_text
 from infinity.doctor.finding import Finding, degraded, missing, ok
+from infinity.doctor.packages import check_release
 from infinity.errors import UnsupportedError
 from infinity.sizes import format_nbytes
 from infinity.tiers.open_device import pci_address
@@ -62,15 +64,15 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
 
 
 def check_torch(version: str | None, failure: str) -> Finding:
-    """Finds whether PyTorch can be imported. `failure`: the message of the import."""
+    """Finds whether PyTorch can be imported and was tried. `failure`: the import's message."""
     if version is None:
         return missing(
             "torch",
             f"cannot be imported: {failure}",
             cost="nothing can be trained",
-            remedy="pip install torch",
+            remedy=f"pip install 'torch{TRIED['torch'].wanted}'",
         )
-    return ok("torch", version)
+    return check_release("torch", version)
 
 
 def check_cuda(kind: str, gpus: list[Gpu], *, built_for: str | None) -> Finding:

@@ -10,7 +10,7 @@ axolotl loads the model and its adapters, and calls the plug-in: it offloads the
 trainer is made, and prepares the trainer. Written against the hooks that axolotl documents for
 plug-ins (docs.axolotl.ai, "Custom integrations"): `get_input_args`, `pre_model_load`,
 `post_model_load`, `post_trainer_create`, `post_train_unload`. axolotl itself is imported when it
-asks for the class. One process, and transformers 5.23 or newer, while axolotl 0.19 pins an older
+asks for the class. One process, and transformers 5.17 or newer, while axolotl 0.19 pins an older
 one. axolotl has the model in memory once, before it is offloaded.
 """
 
@@ -22,9 +22,10 @@ from pydantic import BaseModel
 
 import infinity
 from infinity.config import SwapConfig
+from infinity.config.extras import require_transformers
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError
-from infinity.integrations.hf import check_transformers, prepare_trainer
+from infinity.integrations.hf import prepare_trainer
 
 # Keys of axolotl that do what the engine does, or load weights that it cannot take.
 _CONFLICTS = {
@@ -62,7 +63,7 @@ class OffloadedRun:
         """Raises ConfigError for a swap-tier file that cannot be read, and for keys of axolotl that
         an offloaded model does not allow; UnsupportedError for a transformers that is too old.
         No weight is loaded before."""
-        check_transformers()
+        require_transformers("axolotl with infinity")
         _swap_config(cfg)
         faults = [f"{key}: {text}" for key, text in _CONFLICTS.items() if _get(cfg, key)]
         if faults:

@@ -8,7 +8,7 @@ Trainer works on the offloaded model as it is, but for a few places where it wou
 the engine does: wrap the model, build the optimizer, clip gradients, and save or load state that
 does not fit in memory. `OffloadedTrainer` answers those, and runs accumulation windows layer-major
 (`windows.py`). Under torchrun every process is a rank of the engine, which averages gradients and
-divides the state; Trainer and accelerate divide the data. Written against transformers 5.23 and
+divides the state; Trainer and accelerate divide the data. Written against transformers 5.24 and
 accelerate 1.15.
 """
 
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
@@ -33,7 +32,7 @@ import infinity
 from infinity.checkpoint.huggingface.export_weights import export_safetensors
 from infinity.checkpoint.run.commit import label_of, relabel
 from infinity.checkpoint.run.load import load
-from infinity.config.extras import TRANSFORMERS, release_of
+from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.integrations.trainer_checkpoints import (
@@ -47,17 +46,11 @@ from infinity.integrations.windows import LayerMajorSteps, choose_order
 from infinity.optimizers.algorithms import AdamW
 from infinity.optimizers.clipping import clip_grad_norm_, engines_of
 from infinity.optimizers.offloaded import OffloadedOptimizer
+from infinity.private.transformers import TRAINER_METHODS
 from infinity.sizes import GIB, parse_nbytes
 
 _PREPARED = "offloaded_optimizers"  # An accelerator's attribute.
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
-# Methods that `OffloadedTrainer` overrides, and that a release of transformers may rename.
-_ANSWERED = (
-    "_clip_grad_norm", "_get_grad_norm", "_get_output_dir", "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler", "_push_from_checkpoint", "_save_checkpoint",
-    "_save_optimizer_and_scheduler", "compute_loss", "get_batch_samples",
-    "get_optimizer_cls_and_kwargs", "training_step",
-)  # fmt: skip
 
 T = TypeVar("T")
 
@@ -93,12 +86,14 @@ def prepare_trainer(
     processes, all of them call `prepare_trainer`; the model is offloaded after they have joined.
     Raises ConfigError for arguments that conflict with an offloaded model, before anything changes.
     """
-    check_transformers()
-    missing = [name for name in _ANSWERED if not hasattr(trainer, name)]
+    require_transformers("prepare_trainer")
+    if any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__):
+        require_release("trl", f"prepare_trainer of {type(trainer).__name__}")
+    missing = [name for name in TRAINER_METHODS if not hasattr(trainer, name)]
     if missing:
         raise UnsupportedError(
             f"{type(trainer).__name__} has no {', '.join(missing)}; this works with transformers "
-            "5.23, install that"
+            f"{TRIED['transformers']}, install one of these"
         )
     target: Any = trainer
     _check_arguments(target.args)
@@ -123,18 +118,6 @@ def prepare_trainer(
         own = {"__module__": cls.__module__}
         target.__class__ = type(cls.__name__, (OffloadedTrainer, cls), own)
     return trainer
-
-
-def check_transformers() -> None:
-    """Raises UnsupportedError for a transformers whose models cannot be exported. Training would
-    fail at its first checkpoint."""
-    found = transformers.__version__
-    if release_of(found) < TRANSFORMERS[0]:  # Exports use converters that came with it.
-        oldest = ".".join(map(str, TRANSFORMERS[0]))
-        raise UnsupportedError(
-            f"expected transformers {oldest} or newer, got {found}, which cannot export an "
-            f"offloaded model; pip install 'transformers>={oldest},<6'"
-        )
 
 
 def _check_arguments(args: Any) -> None:

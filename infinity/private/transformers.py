@@ -33,7 +33,8 @@ PARTS = {
 
 # Methods of Trainer that `OffloadedTrainer` overrides, and that a release may rename.
 TRAINER_METHODS = (
-    "_clip_grad_norm", "_get_grad_norm", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+    "_clip_grad_norm", "_get_grad_norm", "_get_output_dir", "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler", "_push_from_checkpoint", "_save_checkpoint",
     "_save_optimizer_and_scheduler", "compute_loss", "get_batch_samples",
     "get_optimizer_cls_and_kwargs", "training_step",
 )  # fmt: skip

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError, InfinityError, UnsupportedError
-from infinity.integrations import hf
+from infinity.errors import ConfigError, InfinityError
 
 NAME = "infinity.integrations.axolotl.InfinityPlugin"
 
@@ -105,9 +104,9 @@ def test_a_transformers_too_old_to_export_is_refused_before_the_model_is_loaded(
     plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """axolotl 0.19 pins this one; its run ended at the first checkpoint."""
-    monkeypatch.setattr(hf.transformers, "__version__", "5.16.1")
+    monkeypatch.setattr("infinity.config.extras.version", lambda name: "5.16.1")
     cfg = {"infinity_config": {"tiers": {"host": {"capacity": "8MiB"}}}}
-    with pytest.raises(UnsupportedError, match=r"expected transformers 5.23 or newer, got 5.16.1"):
+    with pytest.raises(ConfigError, match=r"needs transformers>=5.17,<6, got 5.16.1"):
         plugin.pre_model_load(cfg)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -27,6 +28,7 @@ from transformers import (
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.integrations.hf import prepare_trainer
+from infinity.modules.handle import Handle
 
 trl = pytest.importorskip("trl", reason="pip install trl")
 datasets = pytest.importorskip("datasets", reason="pip install datasets")
@@ -324,3 +326,15 @@ def test_a_trainer_of_an_offloaded_model_that_was_not_prepared_is_refused(tmp_pa
         pytest.raises(ConfigError, match="Attach adapters before"),
     ):
         prepare_trainer(sft(engine.model, tmp_path / "b", None, peft_config=LORA))
+
+
+def test_a_trl_that_is_too_old_is_refused_before_the_model_is_offloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(lora=False)
+    trainer = sft(model, tmp_path / "out", None)
+    found = {"trl": "1.8.0", "transformers": transformers.__version__}
+    monkeypatch.setattr("infinity.config.extras.version", found.__getitem__)
+    with pytest.raises(ConfigError, match=r"of SFTTrainer needs trl>=1\.9,<2, got 1\.8\.0"):
+        prepare_trainer(trainer, swap(tmp_path))
+    assert not any(isinstance(each, Handle) for each in model.parameters())

@@ -24,6 +24,7 @@ from infinity.doctor import (
     kernel,
     memory,
     nvme_health,
+    packages,
     paths,
     processor,
 )
@@ -108,6 +109,25 @@ def test_binding() -> None:
     expect(kernel.check_binding(uring.Probe(errno.EPERM)), "ok", "Operation not permitted")
     usable = uring.Probe(0, opcodes=frozenset({"READ", "WRITE"}), max_num_entries=32768)
     expect(kernel.check_binding(usable), "ok", "2 operations", "32768")
+
+
+@pytest.mark.parametrize(
+    ("package", "release", "status", "word"),
+    [
+        ("torch", "2.9.1+cu128", "missing", "pip install 'torch>=2.10,<3'"),
+        ("torch", "2.10.0+cu128", "ok", "tried: 2.10 to 2.15"),
+        ("torch", "2.15.0", "ok", "2.15.0"),
+        ("torch", "2.16.0.dev20261127", "degraded", "pip install 'torch<2.16'"),
+        ("transformers", "5.16.1", "missing", "transformers>=5.17,<6"),
+        ("transformers", "5.25.0", "degraded", "no test has run with it"),
+        ("trl", "1.8.0", "missing", "trl>=1.9,<2"),
+        ("peft", "0.22.0", "degraded", "peft<0.22"),
+    ],
+)
+def test_releases_by_those_that_were_tried(
+    package: str, release: str, status: str, word: str
+) -> None:
+    expect(packages.check_release(package, release), status, word)
 
 
 def test_host_memory() -> None:

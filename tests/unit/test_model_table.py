@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infinity.config import Model
-from infinity.config.extras import TRANSFORMERS, require_transformers
+from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.errors import ConfigError
 from infinity.training.model import plan_model
 
@@ -57,7 +57,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("found", "is_fit"),
-    [("4.57.1", False), ("5.22.9", False), ("5.23.0", True), ("5.30.0.dev0", True),
+    [("4.57.1", False), ("5.16.9", False), ("5.17.0", True), ("5.24.0.dev0", True),
      ("6.0.0", False)],
 )  # fmt: skip
 def test_a_version_out_of_bounds_is_named(
@@ -67,11 +67,37 @@ def test_a_version_out_of_bounds_is_named(
     if is_fit:
         require_transformers("infinity train")
         return
-    with pytest.raises(ConfigError, match=f">=5.23,<6, got {found}"):
+    with pytest.raises(ConfigError, match=f">=5.17,<6, got {found} .*no older.*pip install"):
         require_transformers("infinity train")
+
+
+@pytest.mark.parametrize("package", list(TRIED))
+def test_a_newer_minor_release_is_used_and_warned_of_once(
+    package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    major, minor = TRIED[package].newest
+    found = f"{major}.{minor + 1}.0"
+    monkeypatch.setattr("infinity.config.extras.version", lambda name: found)
+    with caplog.at_level(logging.WARNING, logger="infinity"):
+        for _ in range(2):
+            require_release(package, "infinity")
+    assert caplog.text.count(f"{package} {found} is newer than all that were tried") == 1
+    assert f"pip install '{package}<{major}.{minor + 1}'" in caplog.text
+
+
+@pytest.mark.parametrize("package", list(TRIED))
+def test_a_release_older_than_all_tried_ones_is_refused_with_the_reason_and_the_command(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor = TRIED[package].oldest
+    found = f"{major}.{minor - 1}.4"
+    monkeypatch.setattr("infinity.config.extras.version", lambda name: found)
+    says = rf"got {found} \(it uses parts that are not public.*pip install '{package}>={major}\.{minor},"
+    with pytest.raises(ConfigError, match=says):
+        require_release(package, "infinity")
 
 
 def test_the_bounds_are_those_of_the_distribution() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    lowest, beyond = (".".join(map(str, bound)) for bound in TRANSFORMERS)
-    assert f"transformers>={lowest},<{beyond}" in project["optional-dependencies"]["hf"]
+    asked = {*project["dependencies"], *project["optional-dependencies"]["hf"]}
+    assert {f"{package}{tried.wanted}" for package, tried in TRIED.items()} <= asked

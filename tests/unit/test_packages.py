@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from infinity.config.extras import TRIED, release_of
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -19,17 +20,30 @@ def floors(requirements: list[str]) -> dict[str, str]:
     return {each[1]: each[2].rstrip(".") for each in found if each}
 
 
-def test_every_lower_bound_is_one_that_the_matrix_installs() -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import matrix
-    finally:
-        sys.path.pop(0)
-    installed = floors(matrix.COLUMNS["bare"])
+@pytest.fixture
+def environments(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    """The lower bounds of each environment of the matrix."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import matrix
+
+    return {name: floors(needed) for name, needed in matrix.ENVIRONMENTS.items()}
+
+
+def test_every_lower_bound_is_one_that_the_matrix_installs(
+    environments: dict[str, dict[str, str]],
+) -> None:
     for name, bound in floors(PROJECT["project"]["dependencies"]).items():
         if name == "typing-extensions":  # Others of the list ask for a newer one.
             continue
-        assert (installed[name] + ".").startswith(bound + "."), name
+        assert (environments["bare"][name] + ".").startswith(bound + "."), name
+
+
+def test_the_releases_that_are_called_tried_are_those_of_the_matrix(
+    environments: dict[str, dict[str, str]],
+) -> None:
+    for package, tried in TRIED.items():
+        releases = {release_of(each[package]) for each in environments.values() if package in each}
+        assert (min(releases), max(releases)) == (tried.oldest, tried.newest), package
 
 
 def test_every_dependency_is_imported() -> None:
