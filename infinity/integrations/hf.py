@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -191,9 +192,7 @@ def _name_parts(model: Any) -> None:
     if not isinstance(model, transformers.PreTrainedModel):
         return
     backbones = [
-        name
-        for name, child in model.named_children()
-        if isinstance(child, transformers.PreTrainedModel)
+        name for name, child in model.named_children() if isinstance(child, PreTrainedModel)
     ]
     if model.base_model is model and len(backbones) == 1:
         model.base_model_prefix = backbones[0]

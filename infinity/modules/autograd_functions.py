@@ -27,6 +27,7 @@ from typing import Any
 
 from torch.autograd.function import Function
 
+from infinity.modules import handle_gradients
 from infinity.modules.handle import Handle, find_handles
 from infinity.modules.originals import Follower
 from infinity.private.torch import (
@@ -41,7 +42,8 @@ _log = logging.getLogger("infinity")
 
 def install() -> None:
     """Makes every `Function.apply` and every compiled function of torch.jit of the process look for
-    handles among its arguments."""
+    handles among its arguments, and `torch.autograd.backward` among its inputs."""
+    handle_gradients.install()
     if "apply" in vars(SingleLevelFunction):
         return
     SingleLevelFunction.apply = classmethod(_apply)

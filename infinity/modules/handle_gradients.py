@@ -5,9 +5,12 @@ A handle stands for one leaf of the graph, or for the leaves of its tiles.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from infinity.errors import UnsupportedError
 from infinity.modules.handle_tensor import Handle, find_handles
@@ -56,6 +59,30 @@ def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     targets = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     leaves = [leaf for target in targets for leaf in _leaves_of(target)]
     return torch.autograd.backward(tensors, *args, **{**kwargs, "inputs": leaves})
+
+
+def install() -> None:
+    """Makes `torch.autograd.backward` look for handles among its `inputs`.
+
+    That of PyTorch 2.10 does not, and no gradient of these would arrive.
+    """
+    plain = torch.autograd.backward
+    if "has_torch_function" in plain.__code__.co_names:
+        return
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        named = signature.bind(*args, **kwargs).arguments
+        inputs = named.get("inputs")
+        targets = (inputs,) if isinstance(inputs, torch.Tensor) else inputs or ()
+        tensors = tuple(target for target in targets if isinstance(target, torch.Tensor))
+        if has_torch_function(tensors):
+            return handle_torch_function(asking, tensors, named.pop("tensors"), **named)
+        return plain(*args, **kwargs)
+
+    torch.autograd.backward = asking
+    Handle.functions = {**Handle.functions, asking: backward}
 
 
 def register_hook(handle: Handle, hook: Any) -> Any:

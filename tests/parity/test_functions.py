@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.autograd_functions import _replace_bound
+from infinity.modules.handle import Handle
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import Named, OffloadedSide, PlainSide, Plan, Side, seed_everything
@@ -107,6 +108,18 @@ class WithContextApart(torch.autograd.Function):
 bound_early = SavesTheWeight.apply  # As libraries do when they are imported.
 
 
+def takes_names() -> bool:
+    """Whether this PyTorch takes arguments of `apply` by name."""
+    try:
+        WithContextApart.apply(torch.ones(1, 1), weight=torch.ones(1, 1))
+    except TypeError:
+        return False
+    return True
+
+
+TAKES_NAMES = takes_names()
+
+
 class FusedMlp(nn.Module):
     """No entry of a list; its children's forward never runs."""
 
@@ -116,9 +129,10 @@ class FusedMlp(nn.Module):
         self.down = nn.Linear(24, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return WithContextApart.apply(
-            bound_early(x, self.up.weight).relu(), weight=self.down.weight
-        )
+        inner = bound_early(x, self.up.weight).relu()
+        if TAKES_NAMES:
+            return WithContextApart.apply(inner, weight=self.down.weight)
+        return WithContextApart.apply(inner, self.down.weight)
 
 
 class Residual(nn.Linear):
@@ -482,6 +496,32 @@ def test_gradients_are_asked_for_by_handle(swap_directory: Path) -> None:
         return finish(side, seen)
 
     compare(scenario, build(False), swap_directory)
+
+
+def test_a_backward_that_asks_no_handle_gets_the_leaves(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.autograd.backward` of PyTorch 2.10."""
+    seen: list[Any] = []
+
+    def plain(
+        tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: Any = False,
+        grad_variables: Any = None, inputs: Any = None,
+    ) -> None:  # fmt: skip
+        seen.append((tensors, retain_graph, inputs))
+
+    monkeypatch.setattr(torch.autograd, "backward", plain)
+    monkeypatch.setattr(Handle, "functions", Handle.functions)
+    with offloaded(build(False)(), swap_config(swap_directory)) as model:
+        loss = torch.ones((), requires_grad=True)
+        loss.backward(retain_graph=True, inputs=model.head.weight)
+        torch.autograd.backward([loss], None, None, False, None, [loss, model.norm.weight])
+        loss.backward()
+    assert [tensors for tensors, _, _ in seen] == [loss, [loss], loss]
+    assert seen[0][1] and seen[2][2] is None
+    for inputs in (seen[0][2], seen[1][2]):
+        assert not any(isinstance(leaf, Handle) for leaf in inputs)
+        assert all(leaf.is_leaf and leaf.requires_grad for leaf in inputs)
 
 
 def test_gradients_of_tiles_are_asked_for_by_the_tiled_parameter(swap_directory: Path) -> None:

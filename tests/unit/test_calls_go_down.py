@@ -18,7 +18,7 @@ import infinity
 from infinity.testing.models import TinyDecoder
 
 ROOT = Path(infinity.__file__).parent
-ARCHITECTURE = ROOT.parent / "docs" / "ARCHITECTURE.md"
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "ARCHITECTURE.md"
 # An early update takes the settings of the step that is expected from its parameters' optimizer.
 HANDED_DOWN = {("modules", "optimizers")}
 
