@@ -189,7 +189,7 @@ def _name_parts(model: Any) -> None:
     number of its experts, where the classes lack them (Llama 4's text model, PhiMoE, GraniteMoE
     with shared experts). No configuration that is saved has them."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(model, transformers.PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):
         return
     backbones = [
         name for name, child in model.named_children() if isinstance(child, PreTrainedModel)

@@ -76,7 +76,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 # torch.compile ends its graph here, and runs the operation as it is.
-outside_graph: Callable[..., Any] = torch._dynamo.disable(
+outside_graph: Callable[..., Any] = torch.compiler.disable(
     _call,
     reason="infinity fetches a weight outside of its module between graphs; leave out "
     "fullgraph=True, or call the function inside `with infinity.gather(module):`",

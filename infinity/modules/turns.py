@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType
 
-import torch
-from torch import nn
+from infinity.private.torch import engine_run_backward, module_call_impl
 
-_CALL = nn.Module._call_impl.__code__
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_CALL: CodeType = module_call_impl.__code__
+_BACKWARD: CodeType = engine_run_backward.__code__
 _LOOKS_S = 0.005  # The interval at which a thread looks whether the other one has ended.
 
 

@@ -43,6 +43,13 @@ PARTS = {
     "ScriptMethod": PrivatePart(
         "torch._C:ScriptMethod", "a method of torch.jit gets a handle instead of its weight"
     ),
+    "engine_run_backward": PrivatePart(
+        "torch.autograd.graph:_engine_run_backward",
+        "a thread does not wait for the backward of another one",
+    ),
+    "module_call_impl": PrivatePart(
+        "torch.nn:Module._call_impl", "a thread does not wait for the pass of another one"
+    ),
     "current_autograd_node": PrivatePart(
         "torch._C:_current_autograd_node", "a repeated forward is not seen in the backward"
     ),
@@ -119,8 +126,8 @@ ATTRIBUTES = frozenset(
         # torch.autograd.graph.Node
         "_register_hook_dict", "_sequence_nr",
         # torch.nn.Module, and torch.nn.RNNBase
-        "_buffers", "_flat_weights", "_flat_weights_names", "_load_from_state_dict",
-        "_modules", "_non_persistent_buffers_set",
+        "_buffers", "_flat_weight_refs", "_flat_weights", "_flat_weights_names",
+        "_load_from_state_dict", "_modules", "_non_persistent_buffers_set",
         "_parameters", "_save_to_state_dict",
         # torch._ops.OpOverload, torch.autograd.Variable, ProcessGroupNCCL.Options
         "_execution_engine", "_schema", "_timeout",

@@ -29,7 +29,8 @@ from infinity.private import transformers as of_transformers
 PACKAGE = Path(infinity.__file__).parent
 PARTS: dict[str, PrivatePart] = {**of_torch.PARTS, **of_transformers.PARTS}
 LIBRARIES = {"accelerate", "peft", "torch", "transformers", "trl"}
-OTHERS = {"_getframe", "_offloaded_by"}  # Python's, and a mark of this package on parameters.
+# Python's, and marks of this package on parameters.
+OTHERS = {"_current_frames", "_exit", "_getframe", "_is_guarded", "_offloaded_by"}
 
 
 @functools.cache
