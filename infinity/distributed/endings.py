@@ -16,16 +16,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
-from infinity.distributed.transport import PeerTransport
+from infinity.distributed.transport import REFUSED, PeerTransport
 from infinity.errors import InfinityError, RankError
 
 _LOOK_S = 0.02
+_MOST_WORDS_NBYTES = 4096
 _beside: list[_thread.LockType] = []  # Held by calls of `run_beside` that are not over.
 
 T = TypeVar("T")
@@ -43,6 +44,15 @@ def ending_all(links: PeerTransport, where: str) -> Iterator[None]:
     except BaseException as error:
         links.failures.fail(f"{where}: {type(error).__name__}: {error}")
         raise
+
+
+def refuse(links: PeerTransport, error: InfinityError) -> None:
+    """Waits until the other ranks have come to a refusal of their own, or learn of this one in
+    another call, before this rank ends. A RankError is known to them."""
+    if not isinstance(error, RankError):
+        words = f"{type(error).__name__}: {error}".encode()[:_MOST_WORDS_NBYTES]
+        with suppress(InfinityError):
+            links.all_gather(REFUSED, words)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from infinity.distributed.process_groups import number_of_groups, refuse_unequal
 from infinity.distributed.store import DistributedStore, serving_nbytes
 from infinity.distributed.sync import Ranks
 from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
-from infinity.errors import ConfigError, RankError, StorageError
+from infinity.errors import ConfigError, StorageError
 from infinity.modules.param import OffloadedParam
 from infinity.observe import Counters
 from infinity.ops.mean import prepare
@@ -304,14 +304,9 @@ def agree_on_exchange(
     kind = *division, config.placement.parameters  # What the sizes of rounds depend on.
     own = local, kind, identity, device_nbytes, number_of_groups()
     of_all = group.links.all_gather_objects("how ranks exchange", own)
-    try:
-        if refusal is not None:
-            raise refusal
-        _refuse_unlike_ranks(group, of_all)
-    except ConfigError:  # Of all ranks. None ends before all have read what it is about.
-        with contextlib.suppress(RankError):
-            group.links.all_gather("refused", b"")
-        raise
+    if refusal is not None:
+        raise refusal
+    _refuse_unlike_ranks(group, of_all)
     assert local is not None
     limits = [nbytes for *_, nbytes, _ in of_all if nbytes is not None]
     return AgreedDevices(local, min(limits, default=None))

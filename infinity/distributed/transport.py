@@ -53,6 +53,7 @@ _LEAST_SILENCE_S = 5.0  # Less may pass while a thread keeps the interpreter's l
 TIMEOUT_S = 600.0  # The default of `distributed.timeout_s`.
 LINGER_S = 600.0  # A rank whose model was dropped waits so long for the others: see `close`.
 _MEANWHILE_S = 0.02
+REFUSED = "refused"  # The tag of a rank that ends with the error in its content.
 _QUEUED_NBYTES = 64 << 20  # Bytes of queued gradients, beyond which the sender waits.
 
 
@@ -333,12 +334,14 @@ class PeerTransport:
                 continue
             found, remote = self._next_content(peer, tag, meanwhile)
             if found != tag:
+                cause = (
+                    f"{peer} failed: {remote.decode(errors='replace')}"
+                    if found == REFUSED
+                    else f"{peer} is at {found!r} while {self.peers[self.rank]} is at {tag!r}; all "
+                    "ranks must make the same calls in the same order"
+                )
                 self.failures.note(
-                    RankError(
-                        peer.number,
-                        f"{peer} is at {found!r} while {self.peers[self.rank]} is at {tag!r}; all "
-                        "ranks must make the same calls in the same order",
-                    ),
+                    RankError(peer.number, cause),
                     is_alive=True,  # This rank's own content may still be queued.
                 )
                 self.check()

@@ -20,6 +20,7 @@ from infinity.config import SwapConfig
 from infinity.config.binding import bind_rank
 from infinity.distributed.buckets import GradientBuckets
 from infinity.distributed.collectives import Collectives
+from infinity.distributed.endings import refuse
 from infinity.distributed.grad_memory import SumsMemory
 from infinity.distributed.group import RankTopology, find_group
 from infinity.distributed.reduce import DistributedGradients
@@ -39,6 +40,7 @@ from infinity.engine.lay_out import LaidOut, lay_out
 from infinity.engine.open_tiers import OpenTiers, open_tiers
 from infinity.engine.refusals import refuse_model
 from infinity.engine.update_rates import place_updates
+from infinity.errors import InfinityError
 from infinity.modules.discover import ModelLayout, UnitRule
 from infinity.modules.dtypes import Dtypes
 from infinity.modules.handle import Handle
@@ -98,7 +100,7 @@ def build(
     """
     # INV-10: refusals come before the first change; a failure undoes the rest.
     ranks, resources = find_group(group, timeout_s=config.distributed.timeout_s), ExitStack()
-    with _closing_on_failure(resources):
+    with _closing_on_failure(resources, ranks):
         if ranks is not None:
             resources.callback(ranks.links.close)
         refuse_model(model, has_weights=weights is not None)
@@ -149,11 +151,14 @@ def build(
 
 
 @contextmanager
-def _closing_on_failure(resources: ExitStack) -> Iterator[None]:
-    """Closes what was made in the block, if that fails. Other ranks learn why."""
+def _closing_on_failure(resources: ExitStack, ranks: RankTopology | None) -> Iterator[None]:
+    """Closes what was made in the block, if that fails. Other ranks learn why; those that refuse
+    the same raise their own error."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if ranks is not None and isinstance(error, InfinityError):
+            refuse(ranks.links, error)
         resources.close()
         raise
 

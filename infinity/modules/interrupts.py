@@ -66,7 +66,10 @@ class _Uninterrupted:
         self._depth -= 1
         if self._depth:
             return
-        _restore(self._handlers)
+        if len(self._handlers) == 1:  # Nearly always: a unit leaves several of these blocks.
+            _signal.signal(*self._handlers[0])
+        else:
+            _restore(self._handlers)
         received, self._received = self._received, []
         if received:
             _deliver(received)

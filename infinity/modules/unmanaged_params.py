@@ -74,8 +74,12 @@ class UnmanagedParams:
                 self._observed.add(optimizer)
                 optimizer.register_step_post_hook(self._note_step)
                 new.update(_numbers_in(optimizer))
-        trained = {name: new | observed if name in fresh else new for name in fresh | idle}
-        return [name for name, numbers in trained.items() if found[name][0] not in numbers]
+        return [
+            name
+            for name, (number, _) in found.items()
+            if (name in fresh and number not in new | observed)
+            or (name in idle and number not in new)
+        ]
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
         self._stepped.update(_numbers_in(optimizer))

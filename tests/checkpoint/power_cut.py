@@ -202,9 +202,13 @@ class Recorder:
 
     def _on_rename(self, path: Path, args: Any, answer: None) -> None:
         target = self._path(args[1])
-        assert target is not None and target.parent == path.parent, "one directory in this model"
-        inode = self.inode_of(path)
-        self.events.append(Renamed(self.inode_of(path.parent), path.name, target.name, inode))
+        assert target is not None
+        inode, parent = self.inode_of(path), self.inode_of(path.parent)
+        if target.parent == path.parent:
+            self.events.append(Renamed(parent, path.name, target.name, inode))
+        else:  # A crash may keep either change of the two directories.
+            self.events.append(Named(self.inode_of(target.parent), target.name, inode, False))
+            self.events.append(Unnamed(parent, path.name, inode))
         for known in [each for each in self._inodes if each.is_relative_to(path)]:
             self._inodes[target / known.relative_to(path)] = self._inodes.pop(known)
 

@@ -17,7 +17,7 @@ from infinity.checkpoint.huggingface.base_identity import (
 )
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
 
-from .power_cut import Recorder, Renamed, Synced
+from .power_cut import Named, Recorder, Renamed, Synced
 
 TEXTS = {"tokenizer.json": "{}", "LICENSE": "mine", "modeling_x.py": "pass"}
 
@@ -77,7 +77,12 @@ def test_the_texts_of_an_export_are_synced_before_the_weights_get_their_names(
     assert {path.name for path in files} - {"mine.txt"} <= set(before)
     assert "mine.txt" not in before, "the file of the user is left alone"
     assert before[-1] == before[before.index("above them")] == "above them"
-    assert before.count("above them") == 2, "the directory, and that of the tokenizer"
+    assert before.count("above them") == 3, "where they were written, the tokenizer's, and theirs"
+    moved = [index for index, event in enumerate(recorder.events) if isinstance(event, Named)]
+    synced = [index for index, event in enumerate(recorder.events) if isinstance(event, Synced)]
+    last = max(index for index in synced if index < first)
+    texts = {path.name for path in files if "safetensors" not in path.name} - {"mine.txt"}
+    assert texts <= {recorder.events[index].name for index in moved if index < last}  # type: ignore[union-attr]
 
 
 def test_the_identity_of_a_base_is_synced(recorder: Recorder) -> None:

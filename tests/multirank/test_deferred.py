@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
+from infinity.distributed import endings
 from infinity.distributed.shard_updates import ShardUpdates
 from infinity.errors import InfinityError, RankError
 from infinity.streaming.unit_update import UnitUpdate
@@ -316,6 +317,7 @@ def _dropped(rank: int) -> list[str]:
     del model, optimizer
     gc.collect()
     assert engine() is None
+    endings._await_beside()  # A collection does not wait for the threads that it ends.
     dist.barrier()
     left = [path.name for path in swap.iterdir()]
     return left + [each.name for each in threading.enumerate() if "updates" in each.name]

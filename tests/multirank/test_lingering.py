@@ -72,5 +72,4 @@ def _drop(rank: int) -> bool:
 
 def test_a_garbage_collection_does_not_wait_for_that_of_another_rank() -> None:
     with Ranks(2, _drop) as ranks:
-        assert ranks.outcomes({0}) == {0: (True, None)}
-        assert ranks.outcomes({1}) == {1: (True, None)}
+        assert ranks.outcomes({0, 1}) == {0: (True, None), 1: (True, None)}
