@@ -359,7 +359,7 @@ def test_one_micro_batch_is_compared_in_later_windows() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
 def test_a_checksum_sees_rows_that_are_exchanged(dtype: torch.dtype) -> None:
     values = torch.randn(6, 5).gt(0) if dtype == torch.bool else torch.randn(6, 5).to(dtype)
-    values[0, 0], values[1, 0] = 1, 0
+    values[0], values[1] = 1, 0  # A row is summed, so rows of other sums are told apart.
     (first,), (second,) = checksums([values]), checksums([values[[1, 0, 2, 3, 4, 5]]])
     assert first is not None and second is not None and first != second
     assert checksums([values.t().contiguous().t(), None]) == [first, None]

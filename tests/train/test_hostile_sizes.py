@@ -101,7 +101,7 @@ def test_an_impossible_id_in_a_tokenizer_is_refused_by_its_directory(tmp_path, t
     content["model"]["vocab"]["a"] = token_id
     file.write_text(json.dumps(content))
     table["data"]["tokenizer"] = str(tmp_path / "tokenizer")
-    refused(table, r"data\.tokenizer: .*tokenizer.*(the id|cannot be loaded)")
+    refused(table, r"data\.tokenizer: .*tokenizer.*(gives '.*' the id|cannot be loaded)")
 
 
 def test_a_vocabulary_with_gaps_keeps_its_ids(tmp_path) -> None:

@@ -55,7 +55,7 @@ New Execution Algorithm", 2020, section 3 (layer-to-layer).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -86,8 +86,6 @@ from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 # The stop of a fiber behind a block.
 _THROUGH = object()
-
-_NONE = nullcontext()
 
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=Suspended)
