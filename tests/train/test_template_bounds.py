@@ -21,6 +21,8 @@ DOUBLE = (
     "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}"
     "{% endfor %}{{ ns.s }}"
 )
+# Doubling takes processor time, too: the kernel clears each page. Either bound may come first.
+EITHER = r"(256\.0 MiB of memory|1 s of processor time)"
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -42,7 +44,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ("template", "said"),
     [
         (LOOP, "more than 1 s of processor time"),
-        (DOUBLE, "more than 256.0 MiB of memory"),
+        (DOUBLE, f"more than {EITHER}"),
         ("{{ 'a' * 10 ** 12 }}", "more than 256.0 MiB of memory"),
         ("{{ 'a' | center(10 ** 12) }}", "more than 256.0 MiB of memory"),
         ("{{ 9 ** (9 ** 9) }}", "more than 1 s of processor time"),
@@ -66,7 +68,7 @@ def test_a_template_that_takes_too_much_is_refused_within_seconds(
     assert not (tmp_path / "swap").exists()
 
 
-@pytest.mark.parametrize(("end", "said"), [(LOOP, "processor time"), (DOUBLE, "of memory")])
+@pytest.mark.parametrize(("end", "said"), [(LOOP, "processor time"), (DOUBLE, EITHER)])
 def test_a_record_that_a_template_cannot_end_is_named(tmp_path, table, end, said) -> None:
     template = PLAIN.replace(";", ";{% if m.content == 'bad' %}" + end + "{% endif %}")
     write(tmp_path / "data.jsonl", [talk("a"), talk("b"), talk("bad"), talk("c")])
