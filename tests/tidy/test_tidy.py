@@ -94,9 +94,9 @@ def num_attributes(of: ast.ClassDef) -> int:
     """Counts the names that the methods of a class assign on `self`."""
     names = set()
     for node in ast.walk(of):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id == "self":
-                names.add(node.attr)
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and isinstance(node.value, ast.Name) and node.value.id == "self":
+            names.add(node.attr)
     return len(names)
 
 
