@@ -29,7 +29,7 @@ from infinity.distributed.store import DistributedStore, serving_nbytes
 from infinity.distributed.sync import Ranks
 from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
 from infinity.errors import ConfigError, StorageError
-from infinity.modules.param import OffloadedParam
+from infinity.modules.autograd.param import OffloadedParam
 from infinity.observe import Counters
 from infinity.ops.mean import prepare
 from infinity.state.budgets import Budgets, compute_budgets

@@ -41,13 +41,13 @@ from infinity.engine.open_tiers import OpenTiers, open_tiers
 from infinity.engine.refusals import refuse_model
 from infinity.engine.update_rates import place_updates
 from infinity.errors import InfinityError
-from infinity.modules.discover import ModelLayout, UnitRule
-from infinity.modules.dtypes import Dtypes
-from infinity.modules.handle import Handle
-from infinity.modules.hooks import HookedModule
-from infinity.modules.load_plan import LoadPlan, StoredParams
-from infinity.modules.originals import Originals
-from infinity.modules.param import OffloadedParam
+from infinity.modules.autograd.hooks import HookedModule
+from infinity.modules.autograd.param import OffloadedParam
+from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.originals import Originals
+from infinity.modules.reading.discover import ModelLayout, UnitRule
+from infinity.modules.reading.dtypes import Dtypes
+from infinity.modules.reading.load_plan import LoadPlan, StoredParams
 from infinity.modules.tiling.split import Tiling
 from infinity.observe import Counters
 from infinity.simulate.update_device import UpdateDevice

@@ -1,12 +1,12 @@
 """The engine of one model: the object behind `infinity.offload`, composed of its parts.
 
-  modules/param.py          handle and compute parameter of every parameter
-  modules/uses.py           units in use, for hooks
-  modules/edits.py          changes of weights other than the optimizer's step
-  modules/grads.py          `.grad`, taken from autograd and shown on demand
-  modules/handle_ops.py     operations on handles outside their module
-  modules/param_access.py   parameters by name: read and write outside their modules
-  modules/model_passes.py   the hooks that begin and end a pass; `infinity.forward_backward`
+  modules/autograd/param.py         handle and compute parameter of every parameter
+  modules/autograd/uses.py          units in use, for hooks
+  modules/handles/edits.py          changes of weights other than the optimizer's step
+  modules/autograd/grads.py         `.grad`, taken from autograd and shown on demand
+  modules/handles/handle_ops.py     operations on handles outside their module
+  modules/handles/param_access.py   parameters by name: read and write outside their modules
+  modules/autograd/model_passes.py  the hooks of a pass; `infinity.forward_backward`
 
 One lock orders the training thread and autograd's device threads.
 """
@@ -32,24 +32,30 @@ from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection, Ranks
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.modules import autograd_functions as functions
-from infinity.modules.edits import WeightEdits
-from infinity.modules.grads import ParamGrads
-from infinity.modules.handle import Handle
-from infinity.modules.handle_ops import HandleOps
-from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, OwnHook, Unscriptable
+from infinity.modules.autograd.grads import ParamGrads
+from infinity.modules.autograd.hooks import (
+    BackwardCalls,
+    HookedModule,
+    ModuleHooks,
+    OwnHook,
+    Unscriptable,
+)
+from infinity.modules.autograd.model_passes import ModelPasses
+from infinity.modules.autograd.param import OffloadedParam, ParamTable, increment_versions
+from infinity.modules.autograd.process import OwnProcess
+from infinity.modules.autograd.step_forecasts import StepForecasts
+from infinity.modules.autograd.uses import UnitUses
+from infinity.modules.handles import autograd_functions as functions
+from infinity.modules.handles.edits import WeightEdits
+from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.handle_ops import HandleOps
+from infinity.modules.handles.originals import Originals
+from infinity.modules.handles.param_access import ParamAccess
+from infinity.modules.handles.raw_access import RawAccess
+from infinity.modules.handles.unmanaged_params import UnmanagedParams
 from infinity.modules.interrupts import uninterrupted
-from infinity.modules.model_passes import ModelPasses
-from infinity.modules.originals import Originals
-from infinity.modules.param import OffloadedParam, ParamTable, increment_versions
-from infinity.modules.param_access import ParamAccess
-from infinity.modules.process import OwnProcess
-from infinity.modules.raw_access import RawAccess
-from infinity.modules.step_forecasts import StepForecasts
 from infinity.modules.tiling.split import tiles_of
 from infinity.modules.tiling.tiled_param import TiledParam
-from infinity.modules.unmanaged_params import UnmanagedParams
-from infinity.modules.uses import UnitUses
 from infinity.observe import Counters, Track
 from infinity.ops.optimizers import Settings
 from infinity.simulate.update_device import UpdateDevice

@@ -11,16 +11,16 @@ from torch import nn
 
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, listed
-from infinity.modules.adapters import (
+from infinity.modules.autograd.param import OffloadedParam
+from infinity.modules.reading.adapters import (
     adapter_modules,
     copied_parameters,
     derive,
     derived_parameters,
     values_of_adapters,
 )
-from infinity.modules.awaited import is_to_come
-from infinity.modules.load_plan import LoadPlan
-from infinity.modules.param import OffloadedParam
+from infinity.modules.reading.awaited import is_to_come
+from infinity.modules.reading.load_plan import LoadPlan
 from infinity.tiers.device import DeviceAdapter
 
 

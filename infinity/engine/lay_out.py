@@ -12,16 +12,16 @@ from infinity.config import SwapConfig
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import ShardingPlan, agree_on_exchange, plan_sharding
 from infinity.errors import CapacityError, ConfigError
-from infinity.modules.adapters import values_of_adapters
-from infinity.modules.discover import (
+from infinity.modules.reading.adapters import values_of_adapters
+from infinity.modules.reading.discover import (
     FoundParam,
     ModelLayout,
     UnitRule,
     discover_units,
     storage_strides,
 )
-from infinity.modules.dtypes import Dtypes
-from infinity.modules.load_plan import StoredParams
+from infinity.modules.reading.dtypes import Dtypes
+from infinity.modules.reading.load_plan import StoredParams
 from infinity.modules.tiling.split import Tiling
 from infinity.state.budgets import Budgets, compute_budgets, weights_in_use
 from infinity.state.moments import moments_of

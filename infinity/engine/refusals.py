@@ -8,10 +8,14 @@ from torch.nn.parameter import is_lazy
 
 from infinity.engine.registry import is_offloaded
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.modules.adapters import derived_buffers, refuse_values_to_come, refuse_without_values
-from infinity.modules.awaited import Awaited
-from infinity.modules.handle import Handle
-from infinity.modules.originals import Follower
+from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.originals import Follower
+from infinity.modules.reading.adapters import (
+    derived_buffers,
+    refuse_values_to_come,
+    refuse_without_values,
+)
+from infinity.modules.reading.awaited import Awaited
 
 
 def refuse_model(model: nn.Module, *, has_weights: bool) -> None:

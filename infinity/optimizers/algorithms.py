@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from infinity.errors import ConfigError
-from infinity.modules.param import OffloadedParam
+from infinity.modules.autograd.param import OffloadedParam
 from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings
 from infinity.ops.lion import LionSettings

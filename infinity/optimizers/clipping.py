@@ -16,7 +16,7 @@ import torch
 from infinity.engine.engine import Engine
 from infinity.engine.registry import owner_of
 from infinity.errors import NonFiniteError, UnsupportedError
-from infinity.modules.param import OffloadedParam
+from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.tiling.split import tiles_of
 
 

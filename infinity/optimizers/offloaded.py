@@ -15,9 +15,9 @@ from typing_extensions import override
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
-from infinity.modules.handle import Handle
+from infinity.modules.autograd.param import OffloadedParam
+from infinity.modules.handles.handle import Handle
 from infinity.modules.interrupts import uninterrupted
-from infinity.modules.param import OffloadedParam
 from infinity.modules.tiling.split import tiles_of
 from infinity.ops.optimizers import Settings
 from infinity.optimizers.clipping import Measured, clip_grad_norm_, measured

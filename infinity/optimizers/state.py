@@ -14,7 +14,7 @@ import torch
 
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
-from infinity.modules.param import OffloadedParam
+from infinity.modules.autograd.param import OffloadedParam
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.private.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map_only
 from infinity.state.units import StateKind

@@ -1,7 +1,7 @@
 """Models as shapes: their units and the FLOPs of each, without a tensor.
 
-The units are those that `modules/discover.py` makes of the same model: the embedding, every block,
-the final norm and the head. A tied embedding is one unit with two uses. Expert matrices are
+The units are those that `modules/reading/discover.py` makes of the same model: the embedding, every
+block, the final norm and the head. A tied embedding is one unit with two uses. Expert matrices are
 stacked, as in transformers. FLOPs are those of matrix products and attention: two per weight and
 token.
 """
@@ -160,8 +160,8 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
     """Returns the planned model of a module, which may be on meta and partly frozen. `hf_config` is
     its configuration of transformers."""
     from infinity.engine.lay_out import facts_of
-    from infinity.modules.discover import discover_units
-    from infinity.modules.dtypes import Dtypes
+    from infinity.modules.reading.discover import discover_units
+    from infinity.modules.reading.dtypes import Dtypes
     from infinity.state.moments import moments_of
     from infinity.tiers.ranges import rounded_nbytes
 

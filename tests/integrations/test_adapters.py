@@ -23,7 +23,7 @@ import infinity
 from infinity.checkpoint import load, save
 from infinity.engine import lay_out
 from infinity.errors import InfinityError
-from infinity.modules import discover
+from infinity.modules.reading import discover
 from tests.support.offloading import small_tiers
 
 IDS = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -28,7 +28,7 @@ from transformers import (
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.integrations.hf import prepare_trainer
-from infinity.modules.handle import Handle
+from infinity.modules.handles.handle import Handle
 
 trl = pytest.importorskip("trl", reason="pip install trl")
 datasets = pytest.importorskip("datasets", reason="pip install datasets")

@@ -13,8 +13,8 @@ import pytest
 import infinity
 from infinity import SwapConfig
 from infinity.engine.lay_out import facts_of
-from infinity.modules.discover import discover_units
-from infinity.modules.dtypes import Dtypes
+from infinity.modules.reading.discover import discover_units
+from infinity.modules.reading.dtypes import Dtypes
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.model import ModuleWork, PlannedModel
 from infinity.plan.predict import forecast

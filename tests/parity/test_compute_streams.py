@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.modules.uses import UnitUses
+from infinity.modules.autograd.uses import UnitUses
 from infinity.storage.protocol import Priority
 from infinity.testing.simulated_device import (
     SimulatedDevice,

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.modules import empty_weights
+from infinity.modules.reading import empty_weights
 from tests.support.bits import assert_same
 from tests.support.offloading import offloaded, swap_config
 

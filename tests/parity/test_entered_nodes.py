@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.modules.uses import UnitUses
+from infinity.modules.autograd.uses import UnitUses
 from tests.support.offloading import offloaded, swap_config
 
 WORDS, WIDTH = 16, 8

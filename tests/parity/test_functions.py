@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.modules.autograd_functions import _replace_bound
-from infinity.modules.handle import Handle
+from infinity.modules.handles.autograd_functions import _replace_bound
+from infinity.modules.handles.handle import Handle
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import Named, OffloadedSide, PlainSide, Plan, Side, seed_everything

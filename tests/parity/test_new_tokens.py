@@ -22,7 +22,7 @@ from transformers import (
 import infinity
 from infinity.checkpoint import weight_source
 from infinity.errors import ConfigError
-from infinity.modules import empty_weights
+from infinity.modules.reading import empty_weights
 from tests.support.bits import assert_same
 from tests.support.exhaustive import in_turn
 from tests.support.offloading import offloaded, swap_config

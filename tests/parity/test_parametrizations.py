@@ -30,8 +30,8 @@ from transformers import (
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.modules import empty_weights
-from infinity.modules.awaited import is_to_come
+from infinity.modules.reading import empty_weights
+from infinity.modules.reading.awaited import is_to_come
 from tests.support.bits import assert_same
 from tests.support.offloading import offloaded, swap_config
 

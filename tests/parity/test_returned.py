@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import UnsupportedError
-from infinity.modules.outputs import detach_from_parameters, tensors_in
+from infinity.modules.autograd.outputs import detach_from_parameters, tensors_in
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import Named, Plan, Side

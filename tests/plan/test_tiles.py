@@ -14,8 +14,8 @@ from torch import nn
 from infinity.config import SwapConfig
 from infinity.engine.lay_out import facts_of
 from infinity.errors import CapacityError
-from infinity.modules.discover import discover_units
-from infinity.modules.dtypes import Dtypes
+from infinity.modules.reading.discover import discover_units
+from infinity.modules.reading.dtypes import Dtypes
 from infinity.modules.tiling.split import Tiling
 from infinity.plan import Batch, forecast, load_hardware
 from infinity.plan.model import ModuleWork, PlannedModel, model_of_shape

@@ -164,7 +164,7 @@ def test_a_new_head_over_a_pretrained_base_is_drawn_from_the_seed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """As from_pretrained draws it, whether `init` leaves it on meta or keeps it."""
-    monkeypatch.setattr("infinity.modules.empty_weights._KEPT_NBYTES", kept_nbytes)
+    monkeypatch.setattr("infinity.modules.reading.empty_weights._KEPT_NBYTES", kept_nbytes)
     saved(tmp_path / "model")
 
     def adapted(model: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.modules.unmanaged_params import UnmanagedParams
+from infinity.modules.handles.unmanaged_params import UnmanagedParams
 
 
 def test_over_ranks_a_late_parameter_is_refused_with_and_without_an_optimizer() -> None:

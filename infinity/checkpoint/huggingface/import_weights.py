@@ -41,7 +41,7 @@ from infinity.checkpoint.huggingface.names import (
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
 from infinity.errors import ConfigError, listed
-from infinity.modules.dtypes import names_kept_wide
+from infinity.modules.reading.dtypes import names_kept_wide
 from infinity.state.stored import StoredSlice, StoredTensor
 from infinity.storage.shards import ShardIdentity
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.huggingface.names import is_expected_missing
-from infinity.modules.adapters import follows
-from infinity.modules.awaited import is_to_come
+from infinity.modules.reading.adapters import follows
+from infinity.modules.reading.awaited import is_to_come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.boundary import BlockCall, EdgeGradients
 from infinity.modules.accumulate.purity import hooked_nodes
-from infinity.modules.forward_nodes import ACCUMULATES
+from infinity.modules.autograd.forward_nodes import ACCUMULATES
 from infinity.private.torch import FunctionBase
 
 Key: TypeAlias = tuple[Node, int]

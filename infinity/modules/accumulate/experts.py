@@ -36,6 +36,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from typing_extensions import override
 
+from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.experts_call import (
     ExpertsCall,
@@ -44,7 +45,6 @@ from infinity.modules.tiling.experts_call import (
     go_backward,
     go_forward,
 )
-from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
 from infinity.streaming.waiting import WaitingMemory, place_of
 

@@ -74,10 +74,10 @@ from infinity.modules.accumulate.proof import Proof, Repeats
 from infinity.modules.accumulate.purity import refuse_caches, refuse_hooks
 from infinity.modules.accumulate.repeat import BlockRepeat
 from infinity.modules.accumulate.settings import without_caches_and_checkpointing
-from infinity.modules.hooks import HookedModule, ModuleHooks
+from infinity.modules.autograd.hooks import HookedModule, ModuleHooks
+from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.tiling.experts_call import ExpertsCall
-from infinity.modules.uses import UnitUses
 from infinity.private.torch import (
     current_autograd_node,
 )

@@ -23,8 +23,8 @@ from infinity.modules.accumulate.fiber import Random
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.proof import Repeats
 from infinity.modules.accumulate.purity import describe, foreign_hook, replaced_forward
-from infinity.modules.forward_nodes import ACCUMULATES
-from infinity.modules.outputs import tensors_in
+from infinity.modules.autograd.forward_nodes import ACCUMULATES
+from infinity.modules.autograd.outputs import tensors_in
 from infinity.private.torch import get_sequence_nr, tree_leaves
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 

@@ -31,8 +31,7 @@ from torch import nn
 from typing_extensions import override
 
 from infinity.modules.accumulate.fiber import Modes
-from infinity.modules.expert_adapters.peft import Adaptation, adaptations_of
-from infinity.modules.hooks import HeldByCaller
+from infinity.modules.autograd.hooks import HeldByCaller
 from infinity.modules.tiling.experts_call import (
     ExpertsCall,
     ExpertsNode,
@@ -42,6 +41,7 @@ from infinity.modules.tiling.experts_call import (
     anchored,
 )
 from infinity.modules.tiling.layers import Tiled, tensor_of
+from infinity.modules.tiling.peft_experts import Adaptation, adaptations_of
 from infinity.private.torch import DropoutNd
 
 

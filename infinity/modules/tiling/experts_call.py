@@ -39,7 +39,7 @@ from torch.autograd.graph import Node
 from typing_extensions import override
 
 from infinity.modules.accumulate.fiber import Modes
-from infinity.modules.expert_adapters.peft import Adaptation
+from infinity.modules.tiling.peft_experts import Adaptation
 from infinity.private.torch import will_engine_execute_node
 
 # (attribute, number of tensors, the function that makes the adaptation of them).

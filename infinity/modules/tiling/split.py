@@ -4,8 +4,8 @@ An `nn.Linear` is split over its output rows, an `nn.Embedding` over the rows of
 experts over the experts. The module object stays, with its hooks and all references to it. Its
 class becomes a tiled class (`modules/tiling/layers.py`, `modules/tiling/experts.py`). Its
 parameters are replaced by `tiles`, a list of modules of the same kind with some of the rows. Each
-tile is a hooked module and a unit (`modules/discover.py`), so the usual hooks fetch it. A tied
-weight is split once, and its tiles are tied. See docs/design/0007-tiling.md.
+tile is a hooked module and a unit (`modules/reading/discover.py`), so the usual hooks fetch it. A
+tied weight is split once, and its tiles are tied. See docs/design/0007-tiling.md.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.modules.awaited import Provisional, without_class
-from infinity.modules.expert_adapters.peft import factor_adapters, merge_adapters
-from infinity.modules.handle import Handle
-from infinity.modules.originals import Follower
-from infinity.modules.state_values import StateValue, is_value_of, plain_value
+from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.originals import Follower
+from infinity.modules.handles.state_values import StateValue, is_value_of, plain_value
+from infinity.modules.reading.awaited import Provisional, without_class
 from infinity.modules.tiling import experts as tiled_experts
 from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
+from infinity.modules.tiling.peft_experts import factor_adapters, merge_adapters
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
 

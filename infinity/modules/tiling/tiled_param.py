@@ -11,10 +11,10 @@ from torch import nn
 from typing_extensions import override
 
 from infinity.errors import InfinityError
-from infinity.modules.handle import Handle, replace_handles
-from infinity.modules.handle_tensor import Owner
-from infinity.modules.mirrors import Original, mirrored
-from infinity.modules.state_values import StateValue
+from infinity.modules.handles.handle import Handle, replace_handles
+from infinity.modules.handles.handle_tensor import Owner
+from infinity.modules.handles.mirrors import Original, mirrored
+from infinity.modules.handles.state_values import StateValue
 from infinity.private.torch import DisableTorchFunctionSubclass
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.autograd.graph import Node
 
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.modules.awaited import is_to_come
-from infinity.modules.param import OffloadedParam, ParamTable, increment_versions, settle
+from infinity.modules.autograd.param import OffloadedParam, ParamTable, increment_versions, settle
+from infinity.modules.reading.awaited import is_to_come
 from infinity.private.torch import top_saved_tensors_default_hooks
 from infinity.sizes import PAGE_NBYTES, align_down
 from infinity.state.store import StateStore

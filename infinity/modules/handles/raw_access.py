@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from infinity.errors import ParameterNotResident
-from infinity.modules.edits import WeightEdits
-from infinity.modules.param import OffloadedParam, ParamTable
-from infinity.modules.torch_names import TENSOR
+from infinity.modules.autograd.param import OffloadedParam, ParamTable
+from infinity.modules.handles.edits import WeightEdits
+from infinity.modules.handles.torch_names import TENSOR
 
 _ATTRIBUTES = ("data", "numpy", "__dlpack__")
 

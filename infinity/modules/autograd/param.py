@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.modules.discover import Registration
-from infinity.modules.handle import Handle
+from infinity.modules.handles.handle import Handle
+from infinity.modules.reading.discover import Registration
 from infinity.state.units import TensorSpec, Unit
 
 _version_of = attrgetter("_version")

@@ -24,9 +24,9 @@ from torch import nn
 from typing_extensions import override
 
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
-from infinity.modules.awaited import without_class
-from infinity.modules.handle import Handle
-from infinity.modules.handle_tensor import refuse_swap
+from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.handle_tensor import refuse_swap
+from infinity.modules.reading.awaited import without_class
 from infinity.private.torch import DisableTorchFunctionSubclass
 
 

@@ -20,18 +20,18 @@ from infinity.errors import InfinityError
 from infinity.modules.accumulate.experts import ExpertStores
 from infinity.modules.accumulate.layer_major import LayerMajorSchedule
 from infinity.modules.accumulate.proof import Repeats
-from infinity.modules.grads import ParamGrads
-from infinity.modules.hooks import (
+from infinity.modules.autograd.grads import ParamGrads
+from infinity.modules.autograd.hooks import (
     BackwardCalls,
     HookedModule,
     ModuleHooks,
     OwnHook,
     outside_graphs,
 )
+from infinity.modules.autograd.param import OffloadedParam
+from infinity.modules.autograd.turns import Turns
+from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
-from infinity.modules.param import OffloadedParam
-from infinity.modules.turns import Turns
-from infinity.modules.uses import UnitUses
 from infinity.sizes import format_nbytes
 from infinity.streaming.activations import ActivationStore, InputStore
 from infinity.streaming.gradient_sink import GradientSink

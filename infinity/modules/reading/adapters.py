@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.modules.awaited import is_to_come
-from infinity.modules.handle import Handle
+from infinity.modules.handles.handle import Handle
+from infinity.modules.reading.awaited import is_to_come
 
 # Methods, and values of `init_lora_weights`, whose first values PEFT computes from the base.
 _STARTS_FROM_BASE = ("CPT", "DELORA")

@@ -26,8 +26,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
-from infinity.modules.mirrors import Mirror, Origin, Original
-from infinity.modules.torch_names import PLAIN, TENSOR, outside_graph, says_it_writes
+from infinity.modules.handles.mirrors import Mirror, Origin, Original
+from infinity.modules.handles.torch_names import PLAIN, TENSOR, outside_graph, says_it_writes
 from infinity.private.torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 
 

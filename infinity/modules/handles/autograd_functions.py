@@ -27,9 +27,9 @@ from typing import Any
 
 from torch.autograd.function import Function
 
-from infinity.modules import handle_gradients
-from infinity.modules.handle import Handle, find_handles
-from infinity.modules.originals import Follower
+from infinity.modules.handles import handle_gradients
+from infinity.modules.handles.handle import Handle, find_handles
+from infinity.modules.handles.originals import Follower
 from infinity.private.torch import (
     FunctionBase,
     ScriptFunction,

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.modules.adapters import adapter_modules
-from infinity.modules.awaited import is_to_come
+from infinity.modules.reading.adapters import adapter_modules
+from infinity.modules.reading.awaited import is_to_come
 
 _log = logging.getLogger("infinity")
 

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError
-from infinity.modules.awaited import Awaited, building, leave_out
+from infinity.modules.reading.awaited import Awaited, building, leave_out
 
 # Parameters up to this size keep the values of their module's constructor: for a scale made by
 # torch.ones no reset_parameters exists that could make it again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from infinity.modules.param import OffloadedParam
+from infinity.modules.autograd.param import OffloadedParam
 from infinity.ops.optimizers import Settings
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_sink import GradientSink

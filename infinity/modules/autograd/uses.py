@@ -16,12 +16,12 @@ from contextlib import contextmanager
 import torch
 
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.modules.edits import WeightEdits
-from infinity.modules.forward_nodes import ForwardNodes
-from infinity.modules.hooks import HookedModule
+from infinity.modules.autograd.forward_nodes import ForwardNodes
+from infinity.modules.autograd.hooks import HookedModule
+from infinity.modules.autograd.param import ParamTable
+from infinity.modules.autograd.process import OwnProcess
+from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.interrupts import UNINTERRUPTED
-from infinity.modules.param import ParamTable
-from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
 from infinity.private.torch import is_any_autocast_enabled, peek_interpreter_stack
 from infinity.state.units import Unit

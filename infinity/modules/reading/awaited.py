@@ -23,7 +23,7 @@ from torch import nn
 from typing_extensions import override
 
 from infinity.errors import ConfigError
-from infinity.modules.torch_names import TENSOR
+from infinity.modules.handles.torch_names import TENSOR
 from infinity.private.torch import DisableTorchFunctionSubclass, make_subclass, parse_to, tree_map
 
 

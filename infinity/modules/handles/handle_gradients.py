@@ -13,8 +13,8 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from infinity.errors import UnsupportedError
-from infinity.modules.handle_tensor import Handle, find_handles
-from infinity.modules.torch_names import was_called_by
+from infinity.modules.handles.handle_tensor import Handle, find_handles
+from infinity.modules.handles.torch_names import was_called_by
 from infinity.private.torch import get_grad_fn_or_grad_acc
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.modules.handle import Handle
+from infinity.modules.handles.handle import Handle
 
 
 class UnmanagedParams:

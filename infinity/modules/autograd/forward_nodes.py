@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from infinity.modules.outputs import tensors_in
+from infinity.modules.autograd.outputs import tensors_in
 
 # AccumulateGrad nodes have the highest possible number.
 ACCUMULATES = 2**64 - 1

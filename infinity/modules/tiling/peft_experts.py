@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from infinity.modules.expert_adapters.factors import LowRank
+from infinity.modules.tiling.expert_factors import LowRank
 from infinity.modules.tiling.layers import Tiled
 
 _INSTEAD_OF = "_activate_lora"  # PEFT's method that replaces the parameter by the sum.

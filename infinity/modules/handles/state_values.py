@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from infinity.errors import UnsupportedError
-from infinity.modules.handle import Handle, targets
-from infinity.modules.torch_names import PLAIN, TENSOR, members
+from infinity.modules.handles.handle import Handle, targets
+from infinity.modules.handles.torch_names import PLAIN, TENSOR, members
 from infinity.private.torch import (
     DisableTorchFunctionSubclass,
     make_wrapper_subclass,

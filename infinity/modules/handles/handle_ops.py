@@ -23,18 +23,18 @@ import torch
 from typing_extensions import override
 
 from infinity.errors import CapacityError, InfinityError, ParameterNotResident, UnsupportedError
-from infinity.modules.edits import WeightEdits
-from infinity.modules.forward_nodes import nodes_since
-from infinity.modules.grads import ParamGrads
-from infinity.modules.handle import Handle, find_handles, replace_handles
-from infinity.modules.handle_tensor import Owner
-from infinity.modules.hooks import BackwardCalls, ModuleCall
-from infinity.modules.mirrors import Original, mirrored
-from infinity.modules.outputs import detach_from_parameters
-from infinity.modules.param import OffloadedParam, ParamTable, increment_versions
-from infinity.modules.state_values import StateValue
+from infinity.modules.autograd.forward_nodes import nodes_since
+from infinity.modules.autograd.grads import ParamGrads
+from infinity.modules.autograd.hooks import BackwardCalls, ModuleCall
+from infinity.modules.autograd.outputs import detach_from_parameters
+from infinity.modules.autograd.param import OffloadedParam, ParamTable, increment_versions
+from infinity.modules.autograd.uses import UnitUses
+from infinity.modules.handles.edits import WeightEdits
+from infinity.modules.handles.handle import Handle, find_handles, replace_handles
+from infinity.modules.handles.handle_tensor import Owner
+from infinity.modules.handles.mirrors import Original, mirrored
+from infinity.modules.handles.state_values import StateValue
 from infinity.modules.tiling.tiled_param import TiledParam
-from infinity.modules.uses import UnitUses
 from infinity.observe import Counters
 from infinity.private.torch import DisableTorchFunctionSubclass, get_sequence_nr
 from infinity.state.units import Unit

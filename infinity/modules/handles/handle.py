@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 
 from infinity.errors import ParameterNotResident, UnsupportedError
-from infinity.modules import handle_gradients
-from infinity.modules.handle_tensor import (
+from infinity.modules.handles import handle_gradients
+from infinity.modules.handles.handle_tensor import (
     Handle,
     find_handles,
     refuse_parametrization,
@@ -22,7 +22,7 @@ from infinity.modules.handle_tensor import (
     set_gradient,
     targets,
 )
-from infinity.modules.torch_names import TENSOR, members, was_called_by
+from infinity.modules.handles.torch_names import TENSOR, members, was_called_by
 from infinity.private.torch import has_compatible_shallow_copy_type, parse_to
 
 __all__ = ["Handle", "find_handles", "replace_handles", "targets"]

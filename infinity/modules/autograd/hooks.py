@@ -36,10 +36,15 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.modules.forward_nodes import ForwardNodes, call_before_each, nodes_behind, nodes_since
+from infinity.modules.autograd.forward_nodes import (
+    ForwardNodes,
+    call_before_each,
+    nodes_behind,
+    nodes_since,
+)
+from infinity.modules.autograd.outputs import detach_from_parameters
+from infinity.modules.autograd.turns import is_backward_elsewhere, is_in_module, thread_of_backward
 from infinity.modules.interrupts import UNINTERRUPTED
-from infinity.modules.outputs import detach_from_parameters
-from infinity.modules.turns import is_backward_elsewhere, is_in_module, thread_of_backward
 from infinity.private.torch import (
     current_autograd_node,
     get_sequence_nr,

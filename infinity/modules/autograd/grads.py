@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import torch
 
 from infinity.errors import UnsupportedError
-from infinity.modules.hooks import BackwardCalls
+from infinity.modules.autograd.hooks import BackwardCalls
+from infinity.modules.autograd.param import OffloadedParam, ParamTable
+from infinity.modules.autograd.process import OwnProcess
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
-from infinity.modules.param import OffloadedParam, ParamTable
-from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit
 from infinity.streaming.gradient_sink import GradientSink

@@ -25,7 +25,13 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from infinity.errors import UnsupportedError
-from infinity.modules.torch_names import PLAIN, TENSOR, members, outside_graph, says_it_writes
+from infinity.modules.handles.torch_names import (
+    PLAIN,
+    TENSOR,
+    members,
+    outside_graph,
+    says_it_writes,
+)
 from infinity.private.torch import DisableTorchFunctionSubclass
 
 

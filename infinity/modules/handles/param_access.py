@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.modules.edits import WeightEdits
-from infinity.modules.grads import ParamGrads
-from infinity.modules.handle import Handle
-from infinity.modules.handle_tensor import refuse_swap
+from infinity.modules.autograd.grads import ParamGrads
+from infinity.modules.autograd.param import ParamTable
+from infinity.modules.autograd.uses import UnitUses
+from infinity.modules.handles.edits import WeightEdits
+from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.handle_tensor import refuse_swap
+from infinity.modules.handles.originals import Originals, refuse_swaps
+from infinity.modules.handles.state_values import is_value_of, plain_value
 from infinity.modules.interrupts import uninterrupted
-from infinity.modules.originals import Originals, refuse_swaps
-from infinity.modules.param import ParamTable
-from infinity.modules.state_values import is_value_of, plain_value
 from infinity.modules.tiling.tiled_param import TiledParam
-from infinity.modules.uses import UnitUses
 from infinity.state.units import TensorSpec
 from infinity.streaming.gradient_memory import in_memory_order
 from infinity.streaming.masters import MasterWeights

@@ -1,0 +1,1 @@
+"""What autograd sees: the hooks of modules, the compute parameters, and their gradients."""

@@ -1,1 +1,0 @@
-"""Adapters on packed experts, computed as low-rank factors beside the frozen weight."""
