@@ -76,17 +76,17 @@ from rich.console import Console
 from rich.table import Table
 
 import infinity
-from infinity.bench import device as device_bench
-from infinity.bench.lab import Effort, Lab
-from infinity.bench.measure import GB
-from infinity.bench.report import rows_of, to_json
-from infinity.cli.bench import print_tables
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import GIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.tiers.host import HostBlocks
+from infinity.tools.bench import device as device_bench
+from infinity.tools.bench.lab import Effort, Lab
+from infinity.tools.bench.measure import GB
+from infinity.tools.bench.report import rows_of, to_json
+from infinity.tools.cli.bench import print_tables
 
 
 def main() -> None:

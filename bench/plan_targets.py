@@ -26,7 +26,7 @@ from infinity.plan.report import idle_of_compute
 from infinity.plan.stored import stored_of_shape
 from infinity.simulate.log import COMPUTE
 from infinity.state.moments import moments_of
-from infinity.training.settle import settle
+from infinity.tools.training.settle import settle
 
 KINDS = ("parameters", "master", "moments", "gradients")
 EXCHANGES = ("gather", "sockets", "network")

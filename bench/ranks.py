@@ -239,7 +239,7 @@ def plot(
 ) -> None:
     """Bytes per parameter over the number of ranks: counted as points, formulas as lines; and what
     comes to a device over its own link."""
-    from infinity.observe.painter import find_pyplot
+    from infinity.tools.pictures.painter import find_pyplot
 
     pyplot = find_pyplot()
     figure, (axis, crossed) = pyplot.subplots(1, 2, figsize=(10, 3.8))

@@ -207,7 +207,7 @@ def report(
 
 def draw(predicted: list[dict[str, Any]], found: list[dict[str, Any]], path: Path) -> None:
     """Hidden size over tiles, both axes by powers of two."""
-    from infinity.observe.painter import find_pyplot
+    from infinity.tools.pictures.painter import find_pyplot
 
     pyplot = find_pyplot()
     figure, axis = pyplot.subplots(figsize=(5.5, 4))

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from common import Results, say
 
-from infinity.bench import fio
-from infinity.bench.scratch import SpaceShare
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
 from infinity.storage.open import open_engine
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
+from infinity.tools.bench import fio
+from infinity.tools.bench.scratch import SpaceShare
 
 _EXTENT_NBYTES = 16 * MIB
 _PENDING = 16

@@ -1,6 +1,6 @@
 """`python -m infinity`, and `torchrun ... -m infinity train swap.toml`."""
 
-from infinity.cli import main
+from infinity.tools.cli import main
 
 if __name__ == "__main__":
     main()

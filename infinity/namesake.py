@@ -17,10 +17,10 @@ DISTRIBUTION = "infinity-offload"
 # The folders and modules of this package.
 OWN = frozenset(
     {
-        "api", "bench", "bounded", "checkpoint", "cli", "codecs", "config", "distributed", "doctor",
-        "engine", "errors", "fused", "integrations", "modules", "namesake", "observe", "ops",
-        "optimizers", "plan", "private", "simulate", "sizes", "state", "storage", "streaming",
-        "testing", "tiers", "training", "uring",
+        "api", "bounded", "checkpoint", "codecs", "config", "distributed", "engine", "errors",
+        "fused", "integrations", "modules", "namesake", "observe", "ops", "optimizers", "plan",
+        "private", "simulate", "sizes", "state", "storage", "streaming", "testing", "tiers",
+        "tools", "uring",
     }
 )  # fmt: skip
 
@@ -32,8 +32,10 @@ def strange_entries(folders: Iterable[str]) -> list[str]:
     for folder in folders:
         for entry in os.scandir(folder) if os.path.isdir(folder) else ():
             name, ending = os.path.splitext(entry.name)
-            is_code = ending == ".py" or (not ending and entry.is_dir())
-            if is_code and name not in OWN and not name.startswith((".", "_")):
+            if name in OWN or name.startswith((".", "_")):
+                continue
+            # A folder of an older release may have kept its __pycache__.
+            if ending == ".py" or (not ending and any(Path(entry).rglob("*.py"))):
                 found.add(entry.name)
     return sorted(found)
 

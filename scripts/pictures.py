@@ -13,7 +13,6 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError
-from infinity.observe.painter import find_pyplot, paint
 from infinity.plan import Batch, forecast, gantt, load_hardware, load_model
 from infinity.plan.answer import duration
 from infinity.plan.catalogue import plan_cell
@@ -23,6 +22,7 @@ from infinity.plan.predict import Forecast
 from infinity.plan.shapes import scaled_gpt
 from infinity.simulate.clock import Timeline
 from infinity.state.moments import moments_of
+from infinity.tools.pictures.painter import find_pyplot, paint
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"

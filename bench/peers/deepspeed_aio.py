@@ -131,15 +131,15 @@ def compare(words: argparse.Namespace) -> None:
     """Searches DeepSpeed's best settings per direction, then lets the two take turns."""
     import numpy as np
 
-    from infinity.bench import machine, nvme, pattern, runner
-    from infinity.bench.lab import Effort, Lab
-    from infinity.bench.measure import Group, Sample
-    from infinity.bench.report import rows_of, to_json
-    from infinity.bench.statistics import summarize
-    from infinity.bench.transfer import EngineTransfer, FileSet
-    from infinity.cli.bench import parse_size, print_tables
     from infinity.config.schema import Io
     from infinity.storage.arena import Arena
+    from infinity.tools.bench import machine, nvme, pattern, runner
+    from infinity.tools.bench.lab import Effort, Lab
+    from infinity.tools.bench.measure import Group, Sample
+    from infinity.tools.bench.report import rows_of, to_json
+    from infinity.tools.bench.statistics import summarize
+    from infinity.tools.bench.transfer import EngineTransfer, FileSet
+    from infinity.tools.cli.bench import parse_size, print_tables
 
     nbytes = parse_size(words.size)
 

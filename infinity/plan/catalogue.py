@@ -26,7 +26,7 @@ from infinity.plan.shipped import shipped_in
 from infinity.plan.stored import stored_of_shape
 from infinity.simulate.job import batch_of
 from infinity.state.moments import moments_of
-from infinity.training.settle import settle
+from infinity.tools.training.settle import settle
 
 _LENGTH, _SEQUENCES = 2048, 16
 _DTYPE = torch.bfloat16

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infinity.observe.page import PageRow, PageTable, PageView, write_page
-from infinity.observe.painter import Bars, TrackPicture, paint
-from infinity.observe.step_page import milliseconds
 from infinity.plan.answer import Answer, decimal, duration, sentences
 from infinity.plan.idle import idle_by_cause
 from infinity.plan.predict import Forecast
 from infinity.simulate.log import CHECKPOINT_READ, COMPUTE, READ, WRITE
 from infinity.sizes import format_nbytes
+from infinity.tools.pictures.page import PageRow, PageTable, PageView, write_page
+from infinity.tools.pictures.painter import Bars, TrackPicture, paint
+from infinity.tools.pictures.step_page import milliseconds
 
 TRACK_TITLES = {
     "compute": "compute",

@@ -21,9 +21,6 @@ from typing import get_args
 
 import torch
 
-from infinity.bench.host import OptimizerPass
-from infinity.bench.scratch import BenchDirectory
-from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
 from infinity.codecs import Int4Groups
 from infinity.config import SwapConfig
 from infinity.config.cores import norm_threads, threads_here
@@ -39,7 +36,10 @@ from infinity.sizes import MIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.open import open_configured
 from infinity.tiers.open_device import device_kind
-from infinity.training.allocator import keep_freed_memory
+from infinity.tools.bench.host import OptimizerPass
+from infinity.tools.bench.scratch import BenchDirectory
+from infinity.tools.bench.transfer import EngineTransfer, FileSet, TransferKind
+from infinity.tools.training.allocator import keep_freed_memory
 
 _ARENA_NBYTES = 256 * MIB
 _EXTENT_NBYTES = 16 * MIB

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from infinity.bench.device import ArenaToDevice
 from infinity.engine.update_rates import time_updates
 from infinity.observe import Counters
 from infinity.plan.hardware import Device
@@ -20,6 +19,7 @@ from infinity.sizes import MIB
 from infinity.storage.arena import Arena
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
+from infinity.tools.bench.device import ArenaToDevice
 
 _COPY_NBYTES = 64 * MIB
 _CHUNK_NBYTES = 16 * MIB  # Of fp32, as the updater's.

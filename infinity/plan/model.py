@@ -150,7 +150,7 @@ def facts_of_shape(
 
 def model_of_config(config: Any) -> PlannedModel:
     """Builds the model of a configuration file on meta with transformers; needs no weights."""
-    from infinity.training.model import build_model, plan_model
+    from infinity.tools.training.model import build_model, plan_model
 
     plan = plan_model(config.model, reads_weights=False)
     return model_of_module(build_model(plan, config), config, plan.hf_config)

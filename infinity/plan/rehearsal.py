@@ -32,7 +32,7 @@ from infinity.simulate.job import Batch, updated_nbytes
 from infinity.sizes import MIB
 from infinity.state.budgets import compute_budgets
 from infinity.storage.arena import available_host_nbytes
-from infinity.training.model import checkpoint_activations
+from infinity.tools.training.model import checkpoint_activations
 
 _NUM_BLOCKS = 2
 _VOCABULARY = 256

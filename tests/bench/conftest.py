@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from infinity.bench.fio import FioSettings
-from infinity.bench.lab import Effort, Lab
 from infinity.config.schema import Io
 from infinity.sizes import KIB, MIB
 from infinity.storage.arena import Arena
+from infinity.tools.bench.fio import FioSettings
+from infinity.tools.bench.lab import Effort, Lab
 
 SMALL = Effort(
     nbytes=32 * MIB,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.bench import tune as tuning
+from infinity.tools.bench import tune as tuning
 from tests.support.commands import run_command
 from tests.support.forked import COMMAND, Script, wait_until
 
@@ -59,7 +59,7 @@ def test_bench_saves_json_and_plots(tmp_path: Path) -> None:
 
 
 def test_wrong_bytes_end_with_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.bench.transfer.compare", lambda *_: False)
+    monkeypatch.setattr("infinity.tools.bench.transfer.compare", lambda *_: False)
     done = run_command("bench", "--path", tmp_path, "--only", "read", *SMALL)
     assert done.exit_code == 1
     assert "WRONG BYTES" in done.stdout
@@ -123,7 +123,7 @@ def test_tune_prints_a_fragment_for_the_named_paths(
 def test_tune_refuses_a_drive_that_returns_wrong_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.bench.transfer.compare", lambda *_: False)
+    monkeypatch.setattr("infinity.tools.bench.transfer.compare", lambda *_: False)
     done = run_command("tune", "--path", tmp_path, "--time", "1", "--size", "64MiB")
     assert done.exit_code == 2 and "not those that were written" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -137,7 +137,7 @@ os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 del sys.argv[1:3]
-from infinity.cli import main
+from infinity.tools.cli import main
 main()
 """
 

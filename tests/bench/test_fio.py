@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from infinity.bench import fio
-from infinity.bench.lab import Lab
-from infinity.bench.nvme import KINDS, open_drives
-from infinity.bench.scratch import SpaceShare
 from infinity.errors import UnsupportedError
 from infinity.sizes import MIB
+from infinity.tools.bench import fio
+from infinity.tools.bench.lab import Lab
+from infinity.tools.bench.nvme import KINDS, open_drives
+from infinity.tools.bench.scratch import SpaceShare
 
 needs_fio = pytest.mark.skipif(not fio.is_installed(), reason="fio is not installed")
 SETTINGS = fio.FioSettings(4 * MIB, 2)

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from infinity.bench import machine
 from infinity.storage.arena import Arena
+from infinity.tools.bench import machine
 
 
 def test_drive_of_a_partition_is_its_parent(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.bench import pattern
 from infinity.sizes import MIB
+from infinity.tools.bench import pattern
 
 NBYTES = 3 * MIB + 64 * 1024
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity.bench import plots, table
-from infinity.bench.measure import GB, ContenderGroup, Measurement, Result
-from infinity.bench.report import rows_of, to_json
 from infinity.errors import UnsupportedError
 from infinity.sizes import KIB, MIB
+from infinity.tools.bench import plots, table
+from infinity.tools.bench.measure import GB, ContenderGroup, Measurement, Result
+from infinity.tools.bench.report import rows_of, to_json
 
 
 class Named:

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from infinity.bench import pattern
-from infinity.bench.lab import Lab
-from infinity.bench.scratch import (
+from infinity.errors import CapacityError, StorageError, SwapLockedError
+from infinity.sizes import GIB, MIB
+from infinity.storage.arena import Arena
+from infinity.storage.volume import Extent
+from infinity.tools.bench import pattern
+from infinity.tools.bench.lab import Lab
+from infinity.tools.bench.scratch import (
     DIRECTORY_NAME,
     BenchDirectory,
     SpaceShare,
     check_space,
     shares_of,
 )
-from infinity.errors import CapacityError, StorageError, SwapLockedError
-from infinity.sizes import GIB, MIB
-from infinity.storage.arena import Arena
-from infinity.storage.volume import Extent
 
 NBYTES = 16 * MIB
 _Statvfs = namedtuple("_Statvfs", "f_frsize f_blocks f_bavail")

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.bench import device, fio, host, nvme, suite
-from infinity.bench.checked import VolumeTransfer
-from infinity.bench.lab import Lab
-from infinity.bench.measure import Result
-from infinity.bench.report import rows_of
 from infinity.errors import ConfigError, CorruptionError
 from infinity.observe import Counters
 from infinity.sizes import MIB
 from infinity.storage.volume import Volume, VolumePath
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostBlocks
+from infinity.tools.bench import device, fio, host, nvme, suite
+from infinity.tools.bench.checked import VolumeTransfer
+from infinity.tools.bench.lab import Lab
+from infinity.tools.bench.measure import Result
+from infinity.tools.bench.report import rows_of
 
 
 def simulated(lab: Lab, kind: type[SimulatedDevice] = SimulatedDevice) -> SimulatedDevice:
@@ -138,7 +138,7 @@ def make_lab_of_one(lab: Lab) -> Lab:
 def test_reports_of_buffered_files_name_the_page_cache(
     make_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.bench.scratch._takes_direct", lambda _: False)
+    monkeypatch.setattr("infinity.tools.bench.scratch._takes_direct", lambda _: False)
     (result,) = suite.run(make_lab(), ("read",))
     assert "page cache" in result.group.note
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.bench.measure import GB, Measurement
-from infinity.bench.statistics import (
+from infinity.tools.bench.measure import GB, Measurement
+from infinity.tools.bench.statistics import (
     cpu_s_per_gb,
     paired_ratios,
     quantiles,

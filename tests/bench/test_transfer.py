@@ -8,11 +8,16 @@ from itertools import pairwise
 
 import pytest
 
-from infinity.bench import extents
-from infinity.bench.lab import Lab
-from infinity.bench.nvme import KINDS, DriveSet, open_drives
-from infinity.bench.raw_ring import RawRing
-from infinity.bench.transfer import (
+from infinity.errors import StorageError
+from infinity.sizes import KIB, MIB
+from infinity.storage.probe import explain_missing_uring
+from infinity.storage.protocol import Priority
+from infinity.testing.faulty_engine import FaultyEngine
+from infinity.tools.bench import extents
+from infinity.tools.bench.lab import Lab
+from infinity.tools.bench.nvme import KINDS, DriveSet, open_drives
+from infinity.tools.bench.raw_ring import RawRing
+from infinity.tools.bench.transfer import (
     EngineLatency,
     EngineTransfer,
     FileSet,
@@ -20,11 +25,6 @@ from infinity.bench.transfer import (
     TransferKind,
     plan_moves,
 )
-from infinity.errors import StorageError
-from infinity.sizes import KIB, MIB
-from infinity.storage.probe import explain_missing_uring
-from infinity.storage.protocol import Priority
-from infinity.testing.faulty_engine import FaultyEngine
 
 NBYTES = 8 * MIB
 

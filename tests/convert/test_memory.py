@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import infinity
 from infinity.checkpoint.convert.directory import write_directory
 from infinity.checkpoint.convert.quantize import plan_quantize
-from infinity.training.merge import plan_merge
+from infinity.tools.training.merge import plan_merge
 from tests.support.memory import growth_nbytes
 
 root = Path(sys.argv[1])

@@ -20,10 +20,10 @@ from infinity.checkpoint.huggingface.base_identity import (
     write_identity,
 )
 from infinity.checkpoint.huggingface.weight_source import weight_source
-from infinity.cli import app
 from infinity.errors import ConfigError
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
-from infinity.training.merge import plan_merge
+from infinity.tools.cli import app
+from infinity.tools.training.merge import plan_merge
 from tests.support.exhaustive import sampled
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

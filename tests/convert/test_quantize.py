@@ -15,10 +15,10 @@ from infinity.checkpoint.convert import directory as directory_module
 from infinity.checkpoint.convert.directory import write_directory
 from infinity.checkpoint.convert.quantize import plan_quantize
 from infinity.checkpoint.huggingface.weight_source import weight_source
-from infinity.cli import app
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
 from infinity.errors import ConfigError, StorageError
 from infinity.testing.quantized import find_logical, tiny_causal_lm, write_quantized
+from infinity.tools.cli import app
 from tests.support.forked import run_script
 
 CODECS = {"fp8": Fp8Blocks, "int4": Int4Groups, "nf4": Nf4}

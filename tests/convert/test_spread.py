@@ -24,8 +24,8 @@ from infinity.checkpoint.convert.spread import (
     run_gather,
     run_spread,
 )
-from infinity.cli import app
 from infinity.errors import ConfigError, StorageError
+from infinity.tools.cli import app
 
 NAMES = [f"model-{index:05d}-of-00011.safetensors" for index in range(1, 12)]
 

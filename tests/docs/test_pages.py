@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity import checkpoint, errors
-from infinity.cli import app
 from infinity.config import SwapConfig
+from infinity.tools.cli import app
 from tests.support.measuring import measure_briefly
 
 ROOT = Path(__file__).parents[2]

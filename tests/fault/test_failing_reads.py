@@ -19,8 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.config import SwapConfig
 from infinity.errors import CorruptionError, InfinityError, StorageError
-from infinity.training import program
-from infinity.training.data import ByteTokenizer, tokenize
+from infinity.tools.training import program
+from infinity.tools.training.data import ByteTokenizer, tokenize
 
 PLAIN = os.pread
 SHAPE = {

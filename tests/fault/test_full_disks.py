@@ -20,10 +20,10 @@ import infinity
 from infinity.checkpoint import export_safetensors
 from infinity.config import SwapConfig
 from infinity.errors import StorageError
-from infinity.training import program
-from infinity.training.adapter import save_adapter
-from infinity.training.data import ByteTokenizer
-from infinity.training.report import Reporter
+from infinity.tools.training import program
+from infinity.tools.training.adapter import save_adapter
+from infinity.tools.training.data import ByteTokenizer
+from infinity.tools.training.report import Reporter
 from tests.support.bits import assert_same
 from tests.support.file_systems import failing, fill, small_tmpfs
 

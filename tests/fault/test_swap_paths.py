@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import infinity
 from infinity.errors import CapacityError, StorageError
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
-from infinity.training.adapter import save_adapter
+from infinity.tools.training.adapter import save_adapter
 
 NOBODY = 65534
 

@@ -65,10 +65,10 @@ def main() -> None:
     }  # fmt: skip
     import torch.distributed as dist
 
-    from infinity.cli import main as command
     from infinity.distributed import meeting, setup, transport
     from infinity.engine import build
-    from infinity.training import job, ranks
+    from infinity.tools.cli import main as command
+    from infinity.tools.training import job, ranks
 
     rungs.count(meeting.Meeting, "all_gather", lambda _, what, *more: f"meet: {what}")
     rungs.count(transport.PeerTransport, "all_gather", lambda _, tag, *more: f"gather: {tag}")

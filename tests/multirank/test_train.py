@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.training import program
-from infinity.training.ranks import job_rank
-from infinity.training.run import Run
-from infinity.training.trainer import RunTrainer
+from infinity.tools.training import program
+from infinity.tools.training.ranks import job_rank
+from infinity.tools.training.run import Run
+from infinity.tools.training.trainer import RunTrainer
 
 from .processes import run_ranks, seem_on_node
 

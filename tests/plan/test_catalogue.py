@@ -87,6 +87,8 @@ def test_write_makes_the_file_of_a_directory_only(tmp_path: Path) -> None:
 
 def test_list_imports_no_torch_and_no_module_of_the_configuration() -> None:
     names = ("torch", "numpy", "transformers", "infinity.config")
-    found, printed = imported_by("from infinity.cli import app; app(['plan', '--list'])", names)
+    found, printed = imported_by(
+        "from infinity.tools.cli import app; app(['plan', '--list'])", names
+    )
     assert not found and printed.startswith("hardware: ")
     assert json.loads(plan("--list", "--json").stdout)["models"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from infinity.cli import app
+from infinity.tools.cli import app
 from tests.support.exhaustive import sampled
 
 RUNNER = CliRunner()

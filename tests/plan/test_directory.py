@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from infinity.cli import app
 from infinity.errors import ConfigError, CorruptionError
 from infinity.plan.directory import read_directory, shape_of_config
 from infinity.plan.model import load_shape
+from infinity.tools.cli import app
 
 RUNNER = CliRunner()
 HIDDEN, FFN, EXPERT_FFN, EXPERTS, VOCAB = 256, 512, 128, 4, 300

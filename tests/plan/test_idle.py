@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from infinity.cli import app
 from infinity.plan.idle import EARLIER, idle_by_cause
 from infinity.simulate.clock import Operation, Timeline, simulate
+from infinity.tools.cli import app
 
 RUNNER = CliRunner()
 

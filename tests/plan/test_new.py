@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from infinity.cli import app
 from infinity.config import SwapConfig
 from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
@@ -28,7 +27,8 @@ from infinity.sizes import MIB
 from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostBlocks
-from infinity.training.data import ByteTokenizer
+from infinity.tools.cli import app
+from infinity.tools.training.data import ByteTokenizer
 from tests.support.forked import COMMAND, run_script
 
 RUNNER = CliRunner()

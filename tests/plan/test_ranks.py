@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from infinity import SwapConfig
-from infinity.cli import app
 from infinity.plan import Forecast, forecast, load_hardware, scaled_gpt
 from infinity.plan.advice import _changes
 from infinity.plan.model import model_of_shape
@@ -27,6 +26,7 @@ from infinity.simulate.step import EARLY_SHARES, best_share, predict
 from infinity.state.partition import STAGES, partition
 from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit
+from infinity.tools.cli import app
 from tests.property.strategies import units
 
 BATCH = Batch(8, 1)

@@ -30,7 +30,7 @@ from infinity.observe.step_summary import summarize
 from infinity.observe.tracer import Span
 from infinity.plan.hardware import load_hardware
 from infinity.storage.swap_inspect import examine
-from infinity.training.model import _config_of_directory
+from infinity.tools.training.model import _config_of_directory
 
 ROUNDS = 60
 HOSTILE: list[Any] = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from infinity.cli import app
+from infinity.tools.cli import app
 
 
 def run_command(*words: object, **options: Any) -> Result:

@@ -25,9 +25,9 @@ _PRELOADED = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.gpt2.modeling_gpt2",
     "infinity.api",
-    "infinity.cli.train",
+    "infinity.tools.cli.train",
     "infinity.testing.models",
-    "infinity.training.program",
+    "infinity.tools.training.program",
     "peft.utils.transformers_weight_conversion",
     "pytest",
     "tests.support.probed",
@@ -36,7 +36,7 @@ _PRELOADED = [
     "trl.trainer.sft_trainer",
 ]
 
-COMMAND = "from infinity.cli import main; main()"
+COMMAND = "from infinity.tools.cli import main; main()"
 TIME_LIMIT_S = 600.0  # Of a hang, on the slowest machine; what is tested takes seconds.
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from infinity.cli import app
 from infinity.errors import ConfigError
 from infinity.observe import Span, Track, chrome
-from infinity.observe.page import PageRow, PageTable, PageView, page_of, write_page
-from infinity.observe.painter import Bars, NamedInterval, TrackPicture
-from infinity.observe.step_page import by_link, idle_by_cause, kind_of, views_of
 from infinity.observe.step_summary import summarize
+from infinity.tools.cli import app
+from infinity.tools.pictures.page import PageRow, PageTable, PageView, page_of, write_page
+from infinity.tools.pictures.painter import Bars, NamedInterval, TrackPicture
+from infinity.tools.pictures.step_page import by_link, idle_by_cause, kind_of, views_of
 
 RUNNER = CliRunner()
 MS = 1_000_000

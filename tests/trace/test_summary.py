@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.cli.trace import lines_of
 from infinity.errors import ConfigError
 from infinity.observe import Count, Span, Track, chrome
 from infinity.observe.step_summary import summarize
-from infinity.observe.timeline_plot import choose
+from infinity.tools.cli.trace import lines_of
+from infinity.tools.pictures.timeline_plot import choose
 
 MS = 10**6
 DRIVE = "/mnt/nvme0"

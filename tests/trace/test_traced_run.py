@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 import infinity
-from infinity.cli.train import parse_steps
 from infinity.config import SwapConfig
 from infinity.engine.build import build
 from infinity.errors import ConfigError
@@ -23,8 +22,9 @@ from infinity.observe.step_summary import summarize
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
-from infinity.training import program
-from infinity.training.tracing import TracePlan, Tracing
+from infinity.tools.cli.train import parse_steps
+from infinity.tools.training import program
+from infinity.tools.training.tracing import TracePlan, Tracing
 from tests.support.forked import COMMAND, run_script
 
 THREAD = ("compute", "engine", "updates", "stalls")

@@ -12,9 +12,9 @@ import torch
 import trl
 
 from infinity.config import SwapConfig
-from infinity.training.arguments import name_of_checkpointing
-from infinity.training.data import ByteTokenizer, split_sequences
-from infinity.training.trainer import parameter_groups
+from infinity.tools.training.arguments import name_of_checkpointing
+from infinity.tools.training.data import ByteTokenizer, split_sequences
+from infinity.tools.training.trainer import parameter_groups
 
 Steps = list[tuple[float, float, float]]  # (loss, norm of the gradients, learning rate)
 

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import infinity
 from infinity.config import SwapConfig
-from infinity.training.data import ByteTokenizer
-from infinity.training.job_data import measure, open_data
-from infinity.training.ranks import JobRank
-from infinity.training.trainer import make_trainer
+from infinity.tools.training.data import ByteTokenizer
+from infinity.tools.training.job_data import measure, open_data
+from infinity.tools.training.ranks import JobRank
+from infinity.tools.training.trainer import make_trainer
 
 MODEL = LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,

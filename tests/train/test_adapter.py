@@ -28,10 +28,10 @@ from infinity.checkpoint.huggingface.weight_source import weight_source
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
-from infinity.training import program
-from infinity.training.adapter import auto_targets, expert_targets, save_adapter
-from infinity.training.merge import plan_merge
-from infinity.training.model import published_config
+from infinity.tools.training import program
+from infinity.tools.training.adapter import auto_targets, expert_targets, save_adapter
+from infinity.tools.training.merge import plan_merge
+from infinity.tools.training.model import published_config
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.training.merge import plan_merge
+from infinity.tools.training.merge import plan_merge
 
 from .plain import train as train_plainly
 from .test_adapter import SMALL, metrics, run, save_base, table, values_of

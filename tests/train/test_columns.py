@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.training.records import load_records
+from infinity.tools.training.records import load_records
 
 from .record_jobs import rows_of, small_job, write
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli.train import override
 from infinity.errors import ConfigError
+from infinity.tools.cli.train import override
 from tests.support.forked import COMMAND, Script, run_script, wait_until
 
 from .jobs import CONFIG, start, wait_for_steps, write_job
@@ -87,7 +87,7 @@ def test_terminate_ends_in_order_too(job, processes):
 
 
 TELLING = """
-from infinity.training.run import Run
+from infinity.tools.training.run import Run
 begin = Run.begin_step
 
 def tell(run):
@@ -134,7 +134,7 @@ def test_second_run_on_a_held_swap_directory_is_refused_with_the_pid(job, proces
 def test_command_line_does_not_import_torch_to_refuse_a_file(job):
     code = (
         "import sys\n"
-        "from infinity.cli import app\n"
+        "from infinity.tools.cli import app\n"
         f"sys.argv = ['infinity', 'train', {str(job / 'nowhere.toml')!r}]\n"
         "try: app()\n"
         "except SystemExit: pass\n"

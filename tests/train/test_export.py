@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from infinity.checkpoint.reader import CheckpointSource
 from infinity.config import SwapConfig
-from infinity.training import program
+from infinity.tools.training import program
 from tests.support.bits import assert_same
 from tests.support.commands import run_command
 

@@ -11,9 +11,9 @@ import pytest
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, StorageError
-from infinity.training import metrics as metrics_module
-from infinity.training.metrics import MetricsFile
-from infinity.training.output import LOCK_NAME, MARKER_NAME, OutputDirectory
+from infinity.tools.training import metrics as metrics_module
+from infinity.tools.training.metrics import MetricsFile
+from infinity.tools.training.output import LOCK_NAME, MARKER_NAME, OutputDirectory
 from tests.support.file_systems import failing
 
 

@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.training.records import load_records
+from infinity.tools.training.records import load_records
 
 from .record_jobs import rows_of, small_job, write
 

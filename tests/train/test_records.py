@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.training import program
-from infinity.training.chat import CHATML
-from infinity.training.data import ByteTokenizer
-from infinity.training.records import load_records
+from infinity.tools.training import program
+from infinity.tools.training.chat import CHATML
+from infinity.tools.training.data import ByteTokenizer
+from infinity.tools.training.records import load_records
 
 from . import plain
 from .record_jobs import MODEL, rows_of, write

@@ -7,8 +7,8 @@ import json
 
 from rich.console import Console
 
-from infinity.training.report import MetricsRecord, Reporter, Summary, write_summary
-from infinity.training.trainer import StepOutcome
+from infinity.tools.training.report import MetricsRecord, Reporter, Summary, write_summary
+from infinity.tools.training.trainer import StepOutcome
 
 BEFORE = {"nvme_read_nbytes": 1e9, "read_wait_s": 5.0}
 AFTER = {

@@ -18,13 +18,13 @@ from rich.console import Console
 
 from infinity.checkpoint.run import save as state_save
 from infinity.checkpoint.run.copy import Orders, copy_checkpoint
-from infinity.cli.train import override
 from infinity.config import SwapConfig
 from infinity.config.source import read_file
 from infinity.errors import ConfigError, CorruptionError, StorageError
-from infinity.training import program
-from infinity.training.report import Summary
-from infinity.training.run import Run
+from infinity.tools.cli.train import override
+from infinity.tools.training import program
+from infinity.tools.training.report import Summary
+from infinity.tools.training.run import Run
 from tests.support.file_systems import seem_elsewhere
 from tests.support.forked import COMMAND, TIME_LIMIT_S, run_script
 

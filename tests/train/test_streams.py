@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from infinity.training import streams
-from infinity.training.interrupt import Interrupt
-from infinity.training.streams import lost_streams, outliving_streams
+from infinity.tools.training import streams
+from infinity.tools.training.interrupt import Interrupt
+from infinity.tools.training.streams import lost_streams, outliving_streams
 from tests.support.forked import COMMAND, Script
 
 from .jobs import CONFIG, wait_for_steps, write_job

@@ -11,8 +11,8 @@ import pytest
 
 from infinity.errors import ConfigError
 from infinity.sizes import MIB
-from infinity.training import bounded_call
-from infinity.training.bounded_call import call_bounded
+from infinity.tools.training import bounded_call
+from infinity.tools.training.bounded_call import call_bounded
 
 from .record_jobs import rows_of, small_job, write
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
-from infinity.training import program
-from infinity.training.trainer import MOST_SKIPPED, RunTrainer
+from infinity.tools.training import program
+from infinity.tools.training.trainer import MOST_SKIPPED, RunTrainer
 
 from . import plain
 

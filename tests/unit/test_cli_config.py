@@ -136,9 +136,9 @@ def test_train_is_imported_when_it_is_called(monkeypatch: pytest.MonkeyPatch) ->
         if config == "bad.toml":
             raise InfinityError("no such luck")
 
-    module = types.ModuleType("infinity.cli.train")
+    module = types.ModuleType("infinity.tools.cli.train")
     module.train = train  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "infinity.cli.train", module)
+    monkeypatch.setitem(sys.modules, "infinity.tools.cli.train", module)
     assert run_command("train", "swap.toml", "--steps", "3").exit_code == 0
     assert called == [("swap.toml", 3)]
     result = run_command("train", "bad.toml")
@@ -162,12 +162,12 @@ def test_unknown_command_is_told_the_nearest() -> None:
 def test_help_and_config_import_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\n"
-        "from infinity.cli import main\n"
+        "from infinity.tools.cli import main\n"
         "try:\n"
         "    main()\n"
         "except SystemExit as end:\n"
         "    assert not end.code, end.code\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'infinity.cli.train'}\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'infinity.tools.cli.train'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
     )
     done = subprocess.run(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infinity.cli import _COMMANDS
+from infinity.tools.cli import _COMMANDS
 from tests.support.commands import imported_by, run_command
 
 GROUPS = {"config": ("check", "show", "schema", "import"), "trace": ("summary", "view")}
@@ -49,13 +49,13 @@ def test_quiet_leaves_the_exit_code_json_and_errors(tmp_path: Path) -> None:
 
 
 def test_help_of_a_command_imports_neither_torch_nor_pydantic() -> None:
-    code = "import infinity.cli as cli\nfor name in cli._COMMANDS:\n    cli._import_command(name)"
+    code = "import infinity.tools.cli as cli\nfor name in cli._COMMANDS:\n    cli._import_command(name)"
     assert imported_by(code, ("torch", "pydantic", "numpy")) == ([], "")
 
 
 def complete(*words: str) -> list[str]:
     """What a shell would offer for the last of these words."""
-    code = "from infinity.cli import main; main()"
+    code = "from infinity.tools.cli import main; main()"
     variables = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1),
                  "_INFINITY_COMPLETE": "complete_bash"}  # fmt: skip
     found = subprocess.run(
@@ -103,7 +103,7 @@ def test_clean_leaves_a_directory_that_a_living_job_holds(tmp_path: Path) -> Non
 
     held = SwapDirectory(str(tmp_path / "swap"))
     try:
-        code = "from infinity.cli import main; main()"
+        code = "from infinity.tools.cli import main; main()"
         found = subprocess.run(
             [sys.executable, "-c", code, "clean", str(tmp_path / "swap")],
             capture_output=True, text=True,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from infinity.config import Data, SwapConfig
 from infinity.errors import ConfigError
-from infinity.training import data as data_module
-from infinity.training.data import (
+from infinity.tools.training import data as data_module
+from infinity.tools.training.data import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Sources,
@@ -26,8 +26,8 @@ from infinity.training.data import (
     split_sequences,
     tokenize,
 )
-from infinity.training.job_data import JobData, Tokens, measure, open_data
-from infinity.training.settle import settle
+from infinity.tools.training.job_data import JobData, Tokens, measure, open_data
+from infinity.tools.training.settle import settle
 
 BYTES = ByteTokenizer()
 
@@ -239,7 +239,7 @@ def test_hugging_face_tokens_end_each_file_with_eos(tmp_path, word_tokenizer):
 def test_large_file_is_tokenized_line_by_line_without_cutting_words(
     tmp_path, word_tokenizer, monkeypatch
 ):
-    monkeypatch.setattr("infinity.training.data._READ_NBYTES", 5)
+    monkeypatch.setattr("infinity.tools.training.data._READ_NBYTES", 5)
     path = write(tmp_path / "a", "one two three\n" * 4)
 
     tokens = tokenize([path], HuggingFaceTokenizer(word_tokenizer), vocab_size=5)

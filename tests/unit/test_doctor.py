@@ -16,7 +16,9 @@ import pytest
 from infinity import uring
 from infinity.config import SwapConfig
 from infinity.config.machine import HostMemory
-from infinity.doctor import (
+from infinity.sizes import GIB, KIB, MIB
+from infinity.storage.probe import Refusal
+from infinity.tools.doctor import (
     accelerator,
     drives,
     file_systems,
@@ -28,14 +30,12 @@ from infinity.doctor import (
     paths,
     processor,
 )
-from infinity.doctor.accelerator import Gpu, Link
-from infinity.doctor.drives import Drive
-from infinity.doctor.file_systems import Mount
-from infinity.doctor.finding import Finding, degraded, missing, ok, worst
-from infinity.doctor.nvme_health import Health
-from infinity.doctor.paths import DirectTrial
-from infinity.sizes import GIB, KIB, MIB
-from infinity.storage.probe import Refusal
+from infinity.tools.doctor.accelerator import Gpu, Link
+from infinity.tools.doctor.drives import Drive
+from infinity.tools.doctor.file_systems import Mount
+from infinity.tools.doctor.finding import Finding, degraded, missing, ok, worst
+from infinity.tools.doctor.nvme_health import Health
+from infinity.tools.doctor.paths import DirectTrial
 from tests.support.commands import imported_by, run_command
 
 SECCOMP = Refusal("refused, so a seccomp profile blocks it", "Allow io_uring_setup.")
@@ -511,8 +511,8 @@ def test_in_an_unprivileged_container(tmp_path: Path) -> None:
     script = """
     import ctypes, os, resource, struct, sys, warnings
     import torch  # Before privileges are gone: the library's folder may be the owner's only.
-    import infinity.doctor
-    from infinity.cli import main
+    import infinity.tools.doctor
+    from infinity.tools.cli import main
 
     # Load the syscall's number; io_uring_setup (425): EPERM; everything else: allowed.
     program = b"".join(struct.pack("HBBI", *each) for each in (
@@ -547,6 +547,6 @@ def test_in_an_unprivileged_container(tmp_path: Path) -> None:
 
 
 def test_help_imports_no_torch() -> None:
-    code = "from infinity.cli import app; app(['doctor', '--help'])"
+    code = "from infinity.tools.cli import app; app(['doctor', '--help'])"
     found, printed = imported_by(code, ["torch"])
     assert not found and "--help" in printed

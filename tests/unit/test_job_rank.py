@@ -13,8 +13,8 @@ from infinity.distributed.failures import RankFailures
 from infinity.distributed.group import RankTopology
 from infinity.distributed.peer import Peer
 from infinity.errors import ConfigError, RankError
-from infinity.training import ranks
-from infinity.training.ranks import JobRank, job_rank
+from infinity.tools.training import ranks
+from infinity.tools.training.ranks import JobRank, job_rank
 
 CUDA = SwapConfig(tiers={"device": {"kind": "cuda"}, "host": {"capacity": "64MiB"}})
 

@@ -14,7 +14,7 @@ import pytest
 from infinity.config import Model
 from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.errors import ConfigError
-from infinity.training.model import plan_model
+from infinity.tools.training.model import plan_model
 
 MOE = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4}
 

@@ -11,7 +11,7 @@ import pytest
 
 import infinity
 from infinity import namesake
-from infinity.doctor.packages import check_namesakes, examine
+from infinity.tools.doctor.packages import check_namesakes, examine
 
 PACKAGE = Path(infinity.__file__).parent
 # An editable installation finds its package before the path.
@@ -75,7 +75,7 @@ def test_the_command_names_the_other_distribution_whose_package_python_found(
     copied(site)
     (site / "infinity" / "__init__.py").unlink()
     install(site, "MegaTrain", {"infinity/__init__.py": "", "infinity/model/cpu_master.py": ""})
-    code = f"{WITHOUT_EDITABLE}; from infinity.cli import main; main()"
+    code = f"{WITHOUT_EDITABLE}; from infinity.tools.cli import main; main()"
     found = python(site, code, tmp_path)
     assert found.returncode == 1
     assert "files of MegaTrain lie in the package `infinity`, which" in found.stderr

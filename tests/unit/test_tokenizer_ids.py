@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from infinity.errors import ConfigError
-from infinity.training.data import HuggingFaceTokenizer, tokenize
+from infinity.tools.training.data import HuggingFaceTokenizer, tokenize
 
 
 def save_tokenizer(path: Path, vocabulary: dict[str, int]) -> Path:

@@ -52,7 +52,7 @@ def test_commands_refuse_wrong_paths_without_torch(tmp_path: Path) -> None:
     found, printed = imported_by(
         "import os, shlex, sys\n"
         "from typer.testing import CliRunner\n"
-        "from infinity.cli import app\n"
+        "from infinity.tools.cli import app\n"
         f"os.chdir({str(tmp_path)!r})\n"
         f"for line in {lines!r}:\n"
         "    done = CliRunner().invoke(app, shlex.split(line))\n"

@@ -1,0 +1,1 @@
+"""Programs around the engine, which imports none: the command, training, benches, the doctor."""

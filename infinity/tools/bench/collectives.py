@@ -1,0 +1,143 @@
+"""Collectives between the ranks of a torchrun job, held against a plain exchange of neighbours.
+
+Bandwidth is the bytes that every rank has to send and receive over its link, as nccl-tests count it
+("bus bandwidth"): all-gather and reduce-scatter move (n - 1) / n of the full tensor, all-reduce
+twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from infinity.sizes import MIB, align_down, format_nbytes
+from infinity.tools.bench.lab import Effort
+from infinity.tools.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
+from infinity.tools.bench.runner import run_group
+
+_SIZES_NBYTES = (1 * MIB, 16 * MIB, 256 * MIB)
+# Named so since torch 2.13, which warns about the names before.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class RankProcesses:
+    """This process among the others, and memory for one collective of `nbytes` (fp32)."""
+
+    nbytes: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        numel = align_down(self.nbytes // 4, 2 * self.count)
+        self.nbytes = 4 * numel
+        self.full = torch.zeros(numel, device=self.device)
+        self.shard = torch.zeros(numel // self.count, device=self.device)
+
+
+class Collective(Contender):
+    """One operation. Every rank calls `run` at the same time; the slowest rank's time counts."""
+
+    def __init__(self, name: str, ranks: RankProcesses) -> None:
+        self.name = name
+        self._ranks = ranks
+        self._transfer, self._compare, share = _OPERATIONS[name]
+        self._nbytes = int(ranks.nbytes * share(ranks.count))
+
+    @override
+    def run(self) -> Measurement:
+        ranks = self._ranks
+        ranks.full.fill_(ranks.rank + 1)
+        ranks.shard.fill_(ranks.rank + 1)
+        _finish(ranks.device)
+        dist.barrier()
+
+        def transfer() -> None:
+            self._transfer(ranks)
+            _finish(ranks.device)
+
+        seconds, cpu_s = clock(transfer)
+        ok = self._compare(ranks)
+        slowest = torch.tensor([seconds, float(not ok)], device=ranks.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return Measurement(self._nbytes, slowest[0].item(), cpu_s, ok=not slowest[1].item())
+
+
+def sweep(effort: Effort, device: torch.device) -> Iterator[Result]:
+    """Alternates between every collective and the exchange, per size. The same on every rank."""
+    for nbytes in _SIZES_NBYTES:
+        ranks = RankProcesses(min(nbytes, effort.nbytes), device)
+        *subjects, exchange = [Collective(name, ranks) for name in _OPERATIONS]
+        case = f"{format_nbytes(ranks.nbytes)}, {ranks.count} ranks, {dist.get_backend()}"
+        group = ContenderGroup("collectives", case, subjects, [exchange], {"nbytes": ranks.nbytes})
+        yield run_group(group, rounds=effort.rounds)
+
+
+def _all_gather(ranks: RankProcesses) -> None:
+    _gather_single(ranks.full, ranks.shard)
+
+
+def _is_gathered(ranks: RankProcesses) -> bool:
+    wanted = torch.arange(1.0, ranks.count + 1, device=ranks.device)
+    return bool((ranks.full.view(ranks.count, -1) == wanted[:, None]).all())
+
+
+def _reduce_scatter(ranks: RankProcesses) -> None:
+    _scatter_single(ranks.shard, ranks.full)
+
+
+def _all_reduce(ranks: RankProcesses) -> None:
+    dist.all_reduce(ranks.full)
+
+
+def _total(ranks: RankProcesses) -> float:
+    return ranks.count * (ranks.count + 1) / 2
+
+
+def _exchange(ranks: RankProcesses) -> None:
+    """Each rank sends all to the next and receives from the one before: no arithmetic."""
+    source = (ranks.rank - 1) % ranks.count
+    target = (ranks.rank + 1) % ranks.count
+    half = ranks.full.numel() // 2
+    operations = [
+        dist.P2POp(dist.isend, ranks.full[:half], target),
+        dist.P2POp(dist.irecv, ranks.full[half : 2 * half], source),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _is_exchanged(ranks: RankProcesses) -> bool:
+    half = ranks.full.numel() // 2
+    source = (ranks.rank - 1) % ranks.count
+    return bool((ranks.full[half : 2 * half] == source + 1).all())
+
+
+# name -> operation, comparison, and the share of the full tensor that one link carries.
+_OPERATIONS: dict[
+    str,
+    tuple[Callable[[RankProcesses], None], Callable[[RankProcesses], bool], Callable[[int], float]],
+] = {
+    "all-gather": (_all_gather, _is_gathered, lambda n: (n - 1) / n),
+    "reduce-scatter": (
+        _reduce_scatter,
+        lambda ranks: bool((ranks.shard == _total(ranks)).all()),
+        lambda n: (n - 1) / n,
+    ),
+    "all-reduce": (
+        _all_reduce,
+        lambda ranks: bool((ranks.full == _total(ranks)).all()),
+        lambda n: 2 * (n - 1) / n,
+    ),
+    "exchange": (_exchange, _is_exchanged, lambda _: 0.5),
+}
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,188 @@
+"""fio as a ceiling: the same file ranges, direct I/O, io_uring, the same kind of pages.
+
+fio(1). Command and answer are pure functions; `Fio` runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from infinity.errors import UnsupportedError
+from infinity.sizes import MIB, format_nbytes
+from infinity.tools.bench.measure import Contender, Measurement
+from infinity.tools.bench.scratch import SpaceShare
+from infinity.tools.bench.transfer import QUANTILES, TransferKind
+
+_RW: dict[TransferKind, str] = {"read": "read", "write": "write", "mixed": "rw"}
+
+Access = Literal["sequential", "strided", "random"]
+
+
+@dataclass(frozen=True, slots=True)
+class FioSettings:
+    """Settings that are varied to find fio's best: bytes of a request, and requests in flight.
+
+    `access` "strided" leaves out every other block, "random" jumps between blocks.
+    """
+
+    block_nbytes: int
+    depth: int
+    access: Access = "sequential"
+
+    def __str__(self) -> str:
+        text = f"{format_nbytes(self.block_nbytes).replace('.0 ', ' ')} x {self.depth}"
+        return text if self.access == "sequential" else f"{text}, {self.access}"
+
+
+# From few large to many small requests in flight; the best is found by trying.
+CANDIDATES = tuple(
+    FioSettings(block_mib * MIB, depth)
+    for block_mib, depths in {1: (8, 16), 4: (2, 4, 8), 8: (1, 2), 16: (1, 2)}.items()
+    for depth in depths
+)
+
+
+def is_installed() -> bool:
+    """Whether the program fio is on the path."""
+    return shutil.which("fio") is not None
+
+
+def version() -> str | None:
+    """Returns the version that fio reports; None without fio."""
+    if not is_installed():
+        return None
+    return subprocess.run(
+        ["fio", "--version"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+def command(
+    shares: Sequence[SpaceShare],
+    kind: TransferKind,
+    settings: FioSettings,
+    *,
+    direct: bool = True,
+    nbytes: int | None = None,
+) -> list[str]:
+    """One job per file over its share of the region, or over the first `nbytes` of it. Access that
+    is not sequential moves half of that range's bytes.
+
+    No file is made or laid out. Buffers are not altered between writes, which would cost fio CPU
+    time that the engine does not spend.
+    """
+    words = [
+        "fio", "--output-format=json", "--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1",
+        f"--direct={int(direct)}", f"--bs={settings.block_nbytes}", f"--iodepth={settings.depth}",
+        f"--rw={_rw(kind, settings)}", "--mem=malloc", "--scramble_buffers=0",
+        "--allow_file_create=0", "--thread", "--lat_percentiles=1",
+        "--percentile_list=" + ":".join(f"{100 * point:g}" for point in QUANTILES),
+    ]  # fmt: skip
+    if kind == "read":
+        words.append("--readonly")
+    for index, share in enumerate(shares):
+        range_nbytes = min(share.nbytes, nbytes or share.nbytes)
+        words += [
+            f"--name=path{index}", f"--filename={share.path}", f"--offset={share.offset_nbytes}",
+            f"--size={range_nbytes}",
+        ]  # fmt: skip
+        if settings.access != "sequential":
+            words.append(f"--io_size={range_nbytes // 2}")
+    return words
+
+
+def _rw(kind: TransferKind, settings: FioSettings) -> str:
+    if settings.access == "random":
+        return f"rand{_RW[kind]}"
+    # "read:65536" skips so many bytes behind each block.
+    return _RW[kind] + (f":{settings.block_nbytes}" if settings.access == "strided" else "")
+
+
+def environment(*, huge_pages: bool) -> dict[str, str]:
+    """Returns an environment in which fio's malloc asks for huge pages, as the arena does.
+
+    Source: glibc 2.35, glibc.malloc.hugetlb.
+    """
+    word = f"glibc.malloc.hugetlb={int(huge_pages)}"
+    return {**os.environ, "GLIBC_TUNABLES": word}
+
+
+def parse(answer: Mapping[str, Any]) -> Measurement:
+    """The sample in fio's JSON: jobs ran at once, so the slowest one's time counts.
+
+    Raises UnsupportedError when a job reports an error.
+    """
+    jobs = answer["jobs"]
+    for job in jobs:
+        if job["error"]:
+            raise UnsupportedError(f"fio failed with errno {job['error']} in job {job['jobname']}")
+    sides = [job[side] for job in jobs for side in ("read", "write")]
+    nbytes = sum(side["io_bytes"] for side in sides)
+    seconds = max(side["runtime"] for side in sides) / 1e3
+    cpu_s = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3 for job in jobs)
+    latency_s = {}
+    if len(jobs) == 1 and jobs[0]["read"]["io_bytes"] == nbytes:
+        found = jobs[0]["read"]["lat_ns"].get("percentile", {})
+        latency_s = {round(float(key) / 100, 6): value / 1e9 for key, value in found.items()}
+    return Measurement(nbytes, seconds, cpu_s, latency_s=latency_s)
+
+
+class Fio(Contender):
+    """fio over the shares of one region."""
+
+    def __init__(
+        self,
+        shares: Sequence[SpaceShare],
+        kind: TransferKind,
+        settings: FioSettings,
+        *,
+        direct: bool = True,
+        huge_pages: bool = True,
+        nbytes: int | None = None,
+    ) -> None:
+        self.name = f"fio {settings}"
+        self.settings = settings
+        self.command = command(shares, kind, settings, direct=direct, nbytes=nbytes)
+        self._environment = environment(huge_pages=huge_pages)
+
+    def run(self) -> Measurement:
+        """Runs fio. Raises UnsupportedError with fio's message if it fails."""
+        done = subprocess.run(
+            self.command, capture_output=True, text=True, check=False, env=self._environment
+        )
+        if done.returncode != 0:
+            raise UnsupportedError(
+                f"fio ended with code {done.returncode}: {(done.stderr or done.stdout).strip()}; "
+                "leave it out with --no-fio"
+            )
+        # A warning may stand before the JSON.
+        return parse(json.loads(done.stdout[done.stdout.index("{") :]))
+
+    def huge_page_nbytes(self) -> int:
+        """The most transparent-huge-page memory of the process, seen while it runs once."""
+        running = subprocess.Popen(
+            self.command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=self._environment,
+        )
+        most_nbytes = 0
+        while running.poll() is None:
+            most_nbytes = max(most_nbytes, _anonymous_huge_nbytes(running.pid))
+            time.sleep(0.01)
+        return most_nbytes
+
+
+def _anonymous_huge_nbytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:"))

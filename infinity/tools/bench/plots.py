@@ -1,0 +1,190 @@
+"""Pictures of a run: bandwidth over extent size, scaling over paths, distribution of latency.
+
+The title of each panel says what its figures show, computed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.sizes import format_nbytes
+from infinity.tools.bench.report import Row
+from infinity.tools.pictures.painter import find_pyplot
+
+_OPERATIONS = ("read", "write", "mixed")
+_CEILING = {"color": "black", "linestyle": "--", "linewidth": 1.2}
+_BAND_ALPHA = 0.15
+
+
+def save(rows: Sequence[Row], directory: Path) -> list[Path]:
+    """Writes one PNG per kind of figure that the rows hold; returns them.
+
+    Raises UnsupportedError without matplotlib.
+    """
+    pyplot = find_pyplot()
+    directory.mkdir(parents=True, exist_ok=True)
+    saved = []
+    for name, draw in (("sizes", _sizes), ("stripes", _stripes), ("latency", _latency)):
+        figure = draw(pyplot, rows)
+        if figure is None:
+            continue
+        path = directory / f"{name}.png"
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+        pyplot.close(figure)
+        saved.append(path)
+    return saved
+
+
+def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """Bandwidth over extent size: a line per depth with its spread, the ceiling dashed."""
+    kinds = [kind for kind in _OPERATIONS if any(row.section == f"sweep {kind}" for row in rows)]
+    if not kinds:
+        return None
+    figure, axes = pyplot.subplots(
+        1, len(kinds), figsize=(4.6 * len(kinds), 3.8), sharey=True, squeeze=False
+    )
+    for kind, axis in zip(kinds, axes[0], strict=True):
+        own = [row for row in rows if row.section == f"sweep {kind}"]
+        for depth in dict.fromkeys(row.subject for row in own):
+            line = [row for row in own if row.subject == depth]
+            sizes = [float(row.labels["extent_nbytes"]) for row in line]
+            axis.plot(sizes, [row.gb_per_s.median for row in line], marker="o", ms=4, label=depth)
+            axis.fill_between(
+                sizes,
+                [row.gb_per_s.low for row in line],
+                [row.gb_per_s.high for row in line],
+                alpha=_BAND_ALPHA,
+            )
+        first = [row for row in own if row.subject == own[0].subject and row.ceilings]
+        if first:
+            axis.plot(
+                [float(row.labels["extent_nbytes"]) for row in first],
+                [row.ceilings[0].gb_per_s.median for row in first],
+                label=f"compared with {first[0].ceilings[0].name}",
+                **_CEILING,
+            )
+        sizes = sorted({float(row.labels["extent_nbytes"]) for row in own})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [_short(size) for size in sizes], rotation=45)
+        axis.minorticks_off()
+        axis.set_title(_best_of(kind, own), fontsize="medium")
+        axis.set_xlabel("extent")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small", loc="lower right")
+    figure.suptitle("Bandwidth by size of extent and requests in flight", y=1.06)
+    axes[0][0].set_ylabel("GB/s, median and spread")
+    axes[0][0].set_ylim(bottom=0)  # Shared, and fixed from here on: after everything is drawn.
+    return figure
+
+
+def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """Bandwidth over the number of paths; ideal is the first path times their number."""
+    own = [row for row in rows if row.section.startswith("stripes ")]
+    if len({row.labels["num_paths"] for row in own}) < 2:
+        return None
+    figure, axis = pyplot.subplots(figsize=(5, 3.8))
+    for kind in _OPERATIONS:
+        line = [row for row in own if row.section == f"stripes {kind}"]
+        if not line:
+            continue
+        counts = [int(row.labels["num_paths"]) for row in line]
+        low = [row.gb_per_s.median - row.gb_per_s.low for row in line]
+        high = [row.gb_per_s.high - row.gb_per_s.median for row in line]
+        drawn = axis.errorbar(
+            counts,
+            [row.gb_per_s.median for row in line],
+            [low, high],
+            marker="o",
+            capsize=3,
+            label=kind,
+        )
+        color = drawn.lines[0].get_color()
+        if all(row.ceilings for row in line):
+            fio = [row.ceilings[0].gb_per_s.median for row in line]
+            name = line[0].ceilings[0].name
+            axis.plot(counts, fio, linestyle="--", color=color, label=f"{kind}, {name}")
+    axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in own}))
+    axis.set_title(_gain_of(own), fontsize="medium")
+    axis.set_xlabel("paths")
+    axis.set_ylabel("GB/s, median and spread")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    return figure
+
+
+def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """Share of requests answered within a time; one panel per extent size."""
+    from matplotlib import ticker
+
+    own = [row for row in rows if row.section == "latency" and row.latency_s]
+    cases = list(dict.fromkeys(float(row.labels["extent_nbytes"]) for row in own))
+    if not cases:
+        return None
+    figure, axes = pyplot.subplots(
+        1, len(cases), figsize=(4.2 * len(cases), 3.6), sharey=True, squeeze=False
+    )
+    for size, axis in zip(cases, axes[0], strict=True):
+        group = [row for row in own if float(row.labels["extent_nbytes"]) == size]
+        for row in group:
+            points = sorted(row.latency_s)
+            times_ms = [1e3 * row.latency_s[point] for point in points]
+            axis.plot(times_ms, points, marker="o", ms=3, label=row.subject)
+        for ceiling in group[0].ceilings:
+            points = sorted(ceiling.latency_s)
+            times_ms = [1e3 * ceiling.latency_s[point] for point in points]
+            axis.plot(times_ms, points, label=f"compared with {ceiling.name}", **_CEILING)
+        axis.set_xscale("log")
+        low, high = axis.get_xlim()
+        is_wide = high > 50 * low  # More labels than that run into each other.
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if is_wide else (1, 2, 3, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axis.set_title(_median_of(size, group), fontsize="medium")
+        axis.set_xlabel("milliseconds")
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    figure.suptitle("Share of requests answered within a time; titles: the median", y=1.06)
+    axes[0][0].set_ylabel("share of requests answered")
+    return figure
+
+
+def _best_of(kind: str, rows: Sequence[Row]) -> str:
+    """Returns the highest median bandwidth, and its share of what it was compared with."""
+    best = max(rows, key=lambda row: row.gb_per_s.median)
+    text = f"{kind}: at most {best.gb_per_s.median:.2f} GB/s"
+    if not best.ceilings:
+        return text
+    ceiling = best.ceilings[0]
+    return f"{text},\n{best.gb_per_s.median / ceiling.gb_per_s.median:.0%} of {ceiling.name}"
+
+
+def _gain_of(rows: Sequence[Row]) -> str:
+    """Returns how many times the bandwidth of the fewest paths the most paths have."""
+    gains = []
+    for kind in _OPERATIONS:
+        line = [row for row in rows if row.section == f"stripes {kind}"]
+        if len(line) > 1:
+            gains.append(f"{kind} {line[-1].gb_per_s.median / line[0].gb_per_s.median:.2f}")
+    counts = sorted({int(row.labels["num_paths"]) for row in rows})
+    return f"{counts[-1]} paths for {counts[0]}, times the bandwidth:\n{', '.join(gains)}"
+
+
+def _median_of(size: float, rows: Sequence[Row]) -> str:
+    """Returns the lowest median time of an answer, beside that of what it was compared with."""
+    times_ms = [1e3 * row.latency_s[0.5] for row in rows if 0.5 in row.latency_s]
+    text = f"reads of {_short(size)}"
+    if not times_ms:
+        return text
+    text += f": {min(times_ms):.2g} ms"
+    others = [
+        1e3 * ceiling.latency_s[0.5] for ceiling in rows[0].ceilings if 0.5 in ceiling.latency_s
+    ]
+    return f"{text}\n({rows[0].ceilings[0].name}: {others[0]:.2g} ms)" if others else text
+
+
+def _short(nbytes: float) -> str:
+    """Without a zero fraction: "4 MiB" for 4.0 MiB."""
+    return format_nbytes(nbytes).replace(".0 ", " ")

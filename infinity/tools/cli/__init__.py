@@ -1,0 +1,167 @@
+"""The `infinity` command. Subcommands are imported when they are called, torch with them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from infinity.errors import InfinityError, storage_error
+from infinity.tools.cli.progress import with_quiet
+
+# name -> (module of this package, attribute, one line of help). A Typer is a group, a function one
+# command.
+_COMMANDS = {
+    "bench": ("bench", "bench", "Measure drives, memory and device."),
+    "clean": ("clean", "clean", "Remove what ended jobs have left in swap directories."),
+    "config": ("config", "app", "Check, show and describe configuration files."),
+    "doctor": ("doctor", "doctor", "List what this machine lacks, with cost and remedy."),
+    "export": ("export", "export", "Convert a checkpoint to a format of other programs."),
+    "inspect": ("inspect", "inspect", "Describe a checkpoint and check its integrity."),
+    "merge": ("convert", "merge", "Merge an adapter into its base, as a checkpoint."),
+    "new": ("new", "new", "Write a file for `infinity train` that suits this machine."),
+    "plan": ("plan", "plan", "Predict a step: placement, bytes, seconds, bottleneck."),
+    "quantize": ("convert", "quantize", "Quantise the linear layers of a checkpoint."),
+    "spread": ("spread", "spread", "Lay the shards of a checkpoint over several drives."),
+    "trace": ("trace", "app", "Find what bounds the steps of a traced run."),
+    "train": ("train", "train", "Fine-tune a model as a configuration file describes."),
+    "tune": ("tune", "tune", "Find the io settings that suit these drives."),
+}
+
+
+def _stub(name: str) -> Any:
+    """Returns a name and a line for the list of commands, without importing the command."""
+    stub = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    stub.command(name, help=_COMMANDS[name][2])(lambda: None)
+    return typer.main.get_command(stub)
+
+
+class _LazyGroup(TyperGroup):
+    """Lists every subcommand by name and imports a subcommand when it is called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = {name: _stub(name) for name in _COMMANDS}
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)
+        for param in params:
+            if getattr(param, "is_bool_flag", False):
+                param.metavar = ""
+        return params
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and _import_command(args[0]), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Turns the package's errors, and OSErrors about a file, into one line and exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except (InfinityError, OSError) as error:
+            # A closed pipe ends the output silently, as in other programs.
+            if ctx.params.get("traceback") or isinstance(error, BrokenPipeError):
+                raise
+            named = error if isinstance(error, InfinityError) else storage_error(error)
+            print_error(f"error: {named or error}")
+            raise typer.Exit(2) from None
+
+
+def print_error(text: str) -> None:
+    """Prints to stderr, in red on a terminal. Follows https://no-color.org."""
+    from infinity.tools.training.streams import discard
+
+    color = False if os.environ.get("NO_COLOR") else None
+    try:
+        typer.secho(text, fg=typer.colors.RED, err=True, color=color)
+    except OSError:  # The message cannot be shown; the exit code stays.
+        discard(sys.stderr)
+
+
+def _import_command(name: str) -> Any:
+    module, attribute, line = _COMMANDS[name]
+    target = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    if not isinstance(target, typer.Typer):
+        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        alone.command(name, help=target.__doc__ or line)(target)
+        target = alone
+    return _without_python_types(with_quiet(typer.main.get_command(target)))
+
+
+def _without_python_types(command: Any) -> Any:
+    """Returns the command whose help says no type of a flag, which takes no value, and none of an
+    argument, whose name and sentence say it."""
+    for child in getattr(command, "commands", {}).values():
+        _without_python_types(child)
+    for param in command.get_params(typer.Context(command)):
+        if getattr(param, "is_bool_flag", False):
+            param.metavar = ""
+        elif param.param_type_name == "argument":
+            param.display_type_rich = _no_type
+    return command
+
+
+def _no_type(ctx: Any) -> None:
+    """Takes the place of typer's name of a type, which is Python's."""
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("infinity-offload")
+    except PackageNotFoundError:  # Run from a source tree that is not installed.
+        return "0+unknown"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"infinity {_version()}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option(
+            "--traceback",
+            envvar="INFINITY_TRACEBACK",
+            help="Show where an error was raised, not just its message.",
+        ),
+    ] = False,
+) -> None:
+    """Train PyTorch models whose training state fits neither the GPU nor the RAM."""
+
+
+def main() -> None:
+    """The console entry point."""
+    import infinity
+
+    if "SwapConfig" not in getattr(infinity, "__all__", ()):
+        from infinity.namesake import explain
+
+        sys.exit(f"infinity: {explain([])}")
+    from infinity.tools.training.streams import open_closed_descriptors
+
+    open_closed_descriptors()
+    app(prog_name="infinity")

@@ -1,0 +1,255 @@
+"""`infinity bench`: the command around `infinity.tools.bench.suite`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infinity.errors import ConfigError
+from infinity.sizes import MIB, align_down, format_nbytes, parse_nbytes
+
+if TYPE_CHECKING:
+    from infinity.tools.bench.lab import Effort, Lab
+    from infinity.tools.bench.measure import Result
+    from infinity.tools.bench.report import Row
+
+_MINIMUM_NBYTES = 64 * MIB
+_PIPE_WIDTH = 100
+
+_Config = Annotated[
+    Path | None,
+    typer.Argument(metavar="CONFIG", help="A configuration file: its paths and [io]."),
+]
+_Paths = Annotated[
+    list[Path] | None,
+    typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
+]
+_Size = Annotated[
+    str | None,
+    typer.Option(
+        "--size",
+        metavar="SIZE",
+        help="Bytes of one timed transfer, 1GiB by default. Twice that is written to each drive, "
+        "and that much memory is taken.",
+    ),
+]
+_NoFio = Annotated[bool, typer.Option("--no-fio", help="Skip fio, even if it is installed.")]
+
+
+def bench(
+    config: _Config = None,
+    paths: _Paths = None,
+    quick: Annotated[bool, typer.Option("--quick", help="About 20 seconds.")] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            "--only",
+            metavar="A,B",
+            help="Some of: read, write, mixed, extents, sweep, latency, verify, stripes, host, "
+            "optimizer, device, pipeline.",
+        ),
+    ] = None,
+    size: _Size = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option("--rounds", metavar="N", min=1, help="Interleaved rounds; 7 by default."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON with every sample; no tables.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Write the same JSON to a file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="DIR", help="Write plots as PNG files.")
+    ] = None,
+    no_fio: _NoFio = False,
+) -> None:
+    """Measure drives, host memory and device beside ceilings taken in the same run.
+
+    Without CONFIG and --path, the drive of the working directory is measured. Exit code 1 means
+    that wrong bytes were read. Under torchrun, collectives are measured instead.
+    """
+    from infinity.tools.bench import machine, suite
+    from infinity.tools.bench.lab import QUICK, Effort
+    from infinity.tools.bench.report import rows_of, to_json
+
+    effort = replace(QUICK if quick else Effort(), **_changes(size, rounds))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _collectives(effort, as_json=as_json)
+        return
+    sections = suite.check_sections(_split(only), quick=quick)
+    if plot is not None:
+        from infinity.tools.bench import plots
+        from infinity.tools.pictures.painter import find_pyplot
+
+        find_pyplot()  # Before minutes are spent.
+    with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=not no_fio) as (lab, say):
+        environment = machine.describe(lab.directories, lab.arena)
+        results = list(suite.run(replace(lab, on_step=say), sections))
+    rows = rows_of(results)
+    document = to_json(results, environment)
+    if save is not None:
+        save.write_text(json.dumps(document, indent=1) + "\n")
+    if plot is not None:
+        for path in plots.save(rows, plot):
+            typer.echo(f"wrote {path}", err=True)
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+    else:
+        print_tables(rows)
+    if any(row.ok is False for row in rows):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def open_lab(
+    config: Path | None, paths: list[Path] | None, effort: Effort, *, with_fio: bool
+) -> Iterator[tuple[Lab, Callable[[str], None]]]:
+    """Returns the lab for CONFIG or --path, and a function that shows one line of progress on
+    stderr.
+
+    Raises ConfigError for both together, and for a missing directory.
+    """
+    from rich.console import Console
+
+    from infinity.config import SwapConfig
+    from infinity.storage.arena import Arena
+    from infinity.tools.bench import fio
+    from infinity.tools.bench.lab import Lab
+
+    if config is not None and paths:
+        raise ConfigError("expected CONFIG or --path, got both; leave one out")
+    loaded = SwapConfig.load(config)
+    tiers = loaded.tiers.nvme
+    if config is not None and not tiers:
+        raise ConfigError(f"{config} names no [[tiers.nvme]] path; name one with --path instead")
+    directories = [tier.path for tier in tiers] or paths or [Path.cwd()]
+    for directory in directories:
+        # A configured directory may be missing; its parent must exist.
+        if not directory.is_dir() and not (tiers and directory.parent.is_dir()):
+            raise ConfigError(f"{str(directory)!r} is no directory; name one on the drive")
+    has_fio = with_fio and fio.is_installed()
+    console = Console(stderr=True)
+    if with_fio and not has_fio:
+        console.print("fio is not installed: its column stays empty (apt install fio)")
+    with (
+        _made(directories),
+        Arena(effort.nbytes, huge_pages=loaded.tiers.host.huge_pages) as arena,
+        console.status("starting") as status,
+    ):
+        lab = Lab(
+            arena,
+            tuple(directory.resolve() for directory in directories),
+            loaded.io,
+            effort,
+            has_fio,
+            weights=tuple(1.0 if tier.weight == "auto" else tier.weight for tier in tiers)
+            or (1.0,) * len(directories),
+            huge_pages=loaded.tiers.host.huge_pages,
+        )
+        yield lab, status.update
+
+
+@contextmanager
+def stopping_at_sigterm() -> Iterator[None]:
+    """Ends at SIGTERM as at Ctrl-C, so that the scratch files are removed."""
+
+    def stop(signum: int, frame: Any) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("stopped; the files were removed", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def print_tables(rows: Sequence[Row]) -> None:
+    """Prints to stdout. In a pipe, whose width is unknown, the tables have their natural width."""
+    from rich.console import Console
+
+    from infinity.tools.bench import table
+
+    console = Console()
+    table.print_rows(rows, console if console.is_terminal else Console(width=_PIPE_WIDTH))
+
+
+def _split(only: str | None) -> list[str]:
+    return [name.strip() for name in only.split(",") if name.strip()] if only else []
+
+
+def _changes(size: str | None, rounds: int | None) -> dict[str, Any]:
+    changes = {} if rounds is None else {"rounds": rounds}
+    if size is not None:
+        changes["nbytes"] = parse_size(size)
+    return changes
+
+
+def parse_size(text: str) -> int:
+    """Returns the bytes of --size, in full MiB. Raises ConfigError for less than 64 MiB and for bad
+    text."""
+    try:
+        nbytes = align_down(parse_nbytes(int(text) if text.isdigit() else text), 2 * MIB)
+    except ValueError as error:
+        raise ConfigError(f"--size: {error}") from None
+    if nbytes < _MINIMUM_NBYTES:
+        least = format_nbytes(_MINIMUM_NBYTES)
+        raise ConfigError(f"--size {text}: expected at least {least}, less measures a start-up")
+    return nbytes
+
+
+@contextmanager
+def _made(directories: Sequence[Path]) -> Iterator[None]:
+    """Makes missing directories, and removes those that stayed empty."""
+    missing = [directory for directory in directories if not directory.is_dir()]
+    try:
+        for directory in missing:
+            directory.mkdir(mode=0o700)
+        yield
+    finally:
+        for directory in missing:
+            with suppress(OSError):
+                directory.rmdir()
+
+
+def _collectives(effort: Effort, *, as_json: bool) -> None:
+    """Every rank measures; rank 0 reports."""
+    import torch
+    import torch.distributed as dist
+
+    from infinity.tools.bench import collectives
+    from infinity.tools.bench.report import rows_of, to_json
+
+    is_cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if is_cuda else "gloo")
+    try:
+        results: list[Result] = list(collectives.sweep(effort, device))
+        if dist.get_rank() != 0:
+            return
+        rows = rows_of(results)
+        if as_json:
+            environment = {"command": sys.argv, "ranks": dist.get_world_size()}
+            typer.echo(json.dumps(to_json(results, environment), indent=1))
+        else:
+            print_tables(rows)
+        if any(row.ok is False for row in rows):
+            raise typer.Exit(1)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,221 @@
+"""`infinity config check|show|schema|import`: configuration files, without running anything."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from infinity.errors import ConfigError
+from infinity.sizes import format_nbytes
+from infinity.tools.cli import print_error
+from infinity.tools.cli.progress import Quiet
+
+if TYPE_CHECKING:
+    from infinity.config import SwapConfig
+    from infinity.config.deepspeed import Translation
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Check, show and describe configuration files; translate those of DeepSpeed.",
+)
+
+_File = Annotated[str, typer.Argument(metavar="FILE", help="A .toml, .yaml, .yml or .json file.")]
+
+
+@app.command()
+def check(
+    file: _File,
+    as_json: Annotated[
+        bool, typer.Option("--json", help='Print {"file": ..., "faults": [...]}.')
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Print "ok", or every fault with its position and exit code 1."""
+    from infinity.config import InvalidConfigError, SwapConfig
+
+    faults: list[str] = []
+    try:
+        SwapConfig.load(file)
+    except ConfigError as error:
+        faults = (
+            [problem.line(error.name) for problem in error.problems]
+            if isinstance(error, InvalidConfigError)
+            else [str(error)]
+        )
+    if as_json:
+        typer.echo(json.dumps({"file": file, "faults": faults}, indent=2))
+    else:
+        for line in faults:
+            print_error(line)
+    if faults:
+        raise typer.Exit(1)
+    if not as_json and not quiet:
+        typer.echo(f"{file}: ok")
+
+
+@app.command()
+def show(
+    file: _File,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: the configuration, and the origins by key.")
+    ] = False,
+) -> None:
+    """Print every value and its origin, as a usable TOML file."""
+    from infinity.config import SwapConfig, render
+
+    config = SwapConfig.load(file)
+    if as_json:
+        origins = {value.key: value.origin for value in config.resolved()}
+        typer.echo(json.dumps({"config": config.to_dict(), "origins": origins}, indent=2))
+        return
+    typer.echo(render.to_toml(config, _on_this_machine(config)), nl=False)
+
+
+@app.command()
+def schema(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The reference as Markdown: docs/CONFIG.md.")
+    ] = False,
+    deepspeed: Annotated[
+        bool,
+        typer.Option("--deepspeed", help="What `config import` does with each key: Markdown."),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="The schema as JSON, which is what comes without options."),
+    ] = False,
+) -> None:
+    """Print the JSON Schema of a configuration file."""
+    from infinity.config import render
+
+    if as_json and (markdown or deepspeed):
+        raise typer.BadParameter("--json prints the schema; the references are Markdown alone")
+    if deepspeed:
+        from infinity.config import deepspeed as ds
+
+        typer.echo(ds.to_markdown(), nl=False)
+    elif markdown:
+        typer.echo(render.to_markdown(), nl=False)
+    else:
+        typer.echo(json.dumps(render.json_schema(), indent=2))
+
+
+@app.command("import")
+def import_(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A DeepSpeed configuration, .json.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write to this file."),
+    ] = None,
+    report: Annotated[
+        Literal["text", "json"], typer.Option("--report", help="Format of the report on keys.")
+    ] = "text",
+    skip_refused: Annotated[
+        bool, typer.Option("--skip-refused", help="Leave out keys that cannot be translated.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --report json.")] = False,
+) -> None:
+    """Translate a DeepSpeed configuration and report on every key.
+
+    Without --out, the configuration is printed to standard output and the report to standard error.
+    If a key is refused or unknown, no file is written and the exit code is 1.
+    """
+    from infinity.config.deepspeed import configuration_of, translate
+    from infinity.config.source import read_file
+
+    table, source = read_file(file)
+    found = translate(table)
+    is_good = skip_refused or not found.lost
+    config = configuration_of(found, source)
+    toml = _translated(config, found, file) if is_good else ""
+    report = "json" if as_json else report
+    if report == "json":
+        entries = [entry.to_dict() for entry in found.entries]
+        answer = {"keys": entries, "config": found.settings, "train": found.train}
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        _print_report(found, to_stderr=out is None)
+    if out is not None and is_good:
+        try:
+            out.write_text(toml, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+    elif report == "text":
+        typer.echo(toml, nl=False)
+    if not is_good:
+        print_error(
+            f"{file}: {len(found.lost)} keys cannot be translated, so nothing was written; "
+            "--skip-refused leaves them out"
+        )
+        raise typer.Exit(1)
+
+
+def _translated(config: SwapConfig, found: Translation, file: str) -> str:
+    """Returns the configuration file; every line names the DeepSpeed key that it comes from."""
+    from infinity.config import render
+
+    notes: dict[str, str] = {}
+    for entry in found.entries:
+        for place, value in entry.settings.items():
+            key = place
+            if place == "tiers.nvme[].path":
+                key = f"tiers.nvme[{found.settings['tiers']['nvme'].index({'path': value})}].path"
+            notes[key] = entry.key
+    lines = [f"# From {Path(file).name}, a DeepSpeed configuration.\n"]
+    lines.append(render.to_toml(config, notes, only_set=True))
+    if found.train:
+        lines.append("\n# For `infinity train`; it needs [model] and [data] too.\n# [train]\n")
+        if "steps" not in found.train:
+            lines.append("# steps =\n")
+        lines += [f"# {key} = {json.dumps(value)}\n" for key, value in found.train.items()]
+    return "".join(lines)
+
+
+def _print_report(found: Translation, *, to_stderr: bool) -> None:
+    width = max((len(entry.key) for entry in found.entries), default=0)
+    for entry in found.entries:
+        what = _assignments(entry.settings)
+        line = f"{entry.verdict:<8} {entry.key:<{width}}  {what}{entry.reason}"
+        if entry.is_lost:
+            print_error(line)
+        else:
+            typer.echo(line, err=to_stderr)
+
+
+def _assignments(settings: Mapping[str, Any]) -> str:
+    pairs = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    return f"-> {', '.join(pairs)}; " if pairs else ""
+
+
+def _on_this_machine(config: SwapConfig) -> dict[str, str]:
+    """Returns the present values of "auto" and of shares by dotted key. Device memory needs
+    torch."""
+    from infinity.config.machine import available_memory_nbytes
+    from infinity.tools.training.settle import choices
+
+    notes = {choice.key: f"{choice.value} here: {choice.reason}" for choice in choices(config)}
+    if config.tiers.host.capacity.nbytes is None:
+        available = available_memory_nbytes()
+        budget = format_nbytes(config.tiers.host.budget_nbytes(available))
+        notes["tiers.host.capacity"] = f"{budget} of the {format_nbytes(available)} available now"
+    for index, entry in enumerate(config.tiers.nvme):
+        if entry.capacity.nbytes is None:
+            free = _free_nbytes(entry.path)
+            share = format_nbytes(entry.capacity.resolve(free))
+            notes[f"tiers.nvme[{index}].capacity"] = f"at most {share} free now"
+    return notes
+
+
+def _free_nbytes(path: Path) -> int:
+    """Returns the free bytes of the file system of `path`, which need not exist."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize

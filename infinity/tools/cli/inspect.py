@@ -1,0 +1,193 @@
+"""`infinity inspect`: the content of a checkpoint or a swap directory, and its integrity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infinity.sizes import format_nbytes
+from infinity.tools.cli import print_error
+
+if TYPE_CHECKING:
+    from infinity.checkpoint.run.inspection import Inspection
+    from infinity.storage.swap_inspect import SwapContents
+
+
+def inspect(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A checkpoint, a directory of them, or a swap directory."
+        ),
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte and check its digest.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    remove: Annotated[
+        bool,
+        typer.Option(
+            "--remove-stale",
+            help="Of a swap directory: remove what a job that is gone has left, its committed step "
+            "included.",
+        ),
+    ] = False,
+) -> None:
+    """Describe a checkpoint or a swap directory: the step, the space by kind, and its integrity.
+
+    Without --verify, only manifests, names and lengths are checked. The exit code is 1 if something
+    is damaged.
+    """
+    from infinity.checkpoint.run.directory import list_checkpoints
+    from infinity.checkpoint.run.inspection import inspect as examine
+    from infinity.errors import ConfigError
+
+    swaps = swap_contents(directory)
+    commits = list(filter(list_checkpoints, commit_places(directory)))
+    has_commits = bool(commits)
+    if remove:
+        if not swaps and not has_commits:
+            raise ConfigError(f"{directory} is no swap directory, so nothing in it is removed")
+        removed = remove_contents(directory, swaps)
+        typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
+        return
+    if not swaps and not has_commits and directory.is_dir() and not any(directory.iterdir()):
+        _print_empty(directory, as_json=as_json)
+        return
+    is_swap = bool(swaps) or has_commits
+    found = [
+        inspection
+        for place in (commits if is_swap else [directory])
+        for inspection in examine(place, verify=verify)
+    ]
+    if as_json:
+        rows = [inspection.to_dict() for inspection in found]
+        typer.echo(json.dumps(_tables(directory, swaps, rows) if is_swap else rows, indent=2))
+    else:
+        for swap in swaps:
+            _print_swap(swap)
+        if swaps and not has_commits:
+            typer.echo("  no committed step")
+        for inspection in found:
+            _print(inspection)
+    has_faults = any(contents.faults for contents in swaps)
+    if has_faults or not all(inspection.is_intact for inspection in found):
+        raise typer.Exit(1)
+
+
+def _print_empty(directory: Path, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"swap": None, "ranks": [], "commits": []}, indent=2))
+    else:
+        typer.echo(
+            f"{directory}: empty. There is no checkpoint; of a swap directory nothing else is "
+            "to be expected, as a job that ends well leaves nothing in it"
+        )
+
+
+def _tables(
+    directory: Path, swaps: list[SwapContents], commits: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the content of a swap directory for JSON: its own, that of ranks, committed steps."""
+    own = [swap.to_dict() for swap in swaps if swap.path == str(directory)]
+    ranks = [swap.to_dict() for swap in swaps if swap.path != str(directory)]
+    return {"swap": own[0] if own else None, "ranks": ranks, "commits": commits}
+
+
+def swap_contents(directory: Path) -> list[SwapContents]:
+    """Returns the contents of a swap directory and of those of ranks in it; none of a checkpoint,
+    and of a directory without a lock and swap files."""
+    from infinity.checkpoint.run.manifest import MANIFEST_NAME
+    from infinity.storage.swap_inspect import examine
+
+    if not directory.is_dir() or (directory / MANIFEST_NAME).exists():
+        return []
+    places = [directory, *sorted(directory.glob("rank-*"))]  # Every rank has its own directory.
+    examined = [examine(str(place)) for place in places if place.is_dir()]
+    return [contents for contents in examined if contents is not None]
+
+
+def commit_places(directory: Path) -> list[Path]:
+    """Returns the places where a swap directory may have committed steps."""
+    from infinity.config.swap import COMMITS_NAME, COPYING_NAME
+
+    return [directory / COMMITS_NAME, directory / COPYING_NAME]
+
+
+def remove_contents(directory: Path, swaps: list[SwapContents]) -> list[str]:
+    """Removes the swap files and committed steps of jobs that are gone. Returns what was removed.
+
+    Raises SwapLockedError before anything is removed if a living job holds the directory.
+    """
+    from infinity.checkpoint.run.removal import remove_own
+    from infinity.storage.swap_inspect import remove_stale
+
+    # First those in use, which refuse; commits belong to all ranks.
+    removed = [
+        name
+        for swap in sorted(swaps, key=lambda swap: not swap.is_held)
+        for name in remove_stale(swap.path)
+    ]
+    for path in (Path(swap.path) for swap in swaps):
+        if path != directory and not any(path.iterdir()):
+            path.rmdir()
+    stays: list[Path] = []
+    for commits in filter(Path.is_dir, commit_places(directory)):
+        stays += remove_own(commits)
+        removed.append(f"what is ours in {commits.name}" if commits.exists() else commits.name)
+    for path in stays:
+        print_error(f"{path} stays: it is not of this package")
+    return removed
+
+
+def _print_swap(swap: SwapContents) -> None:
+    holder = swap.holder
+    who = f"process {holder.get('pid')} on {holder.get('host')}, job {holder.get('job')}"
+    if swap.is_newer:
+        state = "left by a newer infinity, whose format is not known here"
+    elif swap.is_held:
+        state = f"in use by {who}"
+    elif swap.files:
+        state = f"stale: left by {who}"
+    else:
+        state = "not in use"
+    typer.echo(f"{swap.path}: swap directory, {state}")
+    for file in swap.files:
+        shared = " (shared with commits or checkpoints)" if file.num_links > 1 else ""
+        typer.echo(
+            f"  {file.name}  {format_nbytes(file.nbytes)}, "
+            f"{format_nbytes(file.taken_nbytes)} on the drive{shared}"
+        )
+    for fault in swap.faults:
+        print_error(f"  {fault}")
+    if swap.files and not swap.is_held:
+        typer.echo(
+            "  a resumed run goes on in these files if it can, another one removes them; "
+            "--remove-stale removes them and the committed step"
+        )
+
+
+def _print(found: Inspection) -> None:
+    manifest = found.manifest
+    if manifest is not None:
+        typer.echo(
+            f"{found.path}: step {manifest.step}, {format_nbytes(found.nbytes)} in "
+            f"{len(manifest.files)} files, {manifest.created}, {manifest.written_by}"
+        )
+        if manifest.ranks:
+            typer.echo(f"  of {len(manifest.ranks)} ranks")
+        if found.shared_nbytes:
+            shared = format_nbytes(found.shared_nbytes)
+            typer.echo(f"  {shared} of it in files shared with the swap directory")
+        for kind, nbytes in sorted(found.nbytes_by_kind().items(), key=lambda row: -row[1]):
+            typer.echo(f"  {kind:<12}{format_nbytes(nbytes)}")
+    for fault in found.faults:
+        print_error(f"  {fault}" if manifest is not None else f"{found.path}: {fault}")
+    if found.is_intact:
+        how = (
+            "every byte verified" if found.is_verified else "names and lengths; --verify reads all"
+        )
+        typer.echo(f"  intact ({how})")

@@ -1,0 +1,185 @@
+"""PyTorch, the CUDA devices it sees, and the links they hang on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.config import SwapConfig
+from infinity.config.extras import TRIED
+from infinity.errors import UnsupportedError
+from infinity.sizes import format_nbytes
+from infinity.tiers.open_device import pci_address
+from infinity.tools.doctor.files import read_int, read_text
+from infinity.tools.doctor.finding import Finding, degraded, missing, ok
+from infinity.tools.doctor.packages import check_release
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`pci_address` as in /sys/bus/pci/devices; empty if torch does not report it."""
+
+    name: str
+    memory_nbytes: int
+    pci_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A PCI Express link: lanes in use, and its maximum of lanes and transfers per second."""
+
+    num_lanes: int
+    max_lanes: int
+    max_gigatransfers_s: float
+    numa_node: int | None
+
+    @property
+    def max_nbytes_s(self) -> float:
+        """The rate of one direction over all lanes, after line coding: 8b/10b until generation 2,
+        then 128b/130b.
+
+        Generation 6 (64 GT/s) codes in flits of 256 bytes, 242 of them for data.
+        """
+        rate = self.max_gigatransfers_s
+        coding = 0.8 if rate <= 5 else 128 / 130 if rate < 64 else 242 / 256
+        return rate * 1e9 * coding * self.max_lanes / 8
+
+
+def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
+    """Yields the findings on PyTorch and on the device."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded.
+        yield check_torch(None, str(error))
+        return
+    yield check_torch(torch.__version__, "")
+    gpus = _gpus(torch)
+    yield check_cuda(config.tiers.device.kind, gpus, built_for=torch.version.cuda)
+    if config.tiers.device.kind != "cpu":
+        for index, gpu in enumerate(gpus):
+            yield check_link(index, find_link(root, gpu.pci_address))
+            yield check_kernels(index, _explain_torch_operations(index))
+
+
+def check_torch(version: str | None, failure: str) -> Finding:
+    """Finds whether PyTorch can be imported and was tried. `failure`: the import's message."""
+    if version is None:
+        return missing(
+            "torch",
+            f"cannot be imported: {failure}",
+            cost="nothing can be trained",
+            remedy=f"pip install 'torch{TRIED['torch'].wanted}'",
+        )
+    return check_release("torch", version)
+
+
+def check_cuda(kind: str, gpus: list[Gpu], *, built_for: str | None) -> Finding:
+    """`kind` is tiers.device.kind; `built_for` is the CUDA version of torch's build, if any."""
+    described = "; ".join(f"{gpu.name}, {format_nbytes(gpu.memory_nbytes)}" for gpu in gpus)
+    if kind == "cpu":
+        return ok("CUDA", f"not asked for ({described or 'no device'})")
+    if gpus:
+        return ok("CUDA", f"{built_for}: {described}")
+    found = f"no device for torch's CUDA {built_for}" if built_for else "torch is built without it"
+    remedy = (
+        "Check nvidia-smi; in a container: docker run --gpus all."
+        if built_for
+        else "Install a build of torch for CUDA: https://pytorch.org/get-started/locally."
+    )
+    if kind == "cuda":
+        return missing(
+            "CUDA", found, cost='tiers.device.kind = "cuda" cannot be kept', remedy=remedy
+        )
+    return degraded("CUDA", found, cost="the model computes on the CPU", remedy=remedy)
+
+
+def find_link(root: Path, pci_address: str) -> Link | None:
+    """Returns None if sysfs does not show the link, or shows a virtual link without lanes."""
+    folder = root / "sys/bus/pci/devices" / pci_address
+    rate = re.match(r"[\d.]+", read_text(folder / "max_link_speed") or "")
+    num_lanes = read_int(folder / "current_link_width")
+    max_lanes = read_int(folder / "max_link_width")
+    if not pci_address or rate is None or not num_lanes or not max_lanes:
+        return None
+    if max_lanes == 255:  # The kernel's value for "unknown".
+        return None
+    node = read_int(folder / "numa_node")
+    return Link(
+        num_lanes, max_lanes, float(rate[0]), node if node is not None and node >= 0 else None
+    )
+
+
+def check_link(index: int, link: Link | None) -> Finding:
+    """Judges the lanes only. An idle device lowers its speed to save power, but not its lanes."""
+    subject = f"CUDA device {index}: link"
+    if link is None:
+        return ok(subject, "not visible from here")
+    found = (
+        f"PCI Express {link.max_gigatransfers_s:g} GT/s x{link.max_lanes}, at most "
+        f"{link.max_nbytes_s / 1e9:.1f} GB/s each way"
+    )
+    if link.numa_node is not None:
+        found += f", NUMA node {link.numa_node}"
+    if link.num_lanes < link.max_lanes:
+        return degraded(
+            subject,
+            f"{found}; only {link.num_lanes} lanes in use",
+            cost=f"transfers to the device take {link.max_lanes / link.num_lanes:g} times as long",
+            remedy="Move the card to a full slot, or stop sharing the slot's lanes.",
+        )
+    return ok(subject, found)
+
+
+def check_kernels(index: int, reasons: Mapping[str, str]) -> Finding:
+    """`reasons`: per operation why torch operations make it, "" if a Triton kernel does."""
+    subject = f"CUDA device {index}: kernels"
+    fused = [name for name, reason in reasons.items() if not reason]
+    found = f"Triton for {', '.join(fused)}" if fused else "torch operations"
+    slow = {name: reason for name, reason in reasons.items() if reason}
+    if not slow:
+        return ok(subject, found)
+    return degraded(
+        subject,
+        "; ".join([found, *(f"{name}: {reason}" for name, reason in slow.items())]),
+        cost=f"torch operations for {', '.join(slow)}: the same bits, in many passes over memory",
+        remedy="pip install triton, in the version that torch's build for CUDA names; unset "
+        "INFINITY_DEVICE_KERNELS.",
+    )
+
+
+def _explain_torch_operations(index: int) -> dict[str, str]:
+    import torch
+
+    from infinity.codecs import Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4
+    from infinity.codecs.on_device import explain_refusal
+    from infinity.ops.adamw import AdamWSettings
+    from infinity.ops.on_device import explain_refusal as explain_update
+
+    recipe = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+    device = torch.device("cuda", index)
+    try:
+        reasons = {
+            codec.format: explain_refusal(codec, torch.bfloat16, device)
+            for codec in (Fp8Blocks(), Int4Groups(), Mxfp4Blocks(), Nf4())
+        }
+        update = explain_update(recipe, device, torch.float32, is_split=True)
+    except UnsupportedError as error:  # The environment asks for kernels that do not run.
+        return {"decoding and updates": str(error)}
+    return {**reasons, "updates": update}
+
+
+def _gpus(torch: object) -> list[Gpu]:
+    cuda = torch.cuda  # type: ignore[attr-defined]
+    if not cuda.is_available():
+        return []
+    return [_describe(cuda.get_device_properties(index)) for index in range(cuda.device_count())]
+
+
+def _describe(properties: object) -> Gpu:
+    return Gpu(
+        getattr(properties, "name", "unnamed"),
+        getattr(properties, "total_memory", 0),
+        pci_address(properties),
+    )

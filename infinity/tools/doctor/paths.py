@@ -1,0 +1,218 @@
+"""Every swap path: the directory, direct I/O, free space, and the drive below it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.config import SwapConfig
+from infinity.config.schema import NvmeTier
+from infinity.sizes import PAGE_NBYTES, format_nbytes
+from infinity.storage.probe import crc32c_kernels, direct_alignment
+from infinity.tools.doctor import nvme_health
+from infinity.tools.doctor.drives import check_drive, find_drive
+from infinity.tools.doctor.file_systems import Mount, check_file_system, find_mount
+from infinity.tools.doctor.files import read_text
+from infinity.tools.doctor.finding import Finding, degraded, missing, ok
+
+
+@dataclass(frozen=True, slots=True)
+class DirectTrial:
+    """The results of a scratch file. `errno` 0: direct I/O works. Alignments are 0 if unknown."""
+
+    errno: int
+    memory_nbytes: int = 0
+    offset_nbytes: int = 0
+
+
+def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
+    """Yields the findings on the swap paths of the configuration."""
+    if config.tiers.nvme:
+        yield check_checksums(config.io.verify, crc32c_kernels()[0])
+    for tier in config.tiers.nvme:
+        place = nearest_directory(tier.path)
+        directory = check_directory(
+            tier.path,
+            code=directory_errno(tier.path),
+            parent_code=directory_errno(tier.path.parent),
+            is_writable=os.access(place, os.W_OK | os.X_OK),
+        )
+        yield directory
+        if directory.status == "missing":
+            continue
+        path = str(tier.path)
+        mount = find_mount(os.path.realpath(place), read_text(root / "proc/self/mountinfo") or "")
+        yield check_file_system(path, mount)
+        yield check_direct(path, tier.direct, try_direct(place))
+        space = os.statvfs(place)
+        yield check_space(tier, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
+        drive = find_drive(root, _device_number(place, mount))
+        yield check_drive(path, drive)
+        if drive is not None:
+            yield nvme_health.examine(path, drive.name)
+
+
+def check_checksums(is_on: bool, kernel: str) -> Finding:
+    """`kernel` is the name of the processor's fastest way to compute checksums."""
+    if not is_on:
+        return degraded(
+            "checksums",
+            "off (io.verify = false)",
+            cost="a page that a drive, a cable or another program changes is trained on, and "
+            "saved, without a word",
+            remedy="Remove io.verify from the file, or set it to true.",
+        )
+    if kernel == "table":
+        return degraded(
+            "checksums",
+            "on, without an instruction of this processor for them",
+            cost="some 0.7 seconds of processor time for every GB that is read or written",
+            remedy="Run on a processor with SSE4.2 or the CRC extension of ARMv8.",
+        )
+    return ok("checksums", f"on ({kernel})")
+
+
+def directory_errno(path: Path) -> int:
+    """Returns 0 for a directory, ENOTDIR for anything else, or the error of stat(2)."""
+    try:
+        return 0 if stat.S_ISDIR(os.stat(path).st_mode) else errno.ENOTDIR
+    except OSError as error:
+        return error.errno or errno.EIO
+
+
+def nearest_directory(path: Path) -> Path:
+    """Returns the directory itself, or its first parent that exists and can be seen."""
+    while directory_errno(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_directory(path: Path, *, code: int, parent_code: int, is_writable: bool) -> Finding:
+    """Codes are those of `directory_errno`; `is_writable` describes the directory, or its parent if
+    it is missing."""
+    subject, cost = f"{path}: directory", "no swap file can be made here: no run starts"
+    if code == errno.ENOENT and parent_code == errno.ENOENT:
+        return missing(
+            subject,
+            f"neither it nor {path.parent} exists",
+            cost=cost,
+            remedy=f"Mount the drive, or: mkdir -p {path.parent}",
+        )
+    if code not in (0, errno.ENOENT):
+        return missing(subject, os.strerror(code), cost=cost, remedy="Choose another path.")
+    if not is_writable:
+        return missing(
+            subject,
+            "may not be written by this user",
+            cost=cost,
+            remedy=f"sudo chown $USER {path.parent if code else path}",
+        )
+    return ok(subject, f"will be made in {path.parent}" if code else "writable")
+
+
+def try_direct(directory: Path) -> DirectTrial:
+    """Writes and reads 4 KiB directly in a scratch file, which is removed afterwards."""
+    try:
+        fd, name = tempfile.mkstemp(prefix="infinity-doctor-", dir=directory)
+    except OSError as error:
+        return DirectTrial(error.errno or errno.EIO)
+    direct = -1
+    try:
+        with mmap.mmap(-1, PAGE_NBYTES) as page:
+            page[:] = os.urandom(PAGE_NBYTES)
+            written = page[:]
+            direct = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            alignment = direct_alignment(direct)
+            if os.pwrite(direct, page, 0) != PAGE_NBYTES:
+                return DirectTrial(errno.EIO)
+            page[:] = bytes(PAGE_NBYTES)
+            if os.preadv(direct, [page], 0) != PAGE_NBYTES or page[:] != written:
+                return DirectTrial(errno.EIO)
+        return DirectTrial(0, *alignment)
+    except OSError as error:
+        return DirectTrial(error.errno or errno.EIO)
+    finally:
+        if direct >= 0:
+            os.close(direct)
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def check_direct(path: str, direct: str, trial: DirectTrial) -> Finding:
+    """`direct` is the tier's key: "auto", "always" or "never"."""
+    subject = f"{path}: direct I/O"
+    if direct == "never":
+        return degraded(
+            subject,
+            'switched off by direct = "never"',
+            cost="every byte is copied through the page cache, which takes memory",
+            remedy='Set direct = "auto".',
+        )
+    if trial.errno:
+        refusal = f"refused: {os.strerror(trial.errno)}"
+        if direct == "always":
+            return missing(
+                subject,
+                refusal,
+                cost='direct = "always" cannot be kept: no run starts',
+                remedy='Choose a path on ext4 or XFS, or set direct = "auto".',
+            )
+        return degraded(
+            subject,
+            refusal,
+            cost="buffered I/O: every byte is copied through the page cache, which takes memory",
+            remedy="Choose a path on ext4 or XFS.",
+        )
+    if trial.offset_nbytes == 0:
+        return ok(subject, f"works; alignment not said, {PAGE_NBYTES} is assumed")
+    found = f"works; alignment: memory {trial.memory_nbytes}, offset {trial.offset_nbytes}"
+    if max(trial.memory_nbytes, trial.offset_nbytes) > PAGE_NBYTES:
+        return missing(
+            subject,
+            found,
+            cost=f"pieces lie at multiples of {PAGE_NBYTES}: requests would be refused",
+            remedy='Choose another drive, or set direct = "never".',
+        )
+    return ok(subject, found)
+
+
+def check_space(tier: NvmeTier, free_nbytes: int, total_nbytes: int) -> Finding:
+    """Finds whether the free space of a swap path is as large as its capacity."""
+    subject = f"{tier.path}: free space"
+    if total_nbytes == 0:
+        return ok(subject, "the file system does not say")
+    found = f"{format_nbytes(free_nbytes)} of {format_nbytes(total_nbytes)}"
+    wanted_nbytes = tier.capacity.resolve(free_nbytes)
+    if wanted_nbytes > free_nbytes:
+        return missing(
+            subject,
+            f"{found}, capacity asks for {format_nbytes(wanted_nbytes)}",
+            cost="a run that needs all of it is refused at the start",
+            remedy="Free some space, or lower tiers.nvme.capacity.",
+        )
+    if free_nbytes < total_nbytes // 10:
+        return degraded(
+            subject,
+            found,
+            cost="a nearly full drive writes slower and wears faster",
+            remedy="Free some space, or run fstrim on drives that support it.",
+        )
+    return ok(subject, found)
+
+
+def _device_number(directory: Path, mount: Mount | None) -> int:
+    """Returns the device number of the drive: btrfs and overlays give files a number that no device
+    has."""
+    device = os.stat(directory).st_dev
+    if os.major(device) == 0 and mount is not None and mount.source.startswith("/dev/"):
+        with contextlib.suppress(OSError):
+            return os.stat(mount.source).st_rdev
+    return device

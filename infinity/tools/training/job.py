@@ -1,0 +1,135 @@
+"""Prepares a run: reads and checks everything, and touches no tier."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.huggingface.export_weights import check_space, plan_export
+from infinity.checkpoint.run.load import Loaded
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+from infinity.tools.training.adapter import adapter_nbytes
+from infinity.tools.training.arguments import batch_of
+from infinity.tools.training.data import Tokenizer, open_tokenizer
+from infinity.tools.training.job_data import JobData, Tokens, measure, open_data, refuse_strangers
+from infinity.tools.training.model import ModelPlan, build_model, plan_model
+from infinity.tools.training.output import OutputDirectory
+from infinity.tools.training.ranks import JobRank
+from infinity.tools.training.reference import build_reference
+from infinity.tools.training.resume import check_same_run, identity_of, naming_older
+from infinity.tools.training.sample import encode_prompt
+from infinity.tools.training.trainer import make_trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The result of the preparation, which has not touched a tier."""
+
+    plan: ModelPlan
+    tokenizer: Tokenizer
+    data: JobData
+    tokens: Tokens
+    trainer: Any  # Over the model on meta.
+    num_steps: int  # Of the whole run.
+    num_parameters: int
+    accepted: list[str]  # Changes since the checkpoint, for messages.
+    model: Any
+    reference: Any  # The model that "dpo" compares with, or None.
+    prompt_ids: list[int]
+    output: OutputDirectory | None  # None on ranks that write nothing there.
+    identity: dict[str, Any]
+    resume: Loaded | None
+    rank: JobRank
+    started_s: float
+
+
+def prepare(
+    config: SwapConfig,
+    stack: ExitStack,
+    resume: Loaded | None,
+    rank: JobRank,
+    *,
+    accept_changes: bool,
+) -> Job:
+    """Checks everything that can be refused without making a swap file."""
+    assert config.model and config.data and config.train
+    started_s = time.perf_counter()
+    if config.train.threads != "auto":
+        torch.set_num_threads(config.train.threads)
+    batch_of(config)
+    plan, tokenizer, prompt_ids = _read_model(config)
+    model = build_model(plan, config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    output = None
+    if rank.is_first:
+        output = OutputDirectory(config, resumed=resume.path if resume is not None else None)
+        stack.callback(output.close)
+        _check_export(config, model, output)
+    data = open_data(
+        config,
+        tokenizer,
+        vocab_size=plan.vocab_size,
+        directory=output.path if output is not None else None,
+    )
+    stack.callback(data.close)
+    reference = build_reference(plan, config)
+    trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
+    tokens = measure(trainer.train_dataset, data.files, config.data.sequence_length)
+    refuse_strangers(tokens, tokenizer, plan.vocab_size)
+    identity = identity_of(config, tokens.sha256, num_ranks=rank.count)
+    accepted = []
+    if resume is not None:
+        with naming_older(config, resume.path):
+            accepted = check_same_run(resume, identity, accept_changes=accept_changes)
+    return Job(
+        plan=plan,
+        tokenizer=tokenizer,
+        data=data,
+        tokens=tokens,
+        trainer=trainer,
+        num_steps=trainer.count_steps(),
+        num_parameters=num_parameters,
+        accepted=accepted,
+        model=model,
+        reference=reference,
+        prompt_ids=prompt_ids,
+        output=output,
+        identity=identity,
+        resume=resume,
+        rank=rank,
+        started_s=started_s,
+    )
+
+
+def _read_model(config: SwapConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:
+    """Returns the plan of the model, the tokenizer, and the prompt of `[train.sample]`."""
+    assert config.model and config.data and config.train
+    plan, length = plan_model(config.model), config.data.sequence_length
+    if plan.max_positions is not None and length > plan.max_positions:
+        raise ConfigError(
+            f"data.sequence_length={length} exceeds the model's {plan.max_positions} positions"
+        )
+    tokenizer = open_tokenizer(config.data.tokenizer)
+    sample = config.train.sample
+    if sample is None:
+        return plan, tokenizer, []
+    prompt_ids = encode_prompt(
+        sample, tokenizer, vocab_size=plan.vocab_size, max_positions=plan.max_positions
+    )
+    return plan, tokenizer, prompt_ids
+
+
+def _check_export(config: SwapConfig, model: Any, output: OutputDirectory) -> None:
+    """Raises StorageError for a drive that is too full for the export."""
+    if not config.output.export:
+        return
+    if config.adapter is not None:
+        export_nbytes = adapter_nbytes(model)
+    else:
+        export_nbytes = plan_export(model, max_shard_nbytes=config.output.max_shard_size).nbytes
+    check_space(output.path, export_nbytes)

@@ -1,0 +1,287 @@
+"""Merges an adapter of PEFT into its base, one tensor at a time.
+
+The base's architecture is built without memory and PEFT puts the saved adapter on it, as in
+training. For each tensor of the checkpoint that the adapter changes, the tensor is read (decoded,
+if it is quantised), PEFT's own layer merges into it, and the result is written. Routed experts are
+merged expert by expert, because PEFT's merge of packed experts makes the product of all of them at
+once; the product of one expert is the same sum of `rank` terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.checkpoint.convert.directory import (
+    DirectoryPlan,
+    PlannedTensor,
+    as_numbers,
+    as_stored,
+    unchanged,
+)
+from infinity.checkpoint.convert.quantize import plain, without_quantisation
+from infinity.checkpoint.huggingface.import_checks import read_config
+from infinity.checkpoint.huggingface.names import PlacedSource, SourcePlaces
+from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
+from infinity.codecs import Plain
+from infinity.config.schema import AdapterConfig
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.tools.training.adapter import attach_adapter
+from infinity.tools.training.model import published_config
+
+Stored = Literal["bf16", "keep"]
+_PREFIX, _ADAPTER = "base_model.model.", "default"
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The part of an adapter that changes one tensor of the checkpoint."""
+
+    layer: Any  # One of PEFT's, or the tensor that replaces the stored one.
+    placed: PlacedSource
+    is_full: bool  # The tensor is all of the parameter, in its layout.
+
+
+def plan_merge(
+    base: Path, adapter: Path, *, to: Stored = "bf16", any_base: bool = False
+) -> DirectoryPlan:
+    """Plans the merged checkpoint from headers and the adapter. Reads no weight of the base.
+
+    to: "bf16" writes quantised weights as numbers; "keep" encodes the changed ones again, with the
+        codec that they have, and copies the others
+    any_base: merge into a base of the same shapes over which the adapter was not trained
+
+    Raises ConfigError for an adapter of another base; UnsupportedError for layers that PEFT merges
+    in memory only, and for a change of one of two tied weights.
+    """
+    source = weight_source(base)
+    model = _on_meta(base)
+    tied = _tied_names(model)
+    planned = source.plan(model, strict=False)
+    options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
+    adapted = attach_adapter(model, options, base=source, seed=0)
+    layers = _layers(adapted)
+    _refuse_tied(tied, layers)
+    changes = _changes(adapted, layers, source, planned.groups)
+    config = read_config(base)
+    plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))
+    for name in source.names():
+        plan.add(name, _outcome(source, name, changes.get(name, []), to))
+    return plan
+
+
+def _on_meta(base: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = published_config(base)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with infinity.init_empty_weights():
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # A broken file makes transformers raise any exception.
+        raise ConfigError(f"{base} cannot be used as a base: {error}") from error
+
+
+def _outcome(source: WeightSource, name: str, changes: list[_Change], to: Stored) -> PlannedTensor:
+    if not changes:
+        return unchanged(source, name) if to == "keep" else plain(source, name)
+    encoded = source.encoded(name)
+
+    def merged() -> torch.Tensor:
+        tensor = source.read(name)
+        with torch.no_grad():
+            for change in changes:
+                tensor = _merged(tensor, change)
+        return tensor
+
+    if to == "keep" and not isinstance(encoded.codec, Plain):
+        return as_stored(source, name, merged)
+    dtype = source.stored_dtype(name)
+    assert isinstance(dtype, torch.dtype), name
+    return as_numbers(name, encoded.shape, dtype, merged)
+
+
+# -- What an adapter changes -----------------------------------------------------------------------
+
+
+def _changes(
+    adapted: Any, layers: dict[str, list[Any]], source: WeightSource, groups: Any
+) -> dict[str, list[_Change]]:
+    """Returns the changes of every tensor of the checkpoint, by its name."""
+    places = SourcePlaces(adapted.get_base_model())
+    found: dict[str, list[_Change]] = {}
+    left = set(layers)
+    for planned in groups:
+        if not any(target in layers for target in planned.targets):
+            continue
+        shapes = [source.shape(name) for name in planned.group.source_names]
+        placed = places.of(planned.group, shapes, planned.targets)
+        if placed is None:
+            raise UnsupportedError(
+                f"{', '.join(planned.group.source_names[:3])} are converted when they are read, so "
+                "an adapter cannot be merged into them one by one; merge it in memory by "
+                "merge_and_unload"
+            )
+        for target, boxes in zip(planned.targets, placed, strict=True):
+            left.discard(target)
+            for box in boxes:
+                name = planned.group.source_names[box.index]
+                is_full = source.shape(name) == planned.targets[target]
+                change = [_Change(factors, box, is_full) for factors in layers.get(target, [])]
+                found.setdefault(name, []).extend(change)
+    if left:
+        raise ConfigError(f"{source.path} lacks {min(left)!r}, which the adapter changes")
+    return found
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _refuse_tied(tied: list[list[str]], layers: dict[str, list[Any]]) -> None:
+    """Raises UnsupportedError if the adapter changes a weight under one of its names only."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for names in tied:
+        changed = [name for name in names if name in layers]
+        parts = [layer for name in changed for layer in layers.pop(name)]
+        if changed == names and all(isinstance(part, TrainableTokensLayer) for part in parts):
+            layers[names[0]] = parts[:1]  # PEFT ties these as the weights are tied.
+        elif changed:
+            is_replaced = all(isinstance(part, torch.Tensor) for part in parts)
+            raise UnsupportedError(
+                f"{changed[0]} is changed by the adapter and is one weight with "
+                f"{', '.join(name for name in names if name != changed[0])} in the base: merged, "
+                "it would change both. "
+                + (
+                    "Merge it in memory by merge_and_unload, which unties them"
+                    if is_replaced
+                    else "Use the adapter beside its base (PEFT), or train it over a base with "
+                    "tie_word_embeddings = false"
+                )
+            )
+
+
+def _layers(adapted: Any) -> dict[str, list[Any]]:
+    """Returns what changes each parameter, by the parameter's name in the base: layers of PEFT, or
+    the tensor that replaces it."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
+    from peft.utils.other import (
+        AuxiliaryTrainingWrapper,
+        ModulesToSaveWrapper,
+        TrainableTokensWrapper,
+    )
+
+    found: dict[str, list[Any]] = {}
+    for name, module in adapted.named_modules():
+        path = name.removeprefix(_PREFIX)
+        if isinstance(module, TrainableTokensWrapper):
+            found.setdefault(f"{path}.weight", []).append(module.token_adapter)
+        elif isinstance(module, ModulesToSaveWrapper):
+            saved: Any = module.modules_to_save[_ADAPTER]
+            found |= {f"{path}.{leaf}": [value] for leaf, value in saved.state_dict().items()}
+        elif isinstance(module, ParamWrapper):
+            while path.endswith(".base_layer"):  # Several parameters of a module nest.
+                path = path.removesuffix(".base_layer")
+            found.setdefault(f"{path}.{module.parameter_name}", []).append(module)
+        elif isinstance(module, (Linear, Embedding)) and not _INSIDE & {*path.split(".")}:
+            found.setdefault(f"{path}.weight", []).append(module)
+        elif isinstance(module, (LoraLayer, AuxiliaryTrainingWrapper)):
+            raise UnsupportedError(
+                f"{path} is a {type(module).__name__} of PEFT; adapters of linear layers, of "
+                "embeddings and of packed experts, modules_to_save and trainable tokens are merged "
+                "here, others in memory by merge_and_unload"
+            )
+    return found
+
+
+# Modules that a wrapper of PEFT adds around one of the base.
+_INSIDE = {"original_module", "modules_to_save", "token_adapter"}
+
+
+# -- One tensor ------------------------------------------------------------------------------------
+
+
+def _merged(tensor: torch.Tensor, change: _Change) -> torch.Tensor:
+    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
+
+    if isinstance(change.layer, torch.Tensor):
+        return tensor.copy_(change.layer[change.placed.box].permute(change.placed.axes))
+    if isinstance(change.layer, ParamWrapper) and change.layer.num_experts > 1:
+        return _merged_experts(tensor, change)
+    if change.is_full:
+        return _merged_layer(tensor, change.layer)
+    if not isinstance(change.layer, (Linear, Embedding)) or change.layer.use_dora.get(_ADAPTER):
+        raise UnsupportedError(
+            "DoRA and trainable tokens need the whole weight of a layer that the checkpoint stores "
+            "in parts; merge it in memory by merge_and_unload"
+        )
+    delta = _with_weight(change.layer, tensor, lambda layer: layer.get_delta_weight(_ADAPTER))
+    part = delta[change.placed.box].permute(change.placed.axes)
+    return tensor.add_(part.to(tensor.dtype))
+
+
+def _merged_layer(tensor: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Returns the weight as PEFT's own layer merges it."""
+
+    def merge(layer: Any) -> torch.Tensor:
+        layer.merge()
+        layer.merged_adapters.clear()
+        name = getattr(layer, "parameter_name", "weight")
+        merged: torch.Tensor = layer.get_base_layer()._parameters[name].detach()
+        return merged
+
+    return _with_weight(layer, tensor, merge)
+
+
+def _with_weight(
+    layer: Any, tensor: torch.Tensor, use: Callable[[Any], torch.Tensor]
+) -> torch.Tensor:
+    """Calls `use` while the base of the layer has `tensor` as its weight."""
+    base, name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
+    empty = base._parameters[name]
+    base._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    try:
+        return use(layer)
+    finally:
+        base._parameters[name] = empty
+
+
+def _merged_experts(tensor: torch.Tensor, change: _Change) -> torch.Tensor:
+    """Adds B_e A_e of each expert that the tensor holds, computed as PEFT does, in the dtype of the
+    adapter."""
+    layer, (first, *box) = change.layer, change.placed.box
+    # The tensor in the layout of the parameter; a view, so that adding to it changes the tensor.
+    inverse = sorted(range(len(change.placed.axes)), key=change.placed.axes.__getitem__)
+    shown = tensor.permute(inverse)
+    if isinstance(first, int):
+        shown.add_(_expert_delta(layer, first)[tuple(box)].to(tensor.dtype))
+        return tensor
+    for row, expert in enumerate(range(first.start, first.stop)):
+        shown[row].add_(_expert_delta(layer, expert)[tuple(box)].to(tensor.dtype))
+    return tensor
+
+
+def _expert_delta(layer: Any, expert: int) -> torch.Tensor:
+    """Returns what an adapter adds to one expert, in the layout of the packed parameter.
+
+    Layout of PEFT: rows of A are (expert, rank), columns of B are (rank, expert).
+    """
+    a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+    down = a.detach().reshape(layer.num_experts, -1, a.shape[-1])[expert]
+    up = b.detach().reshape(b.shape[0], -1, layer.num_experts)[..., expert]
+    is_transposed = not layer._did_swap_in_out_features  # noqa: SLF001  PEFT has no other word.
+    delta: torch.Tensor = torch.einsum("or,ri->io" if is_transposed else "or,ri->oi", up, down)
+    return delta.mul_(layer.scaling[_ADAPTER])

@@ -1,0 +1,200 @@
+"""The output directory: its owner, its lock, and the check that a run may write there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from infinity.checkpoint.huggingface.export_weights import make_directory
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError, reporting
+from infinity.tools.training.metrics import is_metrics
+
+_log = logging.getLogger(__name__)
+
+MARKER_NAME = "infinity-run.json"
+SUMMARY_NAME = "summary.json"
+LOCK_NAME = ".infinity-run.lock"
+# The error numbers of file systems without locks, such as some network mounts.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class OutputDirectory:
+    """The output directory of a run, locked until `close`. The constructor changes nothing else in
+    it.
+
+    Accepted are a directory that is new, empty or marked by an earlier run, and the directory
+    around `resumed`, the checkpoint to continue from. Raises ConfigError for a foreign directory,
+    for one that the run also reads from, and for one that another process uses; StorageError if it
+    cannot be written.
+    """
+
+    def __init__(self, config: SwapConfig, *, resumed: Path | None = None) -> None:
+        self.path = config.output.directory
+        self._config = config
+        self._lock: int | None = None
+        self.is_unmarked = False  # Accepted without a mark, for the checkpoint in it.
+        self._marker = self.path / MARKER_NAME
+        with reporting("open", self.path):
+            self._claim(resumed)
+
+    def _claim(self, resumed: Path | None) -> None:
+        directory, config = self.path, self._config
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(f"output.directory: {directory} is no directory")
+        if config.model is not None and config.model.path is not None:
+            _refuse_same(directory, config.model.path, "model.path")
+        for index, tier in enumerate(config.tiers.nvme):
+            _refuse_same(directory, tier.path, f"tiers.nvme[{index}].path")
+        _refuse_metrics(config, is_new=resumed is None)
+        make_directory(directory)
+        with reporting("write", directory), tempfile.TemporaryFile(dir=directory):
+            pass
+        names = sorted(set(os.listdir(directory)) - {LOCK_NAME})
+        self.is_unmarked = bool(names) and MARKER_NAME not in names
+        if self.is_unmarked and not _is_inside(resumed, directory):
+            raise ConfigError(_foreign(directory, names))
+        self._lock = _locked(directory)
+
+    def mark(self) -> None:
+        """Writes the marker of this program, with the configuration."""
+        partial = self._marker.with_name(f".{MARKER_NAME}.partial")
+        content = {"program": "infinity train", "config": self._config.to_dict()}
+        with reporting("write", self._marker):
+            try:
+                partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                os.replace(partial, self._marker)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
+
+    def restore(self) -> bool:
+        """Makes a removed directory again. Returns whether it was removed. Raises as the
+        constructor does."""
+        with reporting("open", self.path):
+            if self._marker.exists():
+                return False
+            make_directory(self.path)
+            self.close()
+            self._lock = _locked(self.path)
+        self.mark()
+        return True
+
+    def close(self) -> None:
+        """Releases the lock. Idempotent."""
+        if self._lock is None:
+            return
+        path = self.path / LOCK_NAME
+        with contextlib.suppress(OSError):
+            if _is_file_of(self._lock, path):
+                path.unlink()
+        os.close(self._lock)
+        self._lock = None
+
+
+def _refuse_metrics(config: SwapConfig, *, is_new: bool) -> None:
+    """Raises ConfigError for a place of metrics that has another use. A new run replaces metrics of
+    an earlier one; a resumed one keeps a file of anything else under another name."""
+    path, places = config.output.metrics_path, _places_of_others(config)
+    real, output = (Path(os.path.realpath(p)) for p in (path, config.output.directory))
+    for key, place in places:
+        own = Path(os.path.realpath(place))
+        is_inside = real.is_relative_to(own) and not output.is_relative_to(own)
+        if is_inside or own.is_relative_to(real):
+            raise ConfigError(
+                f"output.metrics: {path} is {place}, which {key} names, or a file in it or above "
+                "it; expected a file that nothing else uses"
+            )
+    if is_new and os.path.lexists(path) and not is_metrics(path):
+        raise ConfigError(
+            f"output.metrics: {path} is there already and has no lines of metrics; expected the "
+            "name of a new file, or of one that a run wrote. Remove it, or name another"
+        )
+
+
+def _places_of_others(config: SwapConfig) -> Iterator[tuple[str, Path]]:
+    """Yields (key, path) of what a run reads, and of what it writes beside its metrics."""
+    yield "checkpoint.directory", config.checkpoint_directory
+    for index, tier in enumerate(config.tiers.nvme):
+        yield f"tiers.nvme[{index}].path", tier.path
+    if config.model is not None and config.model.path is not None:
+        yield "model.path", config.model.path
+    if config.data is not None:
+        for source in (*config.data.paths, *config.data.eval_paths):
+            yield "data", source.location
+
+
+def _foreign(directory: Path, names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"output.directory: {directory} has files that no run of infinity wrote ({names[0]!r}"
+        f"{more}): there is no {MARKER_NAME}, by which the directory of a run is known. Name "
+        "another directory, or empty it; if a run of yours wrote it and only that file was lost, "
+        f"go on after `touch {directory / MARKER_NAME}`"
+    )
+
+
+def _is_inside(path: Path | None, directory: Path) -> bool:
+    return path is not None and path.resolve().is_relative_to(directory.resolve())
+
+
+def _locked(directory: Path) -> int:
+    """Returns a descriptor that owns the lock of a directory. The kernel releases it with the
+    process."""
+    path = directory / LOCK_NAME
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    while True:
+        fd = os.open(path, flags, 0o600)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ConfigError(f"{path} is no file; remove it")
+            _flock(fd, directory)
+            # The former owner may have removed the file between open and flock.
+            if _is_file_of(fd, path):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _flock(fd: int, directory: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            _log.warning(
+                "%s: its file system has no locks (%s); see to it that no other run writes there",
+                directory, error.strerror,
+            )  # fmt: skip
+            return
+        if error.errno != errno.EWOULDBLOCK:
+            raise
+        holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
+        raise ConfigError(
+            f"output.directory: {directory} is in use by {holder}; give every run an output "
+            "directory of its own, or end that process"
+        ) from None
+
+
+def _is_file_of(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_same(directory: Path, other: Path, key: str) -> None:
+    if os.path.realpath(directory) == os.path.realpath(other):
+        raise ConfigError(f"output.directory and {key} are the same directory, {directory}")

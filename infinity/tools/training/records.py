@@ -1,0 +1,362 @@
+"""Records as training data: JSON lines, JSON, Parquet, and directories of `datasets`.
+
+Each record becomes one of few forms (`Kind`), checked as it is read, and lies in an Arrow table
+that is mapped from disk, so records may be larger than memory. Messages, tools and options lie
+there as JSON. The first record that cannot be learned as it is meant is refused by its file, its
+number and its field.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from infinity.errors import ConfigError
+from infinity.tools.training.chat import CHATML, encode_chats
+from infinity.tools.training.conversation import (
+    Message,
+    answer_of,
+    check_values,
+    from_alpaca,
+    messages_of,
+    refuse_weights,
+    text_of,
+    tools_of,
+    with_system,
+)
+from infinity.tools.training.record_files import Row, read_rows
+from infinity.tools.training.token_records import MASKS, tokens_of
+
+_log = logging.getLogger("infinity")
+
+Kind = Literal["conversations", "completions", "preferences", "texts", "tokens"]
+_KindColumns: TypeAlias = tuple[Kind, tuple[str, ...], tuple[str, ...]]
+_TEMPLATE = ("tools", "functions", "chat_template_kwargs", "system")
+_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
+_ALPACA = ("instruction", "input", "history")
+# The columns that make a kind, the first that fits, and those that it takes beside them. `_REFUSED`
+# are refused beside them, and all others are left out: ultrachat_200k has `prompt` beside messages.
+_KINDS: tuple[_KindColumns, ...] = (
+    ("tokens", ("input_ids",), (*MASKS, "attention_mask")),
+    (
+        "preferences", ("chosen", "rejected"),
+        ("prompt", "messages", "conversations", *_ALPACA, *_LOGPS, *_TEMPLATE),
+    ),
+    ("completions", ("prompt", "completion"), _TEMPLATE),
+    ("conversations", ("messages",), _TEMPLATE),
+    ("conversations", ("conversations",), _TEMPLATE),
+    ("conversations", ("instruction", "output"), ("input", "history", *_TEMPLATE)),
+    ("texts", ("text",), ()),
+)  # fmt: skip
+_IMAGES = ("image", "images", "video", "videos", "audio", "audios")
+# Columns that change what a record means, where its kind does not take them.
+_REFUSED = (
+    "system", "history", "tools", "functions", "documents", "chat_template_kwargs", "weight",
+    "loss", "loss_scale", "loss_weight", "loss_mask", "train", "label", "kto_tag", *_IMAGES,
+)  # fmt: skip
+_ALL_COLUMNS = (
+    "messages (or ShareGPT's conversations); prompt and completion; instruction and output; chosen "
+    "and rejected; text; or input_ids"
+)
+_OPTIONAL = ("tools", "chat_template_kwargs")
+_FORM = 1  # Of the tables in the cache of `datasets`. Raise it when a record becomes another one.
+
+
+def load_records(paths: Sequence[Path], *, vocab_size: int | None = None) -> Any:
+    """Returns one `datasets.Dataset` of all files, in their order, with the columns of their kind.
+
+    vocab_size: that of the model, with which records of token ids are compared
+    Raises ConfigError that names the file, and the line or the record.
+    """
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    first = next(_read(paths, vocab_size), None)
+    if first is None:
+        empty = next((path for path in paths if path.is_file() and not path.stat().st_size), None)
+        if empty is not None:
+            raise ConfigError(f"data.paths: {empty} is empty; expected records: {_ALL_COLUMNS}")
+        raise ConfigError(f"data.paths: {paths[0]} has no records ({len(paths)} files in all)")
+    options = {"paths": tuple(map(str, paths)), "vocab_size": vocab_size}
+    stamps = {"stamps": tuple(_stamp(path) for path in paths), "form": _FORM}
+    try:
+        found = datasets.Dataset.from_generator(
+            _generate, features=_features(first), gen_kwargs=options | stamps, writer_batch_size=100
+        )
+    except Exception as error:  # `datasets` wraps what the generator raises.
+        cause = error.__cause__ or error
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(f"data.paths: {paths[0]}: {' '.join(str(cause).split())}") from error
+    table = found.data
+    used = [name for name in table.column_names if table.column(name).null_count < len(table)]
+    return found.select_columns(used)
+
+
+def needed_columns(columns: Sequence[str]) -> list[str]:
+    """Returns the columns that a record of these columns needs; of no kind all of them."""
+    fitting = _fitting_kind(columns)
+    if fitting is None:
+        return list(columns)
+    _, wanted, beside = fitting
+    return [name for name in columns if name in (*wanted, *beside, *_REFUSED)]
+
+
+def kind_of(dataset: Any, *, method: str, place: str) -> Kind:
+    """Returns the kind of records by their columns. Raises ConfigError for other columns, and for
+    a kind that `train.method` cannot learn."""
+    kind = kind_of_columns(dataset.column_names, place)
+    if (kind == "preferences") != (method == "dpo"):
+        remedy = 'set train.method = "dpo"' if method == "sft" else "expected chosen and rejected"
+        raise ConfigError(
+            f'data.paths: {place} holds {kind}, which train.method = "{method}" does not learn; '
+            f"{remedy}"
+        )
+    return kind
+
+
+def kind_of_columns(columns: Sequence[str], place: str) -> Kind:
+    """Returns the kind of records with these columns. Raises ConfigError for other columns."""
+    return _kind_columns(columns, f"data.paths: the records of {place}")[0]
+
+
+def _kind_columns(columns: Sequence[str], these: str) -> _KindColumns:
+    fitting = _fitting_kind(columns)
+    if fitting is None:
+        raise ConfigError(f"{these} have the columns {', '.join(columns)}; expected {_ALL_COLUMNS}")
+    return fitting
+
+
+def _fitting_kind(columns: Sequence[str]) -> _KindColumns | None:
+    return next((row for row in _KINDS if set(row[1]) <= set(columns)), None)
+
+
+def mark_conversations(
+    dataset: Any,
+    tokenizer: Any,
+    place: str,
+    *,
+    assistant_only: bool,
+    kind: Kind = "conversations",
+) -> tuple[Any, int]:
+    """Returns (records of messages as token ids with masks of what is learned, how many were left
+    out because no assistant in them is learned); records of another form as they are.
+
+    Gives a tokenizer without a chat template ChatML.
+    """
+    from datasets import Json
+
+    if not any(isinstance(feature, Json) for feature in dataset.features.values()):
+        return dataset, 0
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = CHATML
+    made = encode_chats(dataset, kind, tokenizer, place, assistant_only=assistant_only)
+    num_dropped = len(dataset) - len(made.unique("record"))
+    if num_dropped:
+        _log.warning(
+            "%s: %d conversations have no assistant to learn from and were left out",
+            place, num_dropped,
+        )  # fmt: skip
+    return made.remove_columns("record"), num_dropped
+
+
+# -- Reading ---------------------------------------------------------------------------------------
+
+
+def _generate(
+    paths: Sequence[str], vocab_size: int | None, stamps: Any, form: int
+) -> Iterator[Row]:
+    """Yields the rows of the table. `stamps` and `form` tell tables in the cache apart."""
+    assert stamps and form == _FORM
+    for record in _read([Path(path) for path in paths], vocab_size):
+        is_json = {name for name, value in record.items() if _is_json(name, value)}
+        yield dict.fromkeys(_OPTIONAL) | {
+            name: json.dumps(value, ensure_ascii=False) if name in is_json else value
+            for name, value in record.items()
+        }
+
+
+def _features(record: Row) -> Any:
+    from datasets import Features, Json, List, Value
+
+    kinds = {str: Value("string"), float: Value("float64"), list: List(Value("int64"))}
+    found = {
+        name: Json() if _is_json(name, value) else kinds[type(value)]
+        for name, value in record.items()
+    }
+    return Features({name: Json() for name in _OPTIONAL} | found)
+
+
+def _is_json(name: str, value: Any) -> bool:
+    return name in _OPTIONAL or (
+        isinstance(value, list) and not (name == "input_ids" or name in MASKS)
+    )
+
+
+def _stamp(path: Path) -> tuple[tuple[str, int, int], ...]:
+    files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+    return tuple((str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in files)
+
+
+def _read(paths: Sequence[Path], vocab_size: int | None) -> Iterator[Row]:
+    """Yields the records of all files as their table has them, all of one kind."""
+    first: tuple[Kind, str] | None = None
+    for path in paths:
+        is_empty = path.is_file() and not path.stat().st_size
+        if is_empty and path.suffix.lower() in (".parquet", ".pq"):
+            raise ConfigError(f"data.paths: {path} is empty; expected records: {_ALL_COLUMNS}")
+        for number, row in enumerate(read_rows(path, needed_columns), 1):
+            at = f"data.paths: {path}: record {number}"
+            if number == 1:
+                kind_of_columns(list(row), str(path))
+            kind, record = _record_of(row, at, vocab_size)
+            own = (
+                kind,
+                ", ".join(
+                    name if isinstance(value, str) else f"{name} (a list)"
+                    for name, value in sorted(record.items())
+                    if name not in _OPTIONAL
+                ),
+            )
+            first = first or own
+            if own != first:
+                raise ConfigError(
+                    f"{at}: it holds {own[0]}, {own[1]}; expected {first[0]}, {first[1]}, as the "
+                    f"first record of {paths[0]}"
+                )
+            yield record
+
+
+def _record_of(row: Row, at: str, vocab_size: int | None) -> tuple[Kind, Row]:
+    """Returns the kind of a record of a file, and the record as its table has it."""
+    fields = {name: value for name, value in row.items() if value is not None}
+    columns = list(fields) if _fitting_kind(list(fields)) is not None else list(row)
+    kind, wanted, beside = _kind_columns(columns, f"{at} and those like it")
+    for name in _REFUSED:
+        if name not in (*wanted, *beside):
+            _refuse_column(name, fields.get(name), at, kind)
+    if kind == "tokens":
+        return kind, tokens_of(fields, at, vocab_size)
+    if kind == "texts":
+        return kind, {"text": text_of(fields.get("text"), f"{at}: text")}
+    form = {"completions": _completion, "preferences": _preference}.get(kind, _conversation)
+    record = form(fields, at)
+    if any(isinstance(value, list) for value in record.values()):
+        record |= _options_of(fields, at)
+    else:
+        for name in _TEMPLATE:
+            _refuse_column(name, fields.get(name), at, "texts without messages")
+    return kind, record
+
+
+def _refuse_column(name: str, value: Any, at: str, kind: str) -> None:
+    if value is None or value in ("", [], {}):
+        return
+    if name in ("label", "kto_tag"):  # Of an answer that is not wanted.
+        if value is not False or kind not in ("completions", "conversations"):
+            return
+    elif value in (1, True) and name not in _TEMPLATE:
+        return
+    reason = f"changes what is learned, and {kind} do not take it"
+    if name in _IMAGES:
+        reason = "appears to be vision-related, and a run learns text"
+    raise ConfigError(f"{at}: {name}: the column {reason}. Remove the column, or the record")
+
+
+def _options_of(record: Row, at: str) -> Row:
+    """Returns what a record gives to the template beside its messages."""
+    own = record.get("chat_template_kwargs")
+    if not isinstance(own, dict | None):
+        raise ConfigError(f"{at}: chat_template_kwargs: expected an object; got {own!r}")
+    check_values(own, f"{at}: chat_template_kwargs")
+    found = {"tools": tools_of(record, at), "chat_template_kwargs": own or None}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _conversation(record: Row, at: str) -> Row:
+    name = next((name for name in ("messages", "conversations") if name in record), None)
+    if name is None and {"instruction", "output"} & record.keys():
+        messages = from_alpaca({"output": None} | record, at)
+    else:
+        messages = messages_of(record.get(name or "messages"), at, name or "messages")
+    return {"messages": with_system(messages, record.get("system"), at)}
+
+
+def _completion(record: Row, at: str) -> Row:
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if not isinstance(prompt, list):
+        return {
+            "prompt": text_of(prompt, f"{at}: prompt"),
+            "completion": text_of(completion, f"{at}: completion"),
+        }
+    return {
+        "prompt": _prompt(messages_of(prompt, at, "prompt"), record, at),
+        "completion": _answer(completion, at, "completion"),
+    }
+
+
+def _preference(record: Row, at: str) -> Row:
+    found: Row = {name: _number(record[name], f"{at}: {name}") for name in _LOGPS if name in record}
+    answers = {name: record.get(name) for name in ("chosen", "rejected")}
+    prompt, messages = record.get("prompt"), _messages_of_prompt(record, at)
+    others = {"prompt", "messages", "conversations"}
+    if messages is None or others & record.keys():  # Not Alpaca's.
+        _refuse_column("history", record.get("history"), at, "preferences with their own prompt")
+    if messages is not None:
+        found["prompt"] = _prompt(messages, record, at)
+    if messages is None and not isinstance(answers["chosen"], list | dict):
+        texts = answers if prompt is None else answers | {"prompt": prompt}
+        return found | {name: text_of(value, f"{at}: {name}") for name, value in texts.items()}
+    found |= {name: _answer(value, at, name) for name, value in answers.items()}
+    if messages is None:
+        _refuse_column("system", record.get("system"), at, "answers with their own prompt")
+        said = [turn.get("content") for answer in answers for turn in found[answer]]
+        if prompt is not None and said.count(prompt) < 2:  # ultrafeedback_binarized repeats it.
+            raise ConfigError(f"{at}: prompt: chosen and rejected begin with another one")
+    return found
+
+
+def _messages_of_prompt(record: Row, at: str) -> list[Message] | None:
+    """Returns the prompt of a preference if it is messages; LLaMA-Factory has two forms of it."""
+    prompt, chosen = record.get("prompt"), record.get("chosen")
+    if isinstance(prompt, list):
+        return messages_of(prompt, at, "prompt")
+    if isinstance(chosen, list) and chosen:
+        first = messages_of(chosen[:1], at, "chosen")[0]
+        if first["role"] != "assistant":  # The answers begin with their prompt.
+            return None
+    if not chosen:
+        return None
+    if prompt is not None:
+        asked = {"role": "user", "content": text_of(prompt, f"{at}: prompt")}
+        return None if isinstance(chosen, str) else [asked]
+    turns = next((name for name in ("messages", "conversations") if name in record), None)
+    if turns is not None:
+        return messages_of(record[turns], at, turns)
+    if "instruction" not in record:
+        return None
+    return from_alpaca({name: value for name, value in record.items() if name != "output"}, at)
+
+
+def _prompt(messages: list[Message], record: Row, at: str) -> list[Message]:
+    for message in messages:
+        message.pop("weight", None)  # No message of a prompt is learned.
+    return with_system(messages, record.get("system"), at)
+
+
+def _answer(value: Any, at: str, name: str) -> list[Message]:
+    messages = answer_of(value, at, name)
+    refuse_weights(messages, at, name)
+    return messages
+
+
+def _number(value: Any, at: str) -> float:
+    check_values(value, at)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"{at}: expected a number; got {value!r}")
+    return float(value)

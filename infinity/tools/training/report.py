@@ -1,0 +1,444 @@
+"""The output of a run: a line per step, metrics.jsonl, and the summary at the end.
+
+The numbers are differences of the engine's counters; the module decides nothing. GB/s is 10^9 bytes
+per second. Key names end in their unit; `*_nbytes` and `*_bytes_per_s` are plain bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from infinity.sizes import GIB, format_nbytes
+from infinity.tools.training.metrics import MetricsFile
+from infinity.tools.training.streams import lost_streams
+from infinity.tools.training.trainer import StepOutcome
+
+# Counter of the bytes -> the usual name of the link.
+LINKS = {
+    "nvme_read_nbytes": "NVMe read",
+    "nvme_write_nbytes": "NVMe write",
+    "device_in_nbytes": "host to device",
+    "device_out_nbytes": "device to host",
+}
+WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s", "ranks_wait_s")
+# The stalls of the steps and the phases of a run, each with the title of its line.
+_STEP_TIMES = {
+    "compute_s": "compute",
+    "read_wait_s": "waiting for reads",
+    "update_s": "update",
+    "write_wait_s": "writes",
+    "copy_wait_s": "copies",
+    "ranks_wait_s": "waiting for other ranks",
+}
+_PHASES = (
+    "setup_s", "steps_s", "evaluation_s", "commit_s", "checkpoint_s", "export_s", "sample_s",
+)  # fmt: skip
+_NUM_LAST_STEPS = 5
+
+Snapshot = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsRecord:
+    """One line of metrics.jsonl: the outcome of a step, and the traffic and stalls during the
+    step."""
+
+    outcome: StepOutcome
+    elapsed_s: float
+    moved_nbytes: dict[str, int]
+    waited_s: dict[str, float]
+    update_s: float
+    host_in_use_nbytes: int
+    peak_rss_nbytes: int
+
+    @classmethod
+    def between(
+        cls,
+        before: Snapshot,
+        after: Snapshot,
+        *,
+        outcome: StepOutcome,
+        elapsed_s: float,
+    ) -> MetricsRecord:
+        """Returns the record of the steps between two snapshots."""
+
+        def grown(name: str) -> float:
+            return after.get(name, 0.0) - before.get(name, 0.0)
+
+        return cls(
+            outcome=outcome,
+            elapsed_s=elapsed_s,
+            moved_nbytes={name: int(grown(name)) for name in LINKS},
+            waited_s={name: grown(name) for name in WAITS},
+            update_s=grown("update_s"),
+            host_in_use_nbytes=int(after.get("host_in_use_nbytes", 0)),
+            peak_rss_nbytes=peak_rss_nbytes(),
+        )
+
+    @property
+    def stall_share(self) -> float:
+        """The part of the step in which the training thread waited for a transfer or for
+        other ranks."""
+        return min(sum(self.waited_s.values()) / self.elapsed_s, 1.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second."""
+        return self.outcome.num_tokens / self.elapsed_s
+
+    def to_dict(self, held_out_loss: float | None) -> dict[str, Any]:
+        """Returns the line of the metrics file."""
+        outcome = self.outcome
+        rates = {
+            name.replace("_nbytes", "_bytes_per_s"): nbytes / self.elapsed_s
+            for name, nbytes in self.moved_nbytes.items()
+        }
+        return {
+            "step": outcome.step,
+            "loss": outcome.loss,
+            "held_out_loss": held_out_loss,
+            "learning_rate": outcome.learning_rate,
+            "epoch": outcome.epoch,
+            "grad_norm": outcome.grad_norm,
+            "num_tokens": outcome.num_tokens,
+            "skipped": outcome.skipped,
+            "elapsed_s": self.elapsed_s,
+            "tokens_per_s": self.tokens_per_s,
+            **self.moved_nbytes,
+            **rates,
+            **self.waited_s,
+            "update_s": self.update_s,
+            "stall_share": self.stall_share,
+            "host_in_use_nbytes": self.host_in_use_nbytes,
+            "peak_rss_nbytes": self.peak_rss_nbytes,
+        }
+
+    def tracked(self) -> dict[str, float]:
+        """Returns the numbers that trackers get beside TRL's own."""
+        norm = self.outcome.grad_norm
+        return ({} if norm is None else {"grad_norm": norm}) | {
+            "tokens_per_s": self.tokens_per_s,
+            "step_s": self.elapsed_s,
+            "read_gb_per_s": self.moved_nbytes["nvme_read_nbytes"] / self.elapsed_s / 1e9,
+            "write_gb_per_s": self.moved_nbytes["nvme_write_nbytes"] / self.elapsed_s / 1e9,
+            "stall_share": self.stall_share,
+            "host_in_use_gib": self.host_in_use_nbytes / GIB,
+        }
+
+    def to_line(self, steps: int, held_out_loss: float | None) -> str:
+        """Returns the line that is printed during the run."""
+        return "  ".join([f"step {self.outcome.step}/{steps}", *self._parts(held_out_loss)])
+
+    def to_text(self, held_out_loss: float | None) -> str:
+        """Returns what stands beside the bar of a terminal."""
+        return "  ".join(self._parts(held_out_loss))
+
+    def _parts(self, held_out_loss: float | None) -> list[str]:
+        moved, epoch = self.moved_nbytes, self.outcome.epoch
+        parts = [f"loss {self.outcome.loss:.3f}"]
+        if held_out_loss is not None:
+            parts.append(f"held-out {held_out_loss:.3f}")
+        parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        parts += [  # Rates of drives, where drives are used.
+            f"{direction} {nbytes / self.elapsed_s / 1e9:.2f} GB/s"
+            for direction in ("read", "write")
+            if (nbytes := moved[f"nvme_{direction}_nbytes"])
+        ]
+        parts += [f"stall {self.stall_share:.0%}", f"host {format_nbytes(self.host_in_use_nbytes)}"]
+        if epoch is not None:
+            parts.insert(0, f"epoch {epoch:.2f}")
+        if self.outcome.skipped is not None:
+            parts.insert(0, "SKIPPED")
+        return parts
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """The whole run in numbers. Phases that did not happen stay zero or None.
+
+    `resumed_at` is the number of steps before a resumed run; the other numbers begin there.
+    """
+
+    steps: int
+    num_parameters: int
+    records: list[MetricsRecord] = field(default_factory=list)
+    held_out_losses: list[tuple[int, float]] = field(default_factory=list)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    export_directory: str | None = None
+    sample: str | None = None
+    interrupted_by: str | None = None
+    stopped_early: bool = False
+    best_step: int | None = None  # The step of the weights in `best`.
+    resumed_at: int = 0
+    checkpoint: str | None = None
+    update_on: str = "host"
+    # Outputs that could not be written, except weights.
+    lost: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the summary for JSON."""
+        taken = [record for record in self.records if record.outcome.skipped is None]
+        losses = [record.outcome.loss for record in taken]
+        last = losses[-_NUM_LAST_STEPS:]
+        last_mean = sum(last) / len(last) if last else None
+        elapsed_s = sum(record.elapsed_s for record in self.records)
+        num_tokens = sum(record.outcome.num_tokens for record in self.records)
+        return {
+            "steps_asked": self.steps,
+            "steps_done": len(self.records),
+            "steps_skipped": len(self.records) - len(taken),
+            "resumed_at": self.resumed_at,
+            "interrupted_by": self.interrupted_by,
+            "stopped_early": self.stopped_early,
+            "best_step": self.best_step,
+            "num_parameters": self.num_parameters,
+            "num_tokens": num_tokens,
+            "update_on": self.update_on,
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            "loss_last_mean": last_mean,
+            "loss_fall_share": 1 - last_mean / losses[0] if last_mean is not None else None,
+            "held_out_losses": [{"step": s, "loss": loss} for s, loss in self.held_out_losses],
+            "tokens_per_s": num_tokens / elapsed_s if elapsed_s else None,
+            "step_median_s": _median([record.elapsed_s for record in self.records]),
+            "links": {name: self._link(name, elapsed_s) for name in LINKS},
+            "time": self._time(elapsed_s),
+            "peak_rss_nbytes": peak_rss_nbytes(),
+            "host_in_use_max_nbytes": max(
+                (record.host_in_use_nbytes for record in self.records), default=0
+            ),
+            "checkpoint": self.checkpoint,
+            "export_directory": self.export_directory,
+            "sample": self.sample,
+            "lost": self.lost,
+        }
+
+    def _link(self, name: str, elapsed_s: float) -> dict[str, float | None]:
+        nbytes = sum(record.moved_nbytes[name] for record in self.records)
+        parameter_steps = self.num_parameters * len(self.records)
+        return {
+            "nbytes": nbytes,
+            "bytes_per_parameter_and_step": nbytes / parameter_steps if parameter_steps else None,
+            "bytes_per_s": nbytes / elapsed_s if elapsed_s else None,
+        }
+
+    def _time(self, elapsed_s: float) -> dict[str, float]:
+        waits = {name: sum(r.waited_s[name] for r in self.records) for name in WAITS}
+        update_s = sum(record.update_s for record in self.records)
+        compute_s = max(elapsed_s - update_s - sum(waits.values()), 0.0)
+        return {
+            "steps_s": elapsed_s,
+            "compute_s": compute_s,
+            **waits,
+            "update_s": update_s,
+            **self.phases_s,
+        }
+
+
+class Reporter:
+    """Writes metrics.jsonl and prints to the terminal; close it.
+
+    On a terminal it keeps a bar with the time that is left, otherwise it prints one plain line per
+    `log_every` steps.
+    `start` replaces the metrics of an earlier run, or keeps those up to the resumed step; before
+    `start` only `note` may be called. Without a path there are no metrics.
+    """
+
+    def __init__(self, console: Console, *, steps: int, log_every: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._log_every = log_every
+        self._metrics: MetricsFile | None = None
+        self._bar: tuple[Progress, TaskID] | None = None
+        self._held_out_loss: float | None = None
+
+    def start(self, metrics_path: Path | None, *, resumed_at: int = 0) -> None:
+        """Opens the metrics file; lines after step `resumed_at` of an earlier run are dropped."""
+        if metrics_path is not None:
+            self._metrics = MetricsFile(metrics_path, resumed_at=resumed_at, say=self.note)
+
+    def note(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, record: MetricsRecord, held_out_loss: float | None) -> None:
+        """Records one step. `held_out_loss` is that of an evaluation after the step, if any."""
+        step = record.outcome.step
+        if self._metrics is not None:
+            self._metrics.append(step, json.dumps(_finite(record.to_dict(held_out_loss))))
+        if held_out_loss is not None:
+            self._held_out_loss = held_out_loss
+        line = record.to_line(self._steps, self._held_out_loss)
+        if self._console.is_terminal:
+            self._show(step, record.to_text(self._held_out_loss))
+        elif step % self._log_every == 0 or step in (1, self._steps):
+            self.note(line)
+        if record.outcome.skipped is not None:
+            self.note(f"step {step} is skipped: {record.outcome.skipped}")
+
+    def sync(self) -> None:
+        """Makes the metrics of every step so far durable, before a checkpoint."""
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def lost(self) -> list[str]:
+        """Describes the output that could not be written or printed so far."""
+        metrics = self._metrics.lost if self._metrics is not None else None
+        return [*([metrics] if metrics else []), *lost_streams()]
+
+    def end_of_steps(self) -> None:
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
+
+    def summary(self, summary: Summary) -> None:
+        """Prints the summary, as a table on a terminal."""
+        rows = _summary_rows(summary.to_dict())
+        if not self._console.is_terminal:
+            for title, value in rows:
+                self.note(f"{title:<18}{value}")
+            return
+        table = Table(show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+
+    def close(self) -> None:
+        """Ends the progress line and closes the metrics file."""
+        self.end_of_steps()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _show(self, step: int, text: str) -> None:
+        if self._bar is None:
+            bar = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TimeElapsedColumn(),
+                TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.description}"),
+                console=self._console, auto_refresh=False, speed_estimate_period=600,
+            )  # fmt: skip
+            # The first step is over; the time that is left is that of the steps after it.
+            self._bar = bar, bar.add_task(text, total=self._steps, completed=step)
+            bar.start()
+        progress, task = self._bar
+        progress.update(task, completed=step, description=text, refresh=True)
+
+
+def peak_rss_nbytes() -> int:
+    """Returns the most memory that was resident in this process (VmHWM)."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Writes summary.json completely or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    content = json.dumps(_finite(summary.to_dict()), indent=2) + "\n"
+    try:
+        partial.write_text(content, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    done, asked = summary["steps_done"], summary["steps_asked"]
+    interrupted = f", ended by {summary['interrupted_by']}" if summary["interrupted_by"] else ""
+    if summary["stopped_early"]:
+        interrupted = ", ended as the held-out loss fell no more"
+    before = summary["resumed_at"]
+    resumed = f", {before} of them before this run" if before else ""
+    rows = [
+        ("steps", f"{before + done} of {asked}{resumed}{interrupted}"),
+        ("parameters", f"{summary['num_parameters']:,}"),
+    ]
+    if summary["steps_skipped"]:
+        skipped = f"{summary['steps_skipped']}, whose loss or gradients were not finite"
+        rows.append(("steps skipped", skipped))
+    if summary["loss_first"] is not None:
+        num_last = min(done - summary["steps_skipped"], _NUM_LAST_STEPS)
+        last = "the last step" if num_last == 1 else f"the mean of {num_last} steps"
+        held_out = ", ".join(f"{e['loss']:.3f} at {e['step']}" for e in summary["held_out_losses"])
+        losses = f"{summary['loss_first']:.3f} -> {summary['loss_last_mean']:.3f}"
+        fall = f"{-summary['loss_fall_share']:+.1%}"
+        speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
+        rows += [
+            ("loss", f"{losses} ({fall}; the second is {last})"),
+            *([("held-out loss", held_out)] if held_out else []),
+            ("speed", f"{speed}, {summary['step_median_s']:.2f} s a step (median)"),
+        ]
+    if summary["best_step"]:
+        rows.append(("best", f"the weights of step {summary['best_step']}, in best"))
+    for name, title in LINKS.items():
+        link = summary["links"][name]
+        if link["nbytes"]:
+            nbytes = link["bytes_per_parameter_and_step"]
+            speed = link["bytes_per_s"] / 1e9
+            rows.append((title, f"{nbytes:.1f} bytes per parameter and step, {speed:.2f} GB/s"))
+    rows += [
+        ("peak RSS", format_nbytes(summary["peak_rss_nbytes"])),
+        (
+            "host tier",
+            f"{format_nbytes(summary['host_in_use_max_nbytes'])} in use at most",
+        ),
+    ]
+    times = summary["time"]
+    for name, title in _STEP_TIMES.items():
+        if times[name] or name == "compute_s":
+            share = times[name] / (times["steps_s"] or 1.0)
+            rows.append((title, f"{times[name]:.1f} s, {share:.0%} of the steps"))
+    phases = [
+        f"{name.removesuffix('_s')} {times[name]:.1f} s" for name in _PHASES if times.get(name)
+    ]
+    rows.append(("time in all", ", ".join(phases)))
+    if summary["checkpoint"]:
+        rows.append(("checkpoint", summary["checkpoint"]))
+    if summary["export_directory"]:
+        rows.append(("export", summary["export_directory"]))
+    rows += [("LOST", line) for line in summary["lost"]]
+    return rows
+
+
+def _finite(value: Any) -> Any:
+    """Replaces NaN and infinity, which JSON lacks, with null."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _median(values: list[float]) -> float | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,0 +1,213 @@
+"""Resumes a run: selects a checkpoint and checks that it belongs to the same run.
+
+A run may continue with other placements, budgets, engines and output. The settings that its numbers
+depend on must not change. The text is compared by its tokens, not by its paths. With another number
+of ranks, each step must use as many batches as before; then they are the same batches in the same
+order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infinity.bounded import text_of
+from infinity.checkpoint.run.directory import list_checkpoints, step_of
+from infinity.checkpoint.run.load import Loaded, read_program
+from infinity.checkpoint.run.manifest import PROGRAM_NAME
+from infinity.checkpoint.run.program import believing
+from infinity.checkpoint.run.removal import damaged_after, give_up, set_aside
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError, CorruptionError, InfinityError
+from infinity.tools.training.arguments import check_state
+
+_DATA_KEYS = (
+    "sequence_length", "packing", "assistant_only_loss", "held_out", "seed", "shuffle",
+)  # fmt: skip
+_TRAIN_KEYS = (
+    "method", "dpo_beta", "batch_size", "schedule", "warmup_steps", "min_lr_ratio", "seed",
+)  # fmt: skip
+# Keys of the learning rate over the run, and its length. A continuation may change them on request.
+_ACCEPTED = frozenset((
+    "optimizer.lr", "train.steps", "train.epochs", "train.schedule", "train.warmup_steps",
+    "train.min_lr_ratio",
+))  # fmt: skip
+_BATCHES_KEY = "train.gradient_accumulation_steps"
+_IDENTITY = "run"
+TRAINER_STATE = "trainer"  # The key of TRL's state in `extra`.
+
+
+def plan_resume(
+    config: SwapConfig, *, resume: bool = False, resume_from: Path | None = None
+) -> Loaded | None:
+    """Returns the checkpoint to continue from, or None to begin a run. Reads its small state only.
+
+    `resume` selects the newest of `[checkpoint]`, or a later step that the swap directory has
+    committed, and begins if there is neither. Raises ConfigError if existing checkpoints conflict
+    with those of this run, and CorruptionError for a damaged one, with the name of one to continue
+    from. Damaged checkpoints do not conflict: see `clear_way`.
+    """
+    if config.checkpoint is None and resume and resume_from is None:
+        raise ConfigError("--resume needs a section [checkpoint], or --resume-from DIRECTORY")
+    places = config.commit_directories
+    if config.checkpoint is not None:
+        # Last, so that the checkpoint wins if both are of one step.
+        places.append(config.checkpoint_directory)
+    if resume_from is not None:
+        loaded = read_program(resume_from)
+        for place in places:
+            _refuse_later(place, loaded)
+        return loaded
+    there = sorted(
+        (directory for place in places for directory in list_checkpoints(place)), key=step_of
+    )
+    if not there:
+        return None
+    newest = there[-1]
+    if not resume:
+        if newest.parent in config.commit_directories:
+            raise ConfigError(
+                f"{newest.parent}: the swap directory has committed step {step_of(newest)} of a "
+                "run; go on from it with --resume, give this run a swap directory of its own, or "
+                f"remove it with `infinity inspect {newest.parent.parent} --remove-stale`"
+            )
+        raise ConfigError(
+            f"checkpoint.directory: {newest.parent} has checkpoints up to step {step_of(newest)}; "
+            "go on from it with --resume, remove them, or name another directory"
+        )
+    with naming_older(config, newest):
+        return read_program(newest)
+
+
+def _refuse_later(place: Path, loaded: Loaded) -> None:
+    """Refuses complete checkpoints after the loaded one. Damaged ones do not conflict."""
+    _, complete = damaged_after(place, loaded.step)
+    if complete is not None:
+        raise ConfigError(
+            f"{complete} is there already and whole, expected none later than step {loaded.step}: "
+            "resume from it, remove it, or use another directory"
+        )
+
+
+def clear_way(config: SwapConfig, loaded: Loaded) -> list[str]:
+    """Moves damaged checkpoints after the loaded one out of the way, as `plan_resume` allows.
+    Returns the actions, for messages."""
+    done = []
+    for place in (config.checkpoint_directory, *config.commit_directories):
+        if config.checkpoint is None or not place.is_dir():
+            continue
+        for path in damaged_after(place, loaded.step)[0]:
+            if place in config.commit_directories:
+                give_up(path)
+                done.append(f"{path} is damaged and was given up")
+            else:
+                done.append(f"{path} is damaged; it is {set_aside(path).name} now")
+    return done
+
+
+@contextmanager
+def naming_older(config: SwapConfig, path: Path) -> Iterator[None]:
+    """Adds to the error of a damaged checkpoint `path` the name of one to continue from."""
+    try:
+        yield
+    except CorruptionError as error:
+        older = _newest_before(config, path)
+        hint = (
+            f"; the one before it is {older}: go on from it with --resume-from {older}"
+            if older is not None
+            else "; there is none before it"
+        )
+        raise CorruptionError(
+            error.errno or 0,
+            operation=error.operation,
+            path=error.path,
+            offset_nbytes=error.offset_nbytes,
+            nbytes=error.nbytes,
+            detail=f"{error.detail} (in the checkpoint {path}){hint}",
+        ) from error
+
+
+def _newest_before(config: SwapConfig, path: Path) -> Path | None:
+    """Returns the newest checkpoint before `path` whose small state can be read."""
+    places = [*config.commit_directories, config.checkpoint_directory]
+    there = [directory for place in places for directory in list_checkpoints(place)]
+    last = step_of(path) if path in there else math.inf
+    for directory in sorted(there, key=step_of, reverse=True):
+        if step_of(directory) <= last and directory != path:
+            try:
+                read_program(directory)
+            except InfinityError:
+                continue
+            return directory
+    return None
+
+
+def identity_of(config: SwapConfig, tokens_sha256: str, *, num_ranks: int = 1) -> dict[str, Any]:
+    """Returns the settings that the numbers of a run depend on, by dotted key, for `extra` of a
+    checkpoint. `tokens_sha256` is the digest of all tokens that the run trains on."""
+    table = config.to_dict()
+    facts = {f"optimizer.{key}": table["optimizer"][key] for key in config.optimizer.keys}
+    facts |= {f"precision.{key}": value for key, value in table["precision"].items()}
+    facts["precision.gradients"] = "float32"  # Checkpoints of 0.1 have it; no key any more.
+    facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
+    facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
+    facts[_BATCHES_KEY] = table["train"]["gradient_accumulation_steps"] * num_ranks
+    if table["train"]["schedule"] != "constant":  # With a constant rate, a run may be made longer.
+        facts |= {f"train.{key}": table["train"][key] for key in ("steps", "epochs")}
+    if table["schedule"]["micro_batch"] is not None:  # It decides which random numbers are drawn.
+        facts["schedule.micro_batch"] = table["schedule"]["micro_batch"]
+    facts["model.config"] = table["model"]["config"]
+    if config.adapter is not None:
+        own = {"resume", "any_base"}  # The values are in the checkpoint.
+        facts |= {f"adapter.{k}": v for k, v in table["adapter"].items() if k not in own}
+    facts["the SHA-256 of the tokens"] = tokens_sha256
+    return {_IDENTITY: facts}
+
+
+def check_same_run(
+    loaded: Loaded, identity: dict[str, Any], *, accept_changes: bool = False
+) -> list[str]:
+    """Raises ConfigError that names every changed key.
+
+    With `accept_changes` the learning rate, its schedule and the number of steps may change; then
+    returns what has, for messages.
+    """
+    before = loaded.extra.get(_IDENTITY)
+    if not isinstance(before, dict) or TRAINER_STATE not in loaded.extra:
+        raise ConfigError(f"{loaded.path} was not written by `infinity train`")
+    with believing(loaded.path / PROGRAM_NAME, "the state of the run"):
+        check_state(loaded.extra[TRAINER_STATE], loaded.step)
+        before = {text_of(key, "a key of its settings"): value for key, value in before.items()}
+    now = identity[_IDENTITY]
+    keys = [key for key in sorted({*now, *before}) if now.get(key) != before.get(key)]
+    changed = {key: f"{_name(key)} is {now.get(key)!r} and was {before.get(key)!r}" for key in keys}
+    can_accept = changed.keys() <= _ACCEPTED
+    if changed and not (accept_changes and can_accept):
+        has_others = now.get(_BATCHES_KEY) != before.get(_BATCHES_KEY)
+        raise ConfigError(
+            f"{loaded.path} is of another run, so this would be no continuation: "
+            + "; ".join(changed.values())
+            + (". Each step has to see as many batches as before" if has_others else "")
+            + (". To go on with it nevertheless, add --accept-changes" if can_accept else "")
+        )
+    return [f"accepted since {loaded.path.name}: {change}" for change in changed.values()]
+
+
+def follow(scheduler: Any, optimizer: Any, lr: float) -> None:
+    """Makes a restored schedule go on with the peak `lr`, from the step that it has reached."""
+    rates = [lr * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    state = scheduler.state_dict()
+    scheduler.load_state_dict(state | {"base_lrs": [lr] * len(rates), "_last_lr": rates})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["initial_lr"], group["lr"] = lr, rate
+
+
+def _name(key: str) -> str:
+    return (
+        "train.gradient_accumulation_steps times the number of ranks"
+        if key == _BATCHES_KEY
+        else key
+    )

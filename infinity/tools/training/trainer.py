@@ -1,0 +1,427 @@
+"""TRL's SFTTrainer and DPOTrainer for `infinity train`, and where their loop calls the run.
+
+The loop, its batches, losses, epochs, learning rates, evaluations and trackers are transformers'
+and TRL's. `RunTrainer` answers what differs for a run: the model is on meta until it is offloaded,
+the optimizer is that of `[optimizer]`, a step that is not finite is refused or skipped, and the run
+(`StepWatcher`) is told of every step, after which it may save. Written against transformers 5.23
+and TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+
+from infinity.checkpoint.run.rng_state import random_state, restore_random_state
+from infinity.config import Optimizer, SwapConfig
+from infinity.engine.registry import engine_of
+from infinity.errors import ConfigError, InfinityError, NonFiniteError
+from infinity.integrations.hf import OffloadedTrainer
+from infinity.modules.tiling.split import named_parameters_of
+from infinity.optimizers.algorithms import OPTIMIZERS
+from infinity.optimizers.offloaded import OffloadedOptimizer
+from infinity.tools.training.arguments import state_of, trainer_arguments
+from infinity.tools.training.data import Tokenizer
+from infinity.tools.training.job_data import JobData, check_amount
+from infinity.tools.training.nonfinite import first_nonfinite_module
+from infinity.tools.training.ranks import JobRank
+
+MOST_SKIPPED = 16  # Steps in a row; more are no coincidence.
+_STATE_NAME = "trainer_state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """The outcome of one optimizer step.
+
+    `step` counts from 1. `loss` is the mean over the step's learned tokens, before the update.
+    `learning_rate` is that of the update.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    num_tokens: int
+    skipped: str | None = None  # The reason why the weights did not change.
+    epoch: float | None = None  # Passes over the training data after the step.
+
+
+class StepWatcher(Protocol):
+    """What a run does around the steps of its trainer, in this order."""
+
+    def begin_step(self) -> None:
+        """Called before the batches of a step are made."""
+        ...
+
+    def end_step(self, outcome: StepOutcome, *, is_evaluated: bool) -> dict[str, float]:
+        """Returns numbers of the step for trackers."""
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Counts the time of a `with` block as part of a phase of the run."""
+        ...
+
+    def after_step(
+        self, outcome: StepOutcome, held_out_loss: float | None, *, is_best: bool
+    ) -> bool:
+        """Called after evaluation and trackers. Returns whether the run is to end."""
+        ...
+
+
+def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns groups of the trainable parameters, each once: those with weight decay, and the
+    others."""
+    decayed: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for name, parameter in named_parameters_of(model):
+        if parameter.requires_grad:
+            (decayed if optimizer.has_decay(name) else rest).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": optimizer.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: torch.nn.Module, options: Optimizer) -> OffloadedOptimizer:
+    """Returns the optimizer of `[optimizer]` over the trainable parameters."""
+    own = set(options.keys) & {"betas", "eps", "momentum", "dampening", "nesterov"}
+    make: Callable[..., OffloadedOptimizer] = OPTIMIZERS[options.name]
+    return make(
+        parameter_groups(model, options),
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        always_norm=True,
+        error_if_nonfinite=True,
+        **{key: getattr(options, key) for key in own},
+    )
+
+
+def make_trainer(
+    config: SwapConfig,
+    model: Any,
+    data: JobData,
+    tokenizer: Tokenizer,
+    rank: JobRank,
+    *,
+    reference: Any = None,
+) -> Any:
+    """Returns TRL's trainer over a model on meta, with the data prepared. It trains when the model
+    is offloaded and `prepare_trainer` has taken it. `reference` is that of `build_reference`.
+
+    Raises ConfigError for data that TRL refuses, and for too little of it.
+    """
+    import trl
+    from transformers import EarlyStoppingCallback, PrinterCallback
+
+    assert config.train is not None
+    base = trl.DPOTrainer if config.train.method == "dpo" else trl.SFTTrainer
+    kind = type(base.__name__, (RunTrainer, base), {"__module__": base.__module__})
+    processing = tokenizer.for_records()
+    arguments = trainer_arguments(config, data)
+    own: dict[str, Any] = {} if reference is None else {"ref_model": reference}
+    if data.is_ready:
+        pad_id = processing.pad_token_id
+        collator = trl.trainer.sft_trainer.DataCollatorForLanguageModeling
+        own["data_collator"] = collator(pad_token_id=0 if pad_id is None else pad_id)
+    try:
+        trainer = kind(
+            model=model,
+            args=arguments,
+            train_dataset=data.train,
+            eval_dataset=data.held_out if config.train.eval_every else None,
+            processing_class=processing,
+            **own,
+        )
+    except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
+        if isinstance(error, InfinityError):
+            raise
+        # TRL and the template raise these for records that they cannot write, and for settings.
+        raise ConfigError(f"TRL refuses the run: {' '.join(str(error).split())}") from error
+    trainer.remove_callback(PrinterCallback)
+    if data.is_ready:  # Text has no special tokens that the model's would be aligned with.
+        trainer.processing_class = None
+    if config.train.early_stopping_patience:
+        trainer.add_callback(EarlyStoppingCallback(config.train.early_stopping_patience))
+    trainer.begin_run(config, rank)
+    return trainer
+
+
+def with_patience(state: dict[str, Any], patience: int) -> tuple[dict[str, Any], bool]:
+    """Returns a saved state of the loop with the run's own patience, which may have changed since
+    (0 is none), and whether that patience ends the run before a step. It may be less than the one
+    that the run had, which then had not stopped."""
+    name = "EarlyStoppingCallback"
+    callbacks = dict(state["stateful_callbacks"])
+    saved = callbacks.pop(name, None)
+    if saved is None or not patience:
+        return state | {"stateful_callbacks": callbacks}, False
+    callbacks[name] = saved | {"args": saved["args"] | {"early_stopping_patience": patience}}
+    num_misses = saved["attributes"]["early_stopping_patience_counter"]
+    return state | {"stateful_callbacks": callbacks}, num_misses >= patience
+
+
+class RunTrainer(OffloadedTrainer):
+    """The methods in which TRL's trainers differ for a run. `make_trainer` mixes them in."""
+
+    args: Any
+    control: Any
+    callback_handler: Any
+    eval_dataset: Any
+    train_dataset: Any
+    watcher: StepWatcher
+    offloaded_optimizer: OffloadedOptimizer
+    lr_scheduler: Any
+
+    def begin_run(self, config: SwapConfig, rank: JobRank) -> None:
+        """Takes what the methods need; checks the amount of data."""
+        assert config.train is not None and config.data is not None
+        self._options, self._rank = config.optimizer, rank
+        self._nonfinite = config.train.nonfinite
+        self._patience = config.train.early_stopping_patience
+        self._num_skipped = 0  # In a row.
+        self._ended_step = 0
+        self._begin_window()
+        check_amount(
+            len(self.train_dataset),
+            config.train.batch_size,
+            f"records packed and cut to data.sequence_length={config.data.sequence_length}",
+            "; or raise data.sequence_length: a record whose answer begins behind it is left out",
+        )
+        if self.eval_dataset is not None:
+            most = config.train.eval_batches * config.train.batch_size
+            rows = min(len(self.eval_dataset), most)
+            self.eval_dataset = self.eval_dataset.select(range(rows))
+
+    def count_steps(self) -> int:
+        """Returns the number of steps of the whole run."""
+        loader = self.get_train_dataloader()  # type: ignore[attr-defined]
+        steps = self.set_initial_training_values(self.args, loader)[-1]  # type: ignore[attr-defined]
+        return int(steps)
+
+    def run(
+        self,
+        watcher: StepWatcher,
+        *,
+        state: dict[str, Any] | None = None,
+        restore: Callable[[], None] | None = None,
+    ) -> None:
+        """Makes the steps, or those that are left after `state`, which `position` returned.
+        `restore` loads all other state once the optimizer and the schedule exist."""
+        self.watcher, self._restore = watcher, restore
+        if state is None:
+            self.train()  # type: ignore[attr-defined]
+            return
+        from transformers import TrainerState
+
+        self._ended_step = int(state["global_step"])
+        state, is_over = with_patience(state, self._patience)
+        found, steps = TrainerState(**state), self.count_steps()
+        found.compute_steps(self.args, steps)
+        found.train_batch_size = self.args.train_batch_size
+        if is_over or self._ended_step >= steps:  # Trainer would make more.
+            self.create_optimizer_and_scheduler(steps)  # type: ignore[attr-defined]
+            self._load_optimizer_and_scheduler(None)
+            self.state = found
+            self._load_callback_state()  # type: ignore[attr-defined]
+            return
+        with tempfile.TemporaryDirectory(prefix="infinity-state-") as directory:
+            found.save_to_json(str(Path(directory) / _STATE_NAME))
+            self.train(resume_from_checkpoint=directory)  # type: ignore[attr-defined]
+
+    def position(self) -> dict[str, Any]:
+        """Returns the state of the loop for a checkpoint, the same on every rank."""
+        from transformers import EarlyStoppingCallback
+
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EarlyStoppingCallback):
+                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        return state_of(self.state)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, *others: Any, **options: Any
+    ) -> Any:
+        """Leaves preferences as they are whose messages were written as tokens, but for prompts
+        that leave no token of an answer."""
+        if "prompt_ids" not in dataset.column_names:
+            prepare = super()._prepare_dataset  # type: ignore[misc]
+            return prepare(dataset, processing_class, args, *others, **options)
+        most = args.max_length
+        return dataset.filter(lambda record: len(record["prompt_ids"]) < most)
+
+    # The model is on meta when the trainer is made, and placed when it trains.
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        return None
+
+    # The optimizer, and steps that are not finite.
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Makes the optimizer of `[optimizer]` once, and returns it."""
+        if self.optimizer is None:
+            self.offloaded_optimizer = made = make_optimizer(self.model, self._options)
+            self._update = made.step
+            step = MethodType(lambda *_: self._step_or_skip(), made)
+            made.step = step  # type: ignore[method-assign]
+            self.optimizer = made
+        return self.optimizer
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Returns 0: Trainer would visit every parameter for each micro-batch."""
+        return 0
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return None  # The optimizer's step computes it.
+
+    def _begin_window(self) -> None:
+        self._losses: list[float] = []
+        self._loss = torch.zeros(())  # Their sum, in float32 as Trainer's own.
+        self._num_tokens = 0
+        self._spoilt: tuple[Any, Any] | None = None  # The arguments of the first loss not finite.
+        self._skipped: str | None = None
+        self._mean = math.nan
+        self._norm: float | None = None  # None: no norm was computed.
+        self._learning_rate = 0.0
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """Begins a step, and makes its batches."""
+        self._begin_window()
+        self.watcher.begin_step()
+        return super().get_batch_samples(*args, **options)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Computes the gradients of a micro-batch; notes its loss."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._losses.append(float(loss))
+        self._loss = self._loss + loss.detach().float().cpu()
+        mask = inputs.get("attention_mask")
+        self._num_tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
+        if not math.isfinite(self._losses[-1]) and self._spoilt is None:
+            self._spoilt = (inputs, num_items_in_batch)
+        return loss
+
+    def _step_or_skip(self) -> None:
+        """Updates the weights. If a loss or the norm of the gradients is not finite on any rank,
+        the weights do not change: raises NonFiniteError or, with `train.nonfinite` "skip", goes on,
+        unless too many steps in a row were skipped."""
+        self._learning_rate = float(self.offloaded_optimizer.param_groups[0]["lr"])
+        self._mean = self._mean_of_ranks(float(self._loss))
+        step = self.state.global_step + 1
+        try:
+            if not math.isfinite(self._mean):
+                raise self._nonfinite_loss(step)
+            try:
+                self._update()
+            except NonFiniteError as error:  # The optimizer's own count omits skipped steps.
+                raise NonFiniteError("the gradient norm", step=step, unit=error.unit) from None
+            finally:
+                norm = self.offloaded_optimizer.grad_norm
+                self._norm = None if norm is None else float(norm)
+            self._num_skipped = 0
+        except NonFiniteError as error:
+            self.offloaded_optimizer.zero_grad()
+            self._num_skipped += 1
+            if self._nonfinite == "error" or self._num_skipped > MOST_SKIPPED:
+                raise
+            self._skipped = str(error)
+
+    def _mean_of_ranks(self, loss: float) -> float:
+        """Returns the mean over all ranks, the same on every rank. One loss that is not finite
+        makes it not finite."""
+        if self._rank.count == 1:
+            return loss
+        total = sum(engine_of(self.model).all_gather_numbers("the loss", loss))
+        return float(torch.tensor(total / self._rank.count, dtype=torch.float32))
+
+    def _nonfinite_loss(self, step: int) -> NonFiniteError:
+        self.offloaded_optimizer.zero_grad()
+        value = next((loss for loss in self._losses if not math.isfinite(loss)), self._mean)
+        is_spoilt = self._spoilt is not None
+        if self._rank.count > 1 and self._nonfinite == "skip":
+            # The other ranks continue meanwhile.
+            unit = None if is_spoilt else "a module on another rank"
+            return NonFiniteError(f"the loss ({value})", step=step, unit=unit)
+        unit = self._first_nonfinite_module() if is_spoilt else "the sum of the losses"
+        if self._rank.count > 1:
+            # A rank that closes takes the shards with it that the others still search with.
+            ranks = engine_of(self.model).all_gather_numbers("the search for the module", is_spoilt)
+            if not is_spoilt and any(ranks):
+                unit = f"a module on rank {ranks.index(1.0)}"
+        return NonFiniteError(f"the loss ({value})", step=step, unit=unit)
+
+    def _first_nonfinite_module(self) -> str:
+        """Returns the module that spoilt a loss of this rank, whose forward is repeated."""
+        assert self._spoilt is not None
+        inputs, count = self._spoilt
+        prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        unit = first_nonfinite_module(
+            self.model, lambda: self.compute_loss(self.model, prepared, num_items_in_batch=count)
+        )
+        return unit or "the loss itself"
+
+    # What the run does around a step.
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        step = self.state.global_step
+        if step == self._ended_step:  # The end of an epoch, whose last step has ended already.
+            return
+        self._ended_step = step
+        is_last = step >= self.state.max_steps
+        self.control.should_log |= is_last
+        self.control.should_evaluate |= is_last and self.args.eval_strategy != "no"
+        outcome = StepOutcome(
+            step=step,
+            loss=self._mean,
+            grad_norm=self._norm,
+            learning_rate=self._learning_rate,
+            num_tokens=self._num_tokens * self._rank.count,
+            skipped=self._skipped,
+            epoch=self.state.epoch,
+        )
+        self._numbers = self.watcher.end_step(
+            outcome, is_evaluated=bool(self.control.should_evaluate)
+        )
+        self._held_out_loss: float | None = None
+        best = self.state.best_metric
+        super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
+        is_best = self.state.best_metric != best
+        if self.watcher.after_step(outcome, self._held_out_loss, is_best=is_best):
+            self.control.should_training_stop = True
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluates, and notes the loss for the run."""
+        with self.watcher.phase("evaluation_s"):
+            found: dict[str, float] = super().evaluate(*args, **options)  # type: ignore[misc]
+        self._held_out_loss = found.get("eval_loss")
+        return found
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Gives trackers the numbers of the step beside TRL's."""
+        if "loss" in logs:
+            logs |= self._numbers
+        super().log(logs, start_time)  # type: ignore[misc]
+        self.state.log_history.clear()  # metrics.jsonl keeps it.
+
+    # Resume: `infinity.tools.training.program` loads a checkpoint of its own.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        return None
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._restore is not None:
+            self._restore()
+        # Making the first batches draws numbers, which the run that is continued has drawn before.
+        self._random_state = random_state()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        restore_random_state(self._random_state)
