@@ -17,7 +17,7 @@ from infinity.ops.squares import SQUARES_NUMEL, sum_squares
 from infinity.sizes import MIB
 from infinity.state.partition import ShardSlice
 from infinity.state.units import STATE_GRANULE, TensorSpec
-from infinity.streaming.gradient_norms import CompleteSums
+from infinity.streaming.gradients.norms import CompleteSums
 
 assert STATE_GRANULE % SQUARES_NUMEL == 0, "a partition cuts between granules"
 

@@ -1,7 +1,7 @@
 """Sums over ranks of this rank's parts of gradients, which the thread of updates reads.
 
 The thread of updates reads the block of a shard that awaits its update, or is updated early, and
-takes no lock (Note [Sums that stay in memory] in `streaming/gradient_blocks.py`). No such block is
+takes no lock (Note [Sums that stay in memory] in `streaming/gradients/blocks.py`). No such block is
 given up. Who needs that memory waits for the updates, or takes them back
 (`DistributedUpdater.reclaim`).
 """
@@ -14,8 +14,8 @@ from infinity.distributed.pending import PendingShards
 from infinity.observe import Counters
 from infinity.state.store import StateStore
 from infinity.state.units import Unit
-from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.gradients import GradientStore
+from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.store import GradientStore
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 

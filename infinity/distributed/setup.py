@@ -37,7 +37,7 @@ from infinity.state.partition import Partition, partition
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.storage.shards import ShardIdentity
-from infinity.streaming.weight_provider import TierWeights, WeightProvider
+from infinity.streaming.weights.provider import TierWeights, WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.ranges import rounded_nbytes

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from infinity.distributed.endings import await_result, naming_lost_ranks
 from infinity.distributed.group import RankTopology
 from infinity.errors import InfinityError
-from infinity.streaming.activations import ActivationStore, SavedInput
+from infinity.streaming.inputs.activations import ActivationStore, SavedInput
 
 
 @dataclass(eq=False, slots=True)

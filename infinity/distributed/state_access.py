@@ -17,7 +17,7 @@ from infinity.distributed.store import DistributedStore
 from infinity.modules.interrupts import uninterrupted
 from infinity.state.moments_8bit import states_within
 from infinity.state.partition import Partition
-from infinity.state.store import StateStore, Transfer
+from infinity.state.store import StateStore, Transfer, await_end
 from infinity.state.units import (
     STATE_ITEM_NBYTES,
     StateKind,
@@ -27,9 +27,8 @@ from infinity.state.units import (
     weight_of,
 )
 from infinity.storage.protocol import Priority
-from infinity.streaming.gradient_sink import GradientSink
-from infinity.streaming.parameters import WeightCache
-from infinity.streaming.transfer_end import await_end
+from infinity.streaming.gradients.sink import GradientSink
+from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.pool import HostPool
 
 

@@ -31,7 +31,6 @@ from infinity.state.undecided import changed_at_home
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.masters import Masters, MasterWeights
 from infinity.streaming.optimizer_step import Updater
-from infinity.streaming.parameters import WeightCache
 from infinity.streaming.step_record import (
     StepRecord,
     StepRunner,
@@ -39,6 +38,7 @@ from infinity.streaming.step_record import (
     UpdateSettings,
 )
 from infinity.streaming.unit_update import UnitUpdate, updates_of
+from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.pool import HostPool
 
 

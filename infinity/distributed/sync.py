@@ -24,7 +24,7 @@ from infinity.distributed.unshard import DeviceUnshard
 from infinity.errors import InfinityError, RankError
 from infinity.state.partition import Partition
 from infinity.state.units import Unit
-from infinity.streaming.parameters import WeightCache
+from infinity.streaming.weights.cache import WeightCache
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
 from infinity.state.units import StateKind
-from infinity.streaming.weight_provider import Arrival, WeightProvider
+from infinity.streaming.weights.provider import Arrival, WeightProvider
 from infinity.tiers.device import FINISHED, Copy, Decoding, Region
 
 # Kinds of these proposals; see coordinator.Key.

@@ -58,18 +58,18 @@ from infinity.state.units import Unit
 from infinity.storage.protocol import StorageEngine
 from infinity.storage.shards import ShardIdentity
 from infinity.storage.volume import Adopted
-from infinity.streaming.activations import ActivationStore
-from infinity.streaming.device_window import DeviceWindow
-from infinity.streaming.gradient_sink import GradientSink
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.input_memory import InputMemory
+from infinity.streaming.gradients.sink import GradientSink
+from infinity.streaming.gradients.store import GradientStore
+from infinity.streaming.inputs.activations import ActivationStore
+from infinity.streaming.inputs.input_memory import InputMemory
 from infinity.streaming.masters import Masters, MasterWeights
 from infinity.streaming.optimizer_step import Updater
-from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
 from infinity.streaming.step_record import StepRunner, UpdateSettings
 from infinity.streaming.waiting import WaitingMemory
-from infinity.streaming.weight_provider import TierWeights, WeightProvider
+from infinity.streaming.weights.cache import WeightCache
+from infinity.streaming.weights.device_window import DeviceWindow
+from infinity.streaming.weights.provider import TierWeights, WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.open_device import OwnDevice, device_node
 from infinity.tiers.pool import HostPool

@@ -61,13 +61,13 @@ from infinity.ops.optimizers import Settings
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.streaming.activations import ActivationStore
-from infinity.streaming.gradient_sink import GradientSink
+from infinity.streaming.gradients.sink import GradientSink
+from infinity.streaming.inputs.activations import ActivationStore
 from infinity.streaming.masters import MasterWeights
-from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
 from infinity.streaming.step_record import StepRecord, StepRunner
 from infinity.streaming.waiting import WaitingMemory
+from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from infinity.streaming.access_order import AccessOrder
-from infinity.streaming.eviction import (
+from infinity.streaming.weights.access_order import AccessOrder
+from infinity.streaming.weights.eviction import (
     Evictable,
     choose_neighbours,
     choose_victim,
@@ -71,7 +71,7 @@ class _Sum:
 class _Arena:
     """A cache in one range of memory, with the allocator and the choice of the engine: what does
     not fit between its holes is not there. Reads ahead are not in it, because they cost no bytes
-    (streaming/eviction.py, Note [Reads ahead])."""
+    (streaming/weights/eviction.py, Note [Reads ahead])."""
 
     def __init__(self, trace: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
         self._trace = trace

@@ -13,7 +13,7 @@ from infinity.simulate.spec import StepSpec, UnitLoad
 from infinity.state.budgets import Budgets
 from infinity.state.placement import STATE_KINDS, StatePlacement
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, Unit
-from infinity.streaming.nonzero_rows import may_have_rows_of_zeros, most_picked_nbytes
+from infinity.streaming.gradients.nonzero_rows import may_have_rows_of_zeros, most_picked_nbytes
 
 
 @dataclass(frozen=True, slots=True)

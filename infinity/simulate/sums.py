@@ -29,7 +29,7 @@ class SumsInMemory(NamedTuple):
 
 
 def sums_in_memory(job: StepSpec) -> SumsInMemory:
-    """Kept are those that come first (streaming/gradient_blocks.py). Held are these, and the last
+    """Kept are those that come first (streaming/gradients/blocks.py). Held are these, and the last
     ones, of which the write has not taken the memory."""
     sums, left_nbytes = _sums(job)
     absent_nbytes = max(sum(sums.values()) - left_nbytes, 0)

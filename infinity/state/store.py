@@ -37,6 +37,19 @@ class Transfer(Protocol):
         """Blocks until then."""
 
 
+# INV-2: the block of a transfer is freed only behind this.
+def await_end(transfer: Transfer | None) -> None:
+    """Waits until a transfer has ended, and raises nothing: its error was raised elsewhere, or an
+    interrupt is on its way. An interrupt does not end the wait."""
+    while transfer is not None and not transfer.done():
+        try:
+            transfer.wait()
+        except Exception:
+            return
+        except BaseException:  # Another Ctrl-C: the first one is being raised.
+            continue
+
+
 @dataclass(frozen=True, slots=True)
 class HostLocation:
     """Rests in the arena."""

@@ -46,12 +46,12 @@ from infinity.state.placement import updated_nbytes
 from infinity.state.store import LocalStore, Transfer
 from infinity.state.units import Chunk, TensorSpec, Unit
 from infinity.streaming.early_policy import EarlyPolicy
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.parameters import WeightCache
+from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import StepRecord
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of, updates_of
 from infinity.streaming.update_worker import MOST_CHECKED_OUT, LooseWork
+from infinity.streaming.weights.cache import WeightCache
 
 _WAITS = ("read_wait_s", "write_wait_s")
 

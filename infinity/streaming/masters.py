@@ -13,10 +13,9 @@ import torch
 
 from infinity.ops.split_master import join, split
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
-from infinity.state.store import StateStore, Transfer
+from infinity.state.store import StateStore, Transfer, await_end
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.transfer_end import await_end
 from infinity.tiers.pool import HostPool
 
 # Splitting makes a few temporaries of the elements it works on.

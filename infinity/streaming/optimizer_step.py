@@ -34,8 +34,7 @@ from infinity.state.old_copies import OldCopies
 from infinity.state.store import DeviceLocation, LocalStore, StateStore
 from infinity.state.units import Chunk, StateKind
 from infinity.streaming.early_updates import EarlyUpdates
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.parameters import WeightCache
+from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.pending_beside import PendingBeside
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import (
@@ -46,6 +45,7 @@ from infinity.streaming.step_record import (
 )
 from infinity.streaming.unit_update import CHUNKS_AT_REST, ChunkUpdates, UnitUpdate, updates_of
 from infinity.streaming.update_worker import LooseWork, UpdateWorker, Waitable
+from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.pool import HostPool
 
 

@@ -14,11 +14,11 @@ from itertools import islice
 from infinity.errors import StorageError
 from infinity.state.store import Transfer
 from infinity.state.units import Chunk
-from infinity.streaming.parameters import WeightCache
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import UpdatedWeights
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
 from infinity.streaming.update_worker import MOST_CHECKED_OUT, LooseWork
+from infinity.streaming.weights.cache import WeightCache
 
 
 class PendingBeside:

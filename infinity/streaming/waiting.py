@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.streaming.activations import ActivationStore, SavedInput
+from infinity.streaming.inputs.activations import ActivationStore, SavedInput
 
 
 @dataclass(frozen=True, slots=True)

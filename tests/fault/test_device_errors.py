@@ -14,8 +14,8 @@ import infinity
 from infinity.errors import DeviceError
 from infinity.observe import Counters
 from infinity.storage.arena import Arena
-from infinity.streaming.weight_moves import WeightMoves
-from infinity.streaming.weight_state import Weights
+from infinity.streaming.weights.moves import WeightMoves
+from infinity.streaming.weights.state import Weights
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import (
     SimulatedDevice,

@@ -15,7 +15,7 @@ import torch
 import infinity
 from infinity.distributed.reduce import DistributedGradients
 from infinity.state.partition import STAGES
-from infinity.streaming.leaving_gradients import LeavingGradients
+from infinity.streaming.gradients.leaving import LeavingGradients
 from tests.support.exhaustive import sampled
 
 from .models import batch, loss_of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.distributed import norms as norms_module
-from infinity.streaming.norm_tasks import THREAD_NAME
+from infinity.streaming.gradients.norm_tasks import THREAD_NAME
 from tests.support.exhaustive import sampled
 
 from .models import loss_of

@@ -20,7 +20,7 @@ from torch import Tensor
 import infinity
 from infinity.state.store import LocalStore
 from infinity.state.units import StateKind, Unit
-from infinity.streaming.gradient_blocks import SumsInBlocks
+from infinity.streaming.gradients.blocks import SumsInBlocks
 from tests.support.bits import differences
 
 from .early_run import RankUpdates

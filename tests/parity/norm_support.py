@@ -9,8 +9,8 @@ import torch
 
 import infinity
 from infinity.state.units import TensorSpec
-from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.gradient_sums import TensorGradient
+from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.sums import TensorGradient
 
 from .test_early_updates import Run
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import infinity
-from infinity.streaming.gradient_staging import GradientStaging
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.leaving_gradients import LeavingGradients
+from infinity.streaming.gradients.leaving import LeavingGradients
+from infinity.streaming.gradients.staging import GradientStaging
+from infinity.streaming.gradients.store import GradientStore
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.streams import StreamCopy
 
@@ -64,7 +64,7 @@ def test_no_gradient_is_waited_for_while_a_staging_block_is_free(
     gradients: str, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies by the piece, of which there are more than two; the worker makes additions."""
-    monkeypatch.setattr("infinity.streaming.gradient_staging.STAGED_NBYTES", 16 << 10)
+    monkeypatch.setattr("infinity.streaming.gradients.staging.STAGED_NBYTES", 16 << 10)
     taking, waits, added = threading.local(), [], []
     add, wait, end = GradientStore.add, StreamCopy.wait, LeavingGradients._end_oldest
 
@@ -92,7 +92,7 @@ def test_no_gradient_is_waited_for_while_a_staging_block_is_free(
 
 
 def test_two_staging_blocks_suffice(swap_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.streaming.gradient_staging.STAGED_NBYTES", 16 << 10)
+    monkeypatch.setattr("infinity.streaming.gradients.staging.STAGED_NBYTES", 16 << 10)
     are_refused: list[bool] = []
     monkeypatch.setattr(GradientStaging, "take", limited_to(0, are_refused))
     compare(offloaded(swap_directory))

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.streaming.gradient_sums import UnitGradients
-from infinity.streaming.narrow_sums import NarrowSums
+from infinity.streaming.gradients.narrow import NarrowSums
+from infinity.streaming.gradients.sums import UnitGradients
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
 

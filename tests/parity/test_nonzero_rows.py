@@ -15,10 +15,14 @@ from torch import nn
 
 import infinity
 from infinity.state.units import TensorFacts, TensorSpec, Unit, layout_unit
-from infinity.streaming import nonzero_rows, resting_norms
-from infinity.streaming.gradient_norms import norm_of
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.nonzero_rows import COUNT_NBYTES, RowSearch, may_have_rows_of_zeros
+from infinity.streaming.gradients import nonzero_rows, resting_norms
+from infinity.streaming.gradients.nonzero_rows import (
+    COUNT_NBYTES,
+    RowSearch,
+    may_have_rows_of_zeros,
+)
+from infinity.streaming.gradients.norms import norm_of
+from infinity.streaming.gradients.store import GradientStore
 from infinity.tiers.device import FINISHED, Copy
 
 from .test_early_updates import VOCABULARY, WIDTH, Run, ids_of, loss_of, plain_run

@@ -16,9 +16,9 @@ import torch
 import infinity
 from infinity.config.cores import norm_threads
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming import norm_tasks
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.norm_tasks import THREAD_NAME
+from infinity.streaming.gradients import norm_tasks
+from infinity.streaming.gradients.norm_tasks import THREAD_NAME
+from infinity.streaming.gradients.store import GradientStore
 from infinity.testing.simulated_device import SimulatedDevice
 
 from .norm_support import is_over, let_norms_finish, norms_of, tasks_of, told_by

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.leaving_gradients import LeavingGradients
+from infinity.streaming.gradients.leaving import LeavingGradients
+from infinity.streaming.gradients.norms import CompleteSums
 from infinity.testing.simulated_device import SimulatedDevice
 
 from .test_early_updates import BLOCKS, Model, Run, Tied, config_of, loss_of, make

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.streaming.pass_starts import Beginnings
+from infinity.streaming.passes import Beginnings
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 

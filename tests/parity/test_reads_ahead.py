@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.streaming import weight_evictor
-from infinity.streaming.weight_evictor import WeightEvictor
+from infinity.streaming.weights import evictor
+from infinity.streaming.weights.evictor import WeightEvictor
 from infinity.testing.quantized import tiny_causal_lm, write_quantized
 
 from .in_place import Base, at_least, config_of, loss_of, over
@@ -38,7 +38,7 @@ def steps_over(
 ) -> dict[str, int]:
     """Counts of a step in the steady state."""
     with monkeypatch.context() as patch, over(base, config) as (model, engine):
-        scans = Counted(weight_evictor, "choose_neighbours", patch)
+        scans = Counted(evictor, "choose_neighbours", patch)
         asked = Counted(WeightEvictor, "find_block", patch)
         optimizer = infinity.AdamW(model, lr=1e-2)
         for number in range(3):

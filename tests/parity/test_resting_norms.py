@@ -13,10 +13,10 @@ import torch
 
 import infinity
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming import norm_tasks
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.norm_tasks import THREAD_NAME
-from infinity.streaming.resting_norms import RestingNorms
+from infinity.streaming.gradients import norm_tasks
+from infinity.streaming.gradients.norm_tasks import THREAD_NAME
+from infinity.streaming.gradients.resting_norms import RestingNorms
+from infinity.streaming.gradients.store import GradientStore
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import covering, sampled
 

@@ -25,11 +25,11 @@ from infinity.errors import DeviceError, UnsupportedError
 from infinity.observe import Counters
 from infinity.simulate.rates import Rates
 from infinity.storage.arena import Arena
-from infinity.streaming import leaving_gradients
-from infinity.streaming.activations import ActivationStore
 from infinity.streaming.device_update import update_on_device
-from infinity.streaming.leaving_gradients import LeavingGradients
-from infinity.streaming.weight_moves import WeightMoves
+from infinity.streaming.gradients import leaving
+from infinity.streaming.gradients.leaving import LeavingGradients
+from infinity.streaming.inputs.activations import ActivationStore
+from infinity.streaming.weights.moves import WeightMoves
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import CudaDevice, pin, unpin
@@ -260,7 +260,7 @@ def test_a_missing_ordering_is_detected(
 def test_gradients_that_leave_the_device_in_parts_have_the_same_bits(
     numel: int, expected: list[torch.Tensor], swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving_gradients, "_WIDENED_NUMEL", numel)
+    monkeypatch.setattr(leaving, "_WIDENED_NUMEL", numel)
     assert same(expected, train(swap_directory, SimulatedDevice(1)))
 
 

@@ -20,7 +20,7 @@ import infinity
 from infinity.errors import InfinityError, StorageError
 from infinity.streaming import unit_update
 from infinity.streaming.early_updates import EarlyUpdates
-from infinity.streaming.leaving_gradients import LeavingGradients
+from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
 from infinity.streaming.update_worker import LooseWork

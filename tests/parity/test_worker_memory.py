@@ -18,7 +18,7 @@ from infinity.errors import DeviceError, StorageError
 from infinity.state.store import Transfer
 from infinity.storage.protocol import Priority
 from infinity.streaming import unit_update
-from infinity.streaming.weight_state import WeightState
+from infinity.streaming.weights.state import WeightState
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.pool import HostPool
 from infinity.tiers.streams import StreamCopy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.streaming.access_order import NEVER, AccessOrder
+from infinity.streaming.weights.access_order import NEVER, AccessOrder
 
 NUM_UNITS = 5
 uses = st.integers(0, NUM_UNITS - 1)

@@ -14,8 +14,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from infinity.sizes import PAGE_NBYTES
-from infinity.streaming.access_order import NEVER, AccessOrder
-from infinity.streaming.eviction import (
+from infinity.streaming.weights.access_order import NEVER, AccessOrder
+from infinity.streaming.weights.eviction import (
     Evictable,
     choose_neighbours,
     choose_victim,

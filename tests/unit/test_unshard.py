@@ -16,12 +16,12 @@ from infinity.observe import Counters
 from infinity.state.store import NvmeLocation
 from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority
-from infinity.streaming.device_window import DeviceWindow
-from infinity.streaming.input_memory import InputMemory
-from infinity.streaming.parameters import WeightCache
-from infinity.streaming.weight_moves import WeightMoves
-from infinity.streaming.weight_provider import TierWeights, WeightProvider
-from infinity.streaming.weight_state import WeightState
+from infinity.streaming.inputs.input_memory import InputMemory
+from infinity.streaming.weights.cache import WeightCache
+from infinity.streaming.weights.device_window import DeviceWindow
+from infinity.streaming.weights.moves import WeightMoves
+from infinity.streaming.weights.provider import TierWeights, WeightProvider
+from infinity.streaming.weights.state import WeightState
 from infinity.testing import SimulatedDevice
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block, HostBlocks

@@ -45,7 +45,7 @@ from infinity.modules.tiling.experts_call import (
     go_backward,
     go_forward,
 )
-from infinity.streaming.activations import InputStore
+from infinity.streaming.inputs.activations import InputStore
 from infinity.streaming.waiting import WaitingMemory, place_of
 
 

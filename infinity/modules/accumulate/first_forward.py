@@ -32,7 +32,7 @@ from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.proof import Proof, checksums
 from infinity.modules.autograd.outputs import detach_from_parameters
 from infinity.private.torch import get_sequence_nr, tree_flatten, tree_unflatten
-from infinity.streaming.activations import InputStore
+from infinity.streaming.inputs.activations import InputStore
 
 _NONE = nullcontext()
 

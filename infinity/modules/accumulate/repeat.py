@@ -18,7 +18,7 @@ from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.proof import Proof
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.private.torch import tree_flatten, tree_unflatten
-from infinity.streaming.activations import InputStore
+from infinity.streaming.inputs.activations import InputStore
 
 # The inputs of this many calls are restored ahead of the running call.
 _RESTORED_AHEAD = 2

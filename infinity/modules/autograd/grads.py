@@ -17,10 +17,10 @@ from infinity.modules.autograd.process import OwnProcess
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit
-from infinity.streaming.gradient_sink import GradientSink
-from infinity.streaming.parameters import WeightCache
+from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.passes import current_backward
 from infinity.streaming.step_record import StepRunner
+from infinity.streaming.weights.cache import WeightCache
 
 
 class ParamGrads:

@@ -33,11 +33,11 @@ from infinity.modules.autograd.turns import Turns
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.sizes import format_nbytes
-from infinity.streaming.activations import ActivationStore, InputStore
-from infinity.streaming.gradient_sink import GradientSink
-from infinity.streaming.parameters import WeightCache
+from infinity.streaming.gradients.sink import GradientSink
+from infinity.streaming.inputs.activations import ActivationStore, InputStore
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
 from infinity.streaming.waiting import WaitingMemory
+from infinity.streaming.weights.cache import WeightCache
 
 _log = logging.getLogger("infinity")
 

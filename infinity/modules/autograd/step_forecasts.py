@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.ops.optimizers import Settings
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming.gradient_sink import GradientSink
+from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.step_record import StepRecord
 
 

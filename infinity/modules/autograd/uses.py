@@ -26,10 +26,10 @@ from infinity.observe import Tracer, Track
 from infinity.private.torch import is_any_autocast_enabled, peek_interpreter_stack
 from infinity.state.units import Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.gradient_sink import GradientSink
-from infinity.streaming.parameters import WeightCache
+from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
 from infinity.streaming.step_record import StepRecord, StepRunner
+from infinity.streaming.weights.cache import WeightCache
 
 
 def _drop_casts(passes: Passes) -> None:

@@ -25,10 +25,10 @@ from infinity.modules.handles.state_values import is_value_of, plain_value
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.state.units import TensorSpec
-from infinity.streaming.gradient_memory import in_memory_order
+from infinity.streaming.gradients.memory import in_memory_order
 from infinity.streaming.masters import MasterWeights
-from infinity.streaming.parameters import WeightCache
 from infinity.streaming.step_record import StepRunner
+from infinity.streaming.weights.cache import WeightCache
 
 
 class ParamAccess:

@@ -22,8 +22,8 @@ from infinity.observe import Counters
 from infinity.state.store import NvmeLocation, StateStore, Transfer
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.gradient_sums import (
+from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.sums import (
     SumBlocks,
     SumState,
     TensorGradient,

@@ -6,7 +6,7 @@ do the additions (INV-8).
 
 Note [Out of the device]
   A gradient leaves a device with memory of its own for its place on the host. That is bf16 where
-  the update reads it so (`narrow_sums.py`). Else the device widens it to fp32: twice the bytes
+  the update reads it so (`narrow.py`). Else the device widens it to fp32: twice the bytes
   cross the link, and the host's memory, which bounds the updates, moves 4 bytes an element where it
   would move 10. The host does not wait while the backward runs: what is due to be written waits for
   its copies, and the computation waits for those of the unit before the last, whose memory is free
@@ -31,7 +31,7 @@ from infinity.errors import InfinityError
 from infinity.observe import Counters
 from infinity.ops.host_sums import add_
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming.gradient_staging import GradientStaging, StagingBlock
+from infinity.streaming.gradients.staging import GradientStaging, StagingBlock
 from infinity.tiers.device import Copy, DeviceAdapter
 
 _WIDENED_NUMEL = 8 << 20  # Elements that the device widens at a time: 32 MiB of fp32.

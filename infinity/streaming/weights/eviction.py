@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infinity.sizes import align_up
-from infinity.streaming.access_order import NEVER, AccessOrder
+from infinity.streaming.weights.access_order import NEVER, AccessOrder
 from infinity.tiers.ranges import Range, fits_within, granule_of, rounded_nbytes
 
 _OF_A_HOLE = 1 << 62  # Further away than any block.

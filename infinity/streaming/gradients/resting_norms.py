@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from infinity.state.units import STATE_ITEM_NBYTES, TensorSpec
-from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.gradient_sums import TensorGradient
-from infinity.streaming.nonzero_rows import (
+from infinity.streaming.gradients.nonzero_rows import (
     RowSearch,
     may_have_rows_of_zeros,
     most_picked_nbytes,
 )
-from infinity.streaming.norm_tasks import NormTask
+from infinity.streaming.gradients.norm_tasks import NormTask
+from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.sums import TensorGradient
 from infinity.tiers.device import Copy, DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool

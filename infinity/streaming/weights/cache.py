@@ -1,7 +1,7 @@
 """Weights between their tier and the device: fetched before use, kept, evicted, changed.
 
 `WeightCache` decides which unit moves, and when. It writes the uses of a unit; `CheckOuts` writes
-its check-outs. `WeightMoves` makes the moves and is the only writer of residency; `weight_state.py`
+its check-outs. `WeightMoves` makes the moves and is the only writer of residency; `state.py`
 has the states. `WeightEvictor` chooses the units that leave, and lets `WeightMoves` move them.
 
 Note [Feeders]
@@ -13,7 +13,7 @@ Note [Feeders]
 
 Note [Changed weights]
   `check_out` hands the host bytes to the optimizer (or to a user who modifies them) and `check_in`
-  starts the write to where they rest (`weight_check_outs.py`).
+  starts the write to where they rest (`check_outs.py`).
 
 Training thread, or an autograd thread while the training thread waits for it; the engine's lock
 orders them.
@@ -31,15 +31,15 @@ from infinity.observe import Counters
 from infinity.state.store import StateStore
 from infinity.state.units import Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.access_order import AccessOrder
-from infinity.streaming.device_window import DeviceWindow
-from infinity.streaming.input_memory import InputMemory
-from infinity.streaming.weight_check_outs import CheckOuts
-from infinity.streaming.weight_decoding import refuse_change
-from infinity.streaming.weight_evictor import WeightEvictor
-from infinity.streaming.weight_moves import WeightMoves
-from infinity.streaming.weight_provider import TierWeights, WeightProvider
-from infinity.streaming.weight_state import Weights, WeightState, check_kept
+from infinity.streaming.inputs.input_memory import InputMemory
+from infinity.streaming.weights.access_order import AccessOrder
+from infinity.streaming.weights.check_outs import CheckOuts
+from infinity.streaming.weights.decoding import refuse_change
+from infinity.streaming.weights.device_window import DeviceWindow
+from infinity.streaming.weights.evictor import WeightEvictor
+from infinity.streaming.weights.moves import WeightMoves
+from infinity.streaming.weights.provider import TierWeights, WeightProvider
+from infinity.streaming.weights.state import Weights, WeightState, check_kept
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 

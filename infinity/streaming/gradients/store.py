@@ -3,7 +3,7 @@
 A gradient leaves PyTorch in the hook that fires when it is complete for this backward. The first of
 a step is copied to its place, later ones are added in the order they come, as autograd adds to
 `.grad`. A parameter without a gradient stays absent: `.grad` is None, and no update touches it.
-A unit's gradients that rest on NVMe are summed in a host block (`gradient_blocks.py`).
+A unit's gradients that rest on NVMe are summed in a host block (`blocks.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import torch
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation, StateStore
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
-from infinity.streaming.device_sums import DeviceSums
-from infinity.streaming.gradient_blocks import SumsInBlocks
-from infinity.streaming.gradient_memory import flat_of, in_memory_order, put, shaped
-from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.gradient_sink import GradientSink, Lend
-from infinity.streaming.gradient_staging import GradientStaging
-from infinity.streaming.gradient_sums import (
+from infinity.streaming.gradients.blocks import SumsInBlocks
+from infinity.streaming.gradients.device_sums import DeviceSums
+from infinity.streaming.gradients.leaving import LeavingGradient, LeavingGradients
+from infinity.streaming.gradients.memory import flat_of, in_memory_order, put, shaped
+from infinity.streaming.gradients.narrow import NarrowSums
+from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.resting_norms import RestingNorms
+from infinity.streaming.gradients.sink import GradientSink, Lend
+from infinity.streaming.gradients.staging import GradientStaging
+from infinity.streaming.gradients.sums import (
     PooledSumBlocks,
     SumBlocks,
     SumState,
@@ -32,9 +35,6 @@ from infinity.streaming.gradient_sums import (
     refuse_sparse,
     sums_of,
 )
-from infinity.streaming.leaving_gradients import LeavingGradient, LeavingGradients
-from infinity.streaming.narrow_sums import NarrowSums
-from infinity.streaming.resting_norms import RestingNorms
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 

@@ -15,7 +15,7 @@ A unit's weights are, at any moment, in one of these states:
              with own memory
 
 The stored bytes of a STAGED unit are on the device, beside its region, and those of an ARRIVING one
-with an empty region will be: see weight_decoding.py, Note [Staged ahead].
+with an empty region will be: see decoding.py, Note [Staged ahead].
 A unit that rests on the host always has its block; one that rests on the device is always ATTACHED
 and has none.
 """
@@ -28,7 +28,7 @@ from enum import Enum, auto
 
 from infinity.state.store import Transfer
 from infinity.state.units import Unit
-from infinity.streaming.weight_provider import Arrival
+from infinity.streaming.weights.provider import Arrival
 from infinity.tiers.device import FINISHED, Copy, Region
 from infinity.tiers.host import Block
 

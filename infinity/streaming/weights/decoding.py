@@ -41,7 +41,7 @@ from infinity.state.store import StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.state.weight_places import weight_places
 from infinity.storage.protocol import Priority
-from infinity.streaming.weight_state import Weights
+from infinity.streaming.weights.state import Weights
 from infinity.tiers.device import Copy, Decoding, DeviceAdapter, Region
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool

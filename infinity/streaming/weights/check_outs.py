@@ -19,9 +19,9 @@ from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, StateStore
 from infinity.state.units import StateKind
 from infinity.storage.protocol import Priority
-from infinity.streaming.weight_evictor import WeightEvictor
-from infinity.streaming.weight_moves import WeightMoves
-from infinity.streaming.weight_state import HostCopy, Weights, WeightState, check_kept
+from infinity.streaming.weights.evictor import WeightEvictor
+from infinity.streaming.weights.moves import WeightMoves
+from infinity.streaming.weights.state import HostCopy, Weights, WeightState, check_kept
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 

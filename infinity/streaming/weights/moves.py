@@ -1,7 +1,7 @@
 """Moves of one unit's weights between its tier, its host block and its device region.
 
-Every transition of `weight_state.py` is a method here. Which unit moves, and which unit goes for
-it, is decided elsewhere (`parameters.py`, `weight_evictor.py`).
+Every transition of `state.py` is a method here. Which unit moves, and which unit goes for
+it, is decided elsewhere (`cache.py`, `evictor.py`).
 
 Note [Dirty weights]
   A block that is being written stays valid for readers; it is only freed, or changed again, after
@@ -21,10 +21,10 @@ from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, HostLocation, StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.eviction import main_sizes
-from infinity.streaming.weight_decoding import WeightDecoding
-from infinity.streaming.weight_provider import WeightProvider
-from infinity.streaming.weight_state import Weights, WeightState, check_kept
+from infinity.streaming.weights.decoding import WeightDecoding
+from infinity.streaming.weights.eviction import main_sizes
+from infinity.streaming.weights.provider import WeightProvider
+from infinity.streaming.weights.state import Weights, WeightState, check_kept
 from infinity.tiers.device import FINISHED, DeviceAdapter, Region
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -252,7 +252,7 @@ class WeightMoves:
 
     def stage(self, weights: Weights, feeder: Weights | None) -> None:
         """Starts to bring stored bytes to the device, where their region has no space yet: from the
-        block (READY), or from all ranks (ABSENT). See weight_decoding.py, Note [Staged ahead]."""
+        block (READY), or from all ranks (ABSENT). See decoding.py, Note [Staged ahead]."""
         if self.decoding.staged is not None:
             self.unstage(self.decoding.staged)
         memory = self.decoding.lend_staging(weights)

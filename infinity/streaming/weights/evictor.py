@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from infinity.errors import CapacityError
 from infinity.state.units import Unit
-from infinity.streaming.access_order import NEVER, AccessOrder
-from infinity.streaming.device_window import DeviceWindow
-from infinity.streaming.eviction import Evictable, choose_neighbours, choose_victim
-from infinity.streaming.weight_moves import WeightMoves
-from infinity.streaming.weight_state import Weights, WeightState
+from infinity.streaming.weights.access_order import NEVER, AccessOrder
+from infinity.streaming.weights.device_window import DeviceWindow
+from infinity.streaming.weights.eviction import Evictable, choose_neighbours, choose_victim
+from infinity.streaming.weights.moves import WeightMoves
+from infinity.streaming.weights.state import Weights, WeightState
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool

@@ -14,9 +14,9 @@ import torch
 
 from infinity.ops.bf16_norms import has_norm_of_bf16, norm_of_bf16
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming.gradient_memory import flat_of, shaped
-from infinity.streaming.gradient_sums import TensorGradient
-from infinity.streaming.norm_tasks import Measure, NormTask, NormThreads
+from infinity.streaming.gradients.memory import flat_of, shaped
+from infinity.streaming.gradients.norm_tasks import Measure, NormTask, NormThreads
+from infinity.streaming.gradients.sums import TensorGradient
 from infinity.tiers.device import Copy
 
 

@@ -29,7 +29,7 @@ from infinity.state.store import show
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
-from infinity.streaming.input_memory import InputMemory
+from infinity.streaming.inputs.input_memory import InputMemory
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool

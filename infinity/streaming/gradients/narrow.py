@@ -17,9 +17,9 @@ from collections.abc import Mapping
 import torch
 
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming.gradient_norms import CompleteSums
-from infinity.streaming.gradient_sums import TensorGradient, UnitGradients, has_any
-from infinity.streaming.leaving_gradients import LeavingGradients
+from infinity.streaming.gradients.leaving import LeavingGradients
+from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.sums import TensorGradient, UnitGradients, has_any
 
 
 class NarrowSums:

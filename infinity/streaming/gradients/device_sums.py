@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 
 from infinity.state.units import STATE_ITEM_NBYTES, TensorSpec, Unit
-from infinity.streaming.gradient_sink import Lend
-from infinity.streaming.gradient_sums import TensorGradient
+from infinity.streaming.gradients.sink import Lend
+from infinity.streaming.gradients.sums import TensorGradient
 
 
 class DeviceSums:

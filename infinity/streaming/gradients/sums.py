@@ -29,8 +29,8 @@ from typing_extensions import override
 from infinity.errors import UnsupportedError
 from infinity.state.store import DeviceLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
-from infinity.streaming.gradient_memory import flat_of, shaped
-from infinity.streaming.norm_tasks import NormTask
+from infinity.streaming.gradients.memory import flat_of, shaped
+from infinity.streaming.gradients.norm_tasks import NormTask
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
