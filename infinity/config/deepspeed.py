@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from infinity.config.deepspeed_keys import RULES, Rule
-from infinity.config.deepspeed_values import AUTO, Facts, Outcome
+from infinity.config.deepspeed_keys import RULES, Facts, Rule
 from infinity.config.problems import InvalidConfigError, Problem
 from infinity.config.reading import nearest
 from infinity.config.source import ConfigSource, read_file
@@ -50,16 +49,6 @@ class Entry:
     def is_lost(self) -> bool:
         """Whether the file requests something that the translation does not do."""
         return self.verdict in ("refused", "unknown")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the entry for JSON."""
-        return {
-            "key": self.key,
-            "value": self.value,
-            "verdict": self.verdict,
-            "settings": self.settings,
-            "reason": self.reason,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,24 +146,15 @@ def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _entry(key: str, value: Any, facts: Facts) -> Entry:
-    outcome = _outcome(key, value, facts)
-    if outcome is None:
-        return Entry(key, value, "unknown", _unknown(key), {})
-    return Entry(key, value, outcome.verdict, outcome.reason, outcome.settings)
-
-
-def _outcome(key: str, value: Any, facts: Facts) -> Outcome | None:
     rule = rule_of(key)
-    if rule is None:
-        if key in _SECTIONS:
-            is_empty = value is None or value == {}
-            said = "it is empty" if is_empty else "expected a table"
-            return Outcome("ignored" if is_empty else "refused", said)
-        return None
-    if value == AUTO:
-        where = f"; set {rule.ours}, or leave its default" if rule.ours else ""
-        return Outcome("ignored", f"the Trainer's arguments fill in an auto{where}")
-    return rule.convert(value, facts)
+    if rule is not None:
+        outcome = rule.outcome(value, facts)
+        return Entry(key, value, outcome.verdict, outcome.reason, outcome.settings)
+    if key not in _SECTIONS:
+        return Entry(key, value, "unknown", _unknown(key), {})
+    if value is None or value == {}:
+        return Entry(key, value, "ignored", "it is empty", {})
+    return Entry(key, value, "refused", "expected a table", {})
 
 
 def _unknown(key: str) -> str:
@@ -202,47 +182,15 @@ def _put(settings: dict[str, Any], key: str, value: Any) -> None:
     settings.setdefault(section, {})[name] = value
 
 
-_INTRODUCTION = """\
-# From a DeepSpeed configuration
-
-<!-- Written by `infinity config schema --deepspeed`; a test keeps it true. -->
-
-    infinity config import ds_config.json --out swap.toml     # the report, and the file
-    infinity config import ds_config.json --report json       # both, for programs
-
-    from infinity.config import from_deepspeed                # in a program
-    config = from_deepspeed("ds_config.json")
-
-Every key of the file is named with what became of it:
-
-- **same**: our key has the same meaning and value;
-- **mapped**: translated; the reason says how;
-- **ignored**: nothing here depends on it, or what is done anyway is at least as good;
-- **refused**: it asks for something that is not there. So is a key that DeepSpeed does not know.
-
-With one that is refused nothing is written and the exit code is 1; `--skip-refused`, in a program
-`skip_refused=True`, leaves it out. The verdicts below are those of a value that has an effect: a
-feature that is off is never refused. `"auto"`, which the Hugging Face Trainer fills in from its
-arguments, is left to the defaults here, and the report names the key to set. A file with comments
-(hjson) is not read.
-
-What a DeepSpeed file does not have are the budgets: `tiers.host.capacity` is half of the available
-memory unless you set it. And it seldom has a number of steps, without which there is no `[train]`:
-the keys that belong there are then written as comments.
-
-| DeepSpeed | | swap-tier file | |
-| --- | --- | --- | --- |
-"""
-
-
 def to_markdown() -> str:
-    """The table of all rules: docs/DEEPSPEED.md."""
+    """The table of all rules, as docs/DEEPSPEED.md has it."""
+    head = "| DeepSpeed | | swap-tier file | |\n| --- | --- | --- | --- |\n"
     rows = [
         f"| `{rule.key}{'.*' if rule.nested and _is_section(rule) else ''}` | {rule.usual} | "
         f"{f'`{rule.ours}`' if rule.ours else ''} | {rule.reason} |"
         for rule in RULES
     ]
-    return _INTRODUCTION + "\n".join(rows) + "\n"
+    return head + "\n".join(rows) + "\n"
 
 
 def _is_section(rule: Rule) -> bool:

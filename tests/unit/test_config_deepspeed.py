@@ -246,6 +246,6 @@ def test_json_report_has_every_key_and_the_configuration() -> None:
 
 
 def test_reference_is_up_to_date() -> None:
-    """Else: infinity config schema --deepspeed > docs/DEEPSPEED.md."""
-    assert (ROOT / "docs" / "DEEPSPEED.md").read_text() == to_markdown()
+    """Else: replace the table by what `infinity config schema --deepspeed` prints."""
+    assert (ROOT / "docs" / "DEEPSPEED.md").read_text().endswith(to_markdown())
     assert run_command("config", "schema", "--deepspeed").stdout == to_markdown()

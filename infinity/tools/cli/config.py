@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -137,7 +138,7 @@ def import_(
     toml = _translated(config, found, file) if is_good else ""
     report = "json" if as_json else report
     if report == "json":
-        entries = [entry.to_dict() for entry in found.entries]
+        entries = [asdict(entry) for entry in found.entries]
         answer = {"keys": entries, "config": found.settings, "train": found.train}
         typer.echo(json.dumps(answer, indent=2))
     else:
