@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from infinity.distributed import connecting
-from infinity.distributed.peer import Peer
-from infinity.distributed.transport import PeerTransport
+from infinity.distributed.wire import connecting
+from infinity.distributed.wire.protocol import Peer
+from infinity.distributed.wire.transport import PeerTransport
 from infinity.sizes import MIB
 
 _SO_MAX_PACING_RATE = 47  # socket(7); not in the module `socket`.

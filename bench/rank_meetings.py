@@ -3,8 +3,8 @@
     python bench/rank_meetings.py --ranks 2 4
 
 Ranks of this machine meet with a content of some bytes each, as in `optimizer.step()`: by the
-transport (`distributed/transport.py`), by `all_gather` of a gloo group, and by the c10d store, in
-which each rank sets its content and gets those of the others. The three are taken in turn.
+transport (`distributed/wire/transport.py`), by `all_gather` of a gloo group, and by the c10d store,
+in which each rank sets its content and gets those of the others. The three are taken in turn.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def train(
     from transformers import GPT2Config, GPT2LMHeadModel, logging
 
     import infinity
-    from infinity.distributed.exchange import Buffers
+    from infinity.distributed.collective.exchange import Buffers
     from infinity.testing import SimulatedDevice
 
     torch.set_num_threads(1)

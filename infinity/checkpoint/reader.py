@@ -22,8 +22,8 @@ from infinity.checkpoint.run.layout import is_row_major, row_major_stride
 from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
 from infinity.checkpoint.run.references import directory_of_base
 from infinity.checkpoint.run.stored import FileTensor, PagedTensor, StoredReader
-from infinity.distributed.state_access import Part, StateAccess
 from infinity.engine.registry import engine_of
+from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ops.split_master import join
 from infinity.optimizers.offloaded import OffloadedOptimizer

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.shard_updates import ShardUpdates
 from infinity.distributed.store import DistributedStore
+from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.observe import Counters
 from infinity.state.early import can_go_back, has_generations
 from infinity.state.placement import updated_nbytes

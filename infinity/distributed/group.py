@@ -13,23 +13,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from infinity.distributed.addresses import (
+from infinity.distributed.wire.addresses import (
     LOOPBACK,
     Machine,
     choose_address,
     refusal,
     this_machine,
 )
-from infinity.distributed.connecting import allow_sockets
-from infinity.distributed.endings import tell_of_uncaught_exceptions
-from infinity.distributed.meeting import Meeting
-from infinity.distributed.messages import Purpose
-from infinity.distributed.node_memory import NodeMemory, OwnMemory, map_memory
-from infinity.distributed.peer import Peer
-from infinity.distributed.process_groups import store_of
-from infinity.distributed.transport import SILENCE_S, TIMEOUT_S, PeerTransport
+from infinity.distributed.wire.connecting import Meeting, allow_sockets
+from infinity.distributed.wire.failures import tell_of_uncaught_exceptions
+from infinity.distributed.wire.node_memory import NodeMemory, OwnMemory, map_memory
+from infinity.distributed.wire.protocol import Peer, Purpose
+from infinity.distributed.wire.transport import SILENCE_S, TIMEOUT_S, PeerTransport
 from infinity.errors import CapacityError, ConfigError
 from infinity.observe import Counters
+from infinity.private.torch import world
 from infinity.storage.arena import Arena
 
 _log = logging.getLogger("infinity")
@@ -165,6 +163,21 @@ def process_group(group: Any) -> Any:
     return group
 
 
+def store_of(group: Any) -> Any:
+    """Returns the key-value store in which the ranks of a process group have found each other.
+
+    Raises ConfigError for a backend that has none.
+    """
+    known: Any = world.pg_map
+    store = known[group or dist.group.WORLD][1]
+    if store is None:
+        raise ConfigError(
+            f"the process group of backend {dist.get_backend(group)} has no store; expected one of "
+            "torch.distributed's own backends, gloo or nccl"
+        )
+    return store
+
+
 def _connect(
     meeting: Meeting,
     rank: int,
@@ -199,7 +212,7 @@ def _connect(
     except BaseException:
         listener.close()
         raise
-    tell_of_uncaught_exceptions(links)
+    tell_of_uncaught_exceptions(links.failures)
     return links
 
 

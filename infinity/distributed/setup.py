@@ -17,17 +17,22 @@ import torch.distributed as dist
 
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
-from infinity.distributed.buckets import GradientBuckets
-from infinity.distributed.collectives import Collectives
-from infinity.distributed.device_group import DeviceGroups, device_groups, refuse_blocking_calls
-from infinity.distributed.endings import waiting_beside
-from infinity.distributed.exchange import Buffers, DeviceExchange, choose_round
-from infinity.distributed.grad_memory import SumsPlan, plan_sums
+from infinity.distributed.collective.buckets import GradientBuckets
+from infinity.distributed.collective.collectives import Collectives
+from infinity.distributed.collective.exchange import Buffers, DeviceExchange, choose_round
+from infinity.distributed.collective.process_groups import (
+    DeviceGroups,
+    device_groups,
+    number_of_groups,
+    refuse_blocking_calls,
+    refuse_unequal_names,
+)
+from infinity.distributed.collective.unshard import DeviceUnshard, UnshardedWeights
 from infinity.distributed.group import RankTopology, path_of_rank, share_memory
-from infinity.distributed.process_groups import number_of_groups, refuse_unequal_names
 from infinity.distributed.store import DistributedStore, serving_nbytes
+from infinity.distributed.sums.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.sync import Ranks
-from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
+from infinity.distributed.wire.failures import waiting_beside
 from infinity.errors import ConfigError, StorageError
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.observe import Counters
@@ -127,7 +132,7 @@ class ShardingPlan:
         prepare(self.partition.count, device.torch_device)
         over_nodes = self.partition.over_node
         make = partial(device_groups, self.group, device.torch_device, over_nodes=over_nodes)
-        groups = waiting_beside(self.group.links, make)
+        groups = waiting_beside(self.group.links.failures, make)
         resources.callback(groups.leave)
         return groups
 

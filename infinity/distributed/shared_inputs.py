@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from infinity.distributed.endings import await_result, naming_lost_ranks
 from infinity.distributed.group import RankTopology
+from infinity.distributed.wire.failures import await_result, naming_lost_ranks
 from infinity.errors import InfinityError
 from infinity.streaming.inputs.activations import ActivationStore, SavedInput
 
@@ -102,10 +102,10 @@ class SharedActivationStore:
 
     def _gather(self, full: torch.Tensor, part: torch.Tensor) -> None:
         """Puts the parts of all ranks together. On the device the wait is in its stream."""
-        with naming_lost_ranks(self._links):
+        with naming_lost_ranks(self._links.failures):
             work = dist.all_gather_into_tensor(full, part, group=self._group, async_op=True)
             if full.device.type == "cpu":
-                await_result(self._links, work.is_completed, work.wait)
+                await_result(self._links.failures, work.is_completed, work.wait)
             else:
                 work.wait()
 

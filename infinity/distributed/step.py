@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from infinity.distributed.collective.unshard import DeviceUnshard
 from infinity.distributed.early_shards import EarlyShards
-from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.shard_updates import ShardUpdates, can_update_beside
 from infinity.distributed.store import DistributedStore
+from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.distributed.sync import flush_owned, pull_updated
-from infinity.distributed.unshard import DeviceUnshard
 from infinity.observe import Counters
 from infinity.ops.split_master import join, split
 from infinity.state.old_copies import OldCopies

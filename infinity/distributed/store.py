@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from infinity.distributed.channel import Fill
 from infinity.distributed.kept_shards import KeptShards
-from infinity.distributed.partials import PartialGradient, PartialGradients
-from infinity.distributed.peer import RemoteRequest
 from infinity.distributed.pending import PendingShards
-from infinity.distributed.transport import PeerTransport
+from infinity.distributed.sums.partials import PartialGradient, PartialGradients
+from infinity.distributed.wire.channel import Fill
+from infinity.distributed.wire.protocol import RemoteRequest
+from infinity.distributed.wire.transport import PeerTransport
 from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.private.torch import TensorBase
@@ -313,7 +313,7 @@ class DistributedStore:
     # -- This rank's shard -------------------------------------------------------------------------
 
     def serve(self, unit: int, state_kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
-        """The bytes of this rank's shard of a unit, for another rank; see `peer.Service`."""
+        """The bytes of this rank's shard of a unit, for another rank; see `protocol.Service`."""
         shard, kind = self.partition.shards[unit][self.partition.rank], _CODES[state_kind]
         segments = self._served(shard, kind)
         return sum(segment.nbytes for segment in segments), self._parts(shard, kind, segments, to)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy
 from typing_extensions import override
 
-from infinity.distributed.channel import Fill
-from infinity.distributed.collectives import Collectives
-from infinity.distributed.endings import ending_all, run_beside
-from infinity.distributed.partials import from_wire_code
-from infinity.distributed.peer import Service
-from infinity.distributed.reduce import DistributedGradients
+from infinity.distributed.collective.collectives import Collectives
+from infinity.distributed.collective.unshard import DeviceUnshard
 from infinity.distributed.store import DistributedStore
-from infinity.distributed.unshard import DeviceUnshard
+from infinity.distributed.sums.partials import from_wire_code
+from infinity.distributed.sums.reduce import DistributedGradients
+from infinity.distributed.wire.channel import Fill
+from infinity.distributed.wire.failures import ending_all, run_beside
+from infinity.distributed.wire.protocol import Service
 from infinity.errors import InfinityError, RankError
 from infinity.state.partition import Partition
 from infinity.state.units import Unit
@@ -99,9 +99,9 @@ class RankSync(Service):
     def making_step(self) -> AbstractContextManager[None]:
         """Returns a block that ends all ranks if it fails: they make a step that this rank does not
         make."""
-        return ending_all(self.transport, "in optimizer.step()")
+        return ending_all(self.transport.failures, "in optimizer.step()")
 
-    # Requests of other ranks: see `peer.Service`.
+    # Requests of other ranks: see `protocol.Service`.
 
     @override
     def begin_thread(self) -> None:

@@ -18,12 +18,10 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.config.binding import bind_rank
-from infinity.distributed.buckets import GradientBuckets
-from infinity.distributed.collectives import Collectives
-from infinity.distributed.endings import refuse
-from infinity.distributed.grad_memory import SumsMemory
+from infinity.distributed.collective.buckets import GradientBuckets
+from infinity.distributed.collective.collectives import Collectives
+from infinity.distributed.collective.unshard import DeviceUnshard
 from infinity.distributed.group import RankTopology, find_group
-from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.setup import (
     ShardingPlan,
     config_of_rank,
@@ -32,8 +30,9 @@ from infinity.distributed.setup import (
 )
 from infinity.distributed.step import DistributedMasters, DistributedUpdater
 from infinity.distributed.store import DistributedStore
+from infinity.distributed.sums.grad_memory import SumsMemory
+from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.distributed.sync import OneRank, Ranks, RankSync
-from infinity.distributed.unshard import DeviceUnshard
 from infinity.engine.engine import Engine
 from infinity.engine.first_values import fill, move_buffers, values_to_come
 from infinity.engine.lay_out import LaidOut, lay_out
@@ -158,7 +157,7 @@ def _closing_on_failure(resources: ExitStack, ranks: RankTopology | None) -> Ite
         yield
     except BaseException as error:
         if ranks is not None and isinstance(error, InfinityError):
-            refuse(ranks.links, error)
+            ranks.links.refuse(error)
         resources.close()
         raise
 

@@ -29,8 +29,8 @@ from torch import nn
 from infinity.config import SwapConfig
 from infinity.distributed.group import find_group, path_of_job
 from infinity.distributed.shared_inputs import SharedActivationStore
-from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection, Ranks
+from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.hooks import (

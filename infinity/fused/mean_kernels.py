@@ -1,5 +1,5 @@
 """The Triton kernel that takes the mean of ranks' gradients: one pass, in the order of
-distributed/ordered_sum.py.
+distributed/sums/ordered_sum.py.
 
 Every product and sum is rounded: the launch forbids to contract them.
 """

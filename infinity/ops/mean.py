@@ -15,7 +15,7 @@ _PART_NUMEL = 1 << 22  # Torch operations widen so many elements of each row at 
 
 
 def mean_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the mean over ranks, fp32, summed by the tree of distributed/ordered_sum.py."""
+    """Returns the mean over ranks, fp32, summed by the tree of distributed/sums/ordered_sum.py."""
     level = [row.float().mul_(1.0 / len(rows)) for row in rows]
     while len(level) > 1:
         pairs = [level[index : index + 2] for index in range(0, len(level), 2)]

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
-from infinity.distributed.addresses import Machine
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import (
     AgreedDevices,
@@ -17,6 +16,7 @@ from infinity.distributed.setup import (
     plan_sharding,
     with_part_of_node,
 )
+from infinity.distributed.wire.addresses import Machine
 from infinity.errors import ConfigError
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel

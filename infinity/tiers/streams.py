@@ -6,8 +6,8 @@
 Note [Streams]
   Four streams: the current stream, which computes; `in` for copies host -> device; `out` for
   copies device -> host; `decode`, which makes weights of stored bytes. Two more, `link` and `sums`,
-  carry the exchange between the devices of ranks (distributed/exchange.py). A stream waits for
-  another one by an event. The host waits for a stream only in `Copy.wait`.
+  carry the exchange between the devices of ranks (distributed/collective/exchange.py). A stream
+  waits for another one by an event. The host waits for a stream only in `Copy.wait`.
 
   * Memory of regions is allocated and freed on `in`, so it passes from region to region, and never
     to or from activations: the memory reserved for weights does not grow with time. `decode` fills
@@ -394,7 +394,7 @@ class StreamDevice(DeviceAdapter):
             self._under_way.append(copy)
         return copy
 
-    # -- Between the devices of several ranks: see distributed/exchange.py
+    # -- Between the devices of several ranks: see distributed/collective/exchange.py
     # -------------------------------
 
     @reporting_faults

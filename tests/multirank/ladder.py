@@ -65,12 +65,13 @@ def main() -> None:
     }  # fmt: skip
     import torch.distributed as dist
 
-    from infinity.distributed import meeting, setup, transport
+    from infinity.distributed import setup
+    from infinity.distributed.wire import connecting, transport
     from infinity.engine import build
     from infinity.tools.cli import main as command
     from infinity.tools.training import job, ranks
 
-    rungs.count(meeting.Meeting, "all_gather", lambda _, what, *more: f"meet: {what}")
+    rungs.count(connecting.Meeting, "all_gather", lambda _, what, *more: f"meet: {what}")
     rungs.count(transport.PeerTransport, "all_gather", lambda _, tag, *more: f"gather: {tag}")
     for module in (setup, ranks):
         rungs.count(module, "waiting_beside", lambda *unused: "a process group")

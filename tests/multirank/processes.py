@@ -61,7 +61,8 @@ def seem_on_node(node: int, **facts: Any) -> None:
     facts: other fields of `Machine`. An address at which all ranks are makes nodes of one machine's
     processes.
     """
-    from infinity.distributed import addresses, group
+    from infinity.distributed import group
+    from infinity.distributed.wire import addresses
 
     own = dataclasses.replace(addresses.this_machine(), boot=f"boot {node}", **facts)
     group.this_machine = lambda: own  # type: ignore[assignment]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
-from infinity.distributed import endings
 from infinity.distributed.shard_updates import ShardUpdates
+from infinity.distributed.wire import failures
 from infinity.errors import InfinityError, RankError
 from infinity.streaming.unit_update import UnitUpdate
 
@@ -317,7 +317,7 @@ def _dropped(rank: int) -> list[str]:
     del model, optimizer
     gc.collect()
     assert engine() is None
-    endings._await_beside()  # A collection does not wait for the threads that it ends.
+    failures._await_beside()  # A collection does not wait for the threads that it ends.
     dist.barrier()
     left = [path.name for path in swap.iterdir()]
     return left + [each.name for each in threading.enumerate() if "updates" in each.name]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.distributed.reduce import DistributedGradients
+from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.state.partition import STAGES
 from infinity.streaming.gradients.leaving import LeavingGradients
 from tests.support.exhaustive import sampled
@@ -166,7 +166,7 @@ def _goes_its_own_way(rank: int, exchange: str) -> tuple[dict[str, torch.Tensor]
     between steps while this one trains on; weights are read by one rank alone, and set by all."""
     import torch.distributed as dist
 
-    from infinity.distributed import collectives
+    from infinity.distributed.collective import collectives
 
     collectives.PATIENCE_S = 0.3
     case = Case(3, steps=4, exchange=exchange, simulated=True)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import infinity
-from infinity.distributed import transport as transport
-from infinity.distributed.channel import Channel
-from infinity.distributed.node_memory import BounceBuffer
+from infinity.distributed.wire import transport as transport
+from infinity.distributed.wire.channel import Channel
+from infinity.distributed.wire.node_memory import BounceBuffer
 from infinity.errors import InfinityError, NonFiniteError, RankError
 from tests.support.exhaustive import sampled
 

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
-from infinity.distributed import addresses, device_group, group
-from infinity.distributed.device_group import DeviceGroups
+from infinity.distributed import group
+from infinity.distributed.collective import process_groups
+from infinity.distributed.collective.process_groups import DeviceGroups
 from infinity.distributed.group import RankTopology
+from infinity.distributed.wire import addresses
 from infinity.errors import ConfigError
 from infinity.testing import SimulatedDevice
 
@@ -172,28 +174,28 @@ def test_a_group_that_all_ranks_of_the_job_would_have_to_make_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bound = SimpleNamespace(bound_device_id="cuda:0")
-    monkeypatch.setattr(device_group.dist, "group", SimpleNamespace(WORLD=bound))
-    device_group._refuse_split(_topology(4))
+    monkeypatch.setattr(process_groups.dist, "group", SimpleNamespace(WORLD=bound))
+    process_groups._refuse_split(_topology(4))
     with pytest.raises(ConfigError, match="leave device_id out"):
-        device_group._refuse_split(_topology(2))
+        process_groups._refuse_split(_topology(2))
     bound.bound_device_id = None
-    device_group._refuse_split(_topology(2))
+    process_groups._refuse_split(_topology(2))
 
 
 def test_what_makes_each_operation_wait_for_all_ranks_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device_group.refuse_blocking_calls()
+    process_groups.refuse_blocking_calls()
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with pytest.raises(ConfigError, match="set it to INFO"):
-            device_group.refuse_blocking_calls()
+            process_groups.refuse_blocking_calls()
     finally:
         dist.set_debug_level(level)
-    monkeypatch.setattr(device_group, "use_torchcomms_enabled", lambda: True)
+    monkeypatch.setattr(process_groups, "use_torchcomms_enabled", lambda: True)
     with pytest.raises(ConfigError, match="TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
-        device_group.refuse_blocking_calls()
+        process_groups.refuse_blocking_calls()
 
 
 def test_groups_of_nccl_share_a_device_with_the_programs_own(
@@ -218,7 +220,7 @@ def test_groups_of_nccl_share_a_device_with_the_programs_own(
     topology: Any = SimpleNamespace(
         process_group=None, count=4, job_count=4, nodes=((0, 1), (2, 3))
     )
-    groups = device_group.device_groups(topology, torch.device("cuda"), over_nodes=True)
+    groups = process_groups.device_groups(topology, torch.device("cuda"), over_nodes=True)
     assert [ranks for ranks, _ in made] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3]]
     assert groups.node_gathers == [2, 3]
     for _, words in made:
@@ -235,7 +237,7 @@ def test_the_watchdog_of_the_groups_ends_no_process(
     monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv(name, before)
-    with device_group._watchdog_that_ends_no_process():
+    with process_groups._watchdog_that_ends_no_process():
         assert os.environ[name] == "2"
     assert os.environ.get(name) == before
 
@@ -257,8 +259,8 @@ class Stuck:
 def test_groups_whose_abort_has_not_ended_are_left_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_group, "_ABORT_S", 0.1)
-    monkeypatch.setattr(device_group.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(process_groups, "_ABORT_S", 0.1)
+    monkeypatch.setattr(process_groups.dist, "get_backend", lambda group: "nccl")
     stuck = Stuck()
     groups = DeviceGroups(stuck, None)
     groups.abort()

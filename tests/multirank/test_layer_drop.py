@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import infinity
-from infinity.distributed.buckets import SUMMING
-from infinity.distributed.coordinator import Key
+from infinity.distributed.collective.buckets import SUMMING
+from infinity.distributed.collective.order import Key
+from infinity.distributed.collective.unshard import DeviceUnshard
 from infinity.distributed.pending import PendingShards
-from infinity.distributed.unshard import DeviceUnshard
 
 from .early_run import EarlyRun, EarlyStep
 from .models import DeepBlocks

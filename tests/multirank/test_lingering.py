@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import infinity
-from infinity.distributed import endings, transport
+from infinity.distributed.wire import failures, transport
 
 from .processes import Ranks, run_ranks
 from .work import Case, build, offload_case, read_weights
@@ -63,7 +63,7 @@ def _drop(rank: int) -> bool:
         begun_s = time.monotonic()
         gc.collect()
         is_soon = time.monotonic() - begun_s < 10 * LINGER_S
-        endings._await_beside()  # As the end of the interpreter does.
+        failures._await_beside()  # As the end of the interpreter does.
         return engine() is None and is_soon
     time.sleep(15 * LINGER_S)
     infinity.close(model)

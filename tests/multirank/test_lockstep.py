@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.distributed import collectives
+from infinity.distributed.collective import collectives
 from infinity.errors import InfinityError
 from tests.support.exhaustive import sampled
 

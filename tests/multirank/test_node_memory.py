@@ -17,10 +17,10 @@ import pytest
 
 import infinity
 from infinity.distributed import group as group_module
-from infinity.distributed import node_memory, setup
-from infinity.distributed.channel import Channel
-from infinity.distributed.messages import HEADER, IN_MEMORY, INLINE_NBYTES, TAKEN, MessageType
-from infinity.distributed.node_memory import (
+from infinity.distributed import setup
+from infinity.distributed.wire import node_memory
+from infinity.distributed.wire.channel import Channel
+from infinity.distributed.wire.node_memory import (
     CHUNK_NBYTES,
     MappedMemory,
     MemoryOffer,
@@ -29,6 +29,7 @@ from infinity.distributed.node_memory import (
     SharedRegion,
     map_memory,
 )
+from infinity.distributed.wire.protocol import HEADER, IN_MEMORY, INLINE_NBYTES, TAKEN, MessageType
 from infinity.engine import open_tiers
 from infinity.errors import RankError
 from infinity.observe import Counters

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.distributed import norms as norms_module
+from infinity.distributed.sums import norms as norms_module
 from infinity.streaming.gradients.norm_tasks import THREAD_NAME
 from tests.support.exhaustive import sampled
 

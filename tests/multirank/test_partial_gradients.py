@@ -12,8 +12,8 @@ import torch
 
 import infinity
 from infinity.config import SwapConfig
-from infinity.distributed import partials as partials_module
-from infinity.distributed.partials import Fill, PartialGradients
+from infinity.distributed.sums import partials as partials_module
+from infinity.distributed.sums.partials import Fill, PartialGradients
 from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import MIB

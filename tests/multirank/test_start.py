@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 
 import infinity
-from infinity.distributed import group, transport
-from infinity.distributed.meeting import Meeting
+from infinity.distributed import group
+from infinity.distributed.wire import transport
+from infinity.distributed.wire.connecting import Meeting
 from infinity.engine import build as building
 
 from .models import batch, loss_of

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from infinity.distributed import transport as transport_module
-from infinity.distributed.messages import HEADER, MOST_RANKS, MessageType, Purpose
-from infinity.distributed.node_memory import NodeMemory, OwnMemory, map_memory
-from infinity.distributed.peer import Peer
-from infinity.distributed.transport import PeerTransport
+from infinity.distributed.wire import transport as transport_module
+from infinity.distributed.wire.node_memory import NodeMemory, OwnMemory, map_memory
+from infinity.distributed.wire.protocol import HEADER, MOST_RANKS, MessageType, Peer, Purpose
+from infinity.distributed.wire.transport import PeerTransport
 from infinity.errors import RankError, StorageError
 from infinity.observe import Counters
 from tests.support.forked import TIME_LIMIT_S

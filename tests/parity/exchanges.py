@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange
+from infinity.distributed.collective.exchange import Buffers, DeviceExchange, PlacedRange
 from infinity.observe import Counters
 from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange
+from infinity.distributed.collective.exchange import Buffers, DeviceExchange, PlacedRange
 from infinity.observe import Counters
 from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena

@@ -8,7 +8,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.distributed.coordinator import Coordinator, Key, Verb
+from infinity.distributed.collective.order import Coordinator, Key, Verb
 
 NONE = (0, 0, 0)
 

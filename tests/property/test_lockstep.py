@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.distributed.coordinator import Key
-from infinity.distributed.lockstep import (
+from infinity.distributed.collective.order import (
     MOST_LACKING,
     PATIENT_STEPS,
     AgreedLog,
+    Key,
     Lacking,
     LogEntry,
     Report,

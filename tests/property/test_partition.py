@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.distributed.norms import block_sums, num_blocks
-from infinity.distributed.ordered_sum import OrderedReduction
+from infinity.distributed.sums.norms import block_sums, num_blocks
+from infinity.distributed.sums.ordered_sum import OrderedReduction
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.partition import STAGES, Partition, partition
 from infinity.state.units import STATE_GRANULE, StateKind, Unit

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.distributed.addresses import (
+from infinity.distributed.wire.addresses import (
     LOOPBACK,
     Machine,
     choose_address,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.distributed import collectives as collectives_module
-from infinity.distributed.collectives import Collectives
-from infinity.distributed.coordinator import Verb
-from infinity.distributed.device_group import DeviceGroups
+from infinity.distributed.collective import collectives as collectives_module
+from infinity.distributed.collective.collectives import Collectives
+from infinity.distributed.collective.order import Verb
+from infinity.distributed.collective.process_groups import DeviceGroups
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 

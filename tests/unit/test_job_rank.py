@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
-from infinity.distributed.failures import RankFailures
 from infinity.distributed.group import RankTopology
-from infinity.distributed.peer import Peer
+from infinity.distributed.wire.failures import RankFailures
+from infinity.distributed.wire.protocol import Peer
 from infinity.errors import ConfigError, RankError
 from infinity.tools.training import ranks
 from infinity.tools.training.ranks import JobRank, job_rank

@@ -18,11 +18,11 @@ import pytest
 import torch
 from typing_extensions import override
 
-from infinity.distributed import collectives
-from infinity.distributed.buckets import SUMMING
-from infinity.distributed.collectives import Collectives
-from infinity.distributed.coordinator import Key
-from infinity.distributed.device_group import DeviceGroups
+from infinity.distributed.collective import collectives
+from infinity.distributed.collective.buckets import SUMMING
+from infinity.distributed.collective.collectives import Collectives
+from infinity.distributed.collective.order import Key
+from infinity.distributed.collective.process_groups import DeviceGroups
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 from infinity.tiers.device import Copy
@@ -88,6 +88,7 @@ class Transport:
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self.rank = world, rank
+        self.failures = self
 
     @property
     def is_broken(self) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.distributed.exchange import Buffers, DeviceExchange
-from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
+from infinity.distributed.collective.exchange import Buffers, DeviceExchange
+from infinity.distributed.collective.unshard import DeviceUnshard, UnshardedWeights
 from infinity.errors import RankError
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation

@@ -28,9 +28,9 @@ from typing_extensions import override
 from infinity.checkpoint.huggingface.import_checks import refuse_codes
 from infinity.checkpoint.run.files import kept_tensors
 from infinity.checkpoint.run.layout import is_row_major
-from infinity.distributed.state_access import StateAccess
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
+from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, CorruptionError, StorageError, UnsupportedError
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.moments import moments_of

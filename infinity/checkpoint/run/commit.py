@@ -31,7 +31,7 @@ from infinity.checkpoint.run.directory import (
 )
 from infinity.checkpoint.run.layout import StateTensor
 from infinity.checkpoint.run.linked import COPIES_NAME, LinkedKind, LinkedRun, LinkedTensor
-from infinity.distributed.state_access import StateAccess
+from infinity.engine.state_access import StateAccess
 from infinity.errors import StorageError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.sizes import PAGE_NBYTES, align_down, align_up

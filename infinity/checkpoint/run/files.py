@@ -43,7 +43,7 @@ from infinity.checkpoint.run.layout import (
 from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME, LinkedTensor, to_bytes
 from infinity.checkpoint.run.manifest import PROGRAM_NAME, FileEntry, StoredRange
 from infinity.checkpoint.run.references import SHARDS_NAME, reference_to_bytes
-from infinity.distributed.state_access import Part, StateAccess
+from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import StorageError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.sizes import PAGE_NBYTES

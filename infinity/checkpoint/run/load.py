@@ -34,9 +34,9 @@ from infinity.checkpoint.run.restore_linked import restore_linked
 from infinity.checkpoint.run.rng_state import restore_random_state
 from infinity.checkpoint.run.save import Stateful
 from infinity.checkpoint.run.stored import StoredReader
-from infinity.distributed.state_access import StateAccess
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
+from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.optimizers.offloaded import OffloadedOptimizer

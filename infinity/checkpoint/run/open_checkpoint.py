@@ -27,7 +27,7 @@ from infinity.checkpoint.run.program import parse_program
 from infinity.checkpoint.run.recut import Recut, recut
 from infinity.checkpoint.run.references import check_reference, check_reference_files
 from infinity.checkpoint.run.stored import FileTensor, PagedTensor
-from infinity.distributed.state_access import StateAccess
+from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, corrupt, listed
 from infinity.state.units import MOMENT_KINDS, StateKind
 

@@ -15,7 +15,7 @@ from infinity.checkpoint.run.files import KeptTensors
 from infinity.checkpoint.run.layout import STREAMED
 from infinity.checkpoint.run.linked import COPIES_NAME, LinkedKind, LinkedState
 from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
-from infinity.distributed.state_access import StateAccess
+from infinity.engine.state_access import StateAccess
 from infinity.state.store import NvmeLocation
 from infinity.state.units import StateKind, Unit
 from infinity.storage.frozen_content import FrozenContent

@@ -15,7 +15,7 @@ from torch import nn
 from infinity.checkpoint.run import directory as state_directory
 from infinity.checkpoint.run.commit import Stored, label_of, located
 from infinity.checkpoint.run.files import contents_of, write_contents
-from infinity.distributed.state_access import StateAccess
+from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, reporting
 
 

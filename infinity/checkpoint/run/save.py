@@ -49,10 +49,10 @@ from infinity.checkpoint.run.program import load_plain
 from infinity.checkpoint.run.references import read_reference
 from infinity.checkpoint.run.reuse import holds_state
 from infinity.checkpoint.run.rng_state import random_state
-from infinity.distributed.state_access import StateAccess
 from infinity.distributed.sync import CollectiveSection
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
+from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, RankError, UnsupportedError
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.spare_generations import count_spares, is_elsewhere

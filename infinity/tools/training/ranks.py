@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
-from infinity.distributed.endings import waiting_beside
+from infinity.distributed.collective.process_groups import GroupSockets
 from infinity.distributed.group import RankTopology, find_group, join
-from infinity.distributed.process_groups import GroupSockets
+from infinity.distributed.wire.failures import waiting_beside
 from infinity.errors import ConfigError, RankError
 
 # Of a wait in a barrier, such as that for the rank that tokenises the data: hours. NCCL's own 10
@@ -138,7 +138,7 @@ def _init_process_group(
                 timeout=_TIMEOUT,
             )  # fmt: skip
 
-    waiting_beside(topology.links, init)
+    waiting_beside(topology.links.failures, init)
     return replace(topology, process_group=dist.group.WORLD)
 
 

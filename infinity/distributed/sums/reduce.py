@@ -13,23 +13,28 @@ import numpy
 import torch
 from typing_extensions import override
 
-from infinity.distributed.buckets import Contribution, GradientBuckets
-from infinity.distributed.endings import ending_all
-from infinity.distributed.grad_memory import SumsMemory
-from infinity.distributed.norms import all_norms, measured_shards
-from infinity.distributed.ordered_sum import OrderedReduction
-from infinity.distributed.owned_sums import OwnedSums
-from infinity.distributed.partials import PartialGradient, wire_code
-from infinity.distributed.peer import RemoteRequest
+from infinity.distributed.collective.buckets import Contribution, GradientBuckets
+from infinity.distributed.pending import PendingShards
 from infinity.distributed.store import DistributedStore
-from infinity.distributed.sum_progress import SumProgress, refuse_other_generation
-from infinity.distributed.transport import PeerTransport
+from infinity.distributed.sums.grad_memory import SumsMemory
+from infinity.distributed.sums.norms import all_norms, measured_shards
+from infinity.distributed.sums.ordered_sum import (
+    OrderedReduction,
+    SumProgress,
+    refuse_other_generation,
+)
+from infinity.distributed.sums.partials import PartialGradient, wire_code
+from infinity.distributed.wire.failures import ending_all
+from infinity.distributed.wire.protocol import RemoteRequest
+from infinity.distributed.wire.transport import PeerTransport
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.ops.host_sums import add_, copied, multiplied_
 from infinity.state.partition import Partition, ShardSlice
+from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.gradients.memory import flat_of, in_memory_order
+from infinity.streaming.gradients.norms import CompleteSums
 from infinity.streaming.gradients.sink import GradientSink, Lend
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.gradients.sums import refuse_sparse
@@ -140,7 +145,7 @@ class DistributedGradients(GradientSink):
         """Adds the sums of reduced buckets; gradients of cancelled ones go to their owners."""
         if self._buckets is None:
             return
-        with ending_all(self._transport, _IN_SUMS):
+        with ending_all(self._transport.failures, _IN_SUMS):
             for answered in self._buckets.take(all_of_them=all_of_them):
                 contributions = answered.bucket.contributions
                 if answered.means is None:
@@ -237,7 +242,7 @@ class DistributedGradients(GradientSink):
 
     def _sum_up(self, *, all_are_there: bool) -> None:
         taken = self._reduce_buffer.take(all_are_there=all_are_there)
-        with ending_all(self._transport, _IN_SUMS):
+        with ending_all(self._transport.failures, _IN_SUMS):
             for tensor, of_tensor in itertools.groupby(taken, key=itemgetter(0)):
                 unit, share = self._local_shares[tensor]
                 for _, partial in of_tensor:
@@ -382,7 +387,7 @@ class DistributedGradients(GradientSink):
         """Returns what each rank gives to the norms of these gradients, see `norms_of`."""
         indexes = (self._index[spec] for spec in specs)
         local = [self._local_shares[index] for index in indexes if index in self._local_shares]
-        with ending_all(self._transport, "in the norms of gradients"):
+        with ending_all(self._transport.failures, "in the norms of gradients"):
             sums = [self.owned.norm(unit, s.part) for unit, s in local if s.part.numel]
         content = torch.cat(sums).numpy().tobytes() if sums else b""
         return self._transport.all_gather("gradient norms", content)
@@ -498,3 +503,30 @@ class DistributedGradients(GradientSink):
     @override
     def apply_scales(self, unit: Unit) -> None:
         self.owned.apply_scales(self._partition.local[unit.index].unit)
+
+
+class OwnedSums(GradientStore):
+    """Sums over ranks of this rank's parts of gradients, which the thread of updates reads.
+
+    That thread reads the block of a shard that awaits its update, or is updated early, and takes no
+    lock (Note [Sums that stay in memory] in `streaming/gradients/blocks.py`). No such block is
+    given up: a reclaim of that memory waits for the updates, or takes them back
+    (`DistributedUpdater.reclaim`). All other methods are for the training thread, under the
+    engine's lock.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        pool: HostPool,
+        device: DeviceAdapter,
+        counters: Counters,
+        norms: CompleteSums,
+        pending: PendingShards,
+    ) -> None:
+        super().__init__(store, pool=pool, device=device, counters=counters, norms=norms)
+        self._pending = pending
+
+    @override
+    def _is_in_use(self, unit: Unit) -> bool:
+        return super()._is_in_use(unit) or self._pending.is_read(unit.index)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 import torch
 from typing_extensions import override
 
-from infinity.distributed.collectives import Collectives
-from infinity.distributed.coordinator import Key
-from infinity.distributed.exchange import DeviceExchange, PlacedRange
+from infinity.distributed.collective.collectives import Collectives
+from infinity.distributed.collective.exchange import DeviceExchange, PlacedRange
+from infinity.distributed.collective.order import Key
 from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
@@ -23,7 +23,7 @@ from infinity.state.units import StateKind
 from infinity.streaming.weights.provider import Arrival, WeightProvider
 from infinity.tiers.device import FINISHED, Copy, Decoding, Region
 
-# Kinds of these proposals; see coordinator.Key.
+# Kinds of these proposals; see order.Key.
 _GATHERING, _REFRESHING = 0, 2
 _MOST_GIVEN = 3  # All-gathers of stand-ins under way: each keeps a copy of its shard, unbudgeted.
 

@@ -1,9 +1,9 @@
 """Collective operations between the devices of all ranks, begun in one order.
 
-A rank proposes an operation. In lockstep (`lockstep.py`) a thread of this object issues the
+A rank proposes an operation. In lockstep a thread of this object issues the
 operations of the agreed log in its order, without a message; what a rank does not propose is issued
 by a stand-in. Without a log, the thread begins an operation when every rank has proposed it
-(`coordinator.py`), in the order that rank 0 decides. What ranks wanted in a step, with or without a
+(`order.py`), in the order that rank 0 decides. What ranks wanted in a step, with or without a
 log, is the next log. The thread only issues operations; the device orders them. No rank enters a
 collective operation that another rank does not enter, so ranks may take different paths through the
 model. A rank whose proposal is cancelled requests the data from each owner.
@@ -26,10 +26,19 @@ from functools import partial
 
 import torch
 
-from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
-from infinity.distributed.device_group import DeviceGroups, GroupOperations, operating
-from infinity.distributed.lockstep import AgreedLog, LogEntry, Report, next_log, report_of
-from infinity.distributed.transport import PeerTransport
+from infinity.distributed.collective.order import (
+    AgreedLog,
+    Coordinator,
+    Decision,
+    Key,
+    LogEntry,
+    Report,
+    Verb,
+    next_log,
+    report_of,
+)
+from infinity.distributed.collective.process_groups import DeviceGroups, GroupOperations, operating
+from infinity.distributed.wire.transport import PeerTransport
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 from infinity.tiers.device import Copy
@@ -56,7 +65,7 @@ class Proposal:
 
     def __init__(self, key: Key, act: Callable[[], Copy | None], size: int = 0) -> None:
         self.key = key
-        self.size = size  # See lockstep.LogEntry.
+        self.size = size  # See order.LogEntry.
         self.act: Callable[[], Copy | None] | None = act
         self.answer: Verb | None = None
         self.is_issued = False

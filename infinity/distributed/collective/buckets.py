@@ -15,24 +15,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinity.distributed.collectives import Collectives, Proposal
-from infinity.distributed.coordinator import Key
-from infinity.distributed.exchange import DeviceExchange, SumLayout
-from infinity.distributed.partials import from_wire_code, wire_code
+from infinity.distributed.collective.collectives import Collectives, Proposal
+from infinity.distributed.collective.exchange import DeviceExchange, SumLayout
+from infinity.distributed.collective.order import Key
+from infinity.distributed.sums.partials import from_wire_code, wire_code
 from infinity.observe import Counters
 from infinity.state.partition import Partition
 from infinity.state.units import TensorSpec, Unit
 from infinity.tiers.device import Copy
 from infinity.tiers.stream_runtime import Stream
 
-SUMMING = 1  # The kind of these proposals; see coordinator.Key.
+SUMMING = 1  # The kind of these proposals; see order.Key.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contribution:
     """The gradient that one backward of this rank delivers: `flat`, on the device, of any dtype.
 
-    `index` is the tensor's, `number` and `generation` are those of distributed/ordered_sum.py.
+    `index` is the tensor's, `number` and `generation` are those of distributed/sums/ordered_sum.py.
     """
 
     spec: TensorSpec

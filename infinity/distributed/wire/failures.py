@@ -1,16 +1,31 @@
-"""The first failure of a rank of a group: it ends every wait here, and all other ranks learn it."""
+"""How the end of one rank ends every wait of the others, in an error that names it and its cause.
+
+The first failure of a rank of a group ends every wait here, and all other ranks learn it. Words
+between ranks go over the links (`transport.py`), which raise that error themselves. The calls of
+torch.distributed that are left, such as making a process group, go through `waiting_beside` and
+`naming_lost_ranks`.
+"""
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
 
-from infinity.distributed.messages import Purpose
-from infinity.distributed.outgoing import Outgoing
-from infinity.distributed.peer import Peer
-from infinity.errors import RankError
+import torch
+
+from infinity.distributed.wire.channel import Outgoing
+from infinity.distributed.wire.protocol import Peer, Purpose
+from infinity.errors import InfinityError, RankError
 
 _log = logging.getLogger("infinity")
 
@@ -23,13 +38,18 @@ class RankFailures:
     """The life of the ranks of a group, as `me` knows it. Thread-safe.
 
     `outgoing`: the sockets over which the other ranks learn of a failure. `changed` guards the
-    state, which the transport shares.
+    state, which the transport shares. A rank that is silent for `silence_s` is stuck.
     """
 
     def __init__(
-        self, me: Peer, count: int, outgoing: Mapping[tuple[int, Purpose], Outgoing]
+        self,
+        me: Peer,
+        count: int,
+        outgoing: Mapping[tuple[int, Purpose], Outgoing],
+        silence_s: float,
     ) -> None:
         self._me = me
+        self.silence_s = silence_s
         self._count = count
         self._outgoing = outgoing
         self.changed = threading.Condition()
@@ -136,3 +156,115 @@ def _is_of_backend(error: BaseException | None) -> bool:
             trace = trace.tb_next
         error = error.__cause__ or error.__context__
     return False
+
+
+_LOOK_S = 0.02
+_beside: list[_thread.LockType] = []  # Held by calls of `run_beside` that are not over.
+
+T = TypeVar("T")
+
+
+@contextmanager
+def ending_all(failures: RankFailures, where: str) -> Iterator[None]:
+    """Ends all ranks if the block fails: the others wait for what it was to do, or have given it
+    what is lost. The error goes on, so that a program that catches it does not keep the others
+    waiting."""
+    try:
+        yield
+    except RankError:
+        raise  # The others know.
+    except BaseException as error:
+        failures.fail(f"{where}: {type(error).__name__}: {error}")
+        raise
+
+
+@contextmanager
+def naming_lost_ranks(failures: RankFailures) -> Iterator[None]:
+    """Surrounds an operation of torch.distributed. Raises the error of the links, which names the
+    rank that is gone, for one of a backend, which names a socket."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except RuntimeError as error:
+        first = failures.await_first(failures.silence_s)
+        raise first or InfinityError(f"torch.distributed between ranks: {error}") from error
+
+
+def waiting_beside(failures: RankFailures, call: Callable[[], T]) -> T:
+    """Returns the result of a call of torch.distributed that waits for other ranks.
+
+    The call runs in a thread, which stays in it if a rank is gone: no backend lets itself be
+    interrupted while it makes a group. Raises RankError then.
+    """
+    result: Future[T] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="infinity-joining", daemon=True).start()
+    with naming_lost_ranks(failures):
+        return await_result(failures, result.done, result.result)
+
+
+def await_result(failures: RankFailures, is_done: Callable[[], bool], result: Callable[[], T]) -> T:
+    """Returns the result once it is there. Raises RankError if a rank is gone before."""
+    pause_s = 0.0
+    while not is_done():
+        failures.check()
+        time.sleep(pause_s)
+        pause_s = min(pause_s + 1e-4, _LOOK_S)
+    return result()
+
+
+def run_beside(call: Callable[[], None]) -> None:
+    """Runs a call in a thread, which the interpreter waits for when it ends. For finalizers: a
+    garbage collection may interrupt any code, so this takes no lock, not even one of `threading`.
+    """
+    is_over = _thread.allocate_lock()
+    is_over.acquire()
+    _beside.append(is_over)
+
+    def run() -> None:
+        try:
+            call()
+        finally:
+            _beside.remove(is_over)
+            is_over.release()
+
+    _thread.start_new_thread(run, ())
+
+
+@atexit.register
+def _await_beside() -> None:
+    for is_over in _beside.copy():
+        with is_over:
+            pass
+
+
+def tell_of_uncaught_exceptions(failures: RankFailures) -> None:
+    """Sends an uncaught exception to the other ranks, which then name the cause. Where another rank
+    is the cause, its name is the last that the program prints."""
+    before, known = sys.excepthook, weakref.ref(failures)
+
+    def tell(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        living: Any = known()
+        if living is None or living.is_closing:
+            before(kind, error, traceback)
+            return
+        cause = living.cause_of(error)
+        if cause is not error:
+            cause.__cause__ = error
+        living.end(cause)
+        living.await_told()
+        before(type(cause), cause, cause.__traceback__)
+
+    sys.excepthook = tell

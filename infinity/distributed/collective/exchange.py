@@ -398,8 +398,8 @@ class DeviceExchange:
         present: bool on the host, by rank; gets whether the rank took part with gradients. None
             where every rank does
 
-        Sums follow the tree of distributed/ordered_sum.py: they have the bits of gradients that are
-        sent one by one.
+        Sums follow the tree of distributed/sums/ordered_sum.py: they have the bits of gradients
+        that are sent one by one.
         """
         for event in ready:
             self._sum_link.wait_event(event)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.distributed.channel import Fill
+from infinity.distributed.wire.channel import Fill
 from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import PAGE_NBYTES, align_up

@@ -14,12 +14,13 @@ this rank and is sent to the other ranks, so that all ranks name the same one. R
 they do anything else together (`group.py`), so that a death at any later time is seen.
 
 Ranks of one machine send contents through memory, and the names of its ranges through sockets
-(`channel.py`), once they share it. The format of the messages is in `messages.py`. A rank that
+(`channel.py`), once they share it. The format of the messages is in `protocol.py`. A rank that
 connects must know the secret that the ranks have exchanged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import sys
@@ -29,21 +30,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from infinity.distributed.channel import Channel, cause_of
-from infinity.distributed.connecting import accepted, closed, connect_to
-from infinity.distributed.failures import CAUSE_S, RankFailures
-from infinity.distributed.messages import (
+from infinity.distributed.wire.channel import Channel, Message, Outgoing, cause_of
+from infinity.distributed.wire.connecting import accepted, closed, connect_to
+from infinity.distributed.wire.failures import CAUSE_S, RankFailures
+from infinity.distributed.wire.node_memory import NodeMemory
+from infinity.distributed.wire.protocol import (
     MOST_RANKS,
     NOTHING,
     REQUESTS,
     MessageType,
+    Peer,
     Purpose,
+    RemoteRequest,
+    Service,
     purpose_of,
     refuse_long,
 )
-from infinity.distributed.node_memory import NodeMemory
-from infinity.distributed.outgoing import Message, Outgoing
-from infinity.distributed.peer import Peer, RemoteRequest, Service
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 
@@ -53,7 +55,8 @@ _LEAST_SILENCE_S = 5.0  # Less may pass while a thread keeps the interpreter's l
 TIMEOUT_S = 600.0  # The default of `distributed.timeout_s`.
 LINGER_S = 600.0  # A rank whose model was dropped waits so long for the others: see `close`.
 _MEANWHILE_S = 0.02
-REFUSED = "refused"  # The tag of a rank that ends with the error in its content.
+_REFUSED = "refused"  # The tag of a rank that ends with the error in its content.
+_MOST_WORDS_NBYTES = 4096  # Of a refusal.
 _QUEUED_NBYTES = 64 << 20  # Bytes of queued gradients, beyond which the sender waits.
 
 
@@ -83,7 +86,7 @@ class PeerTransport:
         self._contents: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
         self._outgoing: dict[tuple[int, Purpose], Outgoing] = {}
-        self.failures = RankFailures(self.peers[rank], len(peers), self._outgoing)
+        self.failures = RankFailures(self.peers[rank], len(peers), self._outgoing, self.silence_s)
         self._changed, self._left = self.failures.changed, self.failures.left
         self._incoming: dict[tuple[int, Purpose], Channel] = {}
         self._serving: list[threading.Thread] = []
@@ -336,7 +339,7 @@ class PeerTransport:
             if found != tag:
                 cause = (
                     f"{peer} failed: {remote.decode(errors='replace')}"
-                    if found == REFUSED
+                    if found == _REFUSED
                     else f"{peer} is at {found!r} while {self.peers[self.rank]} is at {tag!r}; all "
                     "ranks must make the same calls in the same order"
                 )
@@ -347,6 +350,14 @@ class PeerTransport:
                 self.check()
             gathered.append(remote)
         return gathered
+
+    def refuse(self, error: InfinityError) -> None:
+        """Waits until the other ranks have come to a refusal of their own, or learn of this one in
+        another call, before this rank ends. A RankError is known to them."""
+        if not isinstance(error, RankError):
+            words = f"{type(error).__name__}: {error}".encode()[:_MOST_WORDS_NBYTES]
+            with contextlib.suppress(InfinityError):
+                self.all_gather(_REFUSED, words)
 
     def all_gather_objects(self, tag: str, local: Any) -> list[Any]:
         """Returns every rank's object, in rank order. A rank that connects knows the secret."""

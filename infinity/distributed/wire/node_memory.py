@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy
 
-from infinity.distributed.messages import Purpose
+from infinity.distributed.wire.protocol import Purpose
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_up
 from infinity.storage.arena import Arena, view_arena
 

@@ -1,0 +1,1 @@
+"""The connections between ranks: how they meet, what they say, and how they learn of a death."""
