@@ -18,9 +18,9 @@ from infinity.observe import Counters
 from infinity.state.early import can_go_back, has_generations
 from infinity.state.placement import updated_nbytes
 from infinity.state.units import TensorSpec
-from infinity.streaming.early_policy import EarlyPolicy
-from infinity.streaming.step_record import StepRecord
-from infinity.streaming.unit_update import UnitUpdate
+from infinity.streaming.updates.policy import EarlyPolicy
+from infinity.streaming.updates.record import StepRecord
+from infinity.streaming.updates.unit_update import UnitUpdate
 
 _WAITS = ("read_wait_s", "write_wait_s")
 

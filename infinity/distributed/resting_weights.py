@@ -15,8 +15,8 @@ from infinity.state.store import StateStore, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.protocol import Priority
-from infinity.streaming.step_record import UpdatedWeights
-from infinity.streaming.unit_update import UnitUpdate
+from infinity.streaming.updates.record import UpdatedWeights
+from infinity.streaming.updates.unit_update import UnitUpdate
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool

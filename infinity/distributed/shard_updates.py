@@ -31,9 +31,9 @@ from infinity.state.old_copies import OldCopies
 from infinity.state.store import LocalStore, NvmeLocation, changing_kinds
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
-from infinity.streaming.staging_ring import StagingRing
-from infinity.streaming.step_record import UpdateSettings
-from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of
+from infinity.streaming.updates.record import UpdateSettings
+from infinity.streaming.updates.staging_ring import StagingRing
+from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate, chunks_of
 from infinity.tiers.pool import HostPool
 
 _WRITES_POLL_S = 0.01  # The end of a write wakes nobody.

@@ -29,15 +29,15 @@ from infinity.state.old_copies import OldCopies
 from infinity.state.partition import Shard, ShardSlice
 from infinity.state.undecided import changed_at_home
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.streaming.masters import Masters, MasterWeights
-from infinity.streaming.optimizer_step import Updater
-from infinity.streaming.step_record import (
+from infinity.streaming.updates.masters import Masters, MasterWeights
+from infinity.streaming.updates.record import (
     StepRecord,
     StepRunner,
     UpdatedWeights,
     UpdateSettings,
 )
-from infinity.streaming.unit_update import UnitUpdate, updates_of
+from infinity.streaming.updates.unit_update import UnitUpdate, updates_of
+from infinity.streaming.updates.updater import Updater
 from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.pool import HostPool
 

@@ -61,10 +61,10 @@ from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.inputs.activations import ActivationStore
 from infinity.streaming.inputs.input_memory import InputMemory
-from infinity.streaming.masters import Masters, MasterWeights
-from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.passes import Passes
-from infinity.streaming.step_record import StepRunner, UpdateSettings
+from infinity.streaming.updates.masters import Masters, MasterWeights
+from infinity.streaming.updates.record import StepRunner, UpdateSettings
+from infinity.streaming.updates.updater import Updater
 from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weights.cache import WeightCache
 from infinity.streaming.weights.device_window import DeviceWindow

@@ -63,9 +63,9 @@ from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.inputs.activations import ActivationStore
-from infinity.streaming.masters import MasterWeights
 from infinity.streaming.passes import Passes
-from infinity.streaming.step_record import StepRecord, StepRunner
+from infinity.streaming.updates.masters import MasterWeights
+from infinity.streaming.updates.record import StepRecord, StepRunner
 from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.device import DeviceAdapter

@@ -29,7 +29,7 @@ from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import MIB, align_down
 from infinity.state.budgets import Budgets
 from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Unit
-from infinity.streaming import device_update as update_on_device
+from infinity.streaming.updates import device_update as update_on_device
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
 

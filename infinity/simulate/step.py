@@ -34,7 +34,7 @@ from infinity.simulate.order import Move, Use, blocks_in_groups
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec
 from infinity.simulate.updates import UnitUpdates
-from infinity.streaming.early_policy import choose_early
+from infinity.streaming.updates.policy import choose_early
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ import infinity
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from infinity.observe import Counters
-from infinity.streaming.early_updates import EarlyUpdates
+from infinity.streaming.updates.early import EarlyUpdates
 from tests.checkpoint.harness import EARLY, durable, run
 from tests.checkpoint.test_copy import save
 from tests.parity.test_early_updates import idle_drives

@@ -25,7 +25,7 @@ from infinity.checkpoint.run.manifest import MANIFEST_NAME
 from infinity.state.old_generation import OldGeneration
 from infinity.state.units import Unit
 from infinity.storage.volume import Volume
-from infinity.streaming.early_updates import EarlyUpdates
+from infinity.streaming.updates.early import EarlyUpdates
 from tests.parity.test_early_updates import idle_drives
 from tests.support.bits import assert_same
 from tests.support.file_systems import seem_elsewhere

@@ -13,8 +13,8 @@ from torch import nn
 import infinity
 from infinity.checkpoint.run.commit import thaw_removed
 from infinity.errors import InfinityError, StorageError
-from infinity.streaming.optimizer_step import Updater
-from infinity.streaming.pending_beside import PendingBeside
+from infinity.streaming.updates.pending_beside import PendingBeside
+from infinity.streaming.updates.updater import Updater
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.parity.test_early_updates import (
     Clip,
@@ -157,7 +157,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import infinity
-from infinity.streaming import unit_update
+from infinity.streaming.updates import unit_update
 from tests.parity.test_early_updates import Run, config_of, idle_drives, make, steps
 
 directory, die_at, num_steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -88,7 +88,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import infinity
-from infinity.streaming import staging_ring
+from infinity.streaming.updates import staging_ring
 from tests.fault.test_spare_slots import clipped, config_here
 from tests.parity.test_early_updates import Run, make, steps
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import infinity
 from infinity.distributed.shard_updates import ShardUpdates
 from infinity.engine.engine import Engine
-from infinity.streaming.unit_update import UnitUpdate
+from infinity.streaming.updates.unit_update import UnitUpdate
 
 from .models import batch, loss_of
 from .work import LR, Case, Run, offload_case, one_step, read_weights

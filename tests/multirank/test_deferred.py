@@ -22,7 +22,7 @@ import infinity
 from infinity.distributed.shard_updates import ShardUpdates
 from infinity.distributed.wire import failures
 from infinity.errors import InfinityError, RankError
-from infinity.streaming.unit_update import UnitUpdate
+from infinity.streaming.updates.unit_update import UnitUpdate
 
 from .early_run import counted_updates
 from .models import batch, loss_of

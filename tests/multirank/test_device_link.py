@@ -23,7 +23,7 @@ from infinity.sizes import PAGE_NBYTES
 from infinity.state.partition import Partition
 from infinity.state.store import Transfer
 from infinity.state.units import StateKind
-from infinity.streaming.step_record import StepRecord
+from infinity.streaming.updates.record import StepRecord
 from infinity.testing import SimulatedDevice
 from infinity.testing.simulated_device import UnorderedAccess
 from tests.support.exhaustive import sampled

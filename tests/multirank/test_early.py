@@ -24,7 +24,7 @@ from infinity.distributed.step import DistributedUpdater
 from infinity.errors import StorageError
 from infinity.state.old_copies import _LABEL as OLD_STATE
 from infinity.state.undecided import UndecidedState
-from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
+from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
 from tests.support.exhaustive import sampled
 
 from .early_run import PATIENCE_S, EarlyRun

@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.errors import CapacityError, NonFiniteError
 from infinity.optimizers.clipping import clip_grad_norm_
-from infinity.streaming.optimizer_step import Updater
+from infinity.streaming.updates.updater import Updater
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import sampled
 

@@ -19,10 +19,10 @@ from torch import nn
 import infinity
 from infinity.errors import StorageError
 from infinity.state.units import Chunk
-from infinity.streaming.early_updates import EarlyUpdates
-from infinity.streaming.optimizer_step import Updater
-from infinity.streaming.staging_ring import StagingRing
-from infinity.streaming.update_worker import LooseWork
+from infinity.streaming.updates.early import EarlyUpdates
+from infinity.streaming.updates.staging_ring import StagingRing
+from infinity.streaming.updates.updater import Updater
+from infinity.streaming.updates.worker import LooseWork
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import sampled
 

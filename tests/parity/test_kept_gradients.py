@@ -14,7 +14,7 @@ import infinity
 from infinity.engine.engine import Engine
 from infinity.state.store import LocalStore
 from infinity.state.units import StateKind
-from infinity.streaming.staging_ring import StagingRing
+from infinity.streaming.updates.staging_ring import StagingRing
 
 from .test_early_updates import Run, loss_of, plain_run
 from .test_spare_slots import CLIPPED, LateWrites, on_a_late_drive

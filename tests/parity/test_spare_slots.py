@@ -17,9 +17,9 @@ from infinity.engine.build import build
 from infinity.engine.engine import Engine
 from infinity.errors import CapacityError
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
-from infinity.streaming.optimizer_step import Updater
-from infinity.streaming.staging_ring import StagingRing
-from infinity.streaming.unit_update import chunks_of
+from infinity.streaming.updates.staging_ring import StagingRing
+from infinity.streaming.updates.unit_update import chunks_of
+from infinity.streaming.updates.updater import Updater
 from infinity.testing.wrapped_engine import WrappedEngine
 from tests.support.exhaustive import sampled
 

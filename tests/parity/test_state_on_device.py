@@ -53,7 +53,7 @@ def train(
 def test_state_on_the_device_is_updated_there_with_the_host_s_bits(
     dtype: torch.dtype, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.streaming.device_update.SLICE_NUMEL", 768)
+    monkeypatch.setattr("infinity.streaming.updates.device_update.SLICE_NUMEL", 768)
     there = dict.fromkeys(("master", "moments"), "device")
     expected, *_ = train(swap_directory, dtype, {}, "host")
     found, in_nbytes, out_nbytes = train(swap_directory, dtype, there, "device")
@@ -86,8 +86,11 @@ def test_a_rule_whose_bits_the_device_would_not_give_is_updated_by_the_host(
     found, *_ = train(swap_directory, torch.bfloat16, everything, "device")
     assert all(map(torch.equal, expected, found))
     monkeypatch.setattr(
-        "infinity.streaming.chunk_update.can_update_on_device", lambda spans, settings: False
+        "infinity.streaming.updates.chunk_update.can_update_on_device",
+        lambda spans, settings: False,
     )
-    monkeypatch.setattr("infinity.streaming.chunk_update.update_on_device", None)  # Not called.
+    monkeypatch.setattr(
+        "infinity.streaming.updates.chunk_update.update_on_device", None
+    )  # Not called.
     found, *_ = train(swap_directory, torch.bfloat16, everything, "device")
     assert all(map(torch.equal, expected, found))

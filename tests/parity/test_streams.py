@@ -25,10 +25,10 @@ from infinity.errors import DeviceError, UnsupportedError
 from infinity.observe import Counters
 from infinity.simulate.rates import Rates
 from infinity.storage.arena import Arena
-from infinity.streaming.device_update import update_on_device
 from infinity.streaming.gradients import leaving
 from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.inputs.activations import ActivationStore
+from infinity.streaming.updates.device_update import update_on_device
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
@@ -199,7 +199,7 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whatever was timed before leaves nothing behind that training could see."""
-    monkeypatch.setattr("infinity.streaming.device_update.SLICE_NUMEL", 512)
+    monkeypatch.setattr("infinity.streaming.updates.device_update.SLICE_NUMEL", 512)
     monkeypatch.setattr("infinity.simulate.update_device.LEAST_UPDATE_NBYTES", 0)
     timed: list[Rates] = []
 
@@ -222,7 +222,7 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
         updated_there.append(True)
         update_on_device(*arguments)
 
-    monkeypatch.setattr("infinity.streaming.chunk_update.update_on_device", update_there)
+    monkeypatch.setattr("infinity.streaming.updates.chunk_update.update_on_device", update_there)
     device = SimulatedDevice(1, delay_s=1e-4)
     with caplog.at_level(logging.INFO, "infinity"):
         batch = {} if flops is None else BATCH

@@ -18,12 +18,12 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError, StorageError
-from infinity.streaming import unit_update
-from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.gradients.leaving import LeavingGradients
-from infinity.streaming.optimizer_step import Updater
-from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
-from infinity.streaming.update_worker import LooseWork
+from infinity.streaming.updates import unit_update
+from infinity.streaming.updates.early import EarlyUpdates
+from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
+from infinity.streaming.updates.updater import Updater
+from infinity.streaming.updates.worker import LooseWork
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.device import Copy
 from tests.support.exhaustive import sampled

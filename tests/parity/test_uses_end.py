@@ -13,7 +13,7 @@ import torch
 
 import infinity
 from infinity.errors import CapacityError, UnsupportedError
-from infinity.streaming.masters import Masters
+from infinity.streaming.updates.masters import Masters
 from infinity.streaming.weights.cache import WeightCache
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from tests.support.bits import assert_same

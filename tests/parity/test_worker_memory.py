@@ -17,7 +17,7 @@ from infinity.engine.engine import Engine
 from infinity.errors import DeviceError, StorageError
 from infinity.state.store import Transfer
 from infinity.storage.protocol import Priority
-from infinity.streaming import unit_update
+from infinity.streaming.updates import unit_update
 from infinity.streaming.weights.state import WeightState
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.pool import HostPool

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.streaming import early_policy
+from infinity.streaming.updates import policy
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import in_turn, sampled
 from tests.support.offloading import offloaded, swap_config
@@ -116,7 +116,7 @@ def test_trains_like_plain_pytorch_with_checkpointing(
 ) -> None:
     """`gradient_checkpointing_enable(use_reentrant=False)` on both sides. The backward updates all
     units that it can, and takes back what a clipped step decides otherwise."""
-    monkeypatch.setattr(early_policy, "_FIRST_SHARE", 1.0)
+    monkeypatch.setattr(policy, "_FIRST_SHARE", 1.0)
     config = swap_config(swap_directory, placement="nvme", updates="both_passes")
     assert_same_run(reference(name, True), offloaded_run(ZOO[name], plan_for(name, True), config))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.streaming.early_policy import EarlyPolicy, choose_early
+from infinity.streaming.updates.policy import EarlyPolicy, choose_early
 
 sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
 

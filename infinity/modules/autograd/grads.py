@@ -19,7 +19,7 @@ from infinity.observe import Tracer, Track
 from infinity.state.units import Unit
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.passes import current_backward
-from infinity.streaming.step_record import StepRunner
+from infinity.streaming.updates.record import StepRunner
 from infinity.streaming.weights.cache import WeightCache
 
 

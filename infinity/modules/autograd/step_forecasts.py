@@ -9,7 +9,7 @@ from infinity.modules.autograd.param import OffloadedParam
 from infinity.ops.optimizers import Settings
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradients.sink import GradientSink
-from infinity.streaming.step_record import StepRecord
+from infinity.streaming.updates.record import StepRecord
 
 
 class StepForecasts:

@@ -28,7 +28,7 @@ from infinity.state.units import Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
-from infinity.streaming.step_record import StepRecord, StepRunner
+from infinity.streaming.updates.record import StepRecord, StepRunner
 from infinity.streaming.weights.cache import WeightCache
 
 

@@ -20,8 +20,8 @@ from infinity.state.store import StateStore
 from infinity.state.units import TensorSpec, Unit, weight_of
 from infinity.storage.checksums import digest as digest_of_pages
 from infinity.streaming.gradients.memory import in_memory_order
-from infinity.streaming.masters import MasterWeights
-from infinity.streaming.step_record import StepRunner
+from infinity.streaming.updates.masters import MasterWeights
+from infinity.streaming.updates.record import StepRunner
 from infinity.streaming.weights.cache import WeightCache
 
 _DIGESTED_NBYTES = 16 << 20  # Digests at most this much at a time, if the memory is not the host's.

@@ -26,8 +26,8 @@ from infinity.modules.interrupts import uninterrupted
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.state.units import TensorSpec
 from infinity.streaming.gradients.memory import in_memory_order
-from infinity.streaming.masters import MasterWeights
-from infinity.streaming.step_record import StepRunner
+from infinity.streaming.updates.masters import MasterWeights
+from infinity.streaming.updates.record import StepRunner
 from infinity.streaming.weights.cache import WeightCache
 
 

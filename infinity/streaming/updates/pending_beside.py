@@ -1,7 +1,7 @@
 """Pending updates that the worker makes while the model's own code runs on a device.
 
 The thread that trains checks weights out, those that are needed next; the worker updates them.
-`update_worker.py` has the thread, `optimizer_step.py` what is pending.
+`worker.py` has the thread, `updater.py` what is pending.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from itertools import islice
 from infinity.errors import StorageError
 from infinity.state.store import Transfer
 from infinity.state.units import Chunk
-from infinity.streaming.staging_ring import StagingRing
-from infinity.streaming.step_record import UpdatedWeights
-from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate
-from infinity.streaming.update_worker import MOST_CHECKED_OUT, LooseWork
+from infinity.streaming.updates.record import UpdatedWeights
+from infinity.streaming.updates.staging_ring import StagingRing
+from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
+from infinity.streaming.updates.worker import MOST_CHECKED_OUT, LooseWork
 from infinity.streaming.weights.cache import WeightCache
 
 

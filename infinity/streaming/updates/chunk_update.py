@@ -20,8 +20,12 @@ from infinity.state.moments_8bit import states_within
 from infinity.state.store import Transfer
 from infinity.state.units import Chunk, Slice, StateKind
 from infinity.storage.checksums import PageDigests
-from infinity.streaming.device_update import can_update_on_device, update_on_device, update_on_host
-from infinity.streaming.step_record import StepRecord
+from infinity.streaming.updates.device_update import (
+    can_update_on_device,
+    update_on_device,
+    update_on_host,
+)
+from infinity.streaming.updates.record import StepRecord
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import Block
 

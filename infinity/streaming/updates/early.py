@@ -26,7 +26,7 @@ Note [Nobody sees an early update]
   Before the decision, whoever needs the weights or the state of a unit gets the old ones: the early
   update is taken back first. Gradients are only read, so nothing is lost but time.
 
-`early_policy.py` predicts which units, and whether at all. `update_worker.py` says which thread
+`policy.py` predicts which units, and whether at all. `worker.py` says which thread
 updates.
 """
 
@@ -45,12 +45,12 @@ from infinity.state.old_generation import OldGeneration
 from infinity.state.placement import updated_nbytes
 from infinity.state.store import LocalStore, Transfer
 from infinity.state.units import Chunk, TensorSpec, Unit
-from infinity.streaming.early_policy import EarlyPolicy
 from infinity.streaming.gradients.store import GradientStore
-from infinity.streaming.staging_ring import StagingRing
-from infinity.streaming.step_record import StepRecord
-from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of, updates_of
-from infinity.streaming.update_worker import MOST_CHECKED_OUT, LooseWork
+from infinity.streaming.updates.policy import EarlyPolicy
+from infinity.streaming.updates.record import StepRecord
+from infinity.streaming.updates.staging_ring import StagingRing
+from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate, chunks_of, updates_of
+from infinity.streaming.updates.worker import MOST_CHECKED_OUT, LooseWork
 from infinity.streaming.weights.cache import WeightCache
 
 _WAITS = ("read_wait_s", "write_wait_s")

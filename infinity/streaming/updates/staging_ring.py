@@ -28,7 +28,7 @@ from infinity.state.placement import STATE_KINDS, staging_nbytes
 from infinity.state.store import DeviceLocation, StateStore, Transfer
 from infinity.state.units import Chunk, StateKind, Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.chunk_update import StagedChunk, StagingSlot
+from infinity.streaming.updates.chunk_update import StagedChunk, StagingSlot
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 

@@ -5,7 +5,7 @@ unit is updated when it is next needed, right before its forward: its weights ar
 anyway, and the traffic of the optimizer overlaps with the compute of the units before it.
 
 A part of the units is updated before the decision, in the backward, where that can be undone
-(`early_updates.py`): the drives then have their part of the traffic in both passes.
+(`early.py`): the drives then have their part of the traffic in both passes.
 
 Chunks are read ahead in the order in which units are expected to be updated (`staging_ring.py`).
 In the backward the next step's are: their state, without the gradients, which are still to come. In
@@ -33,18 +33,23 @@ from infinity.observe import Counters
 from infinity.state.old_copies import OldCopies
 from infinity.state.store import DeviceLocation, LocalStore, StateStore
 from infinity.state.units import Chunk, StateKind
-from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.gradients.store import GradientStore
-from infinity.streaming.pending_beside import PendingBeside
-from infinity.streaming.staging_ring import StagingRing
-from infinity.streaming.step_record import (
+from infinity.streaming.updates.early import EarlyUpdates
+from infinity.streaming.updates.pending_beside import PendingBeside
+from infinity.streaming.updates.record import (
     StepRecord,
     StepRunner,
     UpdatedWeights,
     UpdateSettings,
 )
-from infinity.streaming.unit_update import CHUNKS_AT_REST, ChunkUpdates, UnitUpdate, updates_of
-from infinity.streaming.update_worker import LooseWork, UpdateWorker, Waitable
+from infinity.streaming.updates.staging_ring import StagingRing
+from infinity.streaming.updates.unit_update import (
+    CHUNKS_AT_REST,
+    ChunkUpdates,
+    UnitUpdate,
+    updates_of,
+)
+from infinity.streaming.updates.worker import LooseWork, UpdateWorker, Waitable
 from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.pool import HostPool
 

@@ -13,10 +13,10 @@ from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.state.units import Chunk, StateKind, TensorSpec, Unit, chunk_unit
 from infinity.storage.checksums import PageDigests
-from infinity.streaming.chunk_update import StagedChunk, update_chunk
-from infinity.streaming.staging_ring import StagingRing
-from infinity.streaming.step_record import StepRecord, UpdatedWeights
-from infinity.streaming.update_worker import LooseWork
+from infinity.streaming.updates.chunk_update import StagedChunk, update_chunk
+from infinity.streaming.updates.record import StepRecord, UpdatedWeights
+from infinity.streaming.updates.staging_ring import StagingRing
+from infinity.streaming.updates.worker import LooseWork
 from infinity.tiers.device import DeviceAdapter
 
 # Chunks that are one where no state travels: nobody waits for its bytes, and a chunk costs a turn
