@@ -11,7 +11,7 @@ PYTHON := .venv/bin/python
 # compile the package again, and every worker the tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test exhaustive docs quick lint types format setup gpu clean
+.PHONY: demo test exhaustive witness docs quick lint types format setup gpu clean
 
 demo:
 	scripts/setup.sh hf
@@ -25,6 +25,10 @@ test: setup
 # are about.
 exhaustive: setup
 	$(PYTHON) -m pytest -n 3 --dist worksteal -m ""
+
+# Seeded runs leave what they left at the last commit that changed scripts/witness.json.
+witness: setup
+	$(PYTHON) scripts/witness.py
 
 # A warning is an error. A test of the suite builds the site, too.
 docs: setup
