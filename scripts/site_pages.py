@@ -1,7 +1,7 @@
-"""Hook of mkdocs: folders in the navigation, pages outside docs/, and links that lead there.
+"""Hook of mkdocs: folders in the navigation, pages outside docs/, links that lead there, the API.
 
 README.md is the first page. A link to a file that is no page of the site becomes plain text: the
-reader of the site has no source tree.
+reader of the site has no source tree. API.md is written from the public names of the package.
 """
 
 from __future__ import annotations
@@ -9,15 +9,32 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import infinity
+from infinity import checkpoint
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "io/README.md", "bench/README.md")
+PAGES = (
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "io/README.md", "bench/README.md",
+    "bench/results/README.md",
+)  # fmt: skip
 PICTURES = "bench/results/plots/*.png"
+TRAINERS = (
+    "infinity.integrations.hf.prepare_trainer",
+    "infinity.integrations.hf.prepare_accelerator",
+    "infinity.integrations.loss_curve.LossCurveCallback",
+    "infinity.observe.loss_curve.LossCurve",
+)
+MEMBERS = {
+    "infinity.observe.loss_curve.LossCurve": "members: [add, show]",
+    "infinity.checkpoint.WeightSource": 'inherited_members: true, members: null, filters: ["!^_"]',
+}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 
@@ -36,15 +53,41 @@ def name_of(place: str) -> str:
     return place if place in PAGES else f"docs/{place}"
 
 
+def home_of(package: ModuleType, name: str) -> str:
+    """Returns the path at which griffe finds the source of a public name."""
+    return f"{getattr(package, name).__module__}.{name}"
+
+
+def api_page() -> str:
+    """Returns the page of the public names, as directives of mkdocstrings."""
+    names = [name for name in infinity.__all__ if name != "checkpoint"]
+    errors = [name for name in names if name.endswith("Error") or name == "ParameterNotResident"]
+    models = [name for name in names if name.islower() or name == "SwapConfig"]
+    optimizers = [name for name in names if name not in {*errors, *models}]
+    groups = {"Models": models, "Optimizers": optimizers, "Errors": errors}
+    directives = {
+        title: [(home_of(infinity, name), f"infinity.{name}") for name in group]
+        for title, group in groups.items()
+    }
+    directives["Checkpoints"] = [
+        (home_of(checkpoint, name), f"infinity.checkpoint.{name}") for name in checkpoint.__all__
+    ]
+    directives["Trainers"] = [(name, name) for name in TRAINERS]
+    parts = ["# API", "Written from the docstrings. These names are public; others may change."]
+    for title, entries in directives.items():
+        parts.append(f"## {title}")
+        for path, heading in entries:
+            more = f", {MEMBERS[heading]}" if heading in MEMBERS else ""
+            parts.append(f"::: {path}\n    options: {{heading: {heading}{more}}}")
+    return "\n\n".join(parts) + "\n"
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Replaces folders and "*" in the navigation by pages, in the order of their names."""
-    named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
-    unnamed = sorted(path.name for path in Path(config.docs_dir).glob("*.md"))
-    unnamed = [name for name in unnamed if name not in named]
+    """Replaces folders in the navigation by their pages, in the order of their names."""
 
     def filled(entry: Any) -> Any:
         if isinstance(entry, list):
-            return [page for each in entry for page in (unnamed if each == "*" else [filled(each)])]
+            return [filled(each) for each in entry]
         if isinstance(entry, dict):
             return {title: filled(each) for title, each in entry.items()}
         if entry.endswith("/"):
@@ -62,6 +105,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pictures = [path.relative_to(ROOT).as_posix() for path in ROOT.glob(PICTURES)]
     for name in (*PAGES, *pictures):
         files.append(File.generated(config, place_of(name), abs_src_path=str(ROOT / name)))
+    files.append(File.generated(config, "API.md", content=api_page()))
     return files
 
 

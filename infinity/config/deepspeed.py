@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 from infinity.config.deepspeed_keys import RULES, Facts, Rule
@@ -183,14 +184,16 @@ def _put(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 def to_markdown() -> str:
-    """The table of all rules, as docs/DEEPSPEED.md has it."""
-    head = "| DeepSpeed | | swap-tier file | |\n| --- | --- | --- | --- |\n"
-    rows = [
-        f"| `{rule.key}{'.*' if rule.nested and _is_section(rule) else ''}` | {rule.usual} | "
-        f"{f'`{rule.ours}`' if rule.ours else ''} | {rule.reason} |"
-        for rule in RULES
-    ]
-    return head + "\n".join(rows) + "\n"
+    """The table of docs/DEEPSPEED.md. Neighbours that share a reason share a row."""
+    rows = ["| DeepSpeed | | swap-tier file | |", "| --- | --- | --- | --- |"]
+    for (usual, ours, reason), rules in groupby(
+        RULES, lambda rule: (rule.usual, rule.ours, rule.reason)
+    ):
+        keys = ", ".join(
+            f"`{rule.key}{'.*' if rule.nested and _is_section(rule) else ''}`" for rule in rules
+        )
+        rows.append(f"| {keys} | {usual} | {f'`{ours}`' if ours else ''} | {reason} |")
+    return "\n".join(rows) + "\n"
 
 
 def _is_section(rule: Rule) -> bool:

@@ -66,6 +66,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert f'href="{place}"' in first, "the navigation leads to every page"
     api = (tmp_path / "site" / "API.html").read_text()
     assert "Moves the model's parameters to the tiers" in api
+    public = {f"infinity.{name}" for name in set(infinity.__all__) - {"checkpoint"}}
+    public |= {f"infinity.checkpoint.{name}" for name in checkpoint.__all__}
+    assert public <= set(re.findall(r"<h3[^>]*>\s*([\w.]+)", api))
     assert "<code>ignore</code>: name patterns" in api, "parameters are a list"
     assert "WeightSource" in api and "_find_encoded" not in api, "nothing private is shown"
     assert 'href="docs/' not in first
@@ -73,15 +76,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert not re.search(
             r'(?:src|href)="https?://(?!ui\.perfetto)[^"]*\.(?:js|css|woff2?)"', text
         )
-
-
-def test_every_public_name_is_in_the_api_reference() -> None:
-    text = (DOCS / "API.md").read_text()
-    named = set(re.findall(r"heading: ([\w.]+)\}", text))
-    assert {f"infinity.{name}" for name in set(infinity.__all__) - {"checkpoint"}} <= named
-    assert {f"infinity.checkpoint.{name}" for name in checkpoint.__all__} <= named
-    for name in named:
-        assert functools.reduce(getattr, name.split(".")[1:], infinity) is not None
 
 
 # -- The tutorial ----------------------------------------------------------------------------------
@@ -118,7 +112,7 @@ def test_the_tutorial_runs_as_it_is_written(
             Path(block.title).write_text(block.text)
         elif block.language == "bash":
             for line in block.text.splitlines():
-                run_line(line, may_fail="fails" in block.about)
+                run_line(line, may_fail="# is refused" in line)
         elif block.language == "python":
             exec(compile(block.text, "TUTORIAL.md", "exec"), names)
     budget = SwapConfig.load(tmp_path / "adapter.toml").tiers.host.capacity
