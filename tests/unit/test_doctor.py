@@ -15,27 +15,15 @@ import pytest
 
 from infinity import uring
 from infinity.config import SwapConfig
+from infinity.config.cores import cpu_quota
 from infinity.config.machine import HostMemory
 from infinity.sizes import GIB, KIB, MIB
 from infinity.storage.probe import Refusal
-from infinity.tools.doctor import (
-    accelerator,
-    drives,
-    file_systems,
-    files,
-    kernel,
-    memory,
-    nvme_health,
-    packages,
-    paths,
-    processor,
-)
+from infinity.tools.doctor import accelerator, drives, finding, machine, paths
 from infinity.tools.doctor.accelerator import Gpu, Link
-from infinity.tools.doctor.drives import Drive
-from infinity.tools.doctor.file_systems import Mount
+from infinity.tools.doctor.drives import Drive, Health
 from infinity.tools.doctor.finding import Finding, degraded, missing, ok, worst
-from infinity.tools.doctor.nvme_health import Health
-from infinity.tools.doctor.paths import DirectTrial
+from infinity.tools.doctor.paths import DirectTrial, Mount
 from tests.support.commands import imported_by, run_command
 
 SECCOMP = Refusal("refused, so a seccomp profile blocks it", "Allow io_uring_setup.")
@@ -71,11 +59,11 @@ def test_worst_line_is_the_status_of_all() -> None:
 
 def test_files_that_are_not_there_are_none(root: Path) -> None:
     put(root, number="12\n", words="max\n", fields="Seccomp:\t2\nOther: a:b\n")
-    assert files.read_int(root / "number") == 12
-    assert files.read_int(root / "words") is files.read_int(root / "absent") is None
-    assert files.read_field(root / "fields", "Seccomp") == "2"
-    assert files.read_field(root / "fields", "Other") == "a:b"
-    assert files.read_field(root / "fields", "Absent") is None
+    assert finding.read_int(root / "number") == 12
+    assert finding.read_int(root / "words") is finding.read_int(root / "absent") is None
+    assert finding.read_field(root / "fields", "Seccomp") == "2"
+    assert finding.read_field(root / "fields", "Other") == "a:b"
+    assert finding.read_field(root / "fields", "Absent") is None
 
 
 @pytest.mark.parametrize(
@@ -90,25 +78,25 @@ def test_files_that_are_not_there_are_none(root: Path) -> None:
     ],
 )
 def test_kernel(release: str, status: str, word: str) -> None:
-    expect(kernel.check_kernel(release), status, word)
+    expect(machine.check_kernel(release), status, word)
 
 
 def test_uring_by_what_the_configuration_asks() -> None:
     facts: dict[str, Any] = {"ring_flags": 1 << 12 | 1 << 13, "sysctl": "0", "seccomp": "2"}
-    works = kernel.check_uring("auto", None, **facts)
+    works = machine.check_uring("auto", None, **facts)
     expect(works, "ok", "DEFER_TASKRUN", "io_uring_disabled=0", "seccomp filter")
-    expect(kernel.check_uring("auto", SECCOMP, **facts), "degraded", "Allow", "2-3 times")
-    expect(kernel.check_uring("io_uring", SECCOMP, **facts), "missing", "Allow", '"auto"')
-    expect(kernel.check_uring("threads", SECCOMP, **facts), "ok", "not asked for")
-    bare = kernel.check_uring("auto", None, ring_flags=0, sysctl=None, seccomp=None)
+    expect(machine.check_uring("auto", SECCOMP, **facts), "degraded", "Allow", "2-3 times")
+    expect(machine.check_uring("io_uring", SECCOMP, **facts), "missing", "Allow", '"auto"')
+    expect(machine.check_uring("threads", SECCOMP, **facts), "ok", "not asked for")
+    bare = machine.check_uring("auto", None, ring_flags=0, sysctl=None, seccomp=None)
     expect(bare, "ok", "no flags", "no kernel.io_uring_disabled", "not readable")
 
 
 def test_binding() -> None:
-    expect(kernel.check_binding(None), "degraded", "liburing-dev")
-    expect(kernel.check_binding(uring.Probe(errno.EPERM)), "ok", "Operation not permitted")
+    expect(machine.check_binding(None), "degraded", "liburing-dev")
+    expect(machine.check_binding(uring.Probe(errno.EPERM)), "ok", "Operation not permitted")
     usable = uring.Probe(0, opcodes=frozenset({"READ", "WRITE"}), max_num_entries=32768)
-    expect(kernel.check_binding(usable), "ok", "2 operations", "32768")
+    expect(machine.check_binding(usable), "ok", "2 operations", "32768")
 
 
 @pytest.mark.parametrize(
@@ -127,15 +115,15 @@ def test_binding() -> None:
 def test_releases_by_those_that_were_tried(
     package: str, release: str, status: str, word: str
 ) -> None:
-    expect(packages.check_release(package, release), status, word)
+    expect(accelerator.check_release(package, release), status, word)
 
 
 def test_host_memory() -> None:
     there = HostMemory(8 * GIB, "the cgroup limit of 10 GiB")
-    expect(memory.check_capacity(there, 4 * GIB), "ok", "8.0 GiB", "4.0 GiB", "cgroup limit")
-    expect(memory.check_capacity(there, 9 * GIB), "missing", "9.0 GiB", "tiers.host.capacity")
+    expect(machine.check_capacity(there, 4 * GIB), "ok", "8.0 GiB", "4.0 GiB", "cgroup limit")
+    expect(machine.check_capacity(there, 9 * GIB), "missing", "9.0 GiB", "tiers.host.capacity")
     # What the engine refuses, too: nothing would be left for the program itself.
-    expect(memory.check_capacity(there, 8 * GIB), "missing", "7.6 GiB of it for an arena")
+    expect(machine.check_capacity(there, 8 * GIB), "missing", "7.6 GiB of it for an arena")
 
 
 @pytest.mark.parametrize(
@@ -152,18 +140,18 @@ def test_host_memory() -> None:
 def test_huge_pages(
     mode: str | None, is_wanted: bool, share: float | None, status: str, word: str
 ) -> None:
-    expect(memory.check_huge_pages(mode, is_wanted=is_wanted, share=share), status, word)
+    expect(machine.check_huge_pages(mode, is_wanted=is_wanted, share=share), status, word)
 
 
 def test_sharing() -> None:
-    expect(memory.check_sharing(True), "ok", "each other's arenas")
-    expect(memory.check_sharing(False), "degraded", "copied twice", "shmem_enabled")
+    expect(machine.check_sharing(True), "ok", "each other's arenas")
+    expect(machine.check_sharing(False), "degraded", "copied twice", "shmem_enabled")
 
 
 def test_shared_files() -> None:
-    expect(memory.check_shared_files(GIB), "ok", "1.0 GiB")
-    expect(memory.check_shared_files(64 * MIB), "degraded", "64.0 MiB", "--shm-size")
-    expect(memory.check_shared_files(None), "degraded", "there is none")
+    expect(machine.check_shared_files(GIB), "ok", "1.0 GiB")
+    expect(machine.check_shared_files(64 * MIB), "degraded", "64.0 MiB", "--shm-size")
+    expect(machine.check_shared_files(None), "degraded", "there is none")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +167,7 @@ def test_shared_files() -> None:
 def test_memlock(
     limit_nbytes: int | None, is_exempt: bool, has_ring: bool, status: str, word: str
 ) -> None:
-    found = memory.check_memlock(
+    found = machine.check_memlock(
         limit_nbytes, arena_nbytes=GIB, is_exempt=is_exempt, has_ring=has_ring
     )
     expect(found, status, word)
@@ -220,12 +208,12 @@ broken line
 
 
 def test_the_mount_of_a_path_is_the_nearest_and_newest() -> None:
-    assert file_systems.find_mount("/home/x", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
-    assert file_systems.find_mount("/dev/shm", MOUNTINFO) == Mount("/dev/shm", "tmpfs", "tmpfs")
-    assert file_systems.find_mount("/dev/shmem", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
+    assert paths.find_mount("/home/x", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
+    assert paths.find_mount("/dev/shm", MOUNTINFO) == Mount("/dev/shm", "tmpfs", "tmpfs")
+    assert paths.find_mount("/dev/shmem", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
     newest = Mount("/mnt/my drive", "btrfs", "/dev/nvme1n1")
-    assert file_systems.find_mount("/mnt/my drive/a/b", MOUNTINFO) == newest
-    assert file_systems.find_mount("/home", "") is None
+    assert paths.find_mount("/mnt/my drive/a/b", MOUNTINFO) == newest
+    assert paths.find_mount("/home", "") is None
 
 
 @pytest.mark.parametrize(
@@ -254,8 +242,8 @@ def test_checksums(is_on: bool, kernel: str, status: str, word: str) -> None:
     ],
 )
 def test_file_system(kind: str, status: str, word: str) -> None:
-    expect(file_systems.check_file_system("/p", Mount("/mnt", kind, "/dev/x")), status, word)
-    expect(file_systems.check_file_system("/p", None), "ok", "not readable")
+    expect(paths.check_file_system("/p", Mount("/mnt", kind, "/dev/x")), status, word)
+    expect(paths.check_file_system("/p", None), "ok", "not readable")
 
 
 @pytest.mark.parametrize(
@@ -342,25 +330,25 @@ def make_log(*, warning: int = 0, spare: int = 100, used: int = 3, units: int = 
 
 def test_wear_from_the_drive_s_log() -> None:
     """Byte positions: NVM Express Base Specification 2.0, figure "SMART / Health Information"."""
-    health = nvme_health.parse_health(make_log())
+    health = drives.parse_health(make_log())
     assert health == Health(0, 100, 3, 2_000_000 * 512_000)
-    expect(nvme_health.check_wear("/p", health, 0), "ok", "3 %", "953.7 GiB")
-    worn = nvme_health.parse_health(make_log(used=97))
-    expect(nvme_health.check_wear("/p", worn, 0), "degraded", "97 %", "another drive")
-    warned = nvme_health.parse_health(make_log(warning=4, spare=2))
-    expect(nvme_health.check_wear("/p", warned, 0), "degraded", "0x04", "2 % spare")
+    expect(drives.check_wear("/p", health, 0), "ok", "3 %", "953.7 GiB")
+    worn = drives.parse_health(make_log(used=97))
+    expect(drives.check_wear("/p", worn, 0), "degraded", "97 %", "another drive")
+    warned = drives.parse_health(make_log(warning=4, spare=2))
+    expect(drives.check_wear("/p", warned, 0), "degraded", "0x04", "2 % spare")
     with pytest.raises(OSError, match="no health log"):
-        nvme_health.parse_health(bytes(512))
+        drives.parse_health(bytes(512))
 
 
 def test_wear_that_cannot_be_read_is_reported_with_the_cause() -> None:
-    expect(nvme_health.examine("/p", "sda"), "ok", "no NVMe drive")
-    expect(nvme_health.check_wear("/p", None, errno.EACCES), "degraded", "denied", "root")
-    expect(nvme_health.examine("/p", "nvme977n1"), "degraded", "No such file")
+    expect(drives.examine_wear("/p", "sda"), "ok", "no NVMe drive")
+    expect(drives.check_wear("/p", None, errno.EACCES), "degraded", "denied", "root")
+    expect(drives.examine_wear("/p", "nvme977n1"), "degraded", "No such file")
 
 
 def test_cores(root: Path) -> None:
-    assert processor.cpu_quota(root) is None
+    assert cpu_quota(root) is None
     put(root / "a", **{"sys__fs__cgroup__cpu.max": "150000 100000\n"})
     put(root / "b", **{"sys__fs__cgroup__cpu.max": "max 100000\n"})
     put(
@@ -377,35 +365,35 @@ def test_cores(root: Path) -> None:
             "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000",
         },
     )
-    assert [processor.cpu_quota(root / name) for name in "abcd"] == [1.5, None, None, 4.0]
-    expect(processor.check_cores(8, None), "ok", "8")
-    expect(processor.check_cores(2, 4.0), "ok", "2")
-    expect(processor.check_cores(8, 1.5), "degraded", "1.5", "OMP_NUM_THREADS=1")
+    assert [cpu_quota(root / name) for name in "abcd"] == [1.5, None, None, 4.0]
+    expect(machine.check_cores(8, None), "ok", "8")
+    expect(machine.check_cores(2, 4.0), "ok", "2")
+    expect(machine.check_cores(8, 1.5), "degraded", "1.5", "OMP_NUM_THREADS=1")
 
 
 def test_instruction_sets(root: Path) -> None:
     put(root, proc__cpuinfo="model name\t: Some CPU\nflags\t\t: sse2 avx2 fma avx512f\n\n")
-    model, flags = processor.describe_cpu(root)
-    found = processor.check_instructions("x86_64", model, flags)
+    model, flags = machine.describe_cpu(root)
+    found = machine.check_instructions("x86_64", model, flags)
     expect(found, "ok", "Some CPU: avx2, fma, avx512f")
-    expect(processor.check_instructions("x86_64", "Old", frozenset()), "degraded", "AVX2", "none")
+    expect(machine.check_instructions("x86_64", "Old", frozenset()), "degraded", "AVX2", "none")
     put(root, proc__cpuinfo="Features\t: fp asimd bf16\n")
-    model, flags = processor.describe_cpu(root)
-    expect(processor.check_instructions("aarch64", model, flags), "ok", "asimd, bf16")
+    model, flags = machine.describe_cpu(root)
+    expect(machine.check_instructions("aarch64", model, flags), "ok", "asimd, bf16")
 
 
 def test_numa(root: Path) -> None:
     put(root, sys__devices__system__node__node0__cpulist="0-3\n")
     put(root, sys__devices__system__node__node1__cpulist="4-7\n")
     both = frozenset({0, 1})
-    assert processor.cpu_nodes(root, both, frozenset({0, 2})) == {0}
-    assert processor.cpu_nodes(root, both, frozenset(range(8))) == both
+    assert machine.cpu_nodes(root, both, frozenset({0, 2})) == {0}
+    assert machine.cpu_nodes(root, both, frozenset(range(8))) == both
     one = frozenset({0})
-    expect(processor.check_numa(one, memory_nodes=one, cpu_nodes=one), "ok", "one node")
-    expect(processor.check_numa(frozenset(), memory_nodes=one, cpu_nodes=one), "ok", "one node")
-    expect(processor.check_numa(both, memory_nodes=one, cpu_nodes=one), "ok", "bound to node 0")
+    expect(machine.check_numa(one, memory_nodes=one, cpu_nodes=one), "ok", "one node")
+    expect(machine.check_numa(frozenset(), memory_nodes=one, cpu_nodes=one), "ok", "one node")
+    expect(machine.check_numa(both, memory_nodes=one, cpu_nodes=one), "ok", "bound to node 0")
     for memory_nodes, cpu_nodes in ((both, both), (one, both), (both, one), (one, frozenset({1}))):
-        found = processor.check_numa(both, memory_nodes=memory_nodes, cpu_nodes=cpu_nodes)
+        found = machine.check_numa(both, memory_nodes=memory_nodes, cpu_nodes=cpu_nodes)
         expect(found, "degraded", "2 nodes", "numactl")
 
 

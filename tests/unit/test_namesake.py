@@ -11,7 +11,7 @@ import pytest
 
 import infinity
 from infinity import namesake
-from infinity.tools.doctor.packages import check_namesakes, examine
+from infinity.tools.doctor.accelerator import check_namesakes, examine_packages
 
 PACKAGE = Path(infinity.__file__).parent
 # An editable installation finds its package before the path.
@@ -94,7 +94,7 @@ def test_the_doctor_names_other_distributions_and_places(
     monkeypatch.chdir(here)
     assert namesake.other_distributions() == ["MegaTrain"]
     assert namesake.other_places(PACKAGE) == [str(here / "infinity" / "__init__.py")]
-    findings = {finding.subject: finding for finding in examine()}
+    findings = {finding.subject: finding for finding in examine_packages()}
     assert findings["package infinity"].status == "missing"
     assert "MegaTrain" in findings["package infinity"].found
     assert "pip uninstall MegaTrain infinity-offload" in findings["package infinity"].remedy

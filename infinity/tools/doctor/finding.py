@@ -1,9 +1,12 @@
-"""One line of the doctor's report."""
+"""One line of the doctor's report, and reading the kernel's small files, any of which may be absent
+or forbidden.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Status = Literal["ok", "degraded", "missing"]
@@ -44,3 +47,29 @@ def missing(subject: str, found: str, *, cost: str, remedy: str = "") -> Finding
 def worst(findings: Iterable[Finding]) -> Status:
     """Returns the status of the whole report: that of its worst line."""
     return max((finding.status for finding in findings), key=_ORDER.index, default="ok")
+
+
+def read_text(path: Path) -> str | None:
+    """The stripped contents; None when they cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def read_int(path: Path) -> int | None:
+    """The number in a file; None when there is none."""
+    text = read_text(path)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return None
+
+
+def read_field(path: Path, key: str) -> str | None:
+    """The value of a line "key: value"; None when there is no such line."""
+    for line in (read_text(path) or "").splitlines():
+        name, colon, value = line.partition(":")
+        if colon and name.strip() == key:
+            return value.strip()
+    return None

@@ -1,0 +1,368 @@
+"""The machine itself: its kernel and io_uring, its memory, its processor."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from infinity import uring
+from infinity.config import SwapConfig
+from infinity.config.cores import cpu_quota, read_ranges
+from infinity.config.machine import HostMemory, host_memory
+from infinity.errors import CapacityError
+from infinity.sizes import HUGE_PAGE_NBYTES, MIB, format_nbytes
+from infinity.storage.arena import Arena, can_share
+from infinity.storage.probe import Refusal, find_uring_refusal, probe_uring
+from infinity.tools.doctor.finding import Finding, degraded, missing, ok, read_field, read_text
+
+# -- The kernel, and what allows or forbids io_uring -----------------------------------------------
+
+
+_OLDEST = (5, 11)
+_RECOMMENDED = (6, 1)
+_SECCOMP = {"0": "off", "1": "strict", "2": "filter"}
+
+
+def examine_kernel(config: SwapConfig, root: Path) -> Iterator[Finding]:
+    """Yields the findings on the kernel and on io_uring."""
+    yield check_kernel(os.uname().release)
+    yield check_uring(
+        config.io.engine,
+        find_uring_refusal(),
+        ring_flags=probe_uring()["ring_flags"],
+        sysctl=read_text(root / "proc/sys/kernel/io_uring_disabled"),
+        seccomp=read_field(root / "proc/self/status", "Seccomp"),
+    )
+    yield check_binding(uring.probe() if uring.is_built() else None)
+
+
+def check_kernel(release: str) -> Finding:
+    """`release` is that of uname(2). Only a trial shows what works; the release shows what to
+    expect."""
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if version < _OLDEST:
+        return degraded(
+            "kernel",
+            release,
+            cost="io_uring is not used before Linux 5.11: I/O threads take 2-3 times its CPU",
+            remedy="Boot Linux 6.1 or newer.",
+        )
+    if version < _RECOMMENDED:
+        return degraded(
+            "kernel",
+            release,
+            cost="drives do not say which alignment direct I/O needs (4096 is assumed), and rings "
+            "run without DEFER_TASKRUN",
+            remedy="Boot Linux 6.1 or newer.",
+        )
+    return ok("kernel", release)
+
+
+def check_uring(
+    engine: str,
+    refusal: Refusal | None,
+    *,
+    ring_flags: int,
+    sysctl: str | None,
+    seccomp: str | None,
+) -> Finding:
+    """`engine` is io.engine; `sysctl` and `seccomp` are the kernel's texts, None if absent."""
+    gates = ", ".join(
+        [
+            f"kernel.io_uring_disabled={sysctl}" if sysctl else "no kernel.io_uring_disabled",
+            f"seccomp {_SECCOMP.get(seccomp or '', 'not readable')}",
+        ]
+    )
+    if engine == "threads":
+        return ok("io_uring", f'not asked for: io.engine is "threads" ({gates})')
+    if refusal is None:
+        return ok("io_uring", f"works, rings with {_names(ring_flags)} ({gates})")
+    found = f"{refusal.cause} ({gates})"
+    if engine == "io_uring":
+        return missing(
+            "io_uring",
+            found,
+            cost='io.engine = "io_uring" cannot start',
+            remedy=f'{refusal.remedy} Or set io.engine = "auto".'.strip(),
+        )
+    return degraded(
+        "io_uring",
+        found,
+        cost="the thread engine is used: normally the same bandwidth, 2-3 times the CPU",
+        remedy=refusal.remedy,
+    )
+
+
+def check_binding(probe: uring.Probe | None) -> Finding:
+    """`probe` is None if the binding is not part of the build."""
+    subject = "liburing binding"
+    if probe is None:
+        return degraded(
+            subject,
+            "not part of this build",
+            cost="no details of io_uring here, and no raw-ring ceiling in benchmarks; training "
+            "does without",
+            remedy="Install liburing-dev and cffi, and build infinity-offload again.",
+        )
+    if not probe.is_usable:
+        return ok(subject, f"built; the kernel refuses rings ({os.strerror(probe.errno)})")
+    return ok(
+        subject,
+        f"{len(probe.opcodes)} operations, queues up to {probe.max_num_entries} entries, "
+        f"{_names(probe.setup_flags)}",
+    )
+
+
+def _names(flags: int) -> str:
+    return str(uring.SetupFlag(flags).name) if flags else "no flags"
+
+
+# -- Host memory: space for the arena, huge pages, the memlock limit -------------------------------
+
+
+_SHARED_FILES_NBYTES = 1024 * MIB  # NCCL's user guide, "Troubleshooting", asks for it in Docker.
+_TRIAL_ARENA_NBYTES = 16 * MIB
+# Pinning more than this to test a limit would take noticeable memory and time.
+_MAX_TRIAL_NBYTES = 256 * MIB
+
+
+def examine_memory(config: SwapConfig, root: Path) -> Iterator[Finding]:
+    """Yields the findings on host memory, huge pages and limits of locked memory."""
+    memory = host_memory(root)
+    arena_nbytes = config.tiers.host.budget_nbytes(memory.nbytes)
+    yield check_capacity(memory, arena_nbytes)
+    yield check_huge_pages(
+        read_text(root / "sys/kernel/mm/transparent_hugepage/enabled"),
+        is_wanted=config.tiers.host.huge_pages,
+        share=_huge_page_share() if config.tiers.host.huge_pages else None,
+    )
+    yield check_sharing(can_share(huge_pages=config.tiers.host.huge_pages))
+    yield check_shared_files(_size_nbytes(root / "dev/shm"))
+    limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    yield check_memlock(
+        None if limit_nbytes == resource.RLIM_INFINITY else limit_nbytes,
+        arena_nbytes=arena_nbytes,
+        is_exempt=_pins_more_than(limit_nbytes),
+        has_ring=config.io.engine != "threads" and find_uring_refusal() is None,
+    )
+
+
+def check_capacity(memory: HostMemory, arena_nbytes: int) -> Finding:
+    """`memory` is available without swapping; the arena takes `arena_nbytes` of it at start."""
+    subject = "host memory"
+    available = f"{format_nbytes(memory.nbytes)} available"
+    if memory.limit is not None:
+        available += f" below {memory.limit}"
+    if arena_nbytes > memory.most_nbytes:
+        return missing(
+            subject,
+            f"{available}, {format_nbytes(memory.most_nbytes)} of it for an arena; "
+            f"tiers.host.capacity asks for {format_nbytes(arena_nbytes)}",
+            cost="the arena cannot be allocated: no run starts",
+            remedy="Lower tiers.host.capacity, end other programs, or raise the container's limit.",
+        )
+    return ok(subject, f"{available}, the arena takes {format_nbytes(arena_nbytes)}")
+
+
+def check_huge_pages(mode: str | None, *, is_wanted: bool, share: float | None) -> Finding:
+    """`mode` is the kernel's line, such as "always [madvise] never".
+
+    `share` of a trial arena that huge pages back, 0..1; None when there was no trial.
+    """
+    subject = "huge pages"
+    chosen = mode.partition("[")[2].partition("]")[0] if mode else ""
+    cost = "small pages cut every request in pieces: 10-15 times the CPU per byte, less bandwidth"
+    if not is_wanted:
+        return degraded(
+            subject,
+            "switched off by tiers.host.huge_pages",
+            cost=cost,
+            remedy="Set tiers.host.huge_pages = true.",
+        )
+    if mode is None or chosen == "never":
+        return degraded(
+            subject,
+            "transparent huge pages: never" if mode else "this kernel has none",
+            cost=cost,
+            remedy="As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+            if mode
+            else "Boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE.",
+        )
+    found = f"transparent huge pages: {chosen}"
+    if share is None:
+        return ok(subject, f"{found}; not tried, too little memory is free")
+    found += f"; {share:.0%} of a trial arena"
+    if share < 0.95:
+        return degraded(
+            subject,
+            found,
+            cost=cost,
+            remedy="Memory is fragmented. As root: echo 1 > /proc/sys/vm/compact_memory, or start "
+            "the run soon after boot.",
+        )
+    return ok(subject, found)
+
+
+def check_sharing(is_as_good: bool) -> Finding:
+    """`is_as_good`: an arena that other processes map has as many huge pages as one of its own."""
+    subject = "memory of ranks"
+    if is_as_good:
+        return ok(subject, "ranks of this machine read each other's arenas")
+    return degraded(
+        subject,
+        "a shared arena has fewer huge pages, or cannot be made",
+        cost="contents between ranks of this machine are copied twice; one rank is not concerned",
+        remedy="Boot Linux 6.1 or later, or as root: "
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+    )
+
+
+def check_shared_files(nbytes: int | None) -> Finding:
+    """`nbytes`: the size of the file system at /dev/shm; None if there is none."""
+    subject = "/dev/shm"
+    found = "there is none" if nbytes is None else format_nbytes(nbytes)
+    if nbytes is not None and nbytes >= _SHARED_FILES_NBYTES:
+        return ok(subject, found)
+    return degraded(
+        subject,
+        f"{found}; several GPUs may need {format_nbytes(_SHARED_FILES_NBYTES)}",
+        cost="NCCL may not start: it keeps segments there; one GPU is not concerned",
+        remedy="'docker run --shm-size=1g' or '--ipc=host'; a memory volume in Kubernetes.",
+    )
+
+
+def check_memlock(
+    limit_nbytes: int | None, *, arena_nbytes: int, is_exempt: bool, has_ring: bool
+) -> Finding:
+    """`limit_nbytes` None is no limit; `is_exempt`: the kernel lets this process pin more."""
+    subject = "memlock limit"
+    limit = "none" if limit_nbytes is None else format_nbytes(limit_nbytes)
+    if not has_ring:
+        return ok(subject, f"{limit}; the thread engine pins nothing")
+    if limit_nbytes is None or limit_nbytes >= arena_nbytes:
+        return ok(subject, limit)
+    if is_exempt:
+        return ok(subject, f"{limit}, but this process may exceed it")
+    return degraded(
+        subject,
+        f"{limit}, the arena has {format_nbytes(arena_nbytes)}",
+        cost="the arena is not registered with the ring: somewhat more CPU per byte",
+        remedy="Raise it to the arena's size: 'ulimit -l', LimitMEMLOCK= of a systemd unit, or "
+        "'docker run --ulimit memlock=-1'.",
+    )
+
+
+def _size_nbytes(path: Path) -> int | None:
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return None
+    return stat.f_frsize * stat.f_blocks
+
+
+def _huge_page_share() -> float | None:
+    try:
+        with Arena(_TRIAL_ARENA_NBYTES) as arena:
+            return arena.huge_page_nbytes / _TRIAL_ARENA_NBYTES
+    except CapacityError:
+        return None
+
+
+def _pins_more_than(limit_nbytes: int) -> bool:
+    """Tests by pinning: a capability in /proc has no effect in a container's user namespace."""
+    trial_nbytes = limit_nbytes + HUGE_PAGE_NBYTES
+    if limit_nbytes < 0 or trial_nbytes > _MAX_TRIAL_NBYTES or not uring.is_built():
+        return False
+    try:
+        return uring.try_registering(trial_nbytes) == 0
+    except uring.RingError:
+        return False
+
+
+# -- The processor: cores that this process may use, instruction sets, NUMA nodes ------------------
+
+
+# Instruction sets that speed up arithmetic over flat buffers, by the kernel's names.
+_X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
+_ARM = ("asimd", "fphp", "bf16", "sve", "sve2")
+
+
+def examine_processor(root: Path) -> Iterator[Finding]:
+    """Yields the findings on cores, instruction sets and NUMA nodes."""
+    yield check_cores(len(os.sched_getaffinity(0)), cpu_quota(root))
+    yield check_instructions(os.uname().machine, *describe_cpu(root))
+    nodes = read_ranges(read_text(root / "sys/devices/system/node/online"))
+    status = root / "proc/self/status"
+    yield check_numa(
+        nodes,
+        memory_nodes=read_ranges(read_field(status, "Mems_allowed_list")),
+        cpu_nodes=cpu_nodes(root, nodes, read_ranges(read_field(status, "Cpus_allowed_list"))),
+    )
+
+
+def check_cores(num_cores: int, quota: float | None) -> Finding:
+    """`num_cores` by affinity, `quota` in cores."""
+    if quota is not None and quota < num_cores:
+        return degraded(
+            "cores",
+            f"{num_cores}, but time for {quota:g} only (cgroup limit)",
+            cost="threads beyond the limit stop one another for tens of milliseconds",
+            remedy=f"Raise the container's limit, or set OMP_NUM_THREADS={max(1, int(quota))}.",
+        )
+    return ok("cores", str(num_cores))
+
+
+def describe_cpu(root: Path) -> tuple[str, frozenset[str]]:
+    """Returns the model and instruction sets of the first core. Arm has "Features" and no model."""
+    cpuinfo = root / "proc/cpuinfo"
+    model = read_field(cpuinfo, "model name") or "model not said"
+    flags = read_field(cpuinfo, "flags") or read_field(cpuinfo, "Features") or ""
+    return model, frozenset(flags.split())
+
+
+def check_instructions(machine: str, model: str, flags: frozenset[str]) -> Finding:
+    """`machine` is that of uname(2)."""
+    subject = "instruction sets"
+    known = _X86 if machine == "x86_64" else _ARM
+    has = [name for name in known if name in flags]
+    found = f"{model}: {', '.join(has) or 'none that matter here'}"
+    if machine == "x86_64" and not {"avx2", "fma"} <= flags:
+        return degraded(
+            subject,
+            found,
+            cost="the optimizer's update on the host runs several times slower without AVX2",
+            remedy="In a virtual machine: let it see the host's CPU (-cpu host).",
+        )
+    return ok(subject, found)
+
+
+def cpu_nodes(root: Path, nodes: frozenset[int], cpus: frozenset[int]) -> frozenset[int]:
+    """Returns the NUMA nodes of these cores."""
+    folder = root / "sys/devices/system/node"
+    return frozenset(
+        node for node in nodes if cpus & read_ranges(read_text(folder / f"node{node}/cpulist"))
+    )
+
+
+def check_numa(
+    nodes: frozenset[int], *, memory_nodes: frozenset[int], cpu_nodes: frozenset[int]
+) -> Finding:
+    """Judges the `nodes` of the machine, those of the allowed memory, and those of the allowed
+    cores."""
+    if len(nodes) <= 1:
+        return ok("NUMA", "one node")
+    allowed = memory_nodes & nodes or nodes
+    if len(allowed) == 1 and cpu_nodes <= allowed:
+        return ok("NUMA", f"bound to node {min(allowed)} of {len(nodes)}")
+    return degraded(
+        "NUMA",
+        f"{len(nodes)} nodes, this process may use {len(allowed)} of them for memory and "
+        f"{len(cpu_nodes) or len(nodes)} to run",
+        cost="pages of the arena may lie far from the drive, the device or the core that uses them",
+        remedy="numactl --cpunodebind=N --membind=N infinity train ..., with the node N that the "
+        "drive and the device hang on, when one node's memory suffices.",
+    )
