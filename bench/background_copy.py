@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import infinity
-from infinity.tools.training.allocator import keep_freed_memory
+from infinity.tools.training.process import keep_freed_memory
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
-from infinity.tools.training.allocator import keep_freed_memory
+from infinity.tools.training.process import keep_freed_memory
 
 MODES = ("none", "copied", "checkpoint", "step")
 KINDS = ("parameters", "master", "moments")

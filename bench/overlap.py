@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from step import VOCABULARY, Side, bare_s
 
-from infinity.tools.training.allocator import keep_freed_memory
+from infinity.tools.training.process import keep_freed_memory
 
 NORMS = {"none": None, "never": 1e9, "always": 1e-6}
 SIDES = ("host", "deferred", "both_passes")

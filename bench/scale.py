@@ -85,7 +85,7 @@ def train(
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import infinity
-    from infinity.tools.training.allocator import keep_freed_memory
+    from infinity.tools.training.process import keep_freed_memory
 
     keep_freed_memory()
     config = {

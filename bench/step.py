@@ -39,7 +39,7 @@ from infinity.storage.arena import Arena
 from infinity.storage.open import open_configured
 from infinity.storage.protocol import Priority
 from infinity.storage.volume import Volume, VolumePath
-from infinity.tools.training.allocator import keep_freed_memory
+from infinity.tools.training.process import keep_freed_memory
 
 KINDS = ("parameters", "master", "moments")
 VOCABULARY = 50257

@@ -23,8 +23,8 @@ from infinity.checkpoint.convert.directory import write_directory
 from infinity.checkpoint.convert.quantize import plan_quantize
 from infinity.config import SwapConfig
 from infinity.sizes import format_nbytes
-from infinity.tools.training.data import ByteTokenizer
 from infinity.tools.training.sample import generate
+from infinity.tools.training.tokenizers import ByteTokenizer
 
 RECIPE = {
     "model_type": "qwen3_moe",

@@ -100,7 +100,7 @@ def batches_of(step: int, words: argparse.Namespace) -> list[Any]:
 class Infinity:
     def __init__(self, words: argparse.Namespace) -> None:
         import infinity
-        from infinity.tools.training.allocator import keep_freed_memory
+        from infinity.tools.training.process import keep_freed_memory
 
         keep_freed_memory()
         config = {

@@ -13,10 +13,10 @@ from typing import Any
 
 from infinity.config import SwapConfig
 from infinity.sizes import MIB
-from infinity.tools.training.data import Tokenizer, collect_files
 from infinity.tools.training.record_files import read_rows
 from infinity.tools.training.records import kind_of_columns, load_records, needed_columns
-from infinity.tools.training.text import is_records
+from infinity.tools.training.source_files import collect_files, is_records
+from infinity.tools.training.tokenizers import Tokenizer
 
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB

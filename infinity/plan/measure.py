@@ -39,7 +39,7 @@ from infinity.tiers.open_device import device_kind
 from infinity.tools.bench.host import OptimizerPass
 from infinity.tools.bench.scratch import BenchDirectory
 from infinity.tools.bench.transfer import EngineTransfer, FileSet, TransferKind
-from infinity.tools.training.allocator import keep_freed_memory
+from infinity.tools.training.process import keep_freed_memory
 
 _ARENA_NBYTES = 256 * MIB
 _EXTENT_NBYTES = 16 * MIB

@@ -20,7 +20,8 @@ from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.config import SwapConfig
 from infinity.errors import CorruptionError, InfinityError, StorageError
 from infinity.tools.training import program
-from infinity.tools.training.data import ByteTokenizer, tokenize
+from infinity.tools.training.token_file import tokenize
+from infinity.tools.training.tokenizers import ByteTokenizer
 
 PLAIN = os.pread
 SHAPE = {

@@ -22,8 +22,8 @@ from infinity.config import SwapConfig
 from infinity.errors import StorageError
 from infinity.tools.training import program
 from infinity.tools.training.adapter import save_adapter
-from infinity.tools.training.data import ByteTokenizer
 from infinity.tools.training.report import Reporter
+from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.bits import assert_same
 from tests.support.file_systems import failing, fill, small_tmpfs
 

@@ -28,7 +28,7 @@ from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostBlocks
 from infinity.tools.cli import app
-from infinity.tools.training.data import ByteTokenizer
+from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.forked import COMMAND, run_script
 
 RUNNER = CliRunner()

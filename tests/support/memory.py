@@ -25,7 +25,7 @@ def growth_nbytes(work: Callable[[], object]) -> int:
 
     The mark belongs to the whole process, so it should be one of its own.
     """
-    from infinity.tools.training.allocator import give_back
+    from infinity.tools.training.process import give_back
 
     use_small_pages()
 

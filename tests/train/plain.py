@@ -13,7 +13,8 @@ import trl
 
 from infinity.config import SwapConfig
 from infinity.tools.training.arguments import name_of_checkpointing
-from infinity.tools.training.data import ByteTokenizer, split_sequences
+from infinity.tools.training.token_file import split_sequences
+from infinity.tools.training.tokenizers import ByteTokenizer
 from infinity.tools.training.trainer import parameter_groups
 
 Steps = list[tuple[float, float, float]]  # (loss, norm of the gradients, learning rate)

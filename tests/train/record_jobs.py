@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import infinity
 from infinity.config import SwapConfig
-from infinity.tools.training.data import ByteTokenizer
 from infinity.tools.training.job_data import measure, open_data
 from infinity.tools.training.ranks import JobRank
+from infinity.tools.training.tokenizers import ByteTokenizer
 from infinity.tools.training.trainer import make_trainer
 
 MODEL = LlamaConfig(

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from infinity.tools.training.allocator import expand_segments
+from infinity.tools.training.process import expand_segments
 
 PROGRAM = """
 import ctypes, re, threading
-from infinity.tools.training.allocator import keep_freed_memory
+from infinity.tools.training.process import keep_freed_memory
 
 if {is_tuned}:
     assert keep_freed_memory()
@@ -64,7 +64,7 @@ def test_torch_reads_the_setting_of_segments_after_its_import() -> None:
     """`infinity train` sets it when torch is imported, and no device has been used."""
     program = """
 import os, torch
-from infinity.tools.training.allocator import expand_segments
+from infinity.tools.training.process import expand_segments
 [os.environ.pop(name, None) for name in list(os.environ) if name.endswith("ALLOC_CONF")]
 assert expand_segments()
 print(torch._C._accelerator_getAllocatorSettings())

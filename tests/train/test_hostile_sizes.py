@@ -16,8 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.tools.training import program
-from infinity.tools.training.data import ByteTokenizer, HuggingFaceTokenizer, tokenize
-from infinity.tools.training.model_numbers import check_sides
+from infinity.tools.training.model import check_sides
+from infinity.tools.training.token_file import tokenize
+from infinity.tools.training.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
 SHAPE = {
     "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": 300,

@@ -9,8 +9,8 @@ import datasets
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.tools.training.data import ByteTokenizer
 from infinity.tools.training.records import load_records, mark_conversations
+from infinity.tools.training.tokenizers import ByteTokenizer
 
 from .record_jobs import rows_of, small_job, write
 

@@ -23,8 +23,8 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.tools.training import program
 from infinity.tools.training.chat import CHATML
-from infinity.tools.training.data import ByteTokenizer
 from infinity.tools.training.records import load_records
+from infinity.tools.training.tokenizers import ByteTokenizer
 
 from . import plain
 from .record_jobs import MODEL, rows_of, write

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.tools.training import streams
-from infinity.tools.training.interrupt import Interrupt
-from infinity.tools.training.streams import lost_streams, outliving_streams
+from infinity.tools.training import process
+from infinity.tools.training.process import Interrupt, lost_streams, outliving_streams
 from tests.support.forked import COMMAND, Script
 
 from .jobs import CONFIG, wait_for_steps, write_job
@@ -109,7 +108,7 @@ def test_streams_that_fail_are_reported_once_on_the_other_and_at_the_end(monkeyp
 def test_a_reader_that_stops_reading_is_not_waited_for_and_may_go_on(monkeypatch):
     read, write = os.pipe()
     other = io.StringIO()
-    monkeypatch.setattr(streams, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(process, "_PATIENCE_S", 0.05)
     with os.fdopen(write, "w") as full, os.fdopen(read, "rb") as reader:
         monkeypatch.setattr(sys, "stdout", full)
         monkeypatch.setattr(sys, "stderr", other)

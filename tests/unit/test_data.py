@@ -15,19 +15,12 @@ from hypothesis import strategies as st
 
 from infinity.config import Data, SwapConfig
 from infinity.errors import ConfigError
-from infinity.tools.training import data as data_module
-from infinity.tools.training.data import (
-    ByteTokenizer,
-    HuggingFaceTokenizer,
-    Sources,
-    TokenFile,
-    collect_files,
-    open_tokenizer,
-    split_sequences,
-    tokenize,
-)
+from infinity.tools.training import token_file
 from infinity.tools.training.job_data import JobData, Tokens, measure, open_data
 from infinity.tools.training.settle import settle
+from infinity.tools.training.source_files import Sources, collect_files
+from infinity.tools.training.token_file import TokenFile, split_sequences, tokenize
+from infinity.tools.training.tokenizers import ByteTokenizer, HuggingFaceTokenizer, open_tokenizer
 
 BYTES = ByteTokenizer()
 
@@ -239,7 +232,7 @@ def test_hugging_face_tokens_end_each_file_with_eos(tmp_path, word_tokenizer):
 def test_large_file_is_tokenized_line_by_line_without_cutting_words(
     tmp_path, word_tokenizer, monkeypatch
 ):
-    monkeypatch.setattr("infinity.tools.training.data._READ_NBYTES", 5)
+    monkeypatch.setattr("infinity.tools.training.token_file._READ_NBYTES", 5)
     path = write(tmp_path / "a", "one two three\n" * 4)
 
     tokens = tokenize([path], HuggingFaceTokenizer(word_tokenizer), vocab_size=5)
@@ -309,7 +302,7 @@ def test_json_lines_that_are_named_text_are_read_with_a_notice(tmp_path, caplog)
 
 @pytest.mark.parametrize("size", [1, 2, 3, 1 << 20])
 def test_bytes_that_are_no_utf8_are_named_with_their_offset(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(data_module, "_READ_NBYTES", size)
+    monkeypatch.setattr(token_file, "_READ_NBYTES", size)
     bad = {b"abc\xff": 3, "\u20ac\u20ac".encode() + b"\xe2\x82": 6, b"ab\0c": 2, b"\xffa": 0}
     for content, offset in bad.items():
         path = write(tmp_path / "a.txt", content)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tiktoken._educational import bpe_train
 
 from infinity.errors import ConfigError
-from infinity.tools.training.data import HuggingFaceTokenizer
-from infinity.tools.training.kimi_tokenizer import PATTERN
+from infinity.tools.training.tokenizers import PATTERN, HuggingFaceTokenizer
 
 TEXT = (
     "The capital of France is Paris. I'll say they're right; we've done it, and IT'S FINE.\n\n"

@@ -10,7 +10,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from infinity.errors import ConfigError
-from infinity.tools.training.data import HuggingFaceTokenizer, tokenize
+from infinity.tools.training.token_file import tokenize
+from infinity.tools.training.tokenizers import HuggingFaceTokenizer
 
 
 def save_tokenizer(path: Path, vocabulary: dict[str, int]) -> Path:

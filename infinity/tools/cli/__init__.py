@@ -73,7 +73,7 @@ class _LazyGroup(TyperGroup):
 
 def print_error(text: str) -> None:
     """Prints to stderr, in red on a terminal. Follows https://no-color.org."""
-    from infinity.tools.training.streams import discard
+    from infinity.tools.training.process import discard
 
     color = False if os.environ.get("NO_COLOR") else None
     try:
@@ -161,7 +161,7 @@ def main() -> None:
         from infinity.namesake import explain
 
         sys.exit(f"infinity: {explain([])}")
-    from infinity.tools.training.streams import open_closed_descriptors
+    from infinity.tools.training.process import open_closed_descriptors
 
     open_closed_descriptors()
     app(prog_name="infinity")

@@ -136,7 +136,7 @@ def _model_on_meta(config: SwapConfig) -> Any:
 
 
 def _tokenizer(config: SwapConfig) -> Any:
-    from infinity.tools.training.data import open_tokenizer
+    from infinity.tools.training.tokenizers import open_tokenizer
 
     if config.data is None:
         return None

@@ -272,8 +272,8 @@ def _wish(asked: Asked, directory: ModelDirectory) -> Wish:
 
 def _facts(asked: Asked) -> DataFacts | None:
     from infinity.plan.data_facts import read_data
-    from infinity.tools.training.data import open_tokenizer
     from infinity.tools.training.settle import tokenizer_of
+    from infinity.tools.training.tokenizers import open_tokenizer
 
     if not asked.data:
         return None

@@ -83,7 +83,7 @@ def train(
 
     from infinity.config import SwapConfig
     from infinity.config.source import read_file
-    from infinity.tools.training.streams import outliving_streams
+    from infinity.tools.training.process import outliving_streams
     from infinity.tools.training.tracing import TracePlan
 
     table, source = read_file(config)

@@ -14,15 +14,10 @@ import numpy.typing as npt
 
 from infinity.config import Data, DataSource, SwapConfig
 from infinity.errors import ConfigError
-from infinity.tools.training.data import (
-    Sequences,
-    Tokenizer,
-    collect_files,
-    split_sequences,
-    tokenize,
-)
 from infinity.tools.training.records import Kind, kind_of, load_records, mark_conversations
-from infinity.tools.training.token_file import TokenFile
+from infinity.tools.training.source_files import collect_files
+from infinity.tools.training.token_file import Sequences, TokenFile, split_sequences, tokenize
+from infinity.tools.training.tokenizers import Tokenizer
 
 _READ_ROWS = 1000  # At a time.
 

@@ -7,6 +7,7 @@ import inspect
 import logging
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from infinity.checkpoint import WeightSource, weight_source
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.paths import refuse_absent_model
+from infinity.config.values import Capacity
 from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
 from infinity.tools.training.adapter import attach_adapter, refuse_tokens_of_head
-from infinity.tools.training.model_numbers import check_numbers, check_sides
+from infinity.tools.training.tokenizers import MOST_TOKENS
 
 _log = logging.getLogger("infinity")
 
@@ -251,3 +253,140 @@ def _model_types() -> list[str]:
 
 def _nearest(word: str, known: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
+
+
+# -- The model before training, with which "dpo" compares ------------------------------------------
+#
+# An adapter needs no second model: TRL keeps the adapter's first values beside it. Where all
+# weights are trained, the reference is a frozen model of its own, with an engine of its own. Its
+# weights rest in the files of `model.path` and take next to no swap space. Policy and reference get
+# half of the host budget and of the device budget each.
+
+
+def build_reference(plan: ModelPlan, config: SwapConfig) -> Any:
+    """Returns the reference on meta, or None where the run needs no model of its own for it.
+
+    Raises ConfigError for random weights, which no file holds.
+    """
+    assert config.train is not None
+    if config.train.method != "dpo" or config.adapter is not None:
+        return None
+    if plan.path is None:
+        raise ConfigError(
+            'train.method: "dpo" prefers against the weights of model.path; got [model.config], '
+            "whose weights are random"
+        )
+    model = build_model(plan, config)
+    model.requires_grad_(False)
+    model._is_accelerate_prepared = True  # Trainer does not move it.
+    return model.eval()
+
+
+def share_budgets(config: SwapConfig) -> tuple[SwapConfig, SwapConfig]:
+    """Returns the configurations of policy and reference."""
+    tiers = config.tiers
+    host = tiers.host.model_copy(update={"capacity": _half(tiers.host.capacity)})
+    device = tiers.device.model_copy(update={"capacity": _half(tiers.device.capacity)})
+    halved = tiers.model_copy(update={"host": host, "device": device})
+    drives = [
+        drive.model_copy(update={"path": drive.path.with_name(f"{drive.path.name}-reference")})
+        for drive in tiers.nvme
+    ]
+    apart = halved.model_copy(update={"nvme": type(tiers.nvme)(drives)})
+    policy = config.model_copy(update={"tiers": halved})
+    return policy, config.model_copy(update={"tiers": apart})
+
+
+def place_reference(model: Any, plan: ModelPlan, config: SwapConfig) -> Any:
+    """Leaves the reference's weights in their files. Returns its engine, which the caller closes.
+
+    config: the second of `share_budgets`
+    """
+    assert config.model is not None
+    infinity.offload(model, config, weights=plan.path, ignore=config.model.ignore)
+    return infinity.engine_of(model)
+
+
+def _half(capacity: Capacity) -> Capacity:
+    if capacity.nbytes is not None:
+        return Capacity(nbytes=capacity.nbytes // 2)
+    # "auto" takes half of what is free, so the second engine takes half of what the first leaves.
+    return capacity if capacity.percent is None else Capacity(percent=capacity.percent / 2)
+
+
+# -- Impossible numbers of a configuration ---------------------------------------------------------
+#
+# transformers builds one module after the other, and lists with one entry per layer, for any number
+# in the file. A number that is negative, or larger than that of any model, is refused before that.
+
+
+# Counts of modules that are built one by one, under every name used by architectures.
+_COUNT = re.compile(
+    r"(\w+_)?(n|num)_(\w+_)?(layers?|blocks?|heads?|experts?|kv)"
+    r"|(\w+_)?(layers|heads|experts)|depth"
+)
+# Lengths of a side of a weight.
+_SIZE = re.compile(
+    r"(\w+_)?(vocab|hidden|intermediate|ffn|inner)_(size|dim)|d_model|d_ff|n_embd|n_inner|d_kv"
+    r"|ffn_hidden_size|(encoder|decoder)_ffn_dim|head_dim|n_positions|max_position_embeddings"
+)
+_MOST_MODULES = 65_536
+_MOST_LENGTH = 2**40
+# A weight has a side of each of these lengths.
+_SIDES = ("vocab_size", "hidden_size", "d_model", "n_embd")
+
+
+def check_numbers(table: dict[str, Any], where: str) -> None:
+    """Raises ConfigError that names the key of an impossible count, size or token id. `where` is
+    put before the key."""
+    for key, value in _leaves(table, ""):
+        name = key.rpartition(".")[2]
+        if name.endswith("_token_id"):
+            _check_ids(value, f"{where}{key}")
+            continue
+        most = _MOST_MODULES if _COUNT.fullmatch(name) else _MOST_LENGTH
+        if most == _MOST_LENGTH and not _SIZE.fullmatch(name):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue  # None, lists and words have their own meaning, which transformers checks.
+        most = MOST_TOKENS - 1 if name.endswith("vocab_size") else most
+        least = 1 if name in ("num_hidden_layers", "n_layer", "n_layers", "vocab_size") else 0
+        if not least <= value <= most:
+            raise _impossible(f"{where}{key}", f"{least} to {most}", value)
+
+
+def check_sides(table: dict[str, Any], longest: int, where: str) -> None:
+    """Raises ConfigError that names a length of the configuration that no stored weight has.
+
+    longest: the longest side of all stored weights
+    """
+    for key, value in _leaves(table, ""):  # Other parts, such as vision, may not be stored.
+        is_side = key.removeprefix("text_config.") in _SIDES
+        if is_side and isinstance(value, int) and value > longest:
+            raise _impossible(
+                f"{where}{key}", f"at most {longest}, the longest side of the stored weights", value
+            )
+
+
+def _check_ids(value: Any, what: str) -> None:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if type(token) is not int or not -MOST_TOKENS < token < MOST_TOKENS:
+            raise _impossible(what, f"an id below {MOST_TOKENS}, or a list of these", token)
+
+
+def _impossible(what: str, expected: str, value: Any) -> ConfigError:
+    is_long = isinstance(value, (int, float)) and abs(value) >= 10**40
+    shown = "a number of more than 40 digits" if is_long else repr(value)[:80]
+    return ConfigError(
+        f"{what}: expected {expected}, got {shown}; correct it, or get the model's configuration "
+        "again"
+    )
+
+
+def _leaves(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

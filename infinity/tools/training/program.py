@@ -9,7 +9,7 @@ How a run ends:
   a signal             the step is finished, then export and summary, or where the file has
                        [checkpoint] a checkpoint and no export; its copy to another file system
                        has `checkpoint.grace_s` seconds; exit code 128 and the signal's number: 130
-                       for SIGINT, 143 for SIGTERM, 129 for SIGHUP (`training.interrupt` has all)
+                       for SIGINT, 143 for SIGTERM, 129 for SIGHUP (`process.Interrupt` has all)
   a second SIGINT      KeyboardInterrupt at once; no export; exit code 130
   NonFiniteError       the weights of the last good step are exported, then the error; exit code 2
   any other error      nothing is exported; exit code 2
@@ -28,10 +28,9 @@ from rich.console import Console
 
 from infinity.config import SwapConfig
 from infinity.tools.training.adapter import without_renaming_notice
-from infinity.tools.training.allocator import expand_segments, keep_freed_memory
 from infinity.tools.training.arguments import require_trackers
-from infinity.tools.training.interrupt import Interrupt
 from infinity.tools.training.job import prepare
+from infinity.tools.training.process import Interrupt, expand_segments, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
 from infinity.tools.training.report import Summary
 from infinity.tools.training.resume import plan_resume

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from infinity.bounded import MalformedError, open_regular, unique_keys
 from infinity.errors import ConfigError
-from infinity.tools.training.text import READERS
+from infinity.tools.training.source_files import READERS
 
 _LONGEST_LINE_NBYTES = 1 << 28
 _NUM_ROWS = 256  # At a time.

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from infinity.sizes import GIB, format_nbytes
 from infinity.tools.training.metrics import MetricsFile
-from infinity.tools.training.streams import lost_streams
+from infinity.tools.training.process import lost_streams
 from infinity.tools.training.trainer import StepOutcome
 
 # Counter of the bytes -> the usual name of the link.

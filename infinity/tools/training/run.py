@@ -24,13 +24,11 @@ from infinity.errors import InfinityError, NonFiniteError
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
 from infinity.tools.training.adapter import save_adapter
-from infinity.tools.training.allocator import give_back
 from infinity.tools.training.arguments import batch_of
-from infinity.tools.training.interrupt import Interrupt
 from infinity.tools.training.job import Job
-from infinity.tools.training.model import stream_weights
+from infinity.tools.training.model import place_reference, share_budgets, stream_weights
 from infinity.tools.training.output import MARKER_NAME, SUMMARY_NAME
-from infinity.tools.training.reference import place_reference, share_budgets
+from infinity.tools.training.process import Interrupt, give_back
 from infinity.tools.training.report import MetricsRecord, Reporter, Summary, write_summary
 from infinity.tools.training.resume import TRAINER_STATE, clear_way, follow, naming_older
 from infinity.tools.training.sample import generate

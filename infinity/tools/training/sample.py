@@ -9,7 +9,7 @@ import torch
 
 from infinity.config import Sample
 from infinity.errors import ConfigError
-from infinity.tools.training.data import Tokenizer
+from infinity.tools.training.tokenizers import Tokenizer
 
 
 def encode_prompt(

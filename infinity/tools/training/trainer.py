@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from types import MethodType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from infinity.checkpoint.run.rng_state import random_state, restore_random_state
 from infinity.config import Optimizer, SwapConfig
@@ -29,10 +30,9 @@ from infinity.modules.tiling.split import named_parameters_of
 from infinity.optimizers.algorithms import OPTIMIZERS
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.tools.training.arguments import state_of, trainer_arguments
-from infinity.tools.training.data import Tokenizer
 from infinity.tools.training.job_data import JobData, check_amount
-from infinity.tools.training.nonfinite import first_nonfinite_module
 from infinity.tools.training.ranks import JobRank
+from infinity.tools.training.tokenizers import Tokenizer
 
 MOST_SKIPPED = 16  # Steps in a row; more are no coincidence.
 _STATE_NAME = "trainer_state.json"
@@ -425,3 +425,55 @@ class RunTrainer(OffloadedTrainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         restore_random_state(self._random_state)
+
+
+# -- The module that produced a value which is not finite ------------------------------------------
+
+
+class _Found(Exception):
+    """Ends the search at the first module that produced a value that is not finite."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
+    """Returns the name of the first module, in order of completion, whose output is not all finite.
+
+    Runs `forward` once more under no_grad, with a hook on every module. A module completes before
+    its parents, so the name is that of the smallest one. Returns None if every output is finite,
+    for example if the loss itself overflowed. The random state does not change.
+    """
+
+    def hook(name: str) -> Callable[..., None]:
+        def check(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not all(torch.isfinite(tensor).all() for tensor in _floating(output)):
+                raise _Found(name)
+
+        return check
+
+    handles = [
+        module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name
+    ]
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            forward()
+    except _Found as found:
+        return found.name
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
+
+
+def _floating(value: Any) -> Iterator[torch.Tensor]:
+    """Yields every floating-point tensor in nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _floating(inner)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _floating(inner)

@@ -1,4 +1,4 @@
-"""The tokenizer of a Kimi directory: `tiktoken.model`, without the code that comes with it.
+"""The tokenizers of `[data]`: bytes, a directory of transformers, and a directory of Kimi.
 
 Kimi K2, K2 Thinking and Kimi Linear have no tokenizer.json. Their files are tiktoken's ranks, one
 line for each token (its bytes in base64, and its rank), and a class of Python, which this package
@@ -18,16 +18,173 @@ import base64
 import binascii
 import json
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from infinity.bounded import read_json
 from infinity.errors import ConfigError
 
 _RANKS, _FAST, _NAMES = "tiktoken.model", "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+Ids = npt.NDArray[np.integer[Any]]
+MOST_TOKENS = 2**31  # Their ids are 32-bit integers to tokenizers and kernels.
 _MOST_ADDED = 1 << 16  # Ids behind the ranks; Kimi has 256.
 _CODE = "tokenization_kimi"  # The module that tokenizer_config.json names.
+
+
+class Tokenizer(Protocol):
+    """Converts text to ids. Every id is less than `vocab_size`."""
+
+    name: str
+    vocab_size: int
+
+    def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
+        """Yields the ids of one file, given as consecutive chunks of its bytes."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, without special tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids."""
+
+    def token(self, token_id: int) -> str:
+        """Returns the form of a token in messages."""
+        ...
+
+    def for_records(self) -> Any:
+        """Returns the same tokenizer as an object of transformers."""
+        ...
+
+
+class ByteTokenizer:
+    """A tokenizer whose 256 tokens are the UTF-8 bytes."""
+
+    name = "bytes"
+    vocab_size = 256
+
+    def __init__(self) -> None:
+        self._fast: Any = None
+
+    def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
+        """Yields the ids of a file, piece by piece."""
+        for chunk in chunks:
+            yield np.frombuffer(chunk, dtype=np.uint8)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the bytes of the text in UTF-8."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Shows ids above 255, which a model may have, as the replacement character."""
+        text = b"".join(bytes([i]) if i < 256 else "\ufffd".encode() for i in ids)
+        return text.decode(errors="replace")
+
+    def token(self, token_id: int) -> str:
+        """Returns the token as messages show it."""
+        return repr(bytes([token_id])) if 0 <= token_id < self.vocab_size else "no byte"
+
+    def for_records(self) -> Any:
+        """Token 0, which no text has, ends and fills records."""
+        if self._fast is None:
+            from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+            from transformers import PreTrainedTokenizerFast
+
+            vocabulary = {byte_char(byte): byte for byte in range(1, 256)}
+            backend = Tokenizer(models.BPE({"\0": 0} | vocabulary, []))
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+                add_prefix_space=False, use_regex=False
+            )
+            backend.decoder = decoders.ByteLevel()
+            self._fast = PreTrainedTokenizerFast(
+                tokenizer_object=backend, pad_token="\0", eos_token="\0"
+            )
+        return self._fast
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a local directory. `tokenizer` is the object of transformers."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        if not path.is_dir():
+            raise ConfigError(f"data.tokenizer: {path} is no directory")
+        try:
+            if is_kimi(path):
+                self.tokenizer = load_kimi(path)
+            else:
+                self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            vocabulary = self.tokenizer.get_vocab()
+        except ConfigError:
+            raise
+        except Exception as error:  # A broken directory makes transformers raise any exception.
+            raise ConfigError(f"data.tokenizer: {path} cannot be loaded: {error}") from error
+        last = max(vocabulary, key=vocabulary.__getitem__, default="")
+        largest = vocabulary.get(last, 0)
+        if largest >= MOST_TOKENS:
+            raise ConfigError(
+                f"data.tokenizer: {path} gives {last!r} the id {largest}; expected ids below "
+                f"{MOST_TOKENS}. Use the model's own tokenizer"
+            )
+        self.name = str(path)
+        self.vocab_size = max(len(self.tokenizer), largest + 1)
+
+    def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
+        """Yields the ids of a file, line by line, and the end-of-text token at its end."""
+        for text in _complete_lines(chunks):
+            yield np.asarray(self.encode(text), dtype=np.int64)
+        if self.tokenizer.eos_token_id is not None:
+            yield np.asarray([self.tokenizer.eos_token_id], dtype=np.int64)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return str(self.tokenizer.decode(list(ids)))
+
+    def token(self, token_id: int) -> str:
+        """Returns the token as messages show it."""
+        if not 0 <= token_id < MOST_TOKENS:
+            return "none"
+        return repr(self.tokenizer.convert_ids_to_tokens(token_id))
+
+    def for_records(self) -> Any:
+        """Returns the object of transformers."""
+        return self.tokenizer
+
+
+def open_tokenizer(which: Path | str) -> Tokenizer:
+    """Opens the settled `data.tokenizer`: "bytes", or a local Hugging Face directory."""
+    assert which != "auto", "training.settle has not been asked"
+    return ByteTokenizer() if which == "bytes" else HuggingFaceTokenizer(Path(which))
+
+
+def _complete_lines(chunks: Iterator[bytes]) -> Iterator[str]:
+    """Yields text in chunks that end with a line, so that no chunk cuts a character or a word.
+
+    A character cut by the limit becomes the replacement character. A line longer than a chunk stays
+    in one chunk.
+    """
+    rest = b""
+    for chunk in chunks:
+        rest += chunk
+        end = rest.rfind(b"\n") + 1
+        if end:
+            yield rest[:end].decode(errors="replace")
+            rest = rest[end:]
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+# -- Kimi ------------------------------------------------------------------------------------------
 
 # What splits a text before bytes are merged. Chinese characters stand apart from other letters; a
 # number has at most three digits.
@@ -63,7 +220,7 @@ def is_kimi(directory: Path) -> bool:
     return _CODE in json.dumps(_names(directory).get("auto_map"))
 
 
-def load(directory: Path) -> Any:
+def load_kimi(directory: Path) -> Any:
     """Returns the tokenizer of a directory that `is_kimi`, as an object of transformers.
 
     Raises ConfigError for files that are not what Kimi's class reads.

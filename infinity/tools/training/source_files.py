@@ -1,15 +1,21 @@
-"""Recognises files that are not text, so that another format is named and never trained on.
+"""Which files `[data]` means, and whether they hold text or records.
 
-The checks use the ending of the file name, its first bytes and, while it is read, its encoding.
+A file that is neither is refused by the name of its format and never trained on. The checks use the
+ending of the file name, its first bytes and, while it is read, its encoding.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.config import PYTHON_STDLIB, DataSource
+from infinity.config.paths import refuse_absent_data
 from infinity.errors import ConfigError
 
 _HEAD_NBYTES = 1 << 16
@@ -137,3 +143,77 @@ def _head(path: Path) -> bytes:
             os.close(fd)
     except OSError as error:
         raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from None
+
+
+_log = logging.getLogger(__name__)
+
+
+# Below the directory of the standard library, but not part of it.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The files of `[data]`: all of them text, or all of them records."""
+
+    texts: list[Path]
+    records: list[Path]  # Files, or directories of `datasets.save_to_disk`.
+
+
+def collect_files(sources: Sequence[DataSource]) -> Sources:
+    """Returns every file of every source once, sorted within each source.
+
+    Hidden files and directories are skipped. Raises ConfigError that names a missing source, a
+    source without a matching file, the first file that is neither text nor records, or one of each.
+    """
+    files: dict[Path, bool] = {}  # Whether it holds records.
+    for source in sources:
+        found = _files_of(source)
+        if not found:
+            raise ConfigError(
+                f"data.paths: no file below {source.location} matches {source.pattern!r}"
+            )
+        files.update({file: is_records(file) for file in found})
+    texts = [file for file, has_records in files.items() if not has_records]
+    records = [file for file, has_records in files.items() if has_records]
+    if texts and records:
+        raise ConfigError(
+            f"data.paths: {records[0]} holds records and {texts[0]} does not; expected one kind"
+        )
+    as_json = [file for file in texts if refuse_other_formats(file)]
+    if as_json:
+        _log.warning(
+            "data.paths: the lines of %s (%d files in all) are JSON objects; braces, quotes and "
+            "keys are learned as they stand there", as_json[0], len(as_json),
+        )  # fmt: skip
+    return Sources(texts, records)
+
+
+def _files_of(source: DataSource) -> list[Path]:
+    location = source.location
+    if location.is_file():
+        return [location]
+    refuse_absent_data([source])
+    if is_saved_dataset(location):
+        return [location]
+    found = _matching(location, source.pattern)
+    if not found and "pattern" not in source.model_fields_set:
+        found = [path for path in _matching(location, "**/*") if is_records(path)]
+    excluded = _NOT_STDLIB if source.path == PYTHON_STDLIB else frozenset()
+    files = []
+    for path in found:
+        parts = path.relative_to(location).parts
+        is_hidden = any(part.startswith(".") for part in parts)
+        if not is_hidden and excluded.isdisjoint(parts) and path.is_file():
+            files.append(path)
+    # Files with deliberate encoding errors, for the library's own tests.
+    if source.path == PYTHON_STDLIB:
+        return [path for path in files if is_utf8(path)]
+    return files
+
+
+def _matching(location: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(location.glob(pattern))
+    except (ValueError, NotImplementedError, OSError, RecursionError) as error:
+        raise ConfigError(f"data.paths: pattern {pattern[:80]!r}: {error}") from None
