@@ -1,7 +1,7 @@
 """Trains LoRA over bitsandbytes' own 4-bit modules, in memory and offloaded, and compares the bits.
 
     python -m pip install --no-deps --target /tmp/packages bitsandbytes
-    PYTHONPATH=/tmp/packages python scripts/bitsandbytes_modules.py
+    PYTHONPATH=.:/tmp/packages python scripts/bitsandbytes_modules.py
 
 transformers loads an NF4 directory as `Linear4bit` modules; the engine streams their packed bytes
 as they are. Losses, gradients and adapters must have the same bits. Bytes read are printed beside
@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import infinity
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 STEPS, MICRO_BATCHES = 4, 3
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 16}

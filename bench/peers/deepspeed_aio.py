@@ -133,11 +133,10 @@ def compare(words: argparse.Namespace) -> None:
 
     from infinity.config.schema import Io
     from infinity.storage.arena import Arena
-    from infinity.tools.bench import machine, nvme, pattern, runner
+    from infinity.tools.bench import machine, measure, nvme, pattern
     from infinity.tools.bench.lab import Effort, Lab
-    from infinity.tools.bench.measure import Group, Sample
+    from infinity.tools.bench.measure import Group, Sample, summarize
     from infinity.tools.bench.report import rows_of, to_json
-    from infinity.tools.bench.statistics import summarize
     from infinity.tools.bench.transfer import EngineTransfer, FileSet
     from infinity.tools.cli.bench import parse_size, print_tables
 
@@ -174,7 +173,7 @@ def compare(words: argparse.Namespace) -> None:
             for kind, region in (("read", "still"), ("write", "busy")):
                 (share,) = drives.scratch.shares(region)
                 tried = [Turn(peer, share, kind, settings) for settings in SETTINGS]
-                search = runner.run_group(Group("search", kind, tried), rounds=2, warm_ups=0)
+                search = measure.run_group(Group("search", kind, tried), rounds=2, warm_ups=0)
                 best = max(
                     tried,
                     key=lambda each: (
@@ -187,7 +186,7 @@ def compare(words: argparse.Namespace) -> None:
                 )  # fmt: skip
                 case = f"{words.size} beside DeepSpeed {peer.hello['version']}"
                 group = Group(f"nvme {kind}", case, [subject], [best], {"operation": kind})
-                results.append(runner.run_group(group, rounds=words.rounds))
+                results.append(measure.run_group(group, rounds=words.rounds))
     for result in results:
         if any(sample.ok is False for each in result.samples.values() for sample in each):
             print("WRONG BYTES were read; the figures are void", file=sys.stderr)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from infinity.observe.intervals import Interval, clipped, total_s, union, without
-from infinity.observe.timeline import THREAD_TRACKS
+from infinity.observe.timeline import THREAD_TRACKS, Interval, clipped, total_s, union, without
 from infinity.observe.tracer import Span, Track
 
 _COPIES = (Track.COPIES_IN, Track.COPIES_OUT)

@@ -18,10 +18,19 @@ docs/URING.md, io_uring(7), io_uring_setup(2), io_uring_enter(2).
 """
 
 from infinity.uring.binding import RingError, is_built
-from infinity.uring.buffers import File, Memory, Raw, RegisteredBuffer, RegisteredFile
 from infinity.uring.capabilities import Probe, probe, try_registering
-from infinity.uring.flags import OPCODES, Feature, SetupFlag
-from infinity.uring.ring import Completion, Ring
+from infinity.uring.ring import (
+    OPCODES,
+    Completion,
+    Feature,
+    File,
+    Memory,
+    Raw,
+    RegisteredBuffer,
+    RegisteredFile,
+    Ring,
+    SetupFlag,
+)
 
 __all__ = [
     "OPCODES",

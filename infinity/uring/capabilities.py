@@ -7,8 +7,7 @@ import mmap
 from dataclasses import dataclass
 
 from infinity.uring.binding import RingError
-from infinity.uring.flags import Feature, SetupFlag
-from infinity.uring.ring import Ring
+from infinity.uring.ring import Feature, Ring, SetupFlag
 
 # The flag that each of these needs beside itself.
 _COMPANIONS = {

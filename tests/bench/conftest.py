@@ -12,6 +12,10 @@ from infinity.sizes import KIB, MIB
 from infinity.storage.arena import Arena
 from infinity.tools.bench.fio import FioSettings
 from infinity.tools.bench.lab import Effort, Lab
+from infinity.tools.bench.measure import Result
+from infinity.tools.bench.nvme import DriveSet, open_drives
+from infinity.tools.bench.report import rows_of
+from infinity.tools.bench.transfer import FileSet
 
 SMALL = Effort(
     nbytes=32 * MIB,
@@ -24,6 +28,9 @@ SMALL = Effort(
     num_latencies=2,
     fio_candidates=(FioSettings(1 * MIB, 2), FioSettings(4 * MIB, 1)),
 )
+
+
+NBYTES = 8 * MIB
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +51,22 @@ def make_lab(arena: Arena, tmp_path: Path) -> Callable[..., Lab]:
         return Lab(arena, tuple(directories), Io(), SMALL, with_fio, weights)
 
     return make
+
+
+@pytest.fixture(params=[1, 2])
+def drives(request: pytest.FixtureRequest, make_lab: Callable[..., Lab]) -> Iterator[DriveSet]:
+    """One path, and two striped ones."""
+    lab = make_lab(request.param)
+    with open_drives(lab, lab.directories) as drives:
+        yield drives
+
+
+@pytest.fixture
+def files(drives: DriveSet) -> Iterator[FileSet]:
+    with drives.lab.engine() as engine:
+        yield FileSet(engine, drives.scratch, drives.lab.arena)
+
+
+def all_equal(results: list[Result]) -> bool:
+    rows = [row for row in rows_of(results) if row.section != "fio search"]
+    return bool(rows) and all(row.ok is True for row in rows)

@@ -137,14 +137,14 @@ os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 del sys.argv[1:3]
-from infinity.tools.cli import main
-main()
+import runpy
+runpy.run_path("bench/collectives.py", run_name="__main__")
 """
 
 
 def test_collectives_of_two_ranks() -> None:
     """Two ranks on the CPU: every collective right, one report."""
-    options = "bench", "--quick", "--size", "64MiB", "--rounds", "1", "--json"
+    options = "--size", "64MiB", "--rounds", "1", "--json"
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Script(RANK, rank, store.port, *options) for rank in range(2)]
     (report, errors), (nothing, other_errors) = [rank.communicate() for rank in ranks]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from infinity.errors import UnsupportedError
 from infinity.sizes import KIB, MIB
-from infinity.tools.bench import plots, table
+from infinity.tools.bench import plots, report
 from infinity.tools.bench.measure import GB, ContenderGroup, Measurement, Result
 from infinity.tools.bench.report import rows_of, to_json
 
@@ -59,7 +59,7 @@ RESULTS = [
 
 def text_of(results: list[Result]) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    table.print_rows(rows_of(results), console)
+    report.print_rows(rows_of(results), console)
     return console.export_text()
 
 

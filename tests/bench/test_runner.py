@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.tools.bench.measure import ContenderGroup, Measurement
-from infinity.tools.bench.runner import run_group
+from infinity.tools.bench.measure import ContenderGroup, Measurement, run_group
 
 
 class Logged:

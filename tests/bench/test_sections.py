@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from infinity.errors import ConfigError, CorruptionError
+from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.sizes import MIB
-from infinity.storage.volume import Volume, VolumePath
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostBlocks
 from infinity.tools.bench import device, fio, host, nvme, suite
-from infinity.tools.bench.checked import VolumeTransfer
 from infinity.tools.bench.lab import Lab
-from infinity.tools.bench.measure import Result
 from infinity.tools.bench.report import rows_of
+from tests.bench.conftest import all_equal
 
 
 def simulated(lab: Lab, kind: type[SimulatedDevice] = SimulatedDevice) -> SimulatedDevice:
@@ -27,11 +24,6 @@ def simulated(lab: Lab, kind: type[SimulatedDevice] = SimulatedDevice) -> Simula
     device = kind(0, delay_s=0.001)
     device.open(HostBlocks(lab.arena, counters), counters)
     return device
-
-
-def all_equal(results: list[Result]) -> bool:
-    rows = [row for row in rows_of(results) if row.section != "fio search"]
-    return bool(rows) and all(row.ok is True for row in rows)
 
 
 def test_sections_run_in_their_own_order() -> None:
@@ -44,18 +36,15 @@ def test_sections_run_in_their_own_order() -> None:
 def test_an_unknown_section_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"--only reed: expected some of read, write"):
         suite.check_sections(["reed"], quick=False)
-    with pytest.raises(ConfigError, match="torchrun"):
-        suite.check_sections(["collectives"], quick=False)
 
 
 def test_drive_sections(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab()
-    results = list(suite.run(lab, ("read", "write", "mixed", "extents", "sweep", "latency")))
+    results = list(suite.run(lab, ("read", "write", "mixed", "sweep", "latency")))
     assert all_equal(results)
     sections = [result.group.section for result in results]
     sweeps = [f"sweep {kind}" for kind in nvme.KINDS for _ in lab.effort.extents_nbytes]
-    small = ["extents read"] * 3 + ["extents write"] * 3
-    assert sections == ["nvme read", "nvme write", "nvme mixed", *small, *sweeps, *["latency"] * 3]
+    assert sections == ["nvme read", "nvme write", "nvme mixed", *sweeps, *["latency"] * 3]
     assert list(lab.directories[0].iterdir()) == []
 
 
@@ -68,56 +57,6 @@ def test_fio_is_searched_once_per_kind_and_then_a_ceiling(make_lab: Callable[...
     for row in rows_of(results):
         if row.section != "fio search":
             assert any(ceiling.name.startswith("fio") for ceiling in row.ceilings)
-
-
-@pytest.mark.skipif(not fio.is_installed(), reason="fio is not installed")
-def test_small_extents_that_lie_apart_are_compared_with_the_same_pattern(
-    make_lab: Callable[..., Lab],
-) -> None:
-    results = list(suite.run(make_lab(with_fio=True), ("extents",)))
-    assert all_equal(results)
-    for operation in ("read", "write"):
-        mine = [each for each in results if each.group.labels["operation"] == operation]
-        (near, *far) = [[each.name for each in result.group.ceilings] for result in mine]
-        assert near[0] == "extents of 16 MiB"
-        assert [names[-1] for names in far] == [
-            "fio 64 KiB x 256, strided", "fio 64 KiB x 256, random",
-        ]  # fmt: skip
-        for result in mine:  # Ceilings moved as much as their subjects.
-            moved = {sample.nbytes for samples in result.samples.values() for sample in samples}
-            assert len(moved) == 1
-
-
-def test_checksums_are_measured_beside_none_and_leave_nothing(
-    make_lab: Callable[..., Lab],
-) -> None:
-    lab = make_lab()
-    results = list(suite.run(lab, ("verify",)))
-    assert all_equal(results)
-    assert [result.group.section for result in results] == ["verify read", "verify write"]
-    subjects = [row.subject for row in rows_of(results)]
-    assert subjects == ["verify = true", "verify = false, read once", "verify = true"]
-    assert list(lab.directories[0].iterdir()) == []
-
-
-def test_a_changed_page_is_an_error_with_checksums_and_wrong_bytes_without(
-    make_lab: Callable[..., Lab], tmp_path: Path
-) -> None:
-    lab = make_lab()
-    nbytes = lab.effort.nbytes
-    for has_checksums in (True, False):
-        path = VolumePath(str(tmp_path / f"swap-{has_checksums}"))
-        with lab.engine() as engine, Volume(engine, [path], verify=has_checksums) as volume:
-            (reserved,) = volume.reserve([nbytes])
-            transfer = VolumeTransfer("v", volume, reserved, lab.arena, "read", nbytes)
-            with open(volume.file_paths[0], "r+b") as file:
-                file.seek(12345)
-                file.write(b"?")
-            if has_checksums:
-                with pytest.raises(CorruptionError):
-                    transfer.run()
-            else:
-                assert transfer.run().ok is False
 
 
 def test_stripes_grow_path_by_path(make_lab: Callable[..., Lab]) -> None:

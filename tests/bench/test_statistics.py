@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.tools.bench.measure import GB, Measurement
-from infinity.tools.bench.statistics import (
+from infinity.tools.bench.measure import (
+    GB,
+    Measurement,
     cpu_s_per_gb,
     paired_ratios,
     quantiles,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,34 +11,16 @@ from infinity.sizes import KIB, MIB
 from infinity.storage.probe import explain_missing_uring
 from infinity.storage.protocol import Priority
 from infinity.testing.faulty_engine import FaultyEngine
-from infinity.tools.bench import extents
-from infinity.tools.bench.lab import Lab
-from infinity.tools.bench.nvme import KINDS, DriveSet, open_drives
-from infinity.tools.bench.raw_ring import RawRing
+from infinity.tools.bench.nvme import KINDS, DriveSet
 from infinity.tools.bench.transfer import (
     EngineLatency,
     EngineTransfer,
     FileSet,
-    MovesTransfer,
+    RawRing,
     TransferKind,
     plan_moves,
 )
-
-NBYTES = 8 * MIB
-
-
-@pytest.fixture(params=[1, 2])
-def drives(request: pytest.FixtureRequest, make_lab: Callable[..., Lab]) -> Iterator[DriveSet]:
-    """One path, and two striped ones."""
-    lab = make_lab(request.param)
-    with open_drives(lab, lab.directories) as drives:
-        yield drives
-
-
-@pytest.fixture
-def files(drives: DriveSet) -> Iterator[FileSet]:
-    with drives.lab.engine() as engine:
-        yield FileSet(engine, drives.scratch, drives.lab.arena)
+from tests.bench.conftest import NBYTES
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -80,34 +60,6 @@ def test_the_raw_ring_moves_the_right_bytes(files: FileSet, kind: TransferKind) 
         with RawRing("r", files, moves, depth=depth) as ring:
             sample = ring.run()
             assert sample.ok and sample.nbytes == NBYTES
-
-
-@pytest.mark.parametrize("kind", ["read", "write"])
-@pytest.mark.parametrize("plan", [extents.side_by_side, extents.apart])
-def test_small_extents_go_where_they_belong(files: FileSet, kind: TransferKind, plan) -> None:
-    moves = plan(kind, NBYTES)
-    places = sorted(move.place for move in moves)
-    assert places == list(range(0, NBYTES, extents.SMALL_NBYTES))
-    assert [move.offset_nbytes for move in moves] != [move.place for move in moves]
-    for in_one_request in (True, False):
-        sample = MovesTransfer("e", files, moves, in_one_request=in_one_request).run()
-        assert sample.ok and sample.nbytes == NBYTES
-    if explain_missing_uring() is None:
-        with RawRing("r", files, moves, depth=8) as ring:
-            assert ring.run().ok
-
-
-@pytest.mark.parametrize("kind", ["read", "write"])
-def test_two_extents_that_change_places_are_seen(files: FileSet, kind: TransferKind) -> None:
-    moves = extents.side_by_side(kind, NBYTES)
-    transfer = MovesTransfer("e", files, moves, in_one_request=True)
-    ((_, segments),) = transfer._requests
-    first, second = segments[:2]
-    segments[:2] = [
-        replace(first, address=second.address),
-        replace(second, address=first.address),
-    ]
-    assert transfer.run().ok is False
 
 
 @pytest.mark.parametrize("kind", ["read", "mixed"])

@@ -14,8 +14,8 @@ from infinity.sizes import MIB
 from infinity.storage.probe import explain_missing_uring
 from infinity.tools.bench import tune
 from infinity.tools.bench.lab import Lab
+from infinity.tools.bench.measure import SampleSummary
 from infinity.tools.bench.nvme import KINDS
-from infinity.tools.bench.statistics import SampleSummary
 from infinity.tools.bench.tune import Candidate, PathBandwidth, RingSetup, TunedSetting
 
 SMALL, MIDDLE, LARGE = (Candidate(4 * MIB, depth) for depth in (2, 4, 8))

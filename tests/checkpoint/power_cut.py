@@ -24,7 +24,7 @@ from typing import Any
 
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
-from infinity.testing.wrapped_engine import WrappedEngine
+from infinity.testing.faulty_engine import WrappedEngine
 
 # -- What can happen -------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from infinity.checkpoint.run.copy import Pace
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.state import spare_generations
 from infinity.storage.protocol import Priority
-from infinity.testing.wrapped_engine import WrappedEngine
+from infinity.testing.faulty_engine import WrappedEngine
 from tests.support.bits import assert_same
 from tests.support.file_systems import seem_elsewhere
 

@@ -15,7 +15,7 @@ from infinity.checkpoint.huggingface.base_identity import (
     BaseIdentity,
     write_identity,
 )
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .power_cut import Named, Recorder, Renamed, Synced
 

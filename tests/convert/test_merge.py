@@ -21,10 +21,10 @@ from infinity.checkpoint.huggingface.base_identity import (
 )
 from infinity.checkpoint.huggingface.weight_source import weight_source
 from infinity.errors import ConfigError
-from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from infinity.tools.cli import app
 from infinity.tools.training.merge import plan_merge
 from tests.support.exhaustive import sampled
+from tests.support.quantized import tiny_causal_lm, write_decoded, write_quantized
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLA = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]

@@ -17,9 +17,9 @@ from infinity.checkpoint.convert.quantize import plan_quantize
 from infinity.checkpoint.huggingface.weight_source import weight_source
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
 from infinity.errors import ConfigError, StorageError
-from infinity.testing.quantized import find_logical, tiny_causal_lm, write_quantized
 from infinity.tools.cli import app
 from tests.support.forked import run_script
+from tests.support.quantized import find_logical, tiny_causal_lm, write_quantized
 
 CODECS = {"fp8": Fp8Blocks, "int4": Int4Groups, "nf4": Nf4}
 
@@ -55,7 +55,7 @@ def test_matrices_are_codes_and_all_else_is_as_before(tmp_path, name, to) -> Non
 
 def test_the_layouts_are_those_of_the_shipped_writer_of_tests(tmp_path) -> None:
     """Names, dtypes and shapes of every stored tensor, but for the length of JSON."""
-    from infinity.testing.quantized import read_headers
+    from tests.support.quantized import read_headers
 
     model = tiny_causal_lm("llama")
     write_quantized(model, tmp_path / "base", "bf16")

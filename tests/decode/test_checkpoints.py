@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infinity.codecs import Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain
-from infinity.testing.quantized import (
+from tests.support.quantized import (
     LAYOUTS,
     TINY_CONFIGS,
     decoded_weights,

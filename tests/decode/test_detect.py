@@ -18,7 +18,7 @@ from infinity.codecs import (
     logical_tensors,
 )
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.testing.quantized import LAYOUTS
+from tests.support.quantized import LAYOUTS
 
 Headers = dict[str, tuple[str, tuple[int, ...]]]
 

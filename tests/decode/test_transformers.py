@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from infinity.codecs import Fp8Blocks, Mxfp4Blocks
-from infinity.testing.quantized import decoded_weights, tiny_causal_lm, write_quantized
 from tests.decode.cases import bits, decoded, random_parts
+from tests.support.quantized import decoded_weights, tiny_causal_lm, write_quantized
 
 transformers = pytest.importorskip("transformers")
 

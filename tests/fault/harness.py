@@ -24,8 +24,8 @@ from infinity.engine.build import build
 from infinity.engine.engine import Engine
 from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.testing.faulty_engine import WrappedEngine
 from infinity.testing.models import Mlp
-from infinity.testing.wrapped_engine import WrappedEngine
 from tests.support import offloading
 
 WIDTH = 96  # A block of it is some 150 KiB: larger than a chunk of the update.

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
 from infinity.errors import InfinityError
-from infinity.testing.quantized import CONFIG_NAME, tiny_causal_lm, write_quantized
+from tests.support.quantized import CONFIG_NAME, tiny_causal_lm, write_quantized
 
 SCALE = "model.layers.1.mlp.experts.0.up_proj.weight_scale"
 

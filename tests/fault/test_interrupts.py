@@ -19,7 +19,7 @@ from infinity.engine.engine import Engine
 from infinity.modules.interrupts import uninterrupted
 from infinity.state.units import StateKind
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
-from infinity.testing.wrapped_engine import WrappedEngine
+from infinity.testing.faulty_engine import WrappedEngine
 from infinity.tiers.pool import HostPool
 from tests.support.bits import assert_same
 

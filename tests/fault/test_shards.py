@@ -20,8 +20,8 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.engine.build import build
 from infinity.errors import CorruptionError, StorageError
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from tests.support.forked import Script, wait_until
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .harness import Trap
 

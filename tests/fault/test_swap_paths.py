@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
 from infinity.errors import CapacityError, StorageError
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from infinity.tools.training.adapter import save_adapter
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 NOBODY = 65534
 

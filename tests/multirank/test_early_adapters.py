@@ -16,9 +16,9 @@ import pytest
 from torch import Tensor
 
 import infinity
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .early_run import RankUpdates, counted_updates
 from .processes import run_ranks

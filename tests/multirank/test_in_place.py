@@ -26,10 +26,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import infinity
 from infinity.errors import InfinityError
 from infinity.testing import SimulatedDevice
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from infinity.tools.training.adapter import save_adapter
 from tests.support.bits import assert_same
 from tests.support.exhaustive import in_turn, sampled
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .processes import run_ranks
 

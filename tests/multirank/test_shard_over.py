@@ -22,8 +22,8 @@ from infinity import SwapConfig
 from infinity.checkpoint.run.directory import list_checkpoints, read_linked, read_manifest
 from infinity.distributed.setup import divides_over_node
 from infinity.errors import ConfigError
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from tests.support.bits import assert_same
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .processes import run_ranks, seem_on_node
 from .test_in_place import Case, model_over, step, trained

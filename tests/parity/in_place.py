@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
-from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.quantized import tiny_causal_lm, write_decoded, write_quantized
 
 STEPS, MICRO_BATCHES = 3, 2
 # Architecture and layout.

@@ -18,10 +18,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import infinity
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.streams import StreamDevice
 from tests.support.bits import assert_same
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .in_place import MICRO_BATCHES, STEPS, Base, at_least, batches, config_of, loss_of, over, train
 

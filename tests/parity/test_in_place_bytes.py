@@ -15,8 +15,8 @@ import torch
 
 import infinity
 from infinity.modules.tiling.experts import TiledExperts
-from infinity.testing.quantized import read_headers, tiny_causal_lm, write_quantized
 from tests.support.hooks import harmless
+from tests.support.quantized import read_headers, tiny_causal_lm, write_quantized
 
 from .in_place import Base, at_least, config_of, loss_of, over
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infinity.testing.quantized import CONFIG_NAME, INDEX_NAME, tiny_causal_lm, write_quantized
+from tests.support.quantized import CONFIG_NAME, INDEX_NAME, tiny_causal_lm, write_quantized
 
 from .in_place import Base, config_of, over
 from .test_in_place_bytes import adapted

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
 from infinity.sizes import KIB, align_up
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from tests.support.exhaustive import sampled
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 LAYOUTS = {
     "llama": "nf4", "deepseek-v3": "int4", "gpt-oss": "mxfp4", "qwen3-moe": "fp8-bf16-scales",

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
 from infinity.modules.tiling.experts import TiledExperts
-from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from tests.support.exhaustive import sampled
+from tests.support.quantized import tiny_causal_lm, write_decoded, write_quantized
 
 from .in_place import config_of, train
 

@@ -12,7 +12,7 @@ import torch
 import infinity
 from infinity.streaming.weights import evictor
 from infinity.streaming.weights.evictor import WeightEvictor
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .in_place import Base, at_least, config_of, loss_of, over
 

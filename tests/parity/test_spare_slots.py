@@ -20,7 +20,7 @@ from infinity.storage.protocol import Operation, Priority, Segment, StorageEngin
 from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.unit_update import chunks_of
 from infinity.streaming.updates.updater import Updater
-from infinity.testing.wrapped_engine import WrappedEngine
+from infinity.testing.faulty_engine import WrappedEngine
 from tests.support.exhaustive import sampled
 
 from .test_early_updates import Run, config_of, loss_of, make, plain_run, steps

@@ -18,9 +18,9 @@ from infinity.plan.answer import answer, sentences
 from infinity.plan.directory import read_directory
 from infinity.plan.frozen import frozen_model
 from infinity.plan.model import PlannedModel
-from infinity.testing.quantized import tiny_causal_lm, write_quantized
 from tests.support.exhaustive import sampled
 from tests.support.machines import ANY_MACHINE
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 SPARSE = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 6}
 # Architecture, layout, changes of its configuration.

@@ -16,7 +16,7 @@ from infinity.storage.arena import Arena
 from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
 from infinity.storage.protocol import Priority, StorageEngine
 from infinity.storage.volume import Volume, VolumePath
-from infinity.testing.throttled_engine import Clock, ThrottledEngine
+from infinity.testing.faulty_engine import Clock, ThrottledEngine
 
 FAST, SLOW = 160e6, 40e6  # Bytes per second.
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.observe import Span, Track
-from infinity.observe.intervals import clipped, total_s, union, without
-from infinity.observe.timeline import THREAD_TRACKS, laid_out
+from infinity.observe.timeline import THREAD_TRACKS, clipped, laid_out, total_s, union, without
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))),

@@ -9,27 +9,36 @@ returns the keyword arguments of one call. The docstring of a class names its ha
 
 from __future__ import annotations
 
-from infinity.testing.models.absent_gradients import Conditional, Frozen, Unused, ZeroGradient
-from infinity.testing.models.base import TinyModel
-from infinity.testing.models.decoder import DecoderBlock, Mlp, TinyDecoder
-from infinity.testing.models.layouts import Autocast, Dropout, Layouts, MixedDtypes, OddShapes
-from infinity.testing.models.sharing import (
-    CalledSideways,
-    ParentReads,
-    Recursive,
-    ReturnsParameter,
-    TiedAcross,
-    UsedTwice,
+from infinity.testing.models.blocks import (
+    Autocast,
+    Conditional,
+    DecoderBlock,
+    Dropout,
+    Frozen,
+    Layouts,
+    MixedDtypes,
+    Mlp,
+    OddShapes,
+    TinyDecoder,
+    TinyModel,
+    Unused,
+    ZeroGradient,
 )
 from infinity.testing.models.structure import (
+    CalledSideways,
     Checkpointed,
     CustomFunction,
     InnerGradient,
     InPlace,
     KeywordTensors,
     NestedLists,
+    ParentReads,
     PassesThrough,
+    Recursive,
+    ReturnsParameter,
     StructuredOutputs,
+    TiedAcross,
+    UsedTwice,
 )
 from infinity.testing.models.torch_modules import (
     Attention,

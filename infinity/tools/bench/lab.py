@@ -14,8 +14,7 @@ from infinity.storage.native import RingFlags
 from infinity.storage.open import open_configured
 from infinity.storage.protocol import StorageEngine
 from infinity.tools.bench.fio import CANDIDATES, FioSettings
-from infinity.tools.bench.measure import ContenderGroup, Result
-from infinity.tools.bench.runner import run_group
+from infinity.tools.bench.measure import ContenderGroup, Result, run_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""The nouns of a measurement: a sample, its contender, and the group of contenders."""
+"""A measurement: samples, contenders, the rounds in which they alternate, and their statistics."""
 
 from __future__ import annotations
 
 import resource
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,3 +81,85 @@ def clock(transfer: Callable[[], object]) -> tuple[float, float]:
 def _process_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def run_group(
+    group: ContenderGroup,
+    *,
+    rounds: int,
+    warm_ups: int = 1,
+    on_round: Callable[[int], object] = lambda _: None,
+) -> Result:
+    """The samples of `rounds` rounds, after `warm_ups` that are thrown away.
+
+    Round by round: A B C, B C A, C A B. A failed comparison stays in its sample; an exception of a
+    contender goes through.
+    """
+    contenders = [*group.subjects, *group.ceilings]
+    names = [contender.name for contender in contenders]
+    assert len(set(names)) == len(names), f"two contenders of one name in {names}"
+    samples: dict[str, list[Measurement]] = {name: [] for name in names}
+    for index in range(-warm_ups, rounds):
+        on_round(index)
+        turn = index % len(contenders)
+        for contender in [*contenders[turn:], *contenders[:turn]]:
+            sample = contender.run()
+            if index >= 0:
+                samples[contender.name].append(sample)
+    return Result(group, samples)
+
+
+# -- Statistics of interleaved samples: pure functions ---------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSummary:
+    """A median with the smallest and largest of `count` values."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def summarize(values: Sequence[float]) -> SampleSummary:
+    """Returns median, extremes and number of the values."""
+    return SampleSummary(statistics.median(values), min(values), max(values), len(values))
+
+
+def paired_ratios(subject: Sequence[Measurement], ceiling: Sequence[Measurement]) -> SampleSummary:
+    """Bandwidth of the subject over that of the ceiling, round by round.
+
+    The median of ratios, not the ratio of medians: a disturbance that slows full rounds cancels.
+    """
+    return summarize(
+        [
+            subject_sample.gb_per_s / ceiling_sample.gb_per_s
+            for subject_sample, ceiling_sample in zip(subject, ceiling, strict=True)
+        ]
+    )
+
+
+def cpu_s_per_gb(samples: Sequence[Measurement]) -> float | None:
+    """CPU seconds over all rounds per decimal GB moved; None when a sample does not know.
+
+    A sum, not a median: some report CPU time in full milliseconds.
+    """
+    times_s = [sample.cpu_s for sample in samples if sample.cpu_s is not None]
+    if len(times_s) < len(samples):
+        return None
+    return sum(times_s) * GB / sum(sample.nbytes for sample in samples)
+
+
+def verdict(samples: Sequence[Measurement]) -> bool | None:
+    """False when one comparison failed, True when all were made and held, else None."""
+    if any(sample.ok is False for sample in samples):
+        return False
+    return True if all(sample.ok for sample in samples) else None
+
+
+def quantiles(values: Sequence[float], points: Sequence[float]) -> dict[float, float]:
+    """The values at `points` (0 to 1), the nearest rank of the sorted values."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {point: ordered[round(point * last)] for point in points}

@@ -14,14 +14,13 @@ from infinity.storage.probe import explain_missing_uring
 from infinity.storage.protocol import StorageEngine
 from infinity.tools.bench import fio
 from infinity.tools.bench.lab import Lab
-from infinity.tools.bench.measure import Contender, ContenderGroup, Result
-from infinity.tools.bench.raw_ring import RawRing
+from infinity.tools.bench.measure import Contender, ContenderGroup, Result, summarize
 from infinity.tools.bench.scratch import BenchDirectory, RegionName
-from infinity.tools.bench.statistics import summarize
 from infinity.tools.bench.transfer import (
     EngineLatency,
     EngineTransfer,
     FileSet,
+    RawRing,
     TransferKind,
     plan_moves,
 )

@@ -1,4 +1,5 @@
-"""The results of a run: rows for the table, JSON with every sample and the environment."""
+"""The results of a run: rows, JSON with every sample and the environment, and tables in the columns
+that readers of fio and nvbandwidth look for."""
 
 from __future__ import annotations
 
@@ -6,8 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from infinity.tools.bench.measure import Measurement, Result
-from infinity.tools.bench.statistics import (
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from infinity.sizes import format_nbytes
+from infinity.tools.bench.measure import (
+    Measurement,
+    Result,
     SampleSummary,
     cpu_s_per_gb,
     paired_ratios,
@@ -113,3 +121,159 @@ def _median_latency(samples: Sequence[Measurement]) -> dict[float, float]:
         point: summarize([sample.latency_s[point] for sample in samples]).median
         for point in sorted(points)
     }
+
+
+# -- Tables ----------------------------------------------------------------------------------------
+
+
+_SEARCH = "fio search"
+
+
+def print_rows(rows: Sequence[Row], console: Console) -> None:
+    """Bandwidth, then sweeps as one grid per operation, then latency, then what went wrong."""
+    for part in parts(rows):
+        console.print(part)
+
+
+def parts(rows: Sequence[Row]) -> list[RenderableType]:
+    """The tables of a run from top to bottom; those without a line are left out."""
+    sweeps = list(dict.fromkeys(row.section for row in rows if row.section.startswith("sweep")))
+    plain = [row for row in rows if row.section not in (_SEARCH, "latency", *sweeps)]
+    waits = [row for row in rows if row.section == "latency"]
+    found: list[RenderableType] = [bandwidth_table(plain)] if plain else []
+    found += [sweep_table(name, [row for row in rows if row.section == name]) for name in sweeps]
+    found += [latency_table(waits)] if waits else []
+    notes = sorted({row.note for row in rows if row.note})
+    found += [Text(f"note: {note}", style="yellow") for note in notes]
+    found += [
+        Text(f"WRONG BYTES: {row.section}, {row.case}, {row.subject}", style="bold red")
+        for row in rows
+        if row.ok is False
+    ]
+    return found
+
+
+def bandwidth_table(rows: Sequence[Row]) -> Table:
+    """A line per subject and ceiling. The share is the median of the rounds' own ratios."""
+    table = _table(
+        "Bandwidth in decimal GB/s, median of interleaved rounds; share of the ceiling beside it"
+    )
+    table.add_column("", overflow="fold", min_width=30)
+    for name in ("GB/s", "low - high", "share", "low - high", "CPU s/GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bytes", no_wrap=True)
+    for section, case in dict.fromkeys((row.section, row.case) for row in rows):
+        group = [row for row in rows if (row.section, row.case) == (section, case)]
+        table.add_section()
+        table.add_row(Text(section, style="bold"))
+        table.add_row(Text(f" {case}", style="dim"))
+        for row in group:
+            _add_subject(table, row)
+        for index, ceiling in enumerate(group[0].ceilings):
+            _add_ceiling(table, ceiling, is_best=index == 0, is_shared=len(group) > 1)
+    return table
+
+
+def _add_subject(table: Table, row: Row) -> None:
+    share = [row.ceilings[0].share] if row.ceilings else []
+    table.add_row(
+        f"  {row.subject}",
+        f"{row.gb_per_s.median:.2f}",
+        _spread(row),
+        "".join(f"{summary.median:.2f}" for summary in share),
+        "".join(f"{summary.low:.2f} - {summary.high:.2f}" for summary in share),
+        _cpu(row.cpu_s_per_gb),
+        _verdict(row.ok),
+    )
+
+
+def _add_ceiling(table: Table, ceiling: Against, *, is_best: bool, is_shared: bool) -> None:
+    """Adds the line of a ceiling. The subject's line has the share of the best ceiling."""
+    has_share = not is_best and not is_shared
+    table.add_row(
+        Text(f"    {'ceiling' if is_best else 'beside'}: {ceiling.name}", style="dim"),
+        f"{ceiling.gb_per_s.median:.2f}",
+        _spread(ceiling),
+        f"{ceiling.share.median:.2f}" if has_share else "",
+        f"{ceiling.share.low:.2f} - {ceiling.share.high:.2f}" if has_share else "",
+        _cpu(ceiling.cpu_s_per_gb),
+    )
+
+
+def sweep_table(section: str, rows: Sequence[Row]) -> Table:
+    """Extent sizes down, depths across; the ceiling is that of the same rounds."""
+    table = _table(f"{section}: GB/s by extent and queue depth (share of the ceiling)")
+    table.add_column("extents", justify="right", no_wrap=True)
+    for depth in dict.fromkeys(row.subject for row in rows):
+        table.add_column(depth, justify="right", no_wrap=True)
+    table.add_column("ceiling", justify="right", no_wrap=True)
+    table.add_column("CPU s/GB", justify="right", no_wrap=True)
+    table.add_column("bytes", no_wrap=True)
+    for case in dict.fromkeys(row.case for row in rows):
+        line = [row for row in rows if row.case == case]
+        ceilings = line[0].ceilings
+        table.add_row(
+            _size(line[0].labels["extent_nbytes"]),
+            *[f"{row.gb_per_s.median:.2f}{_bracket(row)}" for row in line],
+            f"{ceilings[0].gb_per_s.median:.2f} {ceilings[0].name}" if ceilings else "-",
+            _range([row.cpu_s_per_gb for row in line if row.cpu_s_per_gb is not None]),
+            _verdict(all(row.ok for row in line)),
+        )
+    return table
+
+
+def latency_table(rows: Sequence[Row]) -> Table:
+    """Milliseconds from request to answer, one request at a time."""
+    table = _table("Latency of single reads in milliseconds")
+    table.add_column("", no_wrap=True)
+    for name in ("p50", "p90", "p99"):
+        table.add_column(name, justify="right")
+    table.add_column("bytes", no_wrap=True)
+    for case in dict.fromkeys(row.case for row in rows):
+        group = [row for row in rows if row.case == case]
+        table.add_row(Text(case, style="bold"))
+        for row in group:
+            table.add_row(f"  {row.subject}", *_latencies(row.latency_s), _verdict(row.ok))
+        for ceiling in group[0].ceilings:
+            label = Text(f"    ceiling: {ceiling.name}", style="dim")
+            table.add_row(label, *_latencies(ceiling.latency_s))
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+
+
+def _latencies(latency_s: Mapping[float, float]) -> list[str]:
+    return [
+        f"{1e3 * latency_s[point]:.2f}" if point in latency_s else "-" for point in (0.5, 0.9, 0.99)
+    ]
+
+
+def _spread(of: Row | Against) -> str:
+    return f"{of.gb_per_s.low:.2f} - {of.gb_per_s.high:.2f}"
+
+
+def _bracket(row: Row) -> str:
+    return f" ({row.ceilings[0].share.median:.2f})" if row.ceilings else ""
+
+
+def _cpu(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _range(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
+    return low if low == high else f"{low} - {high}"
+
+
+def _size(nbytes: str | int | float) -> str:
+    return format_nbytes(float(nbytes)).replace(".0 ", " ")
+
+
+def _verdict(ok: bool | None) -> Text:
+    if ok is None:
+        return Text("-", style="dim")
+    return Text("equal", style="green") if ok else Text("WRONG", style="bold red")

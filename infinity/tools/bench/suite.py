@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from infinity.errors import ConfigError
-from infinity.tools.bench import checked, extents, nvme
+from infinity.tools.bench import nvme
 from infinity.tools.bench.lab import Lab
 from infinity.tools.bench.measure import Result
 
 SECTIONS = (
-    "read", "write", "mixed", "extents", "sweep", "latency", "verify", "stripes", "host",
-    "optimizer", "device", "pipeline",
+    "read", "write", "mixed", "sweep", "latency", "stripes", "host", "optimizer", "device",
+    "pipeline",
 )  # fmt: skip
-_ON_DRIVES = ("read", "write", "mixed", "extents", "sweep", "latency")
+_ON_DRIVES = ("read", "write", "mixed", "sweep", "latency")
 
 
 QUICK_SECTIONS = ("read", "write", "mixed", "latency", "host", "optimizer")
@@ -24,10 +24,6 @@ def check_sections(names: Sequence[str], *, quick: bool) -> tuple[str, ...]:
 
     Raises ConfigError for a name that is no section.
     """
-    if "collectives" in names:
-        raise ConfigError(
-            "collectives need several ranks: torchrun --nproc-per-node 2 --no-python infinity bench"
-        )
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:
         raise ConfigError(f"--only {','.join(unknown)}: expected some of {', '.join(SECTIONS)}")
@@ -41,9 +37,6 @@ def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
         for directory in lab.directories:
             with nvme.open_drives(lab, [directory]) as drives:
                 yield from _drive(drives, sections)
-    if "verify" in sections:
-        for directory in lab.directories:
-            yield from checked.verify(lab, directory)
     if "stripes" in sections and len(lab.directories) > 1:
         yield from nvme.stripes(lab)
     if "host" in sections or "optimizer" in sections:
@@ -59,9 +52,6 @@ def _drive(drives: nvme.DriveSet, sections: Sequence[str]) -> Iterator[Result]:
     for kind in nvme.KINDS:
         if kind in sections:
             yield from nvme.bandwidth(drives, kind)
-    if "extents" in sections:
-        for kind in ("read", "write"):
-            yield from extents.extents(drives, kind)
     if "sweep" in sections:
         for kind in nvme.KINDS:
             yield from nvme.sweep(drives, kind)

@@ -27,9 +27,16 @@ from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
 from infinity.storage.native import RingFlags
 from infinity.storage.probe import grants_ring_flags
 from infinity.tools.bench.lab import Lab
-from infinity.tools.bench.measure import ContenderGroup, Measurement, Result
+from infinity.tools.bench.measure import (
+    ContenderGroup,
+    Measurement,
+    Result,
+    SampleSummary,
+    cpu_s_per_gb,
+    summarize,
+    verdict,
+)
 from infinity.tools.bench.nvme import EXTENT_NBYTES, KINDS, DriveSet, open_drives
-from infinity.tools.bench.statistics import SampleSummary, cpu_s_per_gb, summarize, verdict
 from infinity.tools.bench.transfer import EngineTransfer, FileSet, TransferKind
 
 Setting = TypeVar("Setting", bound=Hashable)  # a Candidate or a RingSetup

@@ -11,25 +11,25 @@ import typer
 from typer.core import TyperGroup
 
 from infinity.errors import InfinityError, storage_error
-from infinity.tools.cli.progress import with_quiet
+from infinity.tools.cli.options import with_quiet
 
 # name -> (module of this package, attribute, one line of help). A Typer is a group, a function one
 # command.
 _COMMANDS = {
     "bench": ("bench", "bench", "Measure drives, memory and device."),
-    "clean": ("clean", "clean", "Remove what ended jobs have left in swap directories."),
+    "clean": ("inspect", "clean", "Remove what ended jobs have left in swap directories."),
     "config": ("config", "app", "Check, show and describe configuration files."),
     "doctor": ("doctor", "doctor", "List what this machine lacks, with cost and remedy."),
-    "export": ("export", "export", "Convert a checkpoint to a format of other programs."),
+    "export": ("convert", "export", "Convert a checkpoint to a format of other programs."),
     "inspect": ("inspect", "inspect", "Describe a checkpoint and check its integrity."),
     "merge": ("convert", "merge", "Merge an adapter into its base, as a checkpoint."),
     "new": ("new", "new", "Write a file for `infinity train` that suits this machine."),
     "plan": ("plan", "plan", "Predict a step: placement, bytes, seconds, bottleneck."),
     "quantize": ("convert", "quantize", "Quantise the linear layers of a checkpoint."),
-    "spread": ("spread", "spread", "Lay the shards of a checkpoint over several drives."),
+    "spread": ("convert", "spread", "Lay the shards of a checkpoint over several drives."),
     "trace": ("trace", "app", "Find what bounds the steps of a traced run."),
     "train": ("train", "train", "Fine-tune a model as a configuration file describes."),
-    "tune": ("tune", "tune", "Find the io settings that suit these drives."),
+    "tune": ("bench", "tune", "Find the io settings that suit these drives."),
 }
 
 

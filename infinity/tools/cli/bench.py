@@ -1,11 +1,9 @@
-"""`infinity bench`: the command around `infinity.tools.bench.suite`."""
+"""`infinity bench` and `infinity tune`: the commands around `infinity.tools.bench`."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,6 +19,10 @@ if TYPE_CHECKING:
     from infinity.tools.bench.lab import Effort, Lab
     from infinity.tools.bench.measure import Result
     from infinity.tools.bench.report import Row
+import dataclasses
+import datetime
+import platform
+from collections.abc import Mapping
 
 _MINIMUM_NBYTES = 64 * MIB
 _PIPE_WIDTH = 100
@@ -54,8 +56,8 @@ def bench(
         typer.Option(
             "--only",
             metavar="A,B",
-            help="Some of: read, write, mixed, extents, sweep, latency, verify, stripes, host, "
-            "optimizer, device, pipeline.",
+            help="Some of: read, write, mixed, sweep, latency, stripes, host, optimizer, device, "
+            "pipeline.",
         ),
     ] = None,
     size: _Size = None,
@@ -77,16 +79,13 @@ def bench(
     """Measure drives, host memory and device beside ceilings taken in the same run.
 
     Without CONFIG and --path, the drive of the working directory is measured. Exit code 1 means
-    that wrong bytes were read. Under torchrun, collectives are measured instead.
+    that wrong bytes were read.
     """
     from infinity.tools.bench import machine, suite
     from infinity.tools.bench.lab import QUICK, Effort
-    from infinity.tools.bench.report import rows_of, to_json
+    from infinity.tools.bench.report import rows_of
 
     effort = replace(QUICK if quick else Effort(), **_changes(size, rounds))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _collectives(effort, as_json=as_json)
-        return
     sections = suite.check_sections(_split(only), quick=quick)
     if plot is not None:
         from infinity.tools.bench import plots
@@ -96,15 +95,27 @@ def bench(
     with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=not no_fio) as (lab, say):
         environment = machine.describe(lab.directories, lab.arena)
         results = list(suite.run(replace(lab, on_step=say), sections))
-    rows = rows_of(results)
-    document = to_json(results, environment)
-    if save is not None:
-        save.write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
-        for path in plots.save(rows, plot):
+        for path in plots.save(rows_of(results), plot):
             typer.echo(f"wrote {path}", err=True)
+    tell(results, environment, as_json=as_json, save=save)
+
+
+def tell(
+    results: Sequence[Result],
+    environment: Mapping[str, Any],
+    *,
+    as_json: bool = False,
+    save: Path | None = None,
+) -> None:
+    """Prints the results, and saves them as JSON. Raises typer.Exit(1) for wrong bytes."""
+    from infinity.tools.bench.report import rows_of, to_json
+
+    rows, document = rows_of(results), json.dumps(to_json(results, environment), indent=1)
+    if save is not None:
+        save.write_text(document + "\n")
     if as_json:
-        typer.echo(json.dumps(document, indent=1))
+        typer.echo(document)
     else:
         print_tables(rows)
     if any(row.ok is False for row in rows):
@@ -181,10 +192,10 @@ def print_tables(rows: Sequence[Row]) -> None:
     """Prints to stdout. In a pipe, whose width is unknown, the tables have their natural width."""
     from rich.console import Console
 
-    from infinity.tools.bench import table
+    from infinity.tools.bench.report import print_rows
 
     console = Console()
-    table.print_rows(rows, console if console.is_terminal else Console(width=_PIPE_WIDTH))
+    print_rows(rows, console if console.is_terminal else Console(width=_PIPE_WIDTH))
 
 
 def _split(only: str | None) -> list[str]:
@@ -225,31 +236,76 @@ def _made(directories: Sequence[Path]) -> Iterator[None]:
                 directory.rmdir()
 
 
-def _collectives(effort: Effort, *, as_json: bool) -> None:
-    """Every rank measures; rank 0 reports."""
-    import torch
-    import torch.distributed as dist
+# -- Tune ------------------------------------------------------------------------------------------
 
-    from infinity.tools.bench import collectives
-    from infinity.tools.bench.report import rows_of, to_json
 
-    is_cuda = torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if is_cuda else torch.device("cpu")
-    if is_cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if is_cuda else "gloo")
-    try:
-        results: list[Result] = list(collectives.sweep(effort, device))
-        if dist.get_rank() != 0:
-            return
-        rows = rows_of(results)
-        if as_json:
-            environment = {"command": sys.argv, "ranks": dist.get_world_size()}
-            typer.echo(json.dumps(to_json(results, environment), indent=1))
-        else:
-            print_tables(rows)
-        if any(row.ok is False for row in rows):
-            raise typer.Exit(1)
-    finally:
-        dist.destroy_process_group()
+def tune(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A configuration file: its paths."),
+    ] = None,
+    paths: Annotated[
+        list[Path] | None,
+        typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
+    ] = None,
+    limit_s: Annotated[
+        float,
+        typer.Option("--time", metavar="SECONDS", min=1, help="Limit of the search."),
+    ] = 60.0,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", metavar="SIZE", help="Bytes of one timed transfer, 128MiB."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="FILE", help="Also write the fragment to a file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all scores as JSON.")] = False,
+) -> None:
+    """Find the io settings that suit these drives, and print them as a fragment of TOML.
+
+    The fragment also has the bandwidth of each path, which the schedule reads. Copy its lines into
+    the configuration file. Among settings within 5 % of the fastest, the one with the fewest bytes
+    in flight is chosen, so that a repeated search gives the same result within noise.
+    """
+    from rich.console import Console
+
+    from infinity.config import SwapConfig
+    from infinity.tools.bench import tune as tuning
+    from infinity.tools.bench.lab import QUICK
+
+    effort = replace(QUICK, nbytes=128 * MIB if size is None else parse_size(size))
+    with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=False) as (lab, say):
+        choice = tuning.search(replace(lab, on_step=say), limit_s=limit_s)
+        directories = lab.directories
+    names = [str(tier.path) for tier in SwapConfig.load(config).tiers.nvme]
+    remark = (
+        f"infinity tune, {datetime.datetime.now(datetime.UTC).date()}, kernel "
+        f"{platform.release()}: {choice.rounds} rounds, extents of 16 MiB; GB/s are decimal"
+    )
+    fragment = tuning.to_toml(choice, names or list(map(str, directories)), remark)
+    if write is not None:
+        write.write_text(fragment)
+    if as_json:
+        scores = {str(who): round(score, 4) for who, score in choice.scores.items()}
+        found = {
+            "block_nbytes": choice.best.block_nbytes,
+            "queue_depth": choice.best.depth,
+            "rings": None if choice.rings is None else dataclasses.asdict(choice.rings),
+            "rounds": choice.rounds,
+            "cpu_s_per_gb": choice.cpu_s_per_gb,
+            "scores": scores,
+            "ring_scores": {str(who): round(score, 4) for who, score in choice.ring_scores.items()},
+            "paths": [dataclasses.asdict(path) for path in choice.paths],
+        }
+        typer.echo(json.dumps(found, indent=1))
+        return
+    console = Console(stderr=True)
+    tables: tuple[tuple[Mapping[Any, float], object], ...] = (
+        (choice.scores, choice.best), (choice.ring_scores, choice.rings)
+    )  # fmt: skip
+    for of_choice, chosen in tables:
+        for who, score in sorted(of_choice.items(), key=lambda item: -item[1]):
+            mark = "  <- chosen" if who == chosen else ""
+            console.print(f"  {who!s:<28} {score:6.1%} of the best{mark}", highlight=False)
+    typer.echo(fragment, nl=False)

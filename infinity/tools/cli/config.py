@@ -14,7 +14,7 @@ import typer
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.tools.cli import print_error
-from infinity.tools.cli.progress import Quiet
+from infinity.tools.cli.options import Quiet
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig

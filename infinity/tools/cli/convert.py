@@ -1,4 +1,4 @@
-"""`infinity merge` and `infinity quantize`: checkpoints made of checkpoints, streamed."""
+"""Checkpoints made of checkpoints: `infinity merge`, `quantize`, `export` and `spread`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from infinity.sizes import format_nbytes
-from infinity.tools.cli.progress import Quiet, bytes_bar
+from infinity.tools.cli.options import Quiet, bytes_bar
 
 if TYPE_CHECKING:
     from infinity.checkpoint.convert.directory import DirectoryPlan
+from typing import TYPE_CHECKING, Any
+
+from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
+from infinity.errors import ConfigError
+from infinity.sizes import parse_nbytes
+
+if TYPE_CHECKING:
+    from infinity.config import SwapConfig
+    from infinity.config.source import ConfigSource
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infinity.checkpoint.convert.spread import SpreadPlan
+
 
 _Out = Annotated[
     Path, typer.Option("--output", "-o", metavar="OUT", help="The directory to write; a new one.")
@@ -110,3 +124,205 @@ def _write(plan: DirectoryPlan, out: Path, *, as_json: bool, is_quiet: bool) -> 
     elif not is_quiet:
         sizes = f"{format_nbytes(plan.nbytes)} from {format_nbytes(before_nbytes)}"
         typer.echo(f"wrote {out}: {sizes}, {len(plan.shards)} shard{'s' * (len(plan.shards) > 1)}")
+
+
+# -- Export: a checkpoint of a run in a format of other programs -----------------------------------
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint of a run, or a directory of them."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    to: Annotated[
+        Literal["hf", "fp32", "dcp"],
+        typer.Option(
+            "--to",
+            help="hf: safetensors in the compute dtype, as from_pretrained loads them. fp32: the "
+            "same in float32, as the optimizer keeps it. dcp: weights, masters and the optimizer's "
+            "state for torch.distributed.checkpoint.",
+        ),
+    ] = "hf",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="The configuration file of the run, for its [model]. Default: the copy in the "
+            "output directory of the run, if the checkpoint is below it.",
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard", metavar="SIZE", help="Largest safetensors file.")
+    ] = "2GiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert a checkpoint of a run to a format of other programs.
+
+    The checkpoint is read tensor by tensor, without a GPU and without the model in memory. In a
+    directory of checkpoints the newest one is used.
+    """
+    from infinity.checkpoint.run.directory import find_checkpoint
+    from infinity.config import SwapConfig
+
+    max_shard_nbytes = _nbytes(max_shard_size)
+    found = find_checkpoint(checkpoint)
+    loaded = _config_of_run(found) if config is None else SwapConfig.load(config)
+    loaded = None if loaded is None else _settled(loaded)
+    from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
+
+    if to == "dcp":
+        model = None if loaded is None or loaded.model is None else _model_on_meta(loaded)
+        files = list(export_checkpoint_dcp(found, out, model).iterdir())
+    else:
+        if loaded is None:
+            raise ConfigError(
+                f"{found}: the architecture is not known, as no infinity-run.json is above it; "
+                "name the swap-tier file of the run with --config FILE"
+            )
+        files = export_checkpoint_safetensors(
+            found,
+            out,
+            _model_on_meta(loaded),
+            master=to == "fp32",
+            max_shard_nbytes=max_shard_nbytes,
+            tokenizer=_tokenizer(loaded),
+        )
+    nbytes = sum(file.stat().st_size for file in files)
+    if as_json:
+        names = sorted(file.name for file in files)
+        said = {"checkpoint": str(found), "directory": str(out), "files": names, "nbytes": nbytes}
+        typer.echo(json.dumps(said, indent=2))
+    elif not quiet:
+        typer.echo(f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
+
+
+def _settled(config: SwapConfig) -> SwapConfig:
+    from infinity.config.paths import refuse_absent_model_of
+    from infinity.tools.training.settle import settle
+
+    refuse_absent_model_of(config)
+    return settle(config)
+
+
+def _nbytes(text: str) -> int:
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard: {error}") from None
+
+
+def _config_of_run(checkpoint: Path) -> SwapConfig | None:
+    """Returns the configuration that `infinity train` left in the output directory above a
+    checkpoint."""
+    from infinity.config import SwapConfig
+    from infinity.tools.training.output import MARKER_NAME
+
+    for directory in checkpoint.resolve().parents[:2]:
+        marker = directory / MARKER_NAME
+        if marker.is_file():
+            try:
+                content = read_json(marker, max_nbytes=MAX_TEXT_NBYTES)
+                table = table_of(table_of(content, "it").get("config"), "'config' in it")
+            except (OSError, MalformedError) as error:
+                raise ConfigError(f"{marker} cannot be used: {error}; give --config") from None
+            return SwapConfig.from_table(table, _source_of(marker))
+    return None
+
+
+def _source_of(marker: Path) -> ConfigSource:
+    from infinity.config import ConfigSource
+
+    return ConfigSource("file", str(marker), marker.parent)
+
+
+def _model_on_meta(config: SwapConfig) -> Any:
+    from infinity.tools.training.model import build_model, plan_model
+
+    config.require("model", "train")
+    assert config.model is not None
+    return build_model(plan_model(config.model), config)
+
+
+def _tokenizer(config: SwapConfig) -> Any:
+    from infinity.tools.training.tokenizers import open_tokenizer
+
+    if config.data is None:
+        return None
+    return getattr(open_tokenizer(config.data.tokenizer), "tokenizer", None)
+
+
+# -- Spread: the shards of a checkpoint over several drives ----------------------------------------
+
+
+def spread(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A directory with *.safetensors.")
+    ],
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="MORE", help="Further directories of --over.")
+    ] = None,
+    over: Annotated[
+        list[Path] | None,
+        typer.Option("--over", metavar="A B C", help="One directory on each drive."),
+    ] = None,
+    copy: Annotated[
+        bool,
+        typer.Option(
+            "--copy/--move",
+            help="Keep the shards, in DIR/.infinity-originals, or move them (default).",
+        ),
+    ] = False,
+    gather: Annotated[
+        bool, typer.Option("--gather", help="Undo: make the shards files of DIR again.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Tell what would be done, and do nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Lay the shards of a checkpoint over several drives, so that all of them are read at once.
+
+    `infinity spread DIR --over /nvme0 /nvme1 /nvme2`. Consecutive shards go to different drives;
+    DIR keeps links, and programs open it as before. What is interrupted, by a power cut too, loads
+    as it is, and goes on when it is repeated.
+    """
+    from infinity.config.paths import refuse_no_directory
+
+    places = [*(over or []), *(folders or [])]
+    if gather and (places or copy):
+        raise ConfigError("--gather takes DIR alone: the record in it names the drives")
+    if not gather and not over:
+        raise ConfigError("expected --over and the directories of the drives, or --gather")
+    refuse_no_directory(directory)
+    from infinity.checkpoint.convert.spread import (
+        plan_gather,
+        plan_spread,
+        run_gather,
+        run_spread,
+    )
+
+    if gather:
+        plan = plan_gather(directory)
+    else:
+        plan = plan_spread(directory, places, "copy" if copy else "move")
+    if not as_json and not quiet:
+        _tell(plan, is_dry=dry_run)
+    if not dry_run:
+        name, nbytes = plan.directory.name, plan.moved_nbytes
+        with bytes_bar(name, nbytes, is_quiet=as_json or quiet) as progress:
+            (run_gather if gather else run_spread)(plan, progress)
+    if as_json:
+        typer.echo(json.dumps(plan.to_dict() | {"is_done": not dry_run}, indent=2))
+
+
+def _tell(plan: SpreadPlan, *, is_dry: bool) -> None:
+    for move in plan.moves:
+        how = "stays" if move.is_done else "moves" if move.moved_nbytes else "is linked"
+        typer.echo(f"{move.name}  {format_nbytes(move.nbytes)}  {how}  {move.place.parent}")
+    verb = "would be written" if is_dry else "to write"
+    shards = "1 shard" if len(plan.moves) == 1 else f"{len(plan.moves)} shards"
+    typer.echo(f"{shards}, {format_nbytes(plan.moved_nbytes)} {verb}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.progress import Quiet
+from infinity.tools.cli.options import Quiet
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig

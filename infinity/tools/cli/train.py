@@ -10,7 +10,7 @@ import typer
 
 from infinity.bounded import MalformedError, parse_toml
 from infinity.errors import ConfigError
-from infinity.tools.cli.progress import Quiet
+from infinity.tools.cli.options import Quiet
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from infinity.errors import ConfigError
-from infinity.observe.intervals import clipped
 from infinity.observe.step_summary import StepSummary, busy_by_track, busy_from_ns
+from infinity.observe.timeline import clipped
 from infinity.observe.tracer import Span, Track
 from infinity.sizes import format_nbytes
 from infinity.tools.pictures.painter import Bars, NamedInterval, TrackPicture, paint

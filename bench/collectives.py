@@ -1,5 +1,7 @@
 """Collectives between the ranks of a torchrun job, held against a plain exchange of neighbours.
 
+    torchrun --nproc-per-node 2 bench/collectives.py --size 64MiB --rounds 3 --json
+
 Bandwidth is the bytes that every rank has to send and receive over its link, as nccl-tests count it
 ("bus bandwidth"): all-gather and reduce-scatter move (n - 1) / n of the full tensor, all-reduce
 twice that.
@@ -7,6 +9,9 @@ twice that.
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,9 +20,15 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from infinity.sizes import MIB, align_down, format_nbytes
-from infinity.tools.bench.lab import Effort
-from infinity.tools.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
-from infinity.tools.bench.runner import run_group
+from infinity.tools.bench.measure import (
+    Contender,
+    ContenderGroup,
+    Measurement,
+    Result,
+    clock,
+    run_group,
+)
+from infinity.tools.cli.bench import parse_size, tell
 
 _SIZES_NBYTES = (1 * MIB, 16 * MIB, 256 * MIB)
 # Named so since torch 2.13, which warns about the names before.
@@ -68,14 +79,14 @@ class Collective(Contender):
         return Measurement(self._nbytes, slowest[0].item(), cpu_s, ok=not slowest[1].item())
 
 
-def sweep(effort: Effort, device: torch.device) -> Iterator[Result]:
+def sweep(most_nbytes: int, rounds: int, device: torch.device) -> Iterator[Result]:
     """Alternates between every collective and the exchange, per size. The same on every rank."""
     for nbytes in _SIZES_NBYTES:
-        ranks = RankProcesses(min(nbytes, effort.nbytes), device)
+        ranks = RankProcesses(min(nbytes, most_nbytes), device)
         *subjects, exchange = [Collective(name, ranks) for name in _OPERATIONS]
         case = f"{format_nbytes(ranks.nbytes)}, {ranks.count} ranks, {dist.get_backend()}"
         group = ContenderGroup("collectives", case, subjects, [exchange], {"nbytes": ranks.nbytes})
-        yield run_group(group, rounds=effort.rounds)
+        yield run_group(group, rounds=rounds)
 
 
 def _all_gather(ranks: RankProcesses) -> None:
@@ -141,3 +152,28 @@ _OPERATIONS: dict[
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Every rank measures; rank 0 reports."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=parse_size, default=_SIZES_NBYTES[-1])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    words = parser.parse_args()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        results = list(sweep(words.size, words.rounds, device))
+        if dist.get_rank() == 0:
+            environment = {"command": sys.argv, "ranks": dist.get_world_size()}
+            tell(results, environment, as_json=words.json)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A bar of bytes on stderr, and the option that silences a command."""
+"""Options that several commands have, and the bar of bytes on stderr."""
 
 from __future__ import annotations
 

@@ -1,0 +1,267 @@
+"""Sections for those who change the drive's code, beside those of `infinity bench`.
+
+    python bench/drive_sections.py --path /mnt/nvme0 --only extents verify --save drive.json
+
+extents: small extents, adjacent or apart in the file, and in memory. Those that are adjacent in the
+  file should reach the bandwidth of large ones: the engine gathers them into blocks, wherever they
+  are in memory. Those that are apart are one command each, and the ceiling is the drive's rate for
+  such commands from the same list, submitted by fio and by a raw ring.
+verify: the cost of `[io] verify`, a volume that keeps checksums beside one that does not: the lost
+  share of the bandwidth, and the difference of the CPU seconds per GB. A third contender reads
+  every byte once without a check (numpy's maximum), because a check cannot cost less than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy
+from typing_extensions import override
+
+from infinity.sizes import KIB, format_nbytes
+from infinity.storage.arena import Arena
+from infinity.storage.protocol import Priority, Ticket
+from infinity.storage.volume import Extent, Volume, VolumePath
+from infinity.tools.bench import fio, pattern
+from infinity.tools.bench.lab import QUICK, Effort, Lab
+from infinity.tools.bench.machine import describe as environment_of
+from infinity.tools.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
+from infinity.tools.bench.nvme import EXTENT_NBYTES, DriveSet, has_raw_ring, open_drives
+from infinity.tools.bench.scratch import DIRECTORY_NAME, RegionName, check_space, remove_directory
+from infinity.tools.bench.transfer import (
+    EngineTransfer,
+    FileSet,
+    MovesTransfer,
+    RawRing,
+    TransferKind,
+    TransferMove,
+    next_seed,
+)
+from infinity.tools.cli.bench import open_lab, stopping_at_sigterm, tell
+
+SMALL_NBYTES = 64 * KIB
+_MAX_DEPTH = 256  # of small blocks in the engine's window
+
+
+def side_by_side(kind: TransferKind, nbytes: int) -> list[TransferMove]:
+    """Extents that are neighbours in the file and shuffled in memory."""
+    places = _shuffled(nbytes // SMALL_NBYTES)
+    return [_move(kind, block, place) for block, place in enumerate(places)]
+
+
+def apart(kind: TransferKind, nbytes: int) -> list[TransferMove]:
+    """Extents that are neighbours in memory: every other block of the file, in random order."""
+    blocks = _shuffled(nbytes // SMALL_NBYTES)
+    return [_move(kind, 2 * block, place) for place, block in enumerate(blocks)]
+
+
+def _move(kind: TransferKind, block: int, place: int) -> TransferMove:
+    assert kind != "mixed"
+    region: RegionName = "still" if kind == "read" else "busy"
+    return TransferMove(kind, region, block * SMALL_NBYTES, SMALL_NBYTES, place * SMALL_NBYTES)
+
+
+def _shuffled(count: int) -> list[int]:
+    """The same order in every run."""
+    order = list(range(count))
+    random.Random(64).shuffle(order)
+    return order
+
+
+def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
+    """Three groups: side by side against large extents, apart in one request, apart one by one."""
+    lab = drives.lab
+    nbytes = min(lab.effort.sweep_nbytes, lab.effort.nbytes // 2)
+    many = format_nbytes(nbytes)
+    depth = min(_MAX_DEPTH, lab.start_depth * lab.io.block_size // SMALL_NBYTES)
+    with lab.engine() as engine, contextlib.ExitStack() as stack:
+        files = FileSet(engine, drives.scratch, lab.arena)
+
+        def ring(name: str, moves: Sequence[TransferMove]) -> list[Contender]:
+            """With as much in flight as the engine has."""
+            if not has_raw_ring():
+                return []
+            label = f"ring {fio.FioSettings(SMALL_NBYTES, depth)}{name}"
+            return [stack.enter_context(RawRing(label, files, moves, depth=depth))]
+
+        def fio_of(access: fio.Access) -> list[Contender]:
+            if not lab.with_fio:
+                return []
+            return [drives.fio(kind, fio.FioSettings(SMALL_NBYTES, depth, access), 2 * nbytes)]
+
+        def group(
+            case: str, subjects: Sequence[Contender], ceilings: Sequence[Contender]
+        ) -> ContenderGroup:
+            labels = drives.labels(kind, extent_nbytes=SMALL_NBYTES, depth=lab.io.queue_depth)
+            case = f"{many} in 64 KiB, {case}"
+            return ContenderGroup(f"extents {kind}", case, subjects, ceilings, labels, drives.note)
+
+        near, far = side_by_side(kind, nbytes), apart(kind, nbytes)
+        in_order = sorted(far, key=lambda move: move.offset_nbytes)
+        large = EngineTransfer(
+            f"extents of {format_nbytes(EXTENT_NBYTES).replace('.0 ', ' ')}", files, kind,
+            nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
+        )  # fmt: skip
+        groups = [
+            group(
+                "side by side in the file, scattered in memory",
+                [
+                    MovesTransfer("one request", files, near, in_one_request=True),
+                    MovesTransfer("a request each", files, near),
+                ],
+                [large, *ring("", near)],
+            ),
+            group(
+                "apart in the file",
+                [MovesTransfer("one request", files, far, in_one_request=True)],
+                [*ring("", in_order), *fio_of("strided")],
+            ),
+            group(
+                "apart in the file, in random order",
+                [MovesTransfer("a request each", files, far)],
+                [*ring(", random", far), *fio_of("random")],
+            ),
+        ]
+        for compared in groups:
+            yield lab.measure(compared, lab.effort.rounds)
+
+
+class VolumeTransfer(Contender):
+    """`nbytes` in extents of 16 MiB through a volume, waited for in order, as a pass over units
+    does: the check of one extent runs while the next ones are on their way. `looks`: every byte of
+    an extent is read once, in the place of a check."""
+
+    def __init__(
+        self,
+        name: str,
+        volume: Volume,
+        extents: Sequence[Extent],
+        arena: Arena,
+        operation: Literal["read", "write"],
+        nbytes: int,
+        *,
+        looks: bool = False,
+    ) -> None:
+        self.name = name
+        self._volume = volume
+        self._extents = extents
+        self._arena = arena
+        self._operation = operation
+        self._nbytes = nbytes
+        self._looks = looks
+        self._seed = next_seed()
+        self._write()
+
+    @override
+    def run(self) -> Measurement:
+        memory = self._arena.memory(0, self._nbytes)
+        if self._operation == "read":
+            pattern.poison(memory)
+            seconds, cpu_s = clock(self._read)
+        else:
+            self._seed = next_seed()
+            pattern.fill(memory, offset_nbytes=0, seed=self._seed)
+            seconds, cpu_s = clock(self._submit_writes)
+            pattern.poison(memory)
+            self._read()
+        ok = pattern.matches(memory, offset_nbytes=0, seed=self._seed)
+        return Measurement(self._nbytes, seconds, cpu_s, ok=ok)
+
+    def _write(self) -> None:
+        pattern.fill(self._arena.memory(0, self._nbytes), offset_nbytes=0, seed=self._seed)
+        self._submit_writes()
+
+    def _submit_writes(self) -> None:
+        self._move(self._volume.write)
+
+    def _read(self) -> None:
+        self._move(self._volume.read)
+
+    def _move(self, move: Callable[..., Ticket]) -> None:
+        tickets = [
+            move(
+                self._extents, offset_nbytes=at, nbytes=min(EXTENT_NBYTES, self._nbytes - at),
+                address=self._arena.address + at, priority=Priority.STATE,
+            )
+            for at in range(0, self._nbytes, EXTENT_NBYTES)
+        ]  # fmt: skip
+        for index, ticket in enumerate(tickets):
+            ticket.wait()
+            if self._looks:
+                at = index * EXTENT_NBYTES
+                extent = self._arena.memory(at, min(EXTENT_NBYTES, self._nbytes - at))
+                numpy.frombuffer(extent, dtype=numpy.uint64).max()
+
+
+def verify(lab: Lab, directory: Path) -> Iterator[Result]:
+    """Reads and writes with and without checksums on one drive, alternately."""
+    nbytes = min(lab.effort.nbytes, 4 * lab.effort.sweep_nbytes)
+    roots = [directory / f"{DIRECTORY_NAME}-{name}" for name in ("plain", "checked")]
+    check_space(roots, [1.0, 1.0], 2 * nbytes)
+    lab.on_step(f"writing files in {directory}")
+    with lab.engine() as engine, contextlib.ExitStack() as stack:
+        volumes = []
+        for root, has_checksums in zip(roots, (False, True), strict=True):
+            stack.callback(remove_directory, root)
+            volume = Volume(engine, [VolumePath(str(root))], verify=has_checksums)
+            stack.callback(volume.close)
+            (extents,) = volume.reserve([nbytes])
+            volumes.append((volume, extents))
+        for operation in ("read", "write"):
+            plain, checked = (
+                VolumeTransfer(name, volume, extents, lab.arena, operation, nbytes)
+                for name, (volume, extents) in zip(
+                    ("verify = false", "verify = true"), volumes, strict=True
+                )
+            )
+            checks = [checked]
+            if operation == "read":
+                looking = VolumeTransfer(
+                    "verify = false, read once", volumes[0][0], volumes[0][1], lab.arena,
+                    operation, nbytes, looks=True,
+                )  # fmt: skip
+                checks.append(looking)
+            group = ContenderGroup(
+                f"verify {operation}",
+                f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {directory}",
+                checks,
+                [plain],
+                {"operation": operation, "paths": str(directory), "extent_nbytes": EXTENT_NBYTES},
+            )
+            yield lab.measure(group, lab.effort.rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, action="append", required=True)
+    parser.add_argument("--only", nargs="+", choices=("extents", "verify"), default=["extents"])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--save", type=Path)
+    words = parser.parse_args()
+    effort = QUICK if words.quick else Effort()
+    with stopping_at_sigterm(), open_lab(None, words.path, effort, with_fio=True) as (lab, say):
+        lab = replace(lab, on_step=say)
+        found = environment_of(lab.directories, lab.arena)
+        results = [result for name in words.only for result in run(lab, name)]
+    tell(results, found, save=words.save)
+
+
+def run(lab: Lab, name: str) -> Iterator[Result]:
+    """Yields the results of a section, drive by drive."""
+    for directory in lab.directories:
+        if name == "verify":
+            yield from verify(lab, directory)
+            continue
+        with open_drives(lab, [directory]) as drives:
+            for kind in ("read", "write"):
+                yield from extents(drives, kind)
+
+
+if __name__ == "__main__":
+    main()
