@@ -53,8 +53,8 @@ from infinity import api
 from infinity.errors import InfinityError
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing import SimulatedDevice, simulated_device
+from infinity.testing.faulty_engine import WrappedEngine
 from infinity.testing.models import TinyDecoder
-from infinity.testing.wrapped_engine import WrappedEngine
 from tests.multirank import early_run, work
 from tests.multirank.processes import run_ranks
 from tests.parity import in_place
