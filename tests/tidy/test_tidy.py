@@ -263,7 +263,7 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
 # -- Names -----------------------------------------------------------------------------------------
 
 
-# Home-made words that gave way to the field's (docs/design/0009).
+# Home-made words that gave way to the field's (docs/STYLE.md).
 OLD_WORDS = (
     "anatomy", "berth", "bundles", "called off", "conductor", "dissect", "gbps", "inbox", "let go", "lets go",
     "machinery", "matchmaker", "moor", "parcel", "parked", "parks", "strand", "strands", "used last", "wholes",
