@@ -39,6 +39,23 @@ from, and `infinity config schema` prints a JSON Schema for editors. `examples/s
 
 This page describes schema {SCHEMA}.
 """
+_BEHIND = {  # Tables that explain a key with several modes, behind the table of its section.
+    "schedule": """\
+| `updates` | a unit is updated | needs | costs |
+| --- | --- | --- | --- |
+| `"at_step"` | in `optimizer.step()` | | nothing overlaps |
+| `"deferred"` | right before its next use, while the forward computes | | on one rank, free host \
+memory for state on its way |
+| `"both_passes"` | some units in the backward, before the step has decided; if the step clips or \
+differs otherwise from the expected one, their old state stays | state on NVMe with a spare \
+generation of the swap files; with a GPU also state on the host with free memory | the space of \
+that state once more |
+| `"auto"` | as `"both_passes"` if the weights still fit next to that state, else as `"deferred"` \
+| | |
+
+Over ranks a thread of each rank updates its shards in stage 3; stages 1 and 2 update at the step.
+""",
+}
 
 
 def to_toml(
@@ -143,6 +160,8 @@ def to_markdown() -> str:
         if rows:
             head = "| key | value | default | meaning |\n| --- | --- | --- | --- |\n"
             parts.append(head + "\n".join(rows) + "\n")
+        if table in _BEHIND:
+            parts.append(_BEHIND[table])
         for child, place in inner:
             visit(child, place)
 

@@ -100,10 +100,10 @@ class NvmeTier(Section):
         "measured.",
     )
     write_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
-        None, description="Bandwidth of writing, likewise."
+        None, description="Bandwidth of writing, as `read_gb_per_s`."
     )
     mixed_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
-        None, description="Bandwidth of reading and writing at once, in sum, likewise."
+        None, description="Bandwidth of reading and writing at once, in sum, as `read_gb_per_s`."
     )
 
 
@@ -141,8 +141,8 @@ class Placement(Section):
 
     Each key is one tier or a list of tiers, filled in that order: a kind that does not fit the
     first tier continues in the next. With [adapter] and an nvme tier, `infinity train` and
-    `infinity plan` put what is not named here, activations too, on `["host", "nvme"]`: what an
-    adapter has is small beside its base.
+    `infinity plan` put every kind that the file does not name, activations too, on
+    `["host", "nvme"]`, because an adapter is small and its base is not.
     """
 
     parameters: TierList = Field(
@@ -177,8 +177,8 @@ class Placement(Section):
     experts: TierList = Field(
         ("device",),
         description="Hidden states and sums of micro-batches that wait while a tile of experts "
-        "runs for another one (`schedule.tile`). Every tile takes them to the device and back, so "
-        "a tier other than the device is for batches that it cannot hold.",
+        "runs for another one (`schedule.tile`). Every tile moves them to the device and back, so "
+        "use another tier only for batches that the device cannot hold.",
     )
 
     @property

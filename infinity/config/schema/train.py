@@ -187,14 +187,14 @@ class Checkpoint(Section):
         "checkpoint",
         description='"checkpoint" keeps `keep` spare generations of what training rewrites on '
         "NVMe: a checkpoint on the same file system is then links to it instead of a copy. "
-        'On another one it is copied behind training, which takes one spare generation. "step" '
-        "also commits every step of `infinity train`, for one more generation and a flush "
+        "On another one it is copied while training continues, which takes one spare generation. "
+        '"step" also commits every step of `infinity train`, for one more generation and a flush '
         'per step. "none" takes no spare space; checkpoints are copies, and training waits.',
     )
     grace_s: Annotated[int, Integer(0)] = Field(
         0,
-        description="Seconds that a copy behind training may still take when SIGTERM or Ctrl-C "
-        "has stopped the steps. Then the copy is cancelled; `--resume` continues from the swap "
+        description="Seconds that a background copy may still take after SIGTERM or Ctrl-C has "
+        "stopped the steps. Then the copy is cancelled, and `--resume` continues from the swap "
         "directory, which has the step. 0 waits until it is done.",
     )
     directory: Annotated[Path, Location()] | None = Field(
