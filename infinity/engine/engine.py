@@ -42,7 +42,7 @@ from infinity.modules.autograd.hooks import (
 )
 from infinity.modules.autograd.model_passes import ModelPasses
 from infinity.modules.autograd.param import OffloadedParam, ParamTable, increment_versions
-from infinity.modules.autograd.process import OwnProcess
+from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.autograd.step_forecasts import StepForecasts
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.handles import autograd_functions as functions

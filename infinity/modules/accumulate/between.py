@@ -20,7 +20,7 @@ Note [Ends that meet]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.boundary import BlockCall, EdgeGradients
 from infinity.modules.accumulate.purity import hooked_nodes
-from infinity.modules.autograd.forward_nodes import ACCUMULATES
+from infinity.modules.autograd.forward_nodes import ACCUMULATES, behind, walk
 from infinity.private.torch import FunctionBase
 
 Key: TypeAlias = tuple[Node, int]
@@ -50,12 +50,12 @@ class GraphBetween:
 
     def note_inputs(self, number: int, nodes: Iterable[Node]) -> None:
         """Notes the nodes that the inputs of a call reach. `number` counts calls."""
-        waiting = list(nodes)
-        while waiting:
-            node = waiting.pop()
-            if node not in self._reached:
-                self._reached[node] = number
-                waiting += [behind for behind, _ in node.next_functions if behind is not None]
+
+        def new(found: Iterable[Node]) -> list[Node]:
+            return [node for node in found if node not in self._reached]
+
+        for node in walk(new(nodes), lambda node: new(behind(node))):
+            self._reached[node] = number
 
     def put(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
         """Keeps a gradient for the edge. The sum so far was taken before."""
@@ -122,20 +122,22 @@ class GraphBetween:
         and leaves. Empty if no node waits, so that the backward runs them all."""
         ends = {key: self._gradients[key][0] for key in due if _boundary(key[0]) is not None}
         has_waiting = False
-        seen = {node for node, _ in due}
-        walk = [node for node in seen if _boundary(node) is None]
-        while walk:
-            for behind, output_nr in walk.pop().next_functions:
-                if behind is None:
+
+        def passed(node: Node) -> Iterator[Node]:
+            nonlocal has_waiting
+            for found, output_nr in node.next_functions:
+                if found is None:
                     continue
-                is_waiting = self._waits(behind, following)
-                has_waiting = has_waiting or is_waiting
-                is_leaf = behind._sequence_nr() == ACCUMULATES
-                if is_waiting or is_leaf or _boundary(behind) is not None:
-                    ends[behind, output_nr] = GradientEdge(behind, output_nr)
-                elif behind not in seen:
-                    seen.add(behind)
-                    walk.append(behind)
+                is_waiting = self._waits(found, following)
+                has_waiting |= is_waiting
+                is_leaf = found._sequence_nr() == ACCUMULATES
+                if is_waiting or is_leaf or _boundary(found) is not None:
+                    ends[found, output_nr] = GradientEdge(found, output_nr)
+                else:
+                    yield found
+
+        for _ in walk((node for node, _ in due if _boundary(node) is None), passed):
+            pass
         return ends if has_waiting else {}
 
 
@@ -162,16 +164,9 @@ def _accumulate(leaves: list[tuple[GradientEdge, torch.Tensor]]) -> None:
 
 def _lead_to_each_other(ends: dict[Key, GradientEdge]) -> bool:
     """Whether the nodes behind an end lead to another end."""
-    nodes, seen = {node for node, _ in ends}, set[Node]()
-    walk = [node for node in nodes if _boundary(node) is None]
-    while walk:
-        for behind, _ in walk.pop().next_functions:
-            if behind in nodes:
-                return True
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                walk.append(behind)
-    return False
+    nodes = {node for node, _ in ends}
+    starts = [node for node in nodes if _boundary(node) is None]
+    return any(found in nodes for node in walk(starts) for found in behind(node))
 
 
 def _boundary(node: Node) -> EdgeGradients | None:

@@ -17,12 +17,12 @@ from typing_extensions import override
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.block_state import Before, BlockState
 from infinity.modules.accumulate.experts import SuspendedExperts
-from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.accumulate.module_state import Attributes
 from infinity.modules.accumulate.proof import Repeats
 from infinity.modules.autograd.forward_nodes import nodes_since
 from infinity.modules.autograd.hooks import HookedModule
 from infinity.modules.autograd.outputs import tensors_in
+from infinity.modules.autograd.threads import Modes
 from infinity.modules.handles.handle import Handle
 from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.layers import Tiled

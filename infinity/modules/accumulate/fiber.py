@@ -11,16 +11,17 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 import numpy
 import torch
+from torch.autograd.graph import Node
 
 from infinity.modules.accumulate.block_state import is_alike
+from infinity.modules.accumulate.module_state import Attributes
+from infinity.modules.autograd.threads import in_same_modes
 
 
 class _Thread:
@@ -67,7 +68,8 @@ class _Abandoned(BaseException):
 
 
 class Fiber:
-    """One micro-batch's forward, in a thread of its own. A fiber starts suspended.
+    """One micro-batch's forward, in a thread of its own, with its own random numbers and attributes
+    of modules. A fiber starts suspended.
 
     `forward` returns the loss, or None; the attribute `loss` has it when the fiber has ended. The
     fiber runs with the grad mode, autocast state, number of compute threads, context variables and
@@ -75,9 +77,17 @@ class Fiber:
     """
 
     def __init__(
-        self, number: int, forward: Callable[[], torch.Tensor | None], device: torch.device
+        self,
+        number: int,
+        forward: Callable[[], torch.Tensor | None],
+        device: torch.device,
+        random: list[Any],
+        attributes: Attributes,
     ) -> None:
         self.number = number
+        self.random, self.attributes = random, attributes
+        self.is_inside = False  # Whether it is inside a block.
+        self.behind_tiles: Node | None = None  # The last node behind tiles that it stopped at.
         self.at: Any = None  # The place where it is suspended; None after its end.
         self.loss: torch.Tensor | None = None
         self._error: BaseException | None = None
@@ -128,36 +138,6 @@ class Fiber:
             self._is_abandoned = True
             self._turn.release()
         self._ended.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class Modes:
-    """The autocast state of the current thread. Every thread has its own."""
-
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    is_cached: bool
-
-    @classmethod
-    def now(cls, device: torch.device) -> Modes:
-        """Returns the modes of this thread."""
-        kinds = dict.fromkeys(["cpu", device.type])
-        autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
-        )
-        return cls(autocast, torch.is_autocast_cache_enabled())
-
-    @contextmanager
-    def set(self) -> Iterator[None]:
-        """Sets these modes in this thread for a block."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            for kind, is_on, dtype in self.autocast:
-                if is_on or torch.is_autocast_enabled(kind):
-                    stack.enter_context(
-                        torch.autocast(kind, dtype, enabled=is_on, cache_enabled=self.is_cached)
-                    )
-            yield
 
 
 class Random:
@@ -221,23 +201,3 @@ def _number_of(state: torch.Tensor) -> int:
     """Returns 62 bits that follow from the state of a generator."""
     data = state.cpu().contiguous().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 2
-
-
-def in_same_modes(
-    function: Callable[[], torch.Tensor | None], device: torch.device
-) -> Callable[[], torch.Tensor | None]:
-    """Returns a function that runs in another thread with the modes of this thread."""
-    modes, num_threads, stream = Modes.now(device), torch.get_num_threads(), None
-    if device.type != "cpu":
-        stream = torch.get_device_module(device.type).current_stream(device)
-
-    def run() -> torch.Tensor | None:
-        # OpenMP counts threads per thread; another count would divide sums differently.
-        torch.set_num_threads(num_threads)
-        if stream is not None:
-            torch.accelerator.set_device_index(stream.device_index)
-            torch.accelerator.set_stream(stream)
-        with modes.set():
-            return function()
-
-    return run

@@ -64,16 +64,18 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from infinity.errors import UnsupportedError
+from infinity.modules.accumulate.blocks import BlockRuns
 from infinity.modules.accumulate.boundary import BlockCall, RunningBlock, TileStop
 from infinity.modules.accumulate.experts import ExpertsSchedule, ExpertStores
-from infinity.modules.accumulate.fiber import Random
-from infinity.modules.accumulate.first_forward import BlockForward
-from infinity.modules.accumulate.micro_batch import CallBeside, MicroBatch, Suspended
+from infinity.modules.accumulate.fiber import Fiber, Random
+from infinity.modules.accumulate.micro_batch import CallBeside, MicroBatch
 from infinity.modules.accumulate.module_state import Key, ModuleState
+from infinity.modules.accumulate.of_transformers import (
+    refuse_caches,
+    without_caches_and_checkpointing,
+)
 from infinity.modules.accumulate.proof import Proof, Repeats
-from infinity.modules.accumulate.purity import refuse_caches, refuse_hooks
-from infinity.modules.accumulate.repeat import BlockRepeat
-from infinity.modules.accumulate.settings import without_caches_and_checkpointing
+from infinity.modules.accumulate.purity import refuse_hooks
 from infinity.modules.autograd.hooks import HookedModule, ModuleHooks
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED
@@ -88,7 +90,7 @@ from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 _THROUGH = object()
 
 _T = TypeVar("_T")
-_S = TypeVar("_S", bound=Suspended)
+_S = TypeVar("_S", bound=Fiber)
 
 
 class LayerMajorSchedule:
@@ -116,18 +118,12 @@ class LayerMajorSchedule:
         self._attributes = ModuleState(model)
         self._proof = Proof(repeats)
         self._experts = ExpertsSchedule(uses, stores, self._stop_at_experts)
-        self._at_experts: dict[Suspended, ExpertsCall] = {}
-        # Requires a gradient, so that boundaries are part of a graph.
-        anchor = torch.zeros((), requires_grad=True)
-        self._first = BlockForward(
-            activations, self._random, self._attributes, self._proof, self._experts, anchor,
-            device, uses.is_parameter_memory,
+        self._at_experts: dict[Fiber, ExpertsCall] = {}
+        self._runs = BlockRuns(
+            activations, self._random, self._attributes, self._proof, self._experts, device,
+            uses.is_parameter_memory, lambda: self._running is not None,
         )  # fmt: skip
-        self._repeat = BlockRepeat(
-            activations, self._random, self._attributes, self._proof, self._experts,
-            lambda: self._running is not None, anchor,
-        )  # fmt: skip
-        self._running: Suspended | None = None
+        self._running: Fiber | None = None
         # All fibers of the run, in the order in which they pass a block.
         self._fibers: list[MicroBatch] = []
         self._started: list[CallBeside] = []  # They have not run yet.
@@ -155,9 +151,9 @@ class LayerMajorSchedule:
                 self._proof.num_micro_batches = len(forwards)
                 states = self._random.fresh(len(forwards))
                 for number, (forward, state) in enumerate(zip(forwards, states, strict=True)):
-                    fiber = MicroBatch(number, forward, self._device)
+                    attributes_now = self._attributes.now()
+                    fiber = MicroBatch(number, forward, self._device, state, attributes_now)
                     micro_batches.append(fiber)
-                    fiber.attributes, fiber.random = self._attributes.now(), state
                 self._fibers = list(micro_batches)
                 losses = self._go_forward(micro_batches)
                 self._random.end(
@@ -187,9 +183,9 @@ class LayerMajorSchedule:
         """See `infinity.beside`. Called in the thread of a micro-batch."""
         parent = self._running
         assert isinstance(parent, MicroBatch) and not parent.is_inside
-        fiber = CallBeside(parent, call, self._device, torch.is_grad_enabled())
-        fiber.attributes = self._attributes.now()
-        fiber.random = self._random.fresh(2)[1]
+        fiber = CallBeside(
+            parent, call, self._device, self._random.fresh(2)[1], self._attributes.now()
+        )
         # Before its parent, so that its results are there when the parent needs them.
         self._fibers.insert(self._fibers.index(parent), fiber)
         self._started.append(fiber)
@@ -290,7 +286,7 @@ class LayerMajorSchedule:
         order = self._tiles.setdefault(tuple(map(id, call.tiles)), len(self._tiles))
         fiber.pause_at(TileStop(False, order, ()))
 
-    def _resume(self, fiber: Suspended) -> None:
+    def _resume(self, fiber: Fiber) -> None:
         """Runs the fiber to its next stop or to its end."""
         UNINTERRUPTED.check()
         self._running = fiber
@@ -322,7 +318,7 @@ class LayerMajorSchedule:
             self._run_on(fiber.parent, losses)
 
     @contextmanager
-    def _random_of(self, fiber: Suspended) -> Iterator[None]:
+    def _random_of(self, fiber: Fiber) -> Iterator[None]:
         """Draws from the fiber's random numbers."""
         kept = self._random.state()
         self._random.set(fiber.random)
@@ -342,7 +338,7 @@ class LayerMajorSchedule:
                 )
             refuse_caches(block.hooked.name, args, kwargs)
             fiber.pause_at(block)
-            output = self._first.call(fiber, block, args, kwargs)
+            output = self._runs.first(fiber, block, args, kwargs)
             fiber.pause_at(_THROUGH)
             return output
 
@@ -390,10 +386,10 @@ class LayerMajorSchedule:
                     work(index)
 
         is_kept = len(calls) <= self._tile_micro_batches
-        probe = partial(self._repeat.probe, calls, is_kept)
+        probe = partial(self._runs.probe, calls, is_kept)
         suspended = [call.experts for _, call in calls]
         self._experts.go_backward(suspended, lambda indexes: run(indexes, probe))
-        run(range(len(calls)), partial(self._repeat.finish, calls))
+        run(range(len(calls)), partial(self._runs.finish, calls))
         self._experts.end_block()
         return left
 
@@ -411,9 +407,10 @@ class LayerMajorSchedule:
             fibers = []
             try:
                 for index in indexes:
-                    fiber = Suspended(index, partial(work, index), self._device)
                     call = calls[index][1]
-                    fiber.random, fiber.attributes = call.random, call.attributes
+                    fiber = Fiber(
+                        index, partial(work, index), self._device, call.random, call.attributes
+                    )
                     fiber.is_inside = True
                     fibers.append(fiber)
                 for fiber in fibers:

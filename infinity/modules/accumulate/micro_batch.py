@@ -13,34 +13,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
 from typing_extensions import override
 
 from infinity.modules.accumulate.between import GraphBetween
-from infinity.modules.accumulate.boundary import BlockCall, RunningBlock, TileStop
+from infinity.modules.accumulate.boundary import BlockCall
 from infinity.modules.accumulate.fiber import Fiber
 from infinity.modules.accumulate.module_state import Attributes
 
 
-class Suspended(Fiber):
-    """A fiber with its own random numbers and attributes of modules."""
-
-    at: RunningBlock | TileStop | CallBeside | object | None
-    random: list[Any]
-    attributes: Attributes
-    is_inside = False  # Whether it is inside a block.
-    behind_tiles: Node | None = None  # The last node behind tiles that it stopped at.
-
-
-class MicroBatch(Suspended):
+class MicroBatch(Fiber):
     """The fiber of one micro-batch, with the records that its backward needs."""
 
     def __init__(
-        self, number: int, forward: Callable[[], torch.Tensor | None], device: torch.device
+        self,
+        number: int,
+        forward: Callable[[], torch.Tensor | None],
+        device: torch.device,
+        random: list[Any],
+        attributes: Attributes,
     ) -> None:
         self.calls: list[BlockCall] = []  # Calls whose backward has not run yet.
         self.graph = GraphBetween()
-        super().__init__(number, forward, device)
+        super().__init__(number, forward, device, random, attributes)
 
     @override
     def abandon(self) -> None:
@@ -53,8 +47,14 @@ class CallBeside(MicroBatch):
     """A call that runs beside the rest of its micro-batch's loss and shares its records."""
 
     def __init__(
-        self, parent: MicroBatch, call: Callable[[], Any], device: torch.device, is_graded: bool
+        self,
+        parent: MicroBatch,
+        call: Callable[[], Any],
+        device: torch.device,
+        random: list[Any],
+        attributes: Attributes,
     ) -> None:
+        is_graded = torch.is_grad_enabled()
         self.parent = parent
         self.has_ended = False
         self._result: Any = None
@@ -64,7 +64,7 @@ class CallBeside(MicroBatch):
                 self._result = call()
             self.has_ended = True
 
-        super().__init__(parent.number, forward, device)
+        super().__init__(parent.number, forward, device, random, attributes)
         self.calls, self.graph = parent.calls, parent.graph
         self.graph.is_in_one_thread &= not is_graded
 

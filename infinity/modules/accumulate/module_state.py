@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedError
-from infinity.modules.accumulate.captured import HOOKS_INSTALLED
+from infinity.modules.accumulate.of_transformers import HOOKS_INSTALLED
 from infinity.modules.accumulate.purity import (
     INSTALLS,
     hooked_nodes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,11 +20,6 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _INSTEAD = "accumulate micro-batches by several backward() calls instead"
 # Of tensors that got a hook, or keep their gradient, while micro-batches take turns.
 hooked_nodes: set[Node] = set()
-# Arguments of transformers' layers that their forward fills.
-_CACHES = (
-    "past_key_values", "past_key_value", "layer_past", "cache_params", "past_buckets_states",
-    "mems", "cache",
-)  # fmt: skip
 
 
 def is_trusted(found: Any, packages: frozenset[str] = _TRUSTED) -> bool:
@@ -91,21 +85,3 @@ def describe(hook: Any) -> str:
         hook = hook.func
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     return f"{getattr(hook, '__module__', '?')}.{name}"
-
-
-def refuse_caches(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError if the block with this name is called with a cache, which a repeated
-    forward would fill again."""
-    cache = _cache_class()
-    for key, value in (*enumerate(args), *kwargs.items()):
-        is_cache = cache is not None and isinstance(value, cache)
-        if value is not None and (is_cache or key in _CACHES):
-            raise UnsupportedError(
-                f"{name} is called with {key if isinstance(key, str) else type(value).__name__}, "
-                "which its repeated forward would change again; set use_cache=False for training"
-            )
-
-
-def _cache_class() -> Any:
-    """Returns transformers' class of all caches, or None without transformers."""
-    return getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)

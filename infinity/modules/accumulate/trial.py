@@ -18,12 +18,12 @@ from torch.autograd.graph import Node
 
 from infinity.modules.accumulate.block_state import BlockState, is_alike
 from infinity.modules.accumulate.boundary import is_activation
-from infinity.modules.accumulate.captured import CapturedTensors
 from infinity.modules.accumulate.fiber import Random
 from infinity.modules.accumulate.module_state import ModuleState
+from infinity.modules.accumulate.of_transformers import CapturedTensors
 from infinity.modules.accumulate.proof import Repeats
 from infinity.modules.accumulate.purity import describe, foreign_hook, replaced_forward
-from infinity.modules.autograd.forward_nodes import ACCUMULATES
+from infinity.modules.autograd.forward_nodes import ACCUMULATES, behind, walk
 from infinity.modules.autograd.outputs import tensors_in
 from infinity.private.torch import get_sequence_nr, tree_leaves
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
@@ -168,20 +168,18 @@ def _why_sums_differ(root: Node, places: _Places, exits: set[Node]) -> str | Non
     waiting: set[Node] = set()  # See Waiting nodes in `between.py`.
     for node in _nodes_behind(root, lambda _: True):
         call, is_inside = places.of(node)
-        for behind, _ in node.next_functions:
-            if behind is None:
+        for found in behind(node):
+            if found._sequence_nr() == ACCUMULATES:
+                uses.setdefault(found, set()).add((call, is_inside))
                 continue
-            if behind._sequence_nr() == ACCUMULATES:
-                uses.setdefault(behind, set()).add((call, is_inside))
-                continue
-            call_behind, is_behind_inside = places.of(behind)
+            call_behind, is_behind_inside = places.of(found)
             is_left = is_behind_inside and (call_behind, True) != (call, is_inside)
-            if is_left and behind not in exits:
+            if is_left and found not in exits:
                 return "a tensor inside a block reaches the loss by another way than its outputs"
             if not is_inside and not is_behind_inside and call_behind < call:
-                waiting.add(behind)
-    for leaf, found in uses.items():
-        if len(found) > 1:
+                waiting.add(found)
+    for leaf, places_of_leaf in uses.items():
+        if len(places_of_leaf) > 1:
             shape = list(leaf.variable.shape)  # type: ignore[attr-defined]
             return f"a weight of the shape {shape} is used in several places{_OTHERWISE}"
     for start in waiting:
@@ -192,14 +190,9 @@ def _why_sums_differ(root: Node, places: _Places, exits: set[Node]) -> str | Non
 
 
 def _nodes_behind(root: Node, is_entered: Callable[[Node], bool]) -> Iterator[Node]:
-    """Yields the node and all nodes behind it that are entered, but for leaves."""
-    walk, seen = [root], {root}
-    while walk:
-        node = walk.pop()
-        yield node
-        for behind, _ in node.next_functions:
-            if behind is None or behind in seen or behind._sequence_nr() == ACCUMULATES:
-                continue
-            seen.add(behind)
-            if is_entered(behind):
-                walk.append(behind)
+    """Yields the node and all nodes behind it that are entered, except leaves."""
+
+    def entered(node: Node) -> Iterator[Node]:
+        return (n for n in behind(node) if n._sequence_nr() != ACCUMULATES and is_entered(n))
+
+    return walk([root], entered)

@@ -15,7 +15,7 @@ Note [Nodes of a forward]
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,7 @@ def nodes_since(first: int, output: Any) -> ForwardNodes:
         node = tensor.grad_fn
         if node is not None and first <= node._sequence_nr() < ACCUMULATES:
             entries.add(node)
+    # Not by `walk`: every call of a hooked module comes here.
     waiting, seen = list(entries), set(entries)
     while waiting:
         node = waiting.pop()
@@ -84,12 +85,31 @@ def nodes_since(first: int, output: Any) -> ForwardNodes:
     return found
 
 
+def behind(node: Node) -> list[Node]:
+    """Returns the nodes that get a gradient from this one."""
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def walk(
+    starts: Iterable[Node], enter: Callable[[Node], Iterable[Node]] = behind
+) -> Iterator[Node]:
+    """Yields `starts` and what they lead to, each node once. `enter` returns the nodes to go on to
+    from one."""
+    waiting = list(dict.fromkeys(starts))
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following in enter(node):
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
 def nodes_behind(nodes: set[Node]) -> set[Node]:
     """Returns the nodes that receive gradients from these, without the nodes of parameters."""
-    following = {
-        behind for node in nodes for behind, _ in node.next_functions if behind is not None
-    }
-    return {behind for behind in following - nodes if behind._sequence_nr() < ACCUMULATES}
+    following = {found for node in nodes for found in behind(node)} - nodes
+    return {node for node in following if node._sequence_nr() < ACCUMULATES}
 
 
 # Lends its table of hooks to nodes, and has none at other times.

@@ -13,7 +13,7 @@ import torch
 from infinity.errors import UnsupportedError
 from infinity.modules.autograd.hooks import BackwardCalls
 from infinity.modules.autograd.param import OffloadedParam, ParamTable
-from infinity.modules.autograd.process import OwnProcess
+from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit

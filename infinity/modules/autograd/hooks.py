@@ -43,7 +43,11 @@ from infinity.modules.autograd.forward_nodes import (
     nodes_since,
 )
 from infinity.modules.autograd.outputs import detach_from_parameters
-from infinity.modules.autograd.turns import is_backward_elsewhere, is_in_module, thread_of_backward
+from infinity.modules.autograd.threads import (
+    is_backward_elsewhere,
+    is_in_module,
+    thread_of_backward,
+)
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.private.torch import (
     current_autograd_node,

@@ -29,7 +29,7 @@ from infinity.modules.autograd.hooks import (
     outside_graphs,
 )
 from infinity.modules.autograd.param import OffloadedParam
-from infinity.modules.autograd.turns import Turns
+from infinity.modules.autograd.threads import Turns
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.sizes import format_nbytes

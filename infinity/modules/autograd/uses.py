@@ -19,7 +19,7 @@ from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.autograd.forward_nodes import ForwardNodes
 from infinity.modules.autograd.hooks import HookedModule
 from infinity.modules.autograd.param import ParamTable
-from infinity.modules.autograd.process import OwnProcess
+from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.observe import Tracer, Track

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,35 +37,14 @@ _FACTS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """`scaling * left @ right` for every expert. left: [experts, m, r]; right: [experts, r, n], in
-    the weight's dtype, for a weight of [experts, m, n]."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-    scaling: float
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """See `Adaptation.tensors`."""
-        return self.left, self.right
-
-    def recipe(self) -> Callable[..., LowRank]:
-        """See `Adaptation.recipe`."""
-        return partial(LowRank, scaling=self.scaling)
-
-    def of(self, weight_of: Callable[[], torch.Tensor]) -> AdaptedWeight:
-        """See `Adaptation.of`."""
-        return AdaptedWeight(weight_of, self.left, self.right, self.scaling)
-
-
 class AdaptedWeight:
     """Stands for `weight + scaling * left @ right` while a module of experts runs.
 
     The module's own forward uses it as the weight: it takes rows of it, transposes it and
     multiplies with it. These products are factored. Any other operation gets the sum.
 
-    weight: [..., m, n], read when it is first used. left: [..., m, r]. right: [..., r, n].
+    weight: [..., m, n], read when it is first used. left: [..., m, r]. right: [..., r, n]. Both in
+    the dtype of the weight.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.autograd.hooks import HeldByCaller
+from infinity.modules.autograd.threads import Modes
 from infinity.modules.tiling.experts_call import (
     ExpertsCall,
     ExpertsNode,
@@ -57,9 +57,8 @@ class TiledExperts(Tiled):
         recipes: list[Recipe] = []
         factors: list[torch.Tensor] = []
         for name, adaptation in adaptations_of(self).items():
-            tensors = adaptation.tensors()
-            recipes.append((name, len(tensors), adaptation.recipe()))
-            factors.extend(tensors)
+            recipes.append((name, len(adaptation.tensors), adaptation.shown))
+            factors.extend(adaptation.tensors)
         tiles: Any = list(self.tiles)
         anchor = anchored(tiles)
         node = None if anchor is None else anchor.grad_fn

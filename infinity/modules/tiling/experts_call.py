@@ -38,12 +38,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from typing_extensions import override
 
-from infinity.modules.accumulate.fiber import Modes
+from infinity.modules.autograd.threads import Modes
 from infinity.modules.tiling.peft_experts import Adaptation
 from infinity.private.torch import will_engine_execute_node
 
-# (attribute, number of tensors, the function that makes the adaptation of them).
-Recipe = tuple[str, int, Callable[..., Adaptation]]
+Recipe = tuple[str, int, Callable[..., Any]]  # An attribute; number and `shown` of its adaptation.
 
 
 class Pairs:
@@ -200,8 +199,8 @@ class ExpertsCall:
         *factors: torch.Tensor,
     ) -> torch.Tensor:
         adaptations, rest = {}, list(factors)
-        for name, count, make in self._recipes:
-            adaptations[name] = make(*rest[:count])
+        for name, count, shown in self._recipes:
+            adaptations[name] = Adaptation(tuple(rest[:count]), shown)
             del rest[:count]
         tile = self.tiles[index]
         with tile.adapted(adaptations):

@@ -13,50 +13,35 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from typing_extensions import override
 
-from infinity.modules.tiling.expert_factors import LowRank
+from infinity.modules.tiling.expert_factors import AdaptedWeight
 from infinity.modules.tiling.layers import Tiled
 
 _INSTEAD_OF = "_activate_lora"  # PEFT's method that replaces the parameter by the sum.
 
 
-class Adaptation(Protocol):
-    """The effect of an adapter on a parameter with one row per expert."""
+class Adaptation(NamedTuple):
+    """The effect of an adapter on a parameter with one row per expert.
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Returns its tensors. Each has one row per expert."""
+    `tensors` have one row per expert, too. `shown` makes what a module uses in the place of the
+    weight, from a function that returns the weight and from rows of the tensors.
+    """
 
-    def recipe(self) -> Callable[..., Adaptation]:
-        """Returns the function that makes the adaptation of some experts, from their rows."""
+    tensors: tuple[torch.Tensor, ...]
+    shown: Callable[..., Any]
 
     def of(self, weight_of: Callable[[], torch.Tensor]) -> Any:
         """Returns what a module uses in the place of the weight."""
+        return self.shown(weight_of, *self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Sum(Adaptation):
-    """A delta that is added to a small parameter, such as the experts' biases."""
-
-    delta: torch.Tensor
-
-    @override
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.delta,)
-
-    @override
-    def recipe(self) -> Callable[..., Sum]:
-        return Sum
-
-    @override
-    def of(self, weight_of: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return weight_of() + self.delta
+def _sum(weight_of: Callable[[], torch.Tensor], delta: torch.Tensor) -> torch.Tensor:
+    return weight_of() + delta  # A small parameter, such as the experts' biases.
 
 
 class _Active(threading.local):
@@ -127,13 +112,14 @@ def _activated(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
 def _adaptation(wrapper: Any, adapters: list[str]) -> Adaptation:
     if wrapper.num_experts == 1:
         deltas = [wrapper.get_delta_weight(name) for name in adapters]
-        return Sum(sum(deltas[1:], start=deltas[0]))
+        return Adaptation((sum(deltas[1:], start=deltas[0]),), _sum)
     factors = [_factors(wrapper, name) for name in adapters]
     left, right, scaling = factors[0]
     if len(factors) > 1:
         left = torch.cat([factor * scale for factor, _, scale in factors], dim=-1)
         right, scaling = torch.cat([factor for _, factor, _ in factors], dim=-2), 1.0
-    return LowRank(_dense(left), _dense(right), float(scaling))
+    factored = partial(AdaptedWeight, scaling=float(scaling))
+    return Adaptation((_dense(left), _dense(right)), factored)
 
 
 def _factors(wrapper: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:

@@ -1,0 +1,189 @@
+"""The threads and the process that use one model.
+
+One thread runs a pass or a step at a time, and the others wait. A pass ends by a hook of the model,
+or by an exception that no hook sees (Ctrl-C). A thread that waits therefore looks at the stack of
+the thread that it waits for.
+
+A forked child has the objects of a model and none of its state: the arena is not copied, threads
+are gone, and the swap files belong to the parent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from types import CodeType, FrameType
+
+import torch
+
+from infinity.errors import InfinityError
+from infinity.private.torch import engine_run_backward, module_call_impl
+
+_CALL: CodeType = module_call_impl.__code__
+_BACKWARD: CodeType = engine_run_backward.__code__
+_LOOKS_S = 0.005  # The interval at which a thread looks whether the other one has ended.
+
+
+def _stack_of(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _runs(thread: int, code: CodeType) -> bool:
+    return any(frame.f_code is code for frame in _stack_of(thread))
+
+
+def is_in_module(thread: int) -> bool:
+    """Whether a thread runs a module."""
+    return _runs(thread, _CALL)
+
+
+def thread_of_backward() -> int:
+    """Returns the identity of this thread, which runs a node of a backward. 0: a thread of a
+    device, for a backward that another thread has called."""
+    return get_ident() if _runs(get_ident(), _BACKWARD) else 0
+
+
+def is_backward_elsewhere(threads: Collection[int]) -> bool:
+    """Whether one of these threads, and not this one, runs a backward. 0: any thread."""
+    candidates = sys._current_frames() if 0 in threads else threads
+    return any(thread != get_ident() and _runs(thread, _BACKWARD) for thread in candidates)
+
+
+class Turns:
+    """The thread whose pass runs. `lock` is the engine's."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._ended = threading.Condition(lock)
+        self._thread = 0  # 0: none.
+        self._call = 0  # Identity of the frame that has the turn.
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a thread has the turn."""
+        return any(id(frame) == self._call for frame in _stack_of(self._thread))
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread has the turn."""
+        return self._thread != get_ident() and self.is_taken
+
+    @contextmanager
+    def alone(self, backwards: Mapping[int, int]) -> Iterator[None]:
+        """Holds the lock for the time of a `with` block, once no other thread has the turn or runs
+        one of the `backwards`, by their threads. The caller does not hold the lock."""
+        with self._ended:
+            while self.is_elsewhere or is_backward_elsewhere(backwards.values()):
+                self._ended.wait(_LOOKS_S)
+            yield
+
+    def take(self, code: CodeType = _CALL) -> None:
+        """Takes the turn until the innermost frame of this code ends, unless a frame around it has
+        the turn. Under the lock."""
+        if not self.is_taken:
+            self._thread, self._call = get_ident(), _frame_of(code)
+
+    def end(self, code: CodeType = _CALL) -> None:
+        """Ends the turn, if the innermost frame of this code has it."""
+        with self._ended:
+            if self._thread == get_ident() and self._call == _frame_of(code):
+                self._thread = self._call = 0
+                self._ended.notify_all()
+
+
+def _frame_of(code: CodeType) -> int:
+    return next((id(frame) for frame in _stack_of(get_ident()) if frame.f_code is code), 0)
+
+
+# -- Modes of a thread ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The autocast state of the current thread. Every thread has its own."""
+
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    is_cached: bool
+
+    @classmethod
+    def now(cls, device: torch.device) -> Modes:
+        """Returns the modes of this thread."""
+        kinds = dict.fromkeys(["cpu", device.type])
+        autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        )
+        return cls(autocast, torch.is_autocast_cache_enabled())
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Sets these modes in this thread for a block."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, is_on, dtype in self.autocast:
+                if is_on or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(kind, dtype, enabled=is_on, cache_enabled=self.is_cached)
+                    )
+            yield
+
+
+def in_same_modes(
+    function: Callable[[], torch.Tensor | None], device: torch.device
+) -> Callable[[], torch.Tensor | None]:
+    """Returns a function that runs in another thread with the modes of this thread."""
+    modes, num_threads, stream = Modes.now(device), torch.get_num_threads(), None
+    if device.type != "cpu":
+        stream = torch.get_device_module(device.type).current_stream(device)
+
+    def run() -> torch.Tensor | None:
+        # OpenMP counts threads per thread; another count would divide sums differently.
+        torch.set_num_threads(num_threads)
+        if stream is not None:
+            torch.accelerator.set_device_index(stream.device_index)
+            torch.accelerator.set_stream(stream)
+        with modes.set():
+            return function()
+
+    return run
+
+
+# -- Process --------------------------------------------------------------------------------------
+
+_pid = os.getpid()
+
+
+def _find_pid() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_find_pid)  # So that no use of a unit asks the kernel.
+
+
+class OwnProcess:
+    """The process that made this object."""
+
+    def __init__(self) -> None:
+        self._pid = _pid
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made the object, and not a fork of it."""
+        return _pid == self._pid
+
+    def refuse_others(self) -> None:
+        """Raises InfinityError in any other process."""
+        if _pid != self._pid:
+            raise InfinityError(
+                f"expected process {self._pid}, which offloaded the model, got its forked child "
+                f"{_pid}; use the model in the parent, give the child what it needs (a "
+                "clone, a state_dict), or start it before infinity.offload"
+            )
