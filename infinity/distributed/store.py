@@ -479,7 +479,7 @@ def _windows_of(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a host tensor. `tensor.numpy()` may be observed, by
-    `modules/handles/raw_access.py`, and a thread that serves other ranks must not wait for the
+    `modules/handles/patches.py`, and a thread that serves other ranks must not wait for the
     engine's lock there."""
     memory: memoryview = TensorBase.numpy(tensor).data
     return memory

@@ -45,13 +45,12 @@ from infinity.modules.autograd.param import OffloadedParam, ParamTable, incremen
 from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.autograd.step_forecasts import StepForecasts
 from infinity.modules.autograd.uses import UnitUses
-from infinity.modules.handles import autograd_functions as functions
+from infinity.modules.handles import patches
 from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.handle_ops import HandleOps
 from infinity.modules.handles.originals import Originals
 from infinity.modules.handles.param_access import ParamAccess
-from infinity.modules.handles.raw_access import RawAccess
 from infinity.modules.handles.unmanaged_params import UnmanagedParams
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.tiling.split import tiles_of
@@ -132,15 +131,12 @@ class Engine:
         self._param_table = ParamTable(self.model, self.params)
         self._changes = WeightEdits(
             self.store, self.weight_cache, self.updater, self.masters, self._param_table,
-            is_sharded=self.ranks.partition is not None,
+            self._lock, is_sharded=self.ranks.partition is not None,
         )  # fmt: skip
         self._uses = UnitUses(
             self.store.units, self.weight_cache, self.gradients, self.updater, self.passes,
             self._tracer, self._param_table, self._changes, self._lock,
         )  # fmt: skip
-        self._raw_access = RawAccess(
-            self._param_table, self._changes, self._lock, is_in_use=self.weight_cache.is_in_use
-        )
         self._uses.forecast = StepForecasts(self.params, self.gradients)
         self._backwards = BackwardCalls(self._uses)
         self._grads = ParamGrads(
@@ -181,8 +177,8 @@ class Engine:
 
     def install(self) -> None:
         """Replaces parameters with handles and registers hooks on the hooked modules."""
-        functions.install()
-        self._raw_access.install()
+        patches.install()
+        patches.observe_memory(self._param_table.storages(), self._changes)
         self._param_table.install()
         self._grads.install(self.params)
         for hooks in self._module_hooks:
@@ -211,7 +207,7 @@ class Engine:
         for removable in self._removable:
             removable.remove()
         self._removable.clear()
-        self._raw_access.uninstall()
+        patches.forget_memory(self._param_table.storages())
         ENGINES.pop(self.model, None)
 
     # -- Passes ------------------------------------------------------------------------------------

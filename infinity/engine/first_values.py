@@ -19,7 +19,7 @@ from infinity.modules.reading.adapters import (
     derived_parameters,
     values_of_adapters,
 )
-from infinity.modules.reading.awaited import is_to_come
+from infinity.modules.reading.empty_weights import is_to_come
 from infinity.modules.reading.load_plan import LoadPlan
 from infinity.tiers.device import DeviceAdapter
 

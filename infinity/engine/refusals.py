@@ -15,7 +15,7 @@ from infinity.modules.reading.adapters import (
     refuse_values_to_come,
     refuse_without_values,
 )
-from infinity.modules.reading.awaited import Awaited
+from infinity.modules.reading.empty_weights import Awaited
 
 
 def refuse_model(model: nn.Module, *, has_weights: bool) -> None:

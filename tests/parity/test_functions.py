@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.modules.handles.autograd_functions import _replace_bound
 from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.patches import _replace_bound
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import Named, OffloadedSide, PlainSide, Plan, Side, seed_everything
@@ -511,7 +511,7 @@ def test_a_backward_that_asks_no_handle_gets_the_leaves(
         seen.append((tensors, retain_graph, inputs))
 
     monkeypatch.setattr(torch.autograd, "backward", plain)
-    monkeypatch.setattr(Handle, "functions", Handle.functions)
+    monkeypatch.setattr(Handle, "special", Handle.special)
     with offloaded(build(False)(), swap_config(swap_directory)) as model:
         loss = torch.ones((), requires_grad=True)
         loss.backward(retain_graph=True, inputs=model.head.weight)

@@ -31,7 +31,7 @@ from transformers import (
 import infinity
 from infinity.errors import ConfigError
 from infinity.modules.reading import empty_weights
-from infinity.modules.reading.awaited import is_to_come
+from infinity.modules.reading.empty_weights import is_to_come
 from tests.support.bits import assert_same
 from tests.support.offloading import offloaded, swap_config
 

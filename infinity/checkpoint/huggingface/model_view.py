@@ -15,7 +15,7 @@ from torch import nn
 
 from infinity.checkpoint.huggingface.names import is_expected_missing
 from infinity.modules.reading.adapters import follows
-from infinity.modules.reading.awaited import is_to_come
+from infinity.modules.reading.empty_weights import is_to_come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

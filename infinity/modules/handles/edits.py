@@ -1,7 +1,18 @@
-"""Changes of weights other than the optimizer's step, and their way into the state of the units."""
+"""Changes of weights other than the optimizer's step, and their way into the state of the units.
+
+Note [Accesses past the counters]
+  A write through `.data`, a numpy array or a DLPack capsule changes no version counter, so only a
+  comparison of bytes finds it. `patches.py` reports every such access, by the code of modules, of
+  hooks and of functions outside the modules, and the bytes are compared when the use of the unit
+  ends. A parameter that is not accessed this way is never compared.
+  A tensor over a parameter's memory may outlive the use of the unit. While it lives, the unit is
+  compared from the beginning of each further use. Between two uses the memory belongs to the tiers;
+  a write to it there is refused when the memory leaves the device, or is used again.
+"""
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,9 +22,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from infinity.errors import InfinityError, UnsupportedError
+from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.modules.autograd.param import OffloadedParam, ParamTable, increment_versions, settle
-from infinity.modules.reading.awaited import is_to_come
+from infinity.modules.reading.empty_weights import is_to_come
 from infinity.private.torch import top_saved_tensors_default_hooks
 from infinity.sizes import PAGE_NBYTES, align_down
 from infinity.state.store import StateStore
@@ -31,7 +42,8 @@ class WeightEdits:
     """Units that may be changed on the device, and writes of values from elsewhere.
 
     `lend` and `expect` announce a change of units in use; `take_over` moves the changed weights to
-    the units' state when the last use ends. Every method runs under the engine's lock.
+    the units' state when the last use ends. Every method but `begin_raw` and `note_raw`, which take
+    the engine's lock, runs under it.
     """
 
     def __init__(
@@ -41,6 +53,7 @@ class WeightEdits:
         updater: StepRunner,
         masters: MasterWeights,
         param_table: ParamTable,
+        lock: threading.RLock,
         *,
         is_sharded: bool,
     ) -> None:
@@ -50,8 +63,9 @@ class WeightEdits:
         self._masters = masters
         self._is_sharded = is_sharded
         self._param_table = param_table
+        self._lock = lock
         self._expected: set[int] = set()
-        # Of `RawAccess`: digests from before the access, and objects that share the memory.
+        # See Accesses past the counters: digests from before, and objects that share the memory.
         self._raw: dict[OffloadedParam, bytes] = {}
         self._views: dict[OffloadedParam, list[weakref.ref[Any]]] = {}
         self._before: dict[OffloadedParam, torch.Tensor] = {}  # Weights at the time of `lend`.
@@ -144,15 +158,36 @@ class WeightEdits:
 
     # -- Writes past the version counters --------------------------------------------------------
 
-    def watch_raw(self, param: OffloadedParam) -> None:
+    def begin_raw(self, tensor: torch.Tensor) -> list[OffloadedParam]:
+        """Returns the parameters whose memory `tensor` shows, and watches them from now on. Raises
+        ParameterNotResident for a compute parameter whose unit is not in use. In any thread."""
+        params, is_in_use = self._param_table.under(tensor), self._weight_cache.is_in_use
+        if not any(is_in_use(p.unit.index) or tensor is p.compute for p in params):
+            return []  # The engine's own access to memory that rests on the device.
+        with self._lock:
+            for param in params:
+                if is_in_use(param.unit.index):
+                    self._watch_raw(param)
+                elif tensor is param.compute:
+                    raise ParameterNotResident(
+                        param.name,
+                        "its memory was asked for outside of the module's forward and backward, "
+                        "through a reference that was kept in one; take it from the module, or "
+                        "inside `with infinity.gather(model, modify=True):`",
+                    )
+            return params
+
+    def note_raw(self, params: Iterable[OffloadedParam], view: Any) -> None:
+        """Remembers an object over the memory of these parameters, as long as it lives. In any
+        thread."""
+        with self._lock:
+            for param in params:
+                self._views[param] = [*self._alive(param), weakref.ref(view)]
+
+    def _watch_raw(self, param: OffloadedParam) -> None:
         """Records the bytes of a parameter in use, before its memory is handed to a caller."""
         if param not in self._raw:
             self._raw[param] = _digest(param.compute)
-
-    def note_raw(self, params: Iterable[OffloadedParam], view: weakref.ref[Any]) -> None:
-        """Records an object that shares the memory of these parameters."""
-        for param in params:
-            self._views[param] = [*self._alive(param), view]
 
     def _alive(self, param: OffloadedParam) -> list[weakref.ref[Any]]:
         return [view for view in self._views.pop(param, ()) if view() is not None]
@@ -178,7 +213,7 @@ class WeightEdits:
     def begin_use(self, unit: int) -> None:
         """The first use of a unit has begun."""
         for param in self._kept(unit) if self._views else ():
-            self.watch_raw(param)
+            self._watch_raw(param)
 
     def note_raw_writes(self, unit: int) -> None:
         """Marks the parameters that were written past their version counters. The last use of the

@@ -13,19 +13,21 @@ from typing import Any, NoReturn
 import torch
 
 from infinity.errors import ParameterNotResident, UnsupportedError
-from infinity.modules.handles import handle_gradients
 from infinity.modules.handles.handle_tensor import (
     Handle,
     find_handles,
     refuse_parametrization,
     replace_handles,
     set_gradient,
-    targets,
 )
-from infinity.modules.handles.torch_names import TENSOR, members, was_called_by
-from infinity.private.torch import has_compatible_shallow_copy_type, parse_to
+from infinity.modules.handles.torch_functions import TENSOR, members, was_called_by
+from infinity.private.torch import (
+    get_grad_fn_or_grad_acc,
+    has_compatible_shallow_copy_type,
+    parse_to,
+)
 
-__all__ = ["Handle", "find_handles", "replace_handles", "targets"]
+__all__ = ["Handle", "find_handles", "replace_handles"]
 
 
 def _get_data(handle: Handle) -> Handle:
@@ -196,16 +198,87 @@ def _data_ptr(handle: Handle) -> int:
     return _refuse_storage(handle)
 
 
+# -- Gradients: a handle stands for one leaf of the graph, or for the leaves of its tiles ---------
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad` for handles. The backward itself fetches the parameters it needs."""
+    if find_handles(outputs):
+        return NotImplemented
+    tensors = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    leaves = [_leaves_of(tensor) for tensor in tensors]
+    wanted = [leaf for tiles in leaves for leaf in tiles]
+    flat = iter(torch.autograd.grad(outputs, wanted, *args, **kwargs))
+    dim = 1 if kwargs.get("is_grads_batched") else 0
+    return tuple(_joined([next(flat) for _ in tiles], tiles, dim) for tiles in leaves)
+
+
+def _leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return tensor.owner.leaves_of(tensor) if isinstance(tensor, Handle) else [tensor]
+
+
+def _joined(
+    parts: list[torch.Tensor | None], leaves: list[torch.Tensor], dim: int
+) -> torch.Tensor | None:
+    """Joins the gradients of tiles into one gradient; a tile without a gradient counts as zero."""
+    first = next((part for part in parts if part is not None), None)
+    if len(parts) == 1 or first is None:
+        return first
+    lead = first.shape[:dim]
+    return torch.cat(
+        [
+            first.new_zeros((*lead, *leaf.shape)) if part is None else part
+            for part, leaf in zip(parts, leaves, strict=True)
+        ],
+        dim,
+    )
+
+
+def backward_of_handles(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.backward(..., inputs=handles)`."""
+    inputs = kwargs.get("inputs")
+    if inputs is None or find_handles((tensors, args)):
+        return NotImplemented
+    targets = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    leaves = [leaf for target in targets for leaf in _leaves_of(target)]
+    return torch.autograd.backward(tensors, *args, **{**kwargs, "inputs": leaves})
+
+
+def _register_hook(handle: Handle, hook: Any) -> Any:
+    """Registers a hook on the leaf of a handle."""
+    if handle.is_gradient:
+        return NotImplemented
+    return _leaf_of(handle, "a hook").register_hook(hook)
+
+
+def _view_as(handle: Any, other: Any) -> Any:
+    """Returns a tensor whose node `torch.autograd.graph` can inspect; its values are not used."""
+    if not was_called_by(get_grad_fn_or_grad_acc):
+        return NotImplemented
+    leaf = _leaf_of(handle, "a gradient edge")
+    return leaf.view_as(leaf)
+
+
+def _leaf_of(handle: Handle, what: str) -> torch.Tensor:
+    leaves = handle.owner.leaves_of(handle)
+    if len(leaves) != 1:
+        raise UnsupportedError(
+            f"{what} of {handle!r}: the parameter is split into {len(leaves)} tiles, each with a "
+            "gradient of its own; use the tiles, which model.parameters() yields"
+        )
+    return leaves[0]
+
+
 _RESHAPING = members(
     "set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ "
     "detach_ rename_"
 )
 
-Handle.functions = {
-    torch.autograd.grad: handle_gradients.grad,
-    torch.autograd.backward: handle_gradients.backward,
-    torch.Tensor.register_hook: handle_gradients.register_hook,
-    torch.Tensor.view_as: handle_gradients.view_as,
+Handle.special = {
+    torch.autograd.grad: _grad,
+    torch.autograd.backward: backward_of_handles,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.view_as: _view_as,
     TENSOR.data.__get__: _get_data,
     TENSOR.data.__set__: _set_data,
     TENSOR.requires_grad.__set__: _set_requires_grad,

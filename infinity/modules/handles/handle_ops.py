@@ -32,7 +32,7 @@ from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.handles.handle import Handle, find_handles, replace_handles
 from infinity.modules.handles.handle_tensor import Owner
-from infinity.modules.handles.mirrors import Original, mirrored
+from infinity.modules.handles.mirrors import mirrored
 from infinity.modules.handles.state_values import StateValue
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.observe import Counters
@@ -62,7 +62,7 @@ class _Lent:
         return self.is_target or self.tensor._version != self.version
 
 
-class HandleOps(Owner, Original):
+class HandleOps(Owner):
     """The owner of every handle of one engine: see `handle.Owner`."""
 
     def __init__(

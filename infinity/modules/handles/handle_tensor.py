@@ -20,19 +20,26 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
-from torch.compiler import is_dynamo_compiling
+from typing_extensions import override
 
 from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
-from infinity.modules.handles.mirrors import Mirror, Origin, Original
-from infinity.modules.handles.torch_names import PLAIN, TENSOR, outside_graph, says_it_writes
+from infinity.modules.handles.mirrors import Mirror, Origin
+from infinity.modules.handles.torch_functions import (
+    TENSOR,
+    StandIn,
+    find_tensors,
+    map_tensors,
+    written,
+)
 from infinity.private.torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 
 
 class Owner(Protocol):
-    """The object that serves operations on a handle: `HandleOps`, or the `TiledParam` of tiles."""
+    """The object that serves handles, and the mirrors of their bytes: `HandleOps`, or the
+    `TiledParam` of tiles."""
 
     def compute_with(
         self,
@@ -80,6 +87,18 @@ class Owner(Protocol):
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         """Adds a gradient that autograd has delivered to the handle itself."""
 
+    def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
+        """Returns a value that changes with the bytes. Its first number identifies the gradient.
+        None if there is no gradient."""
+
+    def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
+        """Copies the bytes from `start` on into `into`: uint8, flat."""
+
+    def write_bytes(
+        self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
+    ) -> None:
+        """Copies `values` to the bytes from `start` on: uint8, flat."""
+
 
 class Alias(Protocol):
     """A tensor that shows the memory of a parameter or of its gradient."""
@@ -90,7 +109,7 @@ class Alias(Protocol):
         """Keeps the present content, because the parameter is about to get other memory."""
 
 
-class Handle(torch.Tensor):
+class Handle(StandIn):
     """A released parameter; or a gradient on a tier (`is_gradient`); or the `.data` of a parameter
     (`is_data`)."""
 
@@ -101,10 +120,6 @@ class Handle(torch.Tensor):
     kept: torch.Tensor | None = None  # The old values, after the parameter or `.grad` got others.
     number: int = 0  # Numbers the gradients of one parameter.
     aliases: weakref.WeakValueDictionary[int, Alias] | None = None
-
-    # Functions of torch with a meaning of their own for handles; `handle.py` sets the table. An
-    # entry returns NotImplemented to let the owner run the function with real tensors.
-    functions: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
 
     # The metaclass of nn.Parameter reads this attribute in isinstance() for tensor subclasses.
     _is_param = True
@@ -164,7 +179,7 @@ class Handle(torch.Tensor):
 
     def lose(self) -> None:
         """See `Alias.lose`."""
-        stamp = cast(Original, self.owner).stamp(self.name_in_model, is_gradient=self.is_gradient)
+        stamp = self.owner.stamp(self.name_in_model, is_gradient=self.is_gradient)
         if not self.is_gradient or (stamp is not None and stamp[0] == self.number):
             self.kept = self.clone()
 
@@ -241,30 +256,14 @@ class Handle(torch.Tensor):
         return shown
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_dynamo_compiling():
-            return outside_graph(cls.__torch_function__, func, types, args, kwargs)
-        if func in PLAIN:
-            with DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        special = cls.functions.get(func)
-        if special is not None:
-            answer = special(*args, **kwargs)
-            if answer is not NotImplemented:
-                return answer
+    @override
+    def run(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if "_foreach_" in getattr(func, "__name__", ""):
             count = max(len(sequence) for sequence in args if isinstance(sequence, (tuple, list)))
             if count > 1:
                 return _one_by_one(func, args, kwargs, count)
         owner = _first_handle((args, kwargs)).owner
-        return owner.compute_with(func, args, kwargs, changes=targets(func, args, kwargs))
+        return owner.compute_with(func, args, kwargs, changes=written(func, args, kwargs, Handle))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -293,28 +292,13 @@ def _first_handle(tree: Any) -> Handle:
 
 
 def find_handles(tree: Any) -> list[Handle]:
-    """Returns every handle in nested tuples, lists and dicts."""
-    if isinstance(tree, Handle):
-        return [tree]
-    if isinstance(tree, (tuple, list)):
-        return [handle for branch in tree for handle in find_handles(branch)]
-    if isinstance(tree, Mapping):
-        return [handle for branch in tree.values() for handle in find_handles(branch)]
-    return []
+    """Returns every handle in nested tuples, lists and mappings."""
+    return find_tensors(tree, Handle)
 
 
 def replace_handles(tree: Any, replace: Callable[[Handle], torch.Tensor]) -> Any:
     """Returns the same nest with every handle replaced."""
-    if isinstance(tree, Handle):
-        return replace(tree)
-    if isinstance(tree, tuple):
-        parts = [replace_handles(branch, replace) for branch in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    if isinstance(tree, list):
-        return [replace_handles(branch, replace) for branch in tree]
-    if isinstance(tree, dict):
-        return {key: replace_handles(value, replace) for key, value in tree.items()}
-    return tree
+    return map_tensors(tree, lambda t: replace(t) if isinstance(t, Handle) else t)
 
 
 def _one_by_one(
@@ -332,16 +316,6 @@ def _one_by_one(
         named = {key: part(argument, index) for key, argument in kwargs.items()}
         answers += func(*positional, **named) or ()
     return answers or None
-
-
-def targets(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Handle]:
-    """Returns the handles that `func` writes to, according to its signature."""
-    out = find_handles(kwargs.get("out"))
-    if out or not says_it_writes(func):
-        return out
-    return find_handles(args[0] if args else next(iter(kwargs.values()), None))
 
 
 def _take_stray(handle: Any) -> None:

@@ -19,43 +19,31 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
+from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.modules.handles.torch_names import (
-    PLAIN,
+from infinity.modules.handles.torch_functions import (
     TENSOR,
+    StandIn,
+    map_tensors,
     members,
-    outside_graph,
-    says_it_writes,
+    written,
 )
 from infinity.private.torch import DisableTorchFunctionSubclass
 
-
-class Original(Protocol):
-    """The owner of the bytes behind mirrors: `HandleOps`, or the `TiledParam` of tiles."""
-
-    def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
-        """Returns a value that changes with the bytes. Its first number identifies the gradient.
-        None if there is no gradient."""
-
-    def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
-        """Copies the bytes from `start` on into `into`: uint8, flat."""
-
-    def write_bytes(
-        self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
-    ) -> None:
-        """Copies `values` to the bytes from `start` on: uint8, flat."""
+if TYPE_CHECKING:
+    from infinity.modules.handles.handle_tensor import Owner
 
 
 class Origin:
     """The bytes that the storage of a mirror, and of all views of it, copies."""
 
     def __init__(
-        self, owner: Original, name: str, start: int, storage: Any, *, is_gradient: bool
+        self, owner: Owner, name: str, start: int, storage: Any, *, is_gradient: bool
     ) -> None:
         self._owner = weakref.ref(owner)  # A dict of mirrors does not keep a dropped model alive.
         self._name = name
@@ -114,34 +102,22 @@ class Origin:
         return torch.empty(0, dtype=torch.uint8, device=device).set_(self._storage)
 
 
-class Mirror(torch.Tensor):
+class Mirror(StandIn):
     """A tensor with the content of a view of a parameter. Results other than its views are plain
     tensors."""
 
     _origin: Origin
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_dynamo_compiling():
-            return outside_graph(cls.__torch_function__, func, types, args, kwargs)
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(func, *args, **kwargs)
+    @override
+    def run(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         plain: dict[int, _Plain] = {}
-        positional = [_map(argument, lambda t: _lend(t, plain)) for argument in args]
-        named = {key: _map(argument, lambda t: _lend(t, plain)) for key, argument in kwargs.items()}
-        for target in _tensors(positional[:1] if says_it_writes(func) else named.get("out")):
-            for lent in plain.values():
-                lent.is_target |= lent.tensor is target
+        args, kwargs = map_tensors((args, dict(kwargs)), lambda t: _lend(t, plain))
+        targets = written(func, args, kwargs, torch.Tensor)
+        for lent in plain.values():
+            lent.is_target = any(target is lent.tensor for target in targets)
         try:
-            answer = func(*positional, **named)
+            answer = func(*args, **kwargs)
         finally:
             # Functions of torch.nn.init write under a no_grad of their own, which is over here.
             is_recording = (
@@ -149,7 +125,7 @@ class Mirror(torch.Tensor):
             )
             for lent in plain.values():
                 lent.take_changes(is_recording=is_recording)
-        return _map(answer, lambda t: _wrap(t, plain.values()))
+        return map_tensors(answer, lambda t: _wrap(t, plain.values()))
 
     def shows(self, owner: Any, name: str, *, is_gradient: bool) -> bool:
         """Whether it has nobody's bytes but its own, or those of this parameter or gradient."""
@@ -218,28 +194,6 @@ def _as_mirror(tensor: torch.Tensor, origin: Origin) -> Mirror:
     return mirror
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return (
-        [t for branch in tree for t in _tensors(branch)] if isinstance(tree, (list, tuple)) else []
-    )
-
-
-def _map(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Applies `change` to every tensor in the arguments or results of a torch function."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if isinstance(tree, list):
-        return [_map(branch, change) for branch in tree]
-    if isinstance(tree, tuple):
-        parts = [_map(branch, change) for branch in tree]
-        if all(new is old for new, old in zip(parts, tree, strict=True)):
-            return tree  # Named tuples of torch have other constructors.
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return tree
-
-
 # -- Making ----------------------------------------------------------------------------------------
 
 
@@ -267,7 +221,7 @@ def mirrored(
     answer: Any,
     base: torch.Tensor,
     register: Callable[[Origin], None],
-    owner: Original,
+    owner: Owner,
     name: str,
     *,
     is_gradient: bool,
@@ -297,7 +251,7 @@ def mirrored(
         register(origin)
         return _as_mirror(copy, origin)
 
-    return _map(answer, mirror)
+    return map_tensors(answer, mirror)
 
 
 # -- Operations with special handling --------------------------------------------------------
@@ -321,13 +275,13 @@ def _array(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any) 
     return array
 
 
-def _set_data(func: Callable[..., Any], mirror: Any, value: torch.Tensor) -> None:
+def _set_data(mirror: Any, value: torch.Tensor) -> None:
     """Gives the mirror other memory; the parameter keeps its own."""
     if not isinstance(mirror, Mirror):  # tensor.data = mirror
         value = value.clone()
     else:
         mirror._origin = mirror._origin.lost()
-    _own(func, mirror, value)
+    _own(TENSOR.data.__set__, mirror, value)
 
 
 def _refuse(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any) -> Any:
@@ -337,38 +291,27 @@ def _refuse(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any)
     )
 
 
-def _detach(func: Callable[..., Any], mirror: Mirror) -> Any:
+def _detach(mirror: Mirror) -> Any:
     """Detaches a mirror. A parameter that is made of one is a mirror as well: it has the values of
     the view, writes to them, and gets a gradient of its own."""
     caller = sys._getframe(2)
     loads = caller.f_back is not None and caller.f_back.f_code.co_name == "_load_from_state_dict"
     if caller.f_code is not torch.nn.Parameter.__new__.__code__ or not loads:
-        return _as_mirror(_up_to_date(func, mirror), mirror._origin)
+        return _as_mirror(_up_to_date(torch.Tensor.detach, mirror), mirror._origin)
     copy = _up_to_date(torch.Tensor.clone, mirror).detach()
     return _as_mirror(copy, mirror._origin.lost())  # Another model loads with assign=True.
 
 
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(PLAIN, _own),
-    **dict.fromkeys(
-        members(
-            "requires_grad_ grad backward register_hook retain_grad "
-            "register_post_accumulate_grad_hook"
-        ),
-        _own,
-    ),
-    TENSOR.requires_grad.__set__: _own,
-    TENSOR.grad.__set__: _own,
-    TENSOR.grad.__delete__: _own,
+_OWN = members(
+    "requires_grad_ grad backward register_hook retain_grad register_post_accumulate_grad_hook"
+) | {TENSOR.requires_grad.__set__, TENSOR.grad.__set__, TENSOR.grad.__delete__}
+_UP_TO_DATE = members("data_ptr untyped_storage storage")
+
+Mirror.special = {
+    **{func: partial(_own, func) for func in _OWN},
+    **{func: partial(_up_to_date, func) for func in _UP_TO_DATE},
+    **{func: partial(_array, func) for func in members("numpy __array__")},
+    **{func: partial(_refuse, func) for func in members("set_ resize_ resize_as_ __dlpack__")},
     TENSOR.data.__set__: _set_data,
-    torch.Tensor.data_ptr: _up_to_date,
-    torch.Tensor.untyped_storage: _up_to_date,
-    torch.Tensor.storage: _up_to_date,
-    torch.Tensor.numpy: _array,
-    torch.Tensor.__array__: _array,
     torch.Tensor.detach: _detach,
-    torch.Tensor.set_: _refuse,
-    torch.Tensor.resize_: _refuse,
-    torch.Tensor.resize_as_: _refuse,
-    torch.Tensor.__dlpack__: _refuse,
 }

@@ -14,7 +14,7 @@ alive. The objects that refer to them need not be known.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.modules.handles.handle import Handle
-from infinity.modules.handles.handle_tensor import refuse_swap
-from infinity.modules.reading.awaited import without_class
+from infinity.modules.handles.torch_functions import map_tensors
+from infinity.modules.reading.empty_weights import without_class
 from infinity.private.torch import DisableTorchFunctionSubclass
 
 
@@ -80,21 +80,13 @@ class Follower(nn.Parameter):
     ) -> Any:
         if func is torch.Tensor.__hash__:
             return id(args[0])
-        return func(*_followed(args), **_followed(dict(kwargs or {})))
+        args, kwargs = map_tensors((args, dict(kwargs or {})), followed)
+        return func(*args, **kwargs)
 
 
-def _followed(tree: Any) -> Any:
-    """Returns the same nest with handles in the place of followers."""
-    if isinstance(tree, Follower):
-        return tree.handle
-    if isinstance(tree, tuple):
-        parts = [_followed(branch) for branch in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    if isinstance(tree, list):
-        return [_followed(branch) for branch in tree]
-    if isinstance(tree, dict):
-        return {key: _followed(value) for key, value in tree.items()}
-    return tree
+def followed(tensor: Any) -> Any:
+    """Returns the handle of a follower, and anything else as it is."""
+    return tensor.handle if isinstance(tensor, Follower) else tensor
 
 
 class Originals:
@@ -120,31 +112,17 @@ class Originals:
                 _follow(original, handle)
 
 
-_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+# Before `patches.refuse_swaps` replaces it.
+plain_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 def _swap(original: nn.Parameter, handle: Handle) -> bool:
     """Exchanges the contents of the two objects, if PyTorch can."""
     try:
-        _swap_tensors(original, handle)
+        plain_swap_tensors(original, handle)
     except RuntimeError:
         return False
     return True
-
-
-def _guarded_swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-    for tensor in (t1, t2):
-        if hasattr(tensor, "name_in_model") or hasattr(tensor, "_offloaded_by"):
-            refuse_swap(tensor)
-    _swap_tensors(t1, t2)
-
-
-def refuse_swaps(tensors: Iterable[Any]) -> None:
-    """Makes `torch.utils.swap_tensors` refuse these handles and compute parameters, and any other
-    handle. A swap would exchange the objects and leave the module with the old value."""
-    torch.utils.swap_tensors = _guarded_swap_tensors
-    for tensor in tensors:
-        tensor._is_guarded = weakref.ref(tensor)  # Where the function was imported before.
 
 
 def _follow(original: Any, handle: Handle) -> None:

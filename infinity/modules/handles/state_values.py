@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.modules.handles.handle import Handle, targets
-from infinity.modules.handles.torch_names import PLAIN, TENSOR, members
+from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.torch_functions import TENSOR, StandIn, members, written
 from infinity.private.torch import (
     DisableTorchFunctionSubclass,
     make_wrapper_subclass,
@@ -33,7 +34,7 @@ _OF_STORAGE = members("untyped_storage storage _typed_storage data_ptr __array__
 _SETTERS = {TENSOR.requires_grad.__set__, torch.Tensor.requires_grad_}
 
 
-class StateValue(torch.Tensor):
+class StateValue(StandIn):
     """The value of one parameter, without a gradient."""
 
     handle: Handle
@@ -75,22 +76,12 @@ class StateValue(torch.Tensor):
         return copy
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in PLAIN:
-            with DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _SPECIAL:
-            return _SPECIAL[func](*args, **kwargs)
-        as_handles = tree_map_only(StateValue, lambda value: value.handle, (args, kwargs))
-        if targets(func, *as_handles) or getattr(func, "__name__", "") == "__set__":
-            return _write(func, args, kwargs, *as_handles)
+    @override
+    def run(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        handles, named = tree_map_only(StateValue, lambda value: value.handle, (args, kwargs))
+        if written(func, handles, named, Handle) or getattr(func, "__name__", "") == "__set__":
+            return _write(func, args, kwargs, handles, named)
         if func in _OF_STORAGE:
             return func(args[0].memory(), *args[1:], **kwargs)
         args, kwargs = tree_map_only(StateValue, StateValue.read, (args, kwargs))
@@ -155,7 +146,7 @@ def _refuse_parameter(value: StateValue) -> None:
     )
 
 
-_SPECIAL: dict[Any, Callable[..., Any]] = {
+StateValue.special = {
     torch.Tensor.detach: _detach,
     TENSOR.data.__get__: lambda value: value,
     TENSOR.grad.__get__: lambda value: None,

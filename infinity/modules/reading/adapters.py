@@ -17,7 +17,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.modules.handles.handle import Handle
-from infinity.modules.reading.awaited import is_to_come
+from infinity.modules.reading.empty_weights import is_to_come
 
 # Methods, and values of `init_lora_weights`, whose first values PEFT computes from the base.
 _STARTS_FROM_BASE = ("CPT", "DELORA")

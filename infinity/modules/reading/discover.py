@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedError
-from infinity.modules.reading.awaited import without_class
+from infinity.modules.reading.empty_weights import without_class
 from infinity.modules.tiling.layers import Tiled
 from infinity.state.units import units_by_block
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.modules.reading.adapters import adapter_modules
-from infinity.modules.reading.awaited import is_to_come
+from infinity.modules.reading.empty_weights import is_to_come
 
 _log = logging.getLogger("infinity")
 

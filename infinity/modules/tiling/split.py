@@ -22,7 +22,7 @@ from torch import nn
 from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.originals import Follower
 from infinity.modules.handles.state_values import StateValue, is_value_of, plain_value
-from infinity.modules.reading.awaited import Provisional, without_class
+from infinity.modules.reading.empty_weights import Provisional, without_class
 from infinity.modules.tiling import experts as tiled_experts
 from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
 from infinity.modules.tiling.peft_experts import factor_adapters, merge_adapters

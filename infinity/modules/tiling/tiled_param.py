@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,13 +13,13 @@ from typing_extensions import override
 from infinity.errors import InfinityError
 from infinity.modules.handles.handle import Handle, replace_handles
 from infinity.modules.handles.handle_tensor import Owner
-from infinity.modules.handles.mirrors import Original, mirrored
+from infinity.modules.handles.mirrors import mirrored
 from infinity.modules.handles.state_values import StateValue
 from infinity.private.torch import DisableTorchFunctionSubclass
 
 
 @dataclass(eq=False)
-class TiledParam(Owner, Original):
+class TiledParam(Owner):
     """One parameter of the user's model, and its tiles in order of rows.
 
     A TiledParam owns the handle that stands for the parameter. A read of that handle returns a copy
@@ -160,8 +160,7 @@ class TiledParam(Owner, Original):
     @override
     def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
         stamps = [
-            _original(tile).stamp(tile.name_in_model, is_gradient=is_gradient)
-            for tile in self.handles
+            tile.owner.stamp(tile.name_in_model, is_gradient=is_gradient) for tile in self.handles
         ]
         there = [stamp for stamp in stamps if stamp is not None]
         if len(there) < len(stamps):
@@ -171,7 +170,7 @@ class TiledParam(Owner, Original):
     @override
     def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
         for tile, first, part in self._parts(start, into, is_gradient=is_gradient):
-            _original(tile).read_bytes(tile.name_in_model, first, part, is_gradient=is_gradient)
+            tile.owner.read_bytes(tile.name_in_model, first, part, is_gradient=is_gradient)
 
     @override
     def write_bytes(
@@ -180,9 +179,9 @@ class TiledParam(Owner, Original):
         for tile, first, part in self._parts(start, values, is_gradient=is_gradient):
             before = torch.empty_like(part)
             place = {"is_gradient": is_gradient}
-            _original(tile).read_bytes(tile.name_in_model, first, before, **place)
+            tile.owner.read_bytes(tile.name_in_model, first, before, **place)
             if not torch.equal(before, part):
-                _original(tile).write_bytes(tile.name_in_model, first, part, **place)
+                tile.owner.write_bytes(tile.name_in_model, first, part, **place)
 
     def _parts(
         self, start: int, content: torch.Tensor, *, is_gradient: bool
@@ -195,7 +194,3 @@ class TiledParam(Owner, Original):
             if low < high:
                 yield tile, low - first, content[low - start : high - start]
             first = end
-
-
-def _original(tile: Handle) -> Original:
-    return cast(Original, tile.owner)
