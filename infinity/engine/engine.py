@@ -32,18 +32,18 @@ from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.distributed.sync import CollectiveSection, Ranks
 from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, UnsupportedError
+from infinity.modules.accumulate.layer_major import ScheduleParts
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.hooks import (
     BackwardCalls,
     HookedModule,
-    ModuleHooks,
     OwnHook,
     Unscriptable,
 )
 from infinity.modules.autograd.model_passes import ModelPasses
 from infinity.modules.autograd.param import OffloadedParam, ParamTable, increment_versions
-from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.autograd.step_forecasts import StepForecasts
+from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.handles import patches
 from infinity.modules.handles.edits import WeightEdits
@@ -147,16 +147,15 @@ class Engine:
             self, self.store.units, self.pool, self.passes, self.counters, self._param_table,
             self._uses, self._changes, self._backwards, self._grads, self.ranks.setting,
         )  # fmt: skip
-        self._module_hooks = [
-            ModuleHooks(hooked, self._uses, self._backwards) for hooked in self.hooked_modules
-        ]
         self._removable: list[Any] = []
         self._model_passes = ModelPasses(
-            self.model, list(zip(self.hooked_modules, self._module_hooks, strict=True)),
-            self.params, self.passes, self._uses, self._backwards, self._grads, self.gradients,
-            self.weight_cache, self.activations, self.waiting, self._lock,
-            outside_blocks=self.outside_blocks, device=self.device.torch_device,
-            tile_micro_batches=self.config.schedule.tile_micro_batches,
+            self.model, self.hooked_modules, self.passes, self._uses, self._backwards, self._grads,
+            self.gradients, self.weight_cache, self._lock,
+            ScheduleParts(
+                inputs=self.activations, results=self.activations, waiting=self.waiting,
+                device=self.device.torch_device, outside_blocks=self.outside_blocks,
+                tile_micro_batches=self.config.schedule.tile_micro_batches,
+            ),
         )  # fmt: skip
         self._access = ParamAccess(
             self._param_table, self.tiled_params, self._uses, self._changes, self._grads,
@@ -181,8 +180,6 @@ class Engine:
         patches.observe_memory(self._param_table.storages(), self._changes)
         self._param_table.install()
         self._grads.install(self.params)
-        for hooks in self._module_hooks:
-            self._removable.extend(hooks.install())
         self._removable += self._model_passes.install()
         for module in {self.model, *(hooked.module for hooked in self.hooked_modules)}:
             self._removable.append(Unscriptable(module))

@@ -427,7 +427,7 @@ def test_ranks_that_share_inputs_keep_outputs_of_experts_for_themselves(
                     )
                 return getattr(engine.activations, name)
 
-        engine._model_passes._layer_inputs = Shared()
+        engine._model_passes.save_inputs_in(Shared())
         losses = infinity.forward_backward(model, partial(loss_of, model), range(2))
         assert len(shared) == 2 * 1  # The first block has an input without a gradient.
         assert same_bits(losses[1], loss_of(model, 1).detach())

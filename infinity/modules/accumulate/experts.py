@@ -74,16 +74,6 @@ class SuspendedExperts:
         return tuple(map(id, self.call.tiles))
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertStores:
-    """Where tensors of experts are: outputs and gradients between the forward and the backward of a
-    block, and what waits while a tile runs for another micro-batch. Of this rank: ranks that
-    compute a layer together have other outputs and gradients of experts."""
-
-    results: InputStore
-    waiting: WaitingMemory
-
-
 @dataclass(eq=False, slots=True)
 class _Position:
     """The block that runs in a thread, and how many of its calls of experts have begun."""
@@ -108,15 +98,22 @@ class _Here(threading.local):
 class ExpertsSchedule(Runner):
     """Runs the calls of tiled experts of all micro-batches together. See `Runner`.
 
-    `stop` suspends the running micro-batch until `serve` has run its call.
+    `results` has outputs and gradients between the forward and the backward of a block, `waiting`
+    what waits while a tile runs for another micro-batch. Both are of this rank: ranks that compute
+    a layer together have other outputs and gradients of experts. `stop` suspends the running
+    micro-batch until `serve` has run its call.
     """
 
     def __init__(
-        self, uses: UnitUses, stores: ExpertStores, stop: Callable[[ExpertsCall], None]
+        self,
+        uses: UnitUses,
+        results: InputStore,
+        waiting: WaitingMemory,
+        stop: Callable[[ExpertsCall], None],
     ) -> None:
         self._uses = uses
-        self._inputs = stores.results
-        self._waiting = stores.waiting
+        self._inputs = results
+        self._waiting = waiting
         self._stop = stop
         self._here = _Here()
         self._alone = RunnerOfOne()  # Outside of blocks.

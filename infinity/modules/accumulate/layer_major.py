@@ -55,7 +55,8 @@ New Execution Algorithm", 2020, section 3 (layer-to-layer).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ from torch.autograd.graph import get_gradient_edge
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.blocks import BlockRuns
 from infinity.modules.accumulate.boundary import BlockCall, RunningBlock, TileStop
-from infinity.modules.accumulate.experts import ExpertsSchedule, ExpertStores
+from infinity.modules.accumulate.experts import ExpertsSchedule
 from infinity.modules.accumulate.fiber import Fiber, Random
 from infinity.modules.accumulate.micro_batch import CallBeside, MicroBatch
 from infinity.modules.accumulate.module_state import Key, ModuleState
@@ -76,7 +77,7 @@ from infinity.modules.accumulate.of_transformers import (
 )
 from infinity.modules.accumulate.proof import Proof, Repeats
 from infinity.modules.accumulate.purity import refuse_hooks
-from infinity.modules.autograd.hooks import HookedModule, ModuleHooks
+from infinity.modules.autograd.hooks import ModuleHooks
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.tiling.experts_call import ExpertsCall
@@ -85,6 +86,7 @@ from infinity.private.torch import (
 )
 from infinity.streaming.inputs.activations import InputStore
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
+from infinity.streaming.waiting import WaitingMemory
 
 # The stop of a fiber behind a block.
 _THROUGH = object()
@@ -93,34 +95,39 @@ _T = TypeVar("_T")
 _S = TypeVar("_S", bound=Fiber)
 
 
+@dataclass(slots=True)
+class ScheduleParts:
+    """What every `forward_backward` of one model needs."""
+
+    inputs: InputStore  # Saved layer inputs, which ranks may divide among themselves.
+    results: InputStore  # See `ExpertsSchedule`, as of `waiting`.
+    waiting: WaitingMemory
+    device: torch.device
+    tile_micro_batches: int
+    outside_blocks: Sequence[int]  # The units that several blocks, or modules outside, use.
+    repeats: Repeats = field(default_factory=Repeats)
+
+
 class LayerMajorSchedule:
-    """Runs all micro-batches through the blocks, forward and backward."""
+    """Runs all micro-batches through the blocks, forward and backward. `hooks`: of the blocks."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        uses: UnitUses,
-        hooks: Sequence[tuple[HookedModule, ModuleHooks]],
-        activations: InputStore,
-        stores: ExpertStores,
-        device: torch.device,
-        repeats: Repeats,
-        tile_micro_batches: int,
+        self, model: nn.Module, uses: UnitUses, hooks: Sequence[ModuleHooks], parts: ScheduleParts
     ) -> None:
         self._model = model
         self._uses = uses
-        self._hooks = [hook for _, hook in hooks]
-        self._blocks = [RunningBlock.of(hooked, repeats) for hooked, _ in hooks]
-        self._tile_micro_batches = tile_micro_batches
-        self._activations = activations
-        self._device = device
-        self._random = Random(device)
+        self._hooks = hooks
+        self._blocks = [RunningBlock.of(block.hooked, parts.repeats) for block in hooks]
+        self._tile_micro_batches = parts.tile_micro_batches
+        self._activations = parts.inputs
+        self._device = parts.device
+        self._random = Random(parts.device)
         self._attributes = ModuleState(model)
-        self._proof = Proof(repeats)
-        self._experts = ExpertsSchedule(uses, stores, self._stop_at_experts)
+        self._proof = Proof(parts.repeats)
+        self._experts = ExpertsSchedule(uses, parts.results, parts.waiting, self._stop_at_experts)
         self._at_experts: dict[Fiber, ExpertsCall] = {}
         self._runs = BlockRuns(
-            activations, self._random, self._attributes, self._proof, self._experts, device,
+            parts.inputs, self._random, self._attributes, self._proof, self._experts, parts.device,
             uses.is_parameter_memory, lambda: self._running is not None,
         )  # fmt: skip
         self._running: Fiber | None = None
@@ -194,25 +201,15 @@ class LayerMajorSchedule:
     @contextmanager
     def _blocks_suspended(self) -> Iterator[None]:
         """Makes the blocks stop their fibers, and suspends the blocks' own hooks."""
-        own: list[bool] = []
-        for block, hooks in zip(self._blocks, self._hooks, strict=True):
-            hooks.is_suspended = True
-            module = block.hooked.module
-            own.append("forward" in module.__dict__)
-            module.forward = self._forward_of(block)
-        if self._tile_micro_batches > 1:
-            self._uses.on_tile = self._yield_at_tile
-        try:
-            with self._experts.installed([experts for b in self._blocks for experts in b.experts]):
-                yield
-        finally:
-            self._uses.on_tile = None
-            for block, hooks, is_own in zip(self._blocks, self._hooks, own, strict=True):
-                hooks.is_suspended = False
-                if is_own:
-                    block.hooked.module.forward = block.forward
-                else:
-                    del block.hooked.module.__dict__["forward"]
+        with ExitStack() as stack:
+            for block, hooks in zip(self._blocks, self._hooks, strict=True):
+                stack.enter_context(hooks.suspended())
+                stack.enter_context(_replaced(block, self._forward_of(block)))
+            if self._tile_micro_batches > 1:
+                stack.enter_context(self._uses.tiles_stop(self._yield_at_tile))
+            experts = [experts for block in self._blocks for experts in block.experts]
+            stack.enter_context(self._experts.installed(experts))
+            yield
 
     # -- Forward -----------------------------------------------------------------------------------
 
@@ -434,3 +431,17 @@ class LayerMajorSchedule:
                 for fiber in fibers:
                     fiber.abandon()
         return left
+
+
+@contextmanager
+def _replaced(block: RunningBlock, forward: Callable[..., Any]) -> Iterator[None]:
+    module = block.hooked.module
+    is_own = "forward" in module.__dict__
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if is_own:
+            module.forward = block.forward
+        else:
+            del module.__dict__["forward"]

@@ -119,9 +119,9 @@ class ParamGrads:
             if self._tracer.is_on:
                 self._tracer.span(Track.ENGINE, "take gradient", begun_ns, time.monotonic_ns())
 
-    def drop(self, params: Iterable[OffloadedParam]) -> None:
+    def drop(self) -> None:
         """Drops incomplete gradients of a backward that was interrupted."""
-        for param in params:
+        for param in self._param_table.params:
             if param not in self._shown:
                 param.compute.grad = None
 

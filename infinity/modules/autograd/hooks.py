@@ -26,7 +26,7 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -48,6 +48,7 @@ from infinity.modules.autograd.threads import (
     is_in_module,
     thread_of_backward,
 )
+from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.private.torch import (
     current_autograd_node,
@@ -79,47 +80,6 @@ class ModuleCall:
     streams: set[Hashable] = dataclasses.field(default_factory=set)  # Of its backward so far.
 
 
-class Uses(Protocol):
-    """The part of `UnitUses` that hooks call."""
-
-    # Lets the other micro-batches reach the same tile, with `is_over`: called before `enter`
-    # (False), and when the backward of the units is complete and about to continue behind them
-    # (True). None: no forward may be suspended at a tile.
-    on_tile: Callable[[list[int], bool], None] | None
-
-    def refuse_transforms(self, units: list[int]) -> None:
-        """Raises UnsupportedError inside a transform of torch.func, unless the units are in use."""
-
-    def begin_use(self, hooked: HookedModule) -> None:
-        """Announces a forward of the hooked module, before its units are acquired."""
-
-    @property
-    def current_stream(self) -> Callable[[], Hashable] | None:
-        """Asks for the stream that is current in this thread. None: the device has no streams."""
-
-    def enter(self, units: list[int]) -> None:
-        """Begins a use of each unit; their modules show parameters. Interrupts are delayed."""
-
-    def join(self, units: list[int]) -> None:
-        """Makes units that are in use usable for the stream that is current, too."""
-
-    def leave(self, units: list[int]) -> None:
-        """Ends a use of each unit; the modules of unused units show handles. Interrupts are
-        delayed."""
-
-    def is_parameter_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory of a unit's weights."""
-
-    def check_saved(self, units: list[int], nodes: ForwardNodes) -> None:
-        """Raises UnsupportedError if a node has saved a weight whose memory will be released."""
-
-    def backward_started(self) -> None:
-        """Called once at the start of each backward."""
-
-    def backward_ended(self) -> None:
-        """Called once at the end of each backward, also of one that failed."""
-
-
 _running_transform: Callable[[], Any] = peek_interpreter_stack
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
@@ -127,7 +87,7 @@ _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 class BackwardCalls:
     """The module calls whose units each running backward has acquired."""
 
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self, uses: UnitUses) -> None:
         self._uses = uses
         self._calls: dict[ModuleCall, None] = {}
         # The backwards whose end calls `_ended`, each with its thread; see `thread_of_backward`.
@@ -323,18 +283,25 @@ class HeldByCaller(nn.Module):
 class ModuleHooks:
     """The forward hooks of one hooked module."""
 
-    def __init__(self, hooked: HookedModule, uses: Uses, backwards: BackwardCalls) -> None:
-        self._hooked = hooked
+    def __init__(
+        self,
+        hooked: HookedModule,
+        uses: UnitUses,
+        backwards: BackwardCalls,
+        begin: Callable[[HookedModule], None],
+    ) -> None:
+        self.hooked = hooked
         self._uses = uses
         self._backwards = backwards
+        self._begin = begin  # Called before the units are acquired for a forward.
         # The number of the first node of every running forward of this module. Autograd numbers
         # nodes per thread, and several threads may run the module at the same time.
         self._running: dict[int, list[int]] = {}
-        self.is_suspended = False  # The caller acquires the units and watches the backward.
+        self._is_suspended = False
 
     def install(self) -> list[Any]:
         """Registers the hooks; returns their handles for removal."""
-        module = self._hooked.module
+        module = self.hooked.module
         if isinstance(module, HeldByCaller):
             module.__dict__["held"] = self.held
         return [
@@ -345,19 +312,28 @@ class ModuleHooks:
     @contextmanager
     def held(self) -> Iterator[list[int]]:
         """Keeps the units in use for the time of a `with` block, and suspends the hooks."""
-        self._uses.begin_use(self._hooked)
-        was_suspended, has_entered = self.is_suspended, False
+        self._begin(self.hooked)
+        with self.suspended():
+            has_entered = False
+            try:
+                with UNINTERRUPTED:  # A delayed interrupt comes at its end.
+                    self._backwards.ensure_armed()
+                    self._uses.enter(self.hooked.units)
+                    has_entered = True
+                yield self.hooked.units
+            finally:
+                if has_entered:
+                    with UNINTERRUPTED:
+                        self._uses.leave(self.hooked.units)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Makes the hooks do nothing: the caller acquires the units and watches the backward."""
+        was_suspended, self._is_suspended = self._is_suspended, True
         try:
-            with UNINTERRUPTED:  # A delayed interrupt comes at its end.
-                self._backwards.ensure_armed()
-                self._uses.enter(self._hooked.units)
-                has_entered = self.is_suspended = True
-            yield self._hooked.units
+            yield
         finally:
-            self.is_suspended = was_suspended
-            if has_entered:
-                with UNINTERRUPTED:
-                    self._uses.leave(self._hooked.units)
+            self._is_suspended = was_suspended
 
     @property
     def is_running(self) -> bool:
@@ -372,21 +348,21 @@ class ModuleHooks:
                 continue
             with UNINTERRUPTED:
                 for _ in self._running.pop(thread):
-                    self._uses.leave(self._hooked.units)
+                    self._uses.leave(self.hooked.units)
 
     @outside_graphs
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if get_tracing_state() is not None:
             refuse_jit()
-        if self.is_suspended:
+        if self._is_suspended:
             return
         if _running_transform() is not None:
-            self._uses.refuse_transforms(self._hooked.units)
+            self._uses.refuse_transforms(self.hooked.units)
         if self._uses.on_tile is not None:
-            self._uses.on_tile(self._hooked.units, False)
-        self._uses.begin_use(self._hooked)
+            self._uses.on_tile(self.hooked.units, False)
+        self._begin(self.hooked)
         with UNINTERRUPTED:
-            self._uses.enter(self._hooked.units)
+            self._uses.enter(self.hooked.units)
             numbers = self._running.setdefault(threading.get_ident(), [])
             numbers.append(get_sequence_nr())
 
@@ -405,9 +381,9 @@ class ModuleHooks:
                     self._watch(first, output)
                 return output
             finally:
-                self._uses.leave(self._hooked.units)
+                self._uses.leave(self.hooked.units)
 
     def _watch(self, first: int, output: Any) -> None:
         nodes = nodes_since(first, output)
-        self._uses.check_saved(self._hooked.units, nodes)
-        self._backwards.watch(ModuleCall(self._hooked.units), nodes)
+        self._uses.check_saved(self.hooked.units, nodes)
+        self._backwards.watch(ModuleCall(self.hooked.units), nodes)

@@ -6,6 +6,7 @@ there, the first hooked module that runs begins the pass.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -17,9 +18,7 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.modules.accumulate.experts import ExpertStores
-from infinity.modules.accumulate.layer_major import LayerMajorSchedule
-from infinity.modules.accumulate.proof import Repeats
+from infinity.modules.accumulate.layer_major import LayerMajorSchedule, ScheduleParts
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.hooks import (
     BackwardCalls,
@@ -28,16 +27,14 @@ from infinity.modules.autograd.hooks import (
     OwnHook,
     outside_graphs,
 )
-from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.autograd.threads import Turns
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.sizes import format_nbytes
+from infinity.streaming.inputs.activations import InputStore
 from infinity.streaming.gradients.sink import GradientSink
-from infinity.streaming.inputs.activations import ActivationStore, InputStore
-from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
-from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weights.cache import WeightCache
+from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
 
 _log = logging.getLogger("infinity")
 
@@ -53,48 +50,38 @@ class ModelPasses:
     def __init__(
         self,
         model: nn.Module,
-        hooks: Sequence[tuple[HookedModule, ModuleHooks]],
-        params: Sequence[OffloadedParam],
+        hooked_modules: Sequence[HookedModule],
         passes: Passes,
         uses: UnitUses,
         backwards: BackwardCalls,
         grads: ParamGrads,
         gradients: GradientSink,
         weight_cache: WeightCache,
-        activations: ActivationStore,
-        waiting: WaitingMemory,
         lock: threading.RLock,
-        *,
-        outside_blocks: Sequence[int],
-        device: torch.device,
-        tile_micro_batches: int,
+        schedule_parts: ScheduleParts,
     ) -> None:
         self._model = model
-        self._hooks = hooks
-        self._params = params
+        self._hooks = [
+            ModuleHooks(hooked, uses, backwards, self._hooked_begins) for hooked in hooked_modules
+        ]
         self._passes = passes
         self._uses = uses
         self._backwards = backwards
         self._grads = grads
         self._gradients = gradients
         self._weight_cache = weight_cache
-        self._expert_stores = ExpertStores(activations, waiting)
-        self._layer_inputs: InputStore = activations
         self._lock = lock
-        self._outside_blocks = outside_blocks
+        self._schedule_parts = schedule_parts
         self._is_refusal_logged = False
-        self._device = device
-        self._tile_micro_batches = tile_micro_batches
         self._schedule: LayerMajorSchedule | None = None  # That is running.
-        self._repeats = Repeats()
         self._turns = Turns(lock)
 
     # -- Hooks -------------------------------------------------------------------------------------
 
     def install(self) -> list[Any]:
-        """Registers hooks on the model and on the uses of units. Returns the removable hooks."""
-        self._uses.begin_use = self._hooked_begins
+        """Registers hooks on the hooked modules and on the model. Returns the removable hooks."""
         return [
+            *(hook for hooks in self._hooks for hook in hooks.install()),
             self._model.register_forward_pre_hook(OwnHook(self._pass_begins), prepend=True),
             self._model.register_forward_hook(OwnHook(self._pass_ends), always_call=True),
         ]
@@ -128,7 +115,7 @@ class ModelPasses:
         passes.is_graded = passes.is_graded or kind == "train"
         with uninterrupted(), self._lock:
             is_new = passes.beginnings.ask_hooked(kind, hooked.name)
-            if is_new and not any(hooks.is_running for _, hooks in self._hooks):
+            if is_new and not any(hooks.is_running for hooks in self._hooks):
                 self.reset()
             self._weight_cache.begin_pass(kind, is_new=is_new)
 
@@ -159,11 +146,8 @@ class ModelPasses:
     def _run_layer_major(
         self, forwards: Sequence[Callable[[], torch.Tensor]]
     ) -> list[torch.Tensor]:
-        blocks = [(hooked, hooks) for hooked, hooks in self._hooks if hooked.is_block]
-        schedule = LayerMajorSchedule(
-            self._model, self._uses, blocks, self._layer_inputs, self._expert_stores,
-            self._device, self._repeats, tile_micro_batches=self._tile_micro_batches,
-        )  # fmt: skip
+        blocks = [hooks for hooks in self._hooks if hooks.hooked.is_block]
+        schedule = LayerMajorSchedule(self._model, self._uses, blocks, self._schedule_parts)
         with UNINTERRUPTED.but_at_checks():
             try:
                 with self._lock:
@@ -188,7 +172,7 @@ class ModelPasses:
         """Lets gradients outside of blocks be summed on the device, as far as it has memory beside
         the weights."""
         with uninterrupted(), self._lock:
-            refused_nbytes = self._uses.sum_outside_blocks(self._outside_blocks)
+            refused_nbytes = self._uses.sum_outside_blocks(self._schedule_parts.outside_blocks)
         if refused_nbytes and not self._is_refusal_logged:
             self._is_refusal_logged = True
             _log.info(
@@ -228,7 +212,7 @@ class ModelPasses:
 
     def save_inputs_in(self, store: InputStore) -> None:
         """Saves layer inputs in this store from now on."""
-        self._layer_inputs = store
+        self._schedule_parts = dataclasses.replace(self._schedule_parts, inputs=store)
 
     # -- Interrupted passes ------------------------------------------------------------------------
 
@@ -238,8 +222,8 @@ class ModelPasses:
         with self._lock:
             if self._backwards.abandon():
                 self._gradients.write_out_all()
-                self._grads.drop(self._params)
-            for _, hooks in self._hooks:
+                self._grads.drop()
+            for hooks in self._hooks:
                 hooks.reset()
             if not self._turns.is_elsewhere:
                 self._passes.break_off()

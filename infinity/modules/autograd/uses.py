@@ -17,7 +17,6 @@ import torch
 
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.autograd.forward_nodes import ForwardNodes
-from infinity.modules.autograd.hooks import HookedModule
 from infinity.modules.autograd.param import ParamTable
 from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.handles.edits import WeightEdits
@@ -44,15 +43,11 @@ def _drop_casts(passes: Passes) -> None:
         torch.clear_autocast_cache()
 
 
-def _ignore(hooked: HookedModule) -> None:
-    return None
-
-
 def _unknown(_: Unit) -> StepRecord | None:
     return None
 
 
-Turns = Callable[[list[int], bool], None]  # See `Uses.on_tile`.
+OnTile = Callable[[list[int], bool], None]  # See `UnitUses.tiles_stop`.
 
 
 class UnitUses:
@@ -86,11 +81,19 @@ class UnitUses:
         self.is_closed = False
         # Returns the step that is expected of a unit: `StepForecasts`, once the engine has it.
         self.forecast: Callable[[Unit], StepRecord | None] = _unknown
-        self.on_tile: Turns | None = None  # Of `accumulate`, while it runs.
+        self.on_tile: OnTile | None = None
         self.is_parameter_memory = param_table.is_parameter_memory
-        self.begin_use: Callable[[HookedModule], None] = (
-            _ignore  # Of `ModelPasses`, once it is installed.
-        )
+
+    @contextmanager
+    def tiles_stop(self, on_tile: OnTile) -> Iterator[None]:
+        """Lets other micro-batches reach the same tile: `on_tile(units, is_over)` is called before
+        `enter` (False), and when the backward of the units is complete and about to continue behind
+        them (True)."""
+        self.on_tile = on_tile
+        try:
+            yield
+        finally:
+            self.on_tile = None
 
     # -- Uses ------------------------------------------------------------------------------------
 
@@ -224,7 +227,7 @@ class UnitUses:
                 self._param_table.show_handles(unit.index)
 
     def check_saved(self, units: list[int], nodes: ForwardNodes) -> None:
-        """See `Uses.check_saved`."""
+        """Raises UnsupportedError if a node has saved a weight whose memory will be released."""
         replaced = [param for u in units for param in self._param_table.moved_away(u)]
         if replaced:
             self._changes.refuse_saved(replaced, [*nodes.inner, *nodes.exits])
@@ -253,7 +256,7 @@ class UnitUses:
                 self._weight_cache.begin_backward()
 
     def backward_ended(self) -> None:
-        """See `Uses.backward_ended`."""
+        """A backward has ended, or failed."""
         if self._passes.is_layer_major:
             return  # One of many small ones.
         while (wait := self._next_wait()) is not None:
