@@ -31,10 +31,10 @@ from infinity.modules.autograd.threads import Turns
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
 from infinity.sizes import format_nbytes
-from infinity.streaming.inputs.activations import InputStore
 from infinity.streaming.gradients.sink import GradientSink
-from infinity.streaming.weights.cache import WeightCache
+from infinity.streaming.inputs.activations import InputStore
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+from infinity.streaming.weights.cache import WeightCache
 
 _log = logging.getLogger("infinity")
 
