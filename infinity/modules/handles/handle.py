@@ -154,8 +154,8 @@ def _detach(handle: Handle) -> Any:
     if was_called_by(torch.nn.Parameter.__new__):
         refuse_parametrization(handle)
     if was_called_by(torch.nn.Module._save_to_state_dict):
-        return handle.owner.state_value(handle)
-    return NotImplemented
+        return handle.make_data(is_state=True)
+    return handle if handle.is_state else NotImplemented
 
 
 def _refuse_reshape(handle: Handle, *args: Any, **kwargs: Any) -> Any:
@@ -169,6 +169,8 @@ def _refuse_reshape(handle: Handle, *args: Any, **kwargs: Any) -> Any:
 def _array(handle: Handle, *args: Any, **kwargs: Any) -> Any:
     if handle.requires_grad and not kwargs.get("force"):
         torch.empty(0, requires_grad=True).numpy()  # Raises the message of torch.
+    if handle.is_state:
+        return handle.in_memory().__array__(*args)
     return handle.detach().__array__(*args) if args else handle.detach().numpy()
 
 
@@ -184,6 +186,17 @@ def _move_to(kind: str) -> Callable[..., Any]:
     return lambda handle, *args, **kwargs: _converted(handle, torch.device(kind), None)
 
 
+def _memory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Asks the mirror of a state value for its memory."""
+
+    def ask(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+        if handle.is_state:
+            return function(handle.in_memory(), *args, **kwargs)
+        return _refuse_storage(handle)
+
+    return ask
+
+
 def _refuse_storage(handle: Handle, *args: Any, **kwargs: Any) -> NoReturn:
     raise ParameterNotResident(
         handle.name_in_model,
@@ -195,7 +208,7 @@ def _data_ptr(handle: Handle) -> int:
     # PEFT compares the addresses of embedding and head after it has merged adapters into them.
     if sys._getframe(2).f_globals.get("__name__", "").startswith("peft."):
         return id(handle.owner.module_handle(handle.name_in_model))
-    return _refuse_storage(handle)
+    return handle.in_memory().data_ptr() if handle.is_state else _refuse_storage(handle)
 
 
 # -- Gradients: a handle stands for one leaf of the graph, or for the leaves of its tiles ---------
@@ -295,8 +308,7 @@ Handle.special = {
     torch.Tensor.cpu: lambda h, *a, **k: h if _rests_as_is(h) else NotImplemented,
     torch.Tensor.cuda: _move_to("cuda"),
     torch.Tensor.data_ptr: _data_ptr,
-    torch.Tensor.untyped_storage: _refuse_storage,
-    torch.Tensor.storage: _refuse_storage,
+    **{func: _memory(func) for func in members("untyped_storage storage _typed_storage")},
     has_compatible_shallow_copy_type: lambda *args: True,  # nn.Module._apply calls this.
     torch.Tensor.numpy: _array,
     torch.Tensor.__array__: _array,

@@ -33,7 +33,6 @@ from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.handles.handle import Handle, find_handles, replace_handles
 from infinity.modules.handles.handle_tensor import Owner
 from infinity.modules.handles.mirrors import mirrored
-from infinity.modules.handles.state_values import StateValue
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.observe import Counters
 from infinity.private.torch import DisableTorchFunctionSubclass, get_sequence_nr
@@ -110,10 +109,6 @@ class HandleOps(Owner):
         param.compute.requires_grad_(is_trainable)
         with DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
-
-    @override
-    def state_value(self, handle: Handle) -> torch.Tensor:
-        return StateValue.make(handle)
 
     @override
     def shown(self, handle: Handle) -> torch.Tensor | None:

@@ -9,6 +9,15 @@ remedy.
 `handle.data` is a handle of the same bytes without a gradient. A function that would return a view
 of the parameter returns a mirror (`mirrors.py`).
 
+Note [State values]
+  A state dictionary names every parameter, but its caller often needs few of them: PEFT saves the
+  adapter and drops the rest. A value is a handle for `.data`, so it fetches its bytes for each
+  operation and shows the present value of the parameter, as in plain PyTorch. `clone`,
+  `copy.deepcopy`, `torch.save` and conversions return plain tensors. A caller that asks for memory
+  (safetensors does, to find tensors that share it) gets that of a mirror, which the value makes
+  then and keeps: the address stays, and the bytes follow the parameter. A value is no mirror from
+  the start, because a dictionary of mirrors would hold the full model.
+
 Simpler stand-ins fail: a full-shape tensor over an empty storage crashes the interpreter when it is
 read, a meta tensor silently computes garbage in `F.linear`, and a one-element placeholder
 broadcasts.
@@ -72,9 +81,6 @@ class Owner(Protocol):
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
         """Sets `requires_grad` of the parameter."""
 
-    def state_value(self, handle: Handle) -> torch.Tensor:
-        """Returns the value of the parameter in a `state_dict()`."""
-
     def shown(self, handle: Handle) -> torch.Tensor | None:
         """Returns the parameter that modules show in the place of the handle now, if they do."""
 
@@ -111,14 +117,16 @@ class Alias(Protocol):
 
 class Handle(StandIn):
     """A released parameter; or a gradient on a tier (`is_gradient`); or the `.data` of a parameter
-    (`is_data`)."""
+    (`is_data`), also as a value of a state dictionary (`is_state`). See Note [State values]."""
 
     owner: Owner
     name_in_model: str
     is_gradient: bool
     is_data: bool = False
+    is_state: bool = False
     kept: torch.Tensor | None = None  # The old values, after the parameter or `.grad` got others.
     number: int = 0  # Numbers the gradients of one parameter.
+    memory: torch.Tensor | None = None  # Of a state value: a mirror, once somebody asked for it.
     aliases: weakref.WeakValueDictionary[int, Alias] | None = None
 
     # The metaclass of nn.Parameter reads this attribute in isinstance() for tensor subclasses.
@@ -131,10 +139,12 @@ class Handle(StandIn):
         like: torch.Tensor,
         *,
         is_gradient: bool = False,
+        is_data: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Handle:
         """Returns a handle with the shape, stride, dtype, device and requires_grad of `like`. A
         given `shape` replaces that of `like` and is row-major."""
+        is_param = not (is_gradient or is_data)
         strides = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
         handle: Handle = make_wrapper_subclass(
             Handle,
@@ -142,23 +152,21 @@ class Handle(StandIn):
             strides=strides,
             dtype=torch.float32 if is_gradient else like.dtype,
             device=like.device,
-            requires_grad=like.requires_grad and not is_gradient,
+            requires_grad=like.requires_grad and is_param,
         )
         handle.owner = owner
         handle.name_in_model = name
-        handle.is_gradient = is_gradient
-        handle._is_param = not is_gradient
+        handle.is_gradient, handle.is_data, handle._is_param = is_gradient, is_data, is_param
         if handle.requires_grad:
             with DisableTorchFunctionSubclass():
                 handle.register_post_accumulate_grad_hook(_take_stray)  # type: ignore[no-untyped-call]
         return handle
 
-    def make_data(self) -> Handle:
-        """Returns the handle for `.data`."""
+    def make_data(self, *, is_state: bool = False) -> Handle:
+        """Returns the handle for `.data`, or for the value in a `state_dict()`."""
         with DisableTorchFunctionSubclass():
-            handle = Handle.make(self.owner, self.name_in_model, self)
-            handle.requires_grad_(False)
-        handle.is_data, handle._is_param = True, False
+            handle = Handle.make(self.owner, self.name_in_model, self, is_data=True)
+        handle.is_state = is_state
         self.owner.module_handle(self.name_in_model).note_alias(handle)
         return handle
 
@@ -221,7 +229,15 @@ class Handle(StandIn):
     def grad(self) -> None:
         self.grad = None
 
+    def in_memory(self) -> torch.Tensor:
+        """Returns the mirror that has the memory of a state value."""
+        if self.memory is None:
+            self.memory = self[...]
+        return self.memory
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        if self.is_state:
+            return repr(self.clone())
         what = "gradient" if self.is_gradient else "parameter"
         return (
             f"<released {what} {self.name_in_model!r}: shape={tuple(self.shape)}, "
@@ -235,13 +251,15 @@ class Handle(StandIn):
         return format(repr(self), spec)
 
     def __reduce_ex__(self, protocol: object) -> Any:
+        if self.is_state:  # torch.load(weights_only=True) calls torch's own functions alone.
+            return self._plain().__reduce_ex__(protocol)
         # `cast` returns its argument: the pickle has one tensor for all that refer to it.
-        return cast, (None, self._in_memory())
+        return cast, (None, self._plain())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._in_memory(), memo)
+        return copy.deepcopy(self._plain(), memo)
 
-    def _in_memory(self) -> torch.Tensor:
+    def _plain(self) -> torch.Tensor:
         """Returns the plain tensor that a copy or a pickle has the values of."""
         if self.is_gradient or self.is_data:
             return self.clone().as_subclass(torch.Tensor)
@@ -273,10 +291,14 @@ class Handle(StandIn):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Refuses an operation that bypasses __torch_function__, because a handle has no bytes."""
+        """Refuses an operation that bypasses __torch_function__, because a handle has no bytes. A
+        state value is read."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
         handle = _first_handle((args, kwargs or {}))
+        if handle.is_state and not func._schema.is_mutable:
+            args, named = replace_handles((args, dict(kwargs or {})), Handle.clone)
+            return func(*args, **named)
         if func.overloadpacket is torch.ops.aten.set_:  # `set_` never reaches __torch_function__.
             refuse_parametrization(handle)
         raise ParameterNotResident(
@@ -361,6 +383,11 @@ def set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> None
 
 def refuse_parametrization(handle: Handle) -> NoReturn:
     """Raises UnsupportedError for another parameter that is made of a handle."""
+    if handle.is_state:
+        raise UnsupportedError(
+            f"the value of {handle.name_in_model!r} is read from its tier when it is used, so "
+            "no parameter can be made of it; clone() it first"
+        )
     raise UnsupportedError(
         f"{handle.name_in_model!r} is on a tier, so no other parameter can be made of it; apply "
         "weight_norm and other parametrizations before infinity.offload"
@@ -375,3 +402,17 @@ def refuse_swap(tensor: torch.Tensor) -> NoReturn:
         "under torch.no_grad(), and call load_state_dict() and .to() with "
         "torch.__future__.set_swap_module_params_on_conversion(False)"
     )
+
+
+def plain_value(value: torch.Tensor) -> torch.Tensor:
+    """Returns a plain tensor for a state value, and anything else unchanged."""
+    with torch.no_grad():
+        return value.clone() if isinstance(value, Handle) and value.is_state else value
+
+
+def is_value_of(value: Any, handle: Any) -> bool:
+    """Whether a value of a state dictionary is that of `handle` now, or `handle` itself."""
+    is_state = isinstance(value, Handle) and value.is_state and value.kept is None
+    if not is_state or not isinstance(handle, Handle):
+        return value is handle
+    return (value.owner, value.name_in_model) == (handle.owner, handle.name_in_model)

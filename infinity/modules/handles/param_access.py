@@ -19,10 +19,9 @@ from infinity.modules.autograd.param import ParamTable
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.handles.handle import Handle
-from infinity.modules.handles.handle_tensor import refuse_swap
+from infinity.modules.handles.handle_tensor import is_value_of, plain_value, refuse_swap
 from infinity.modules.handles.originals import Originals
 from infinity.modules.handles.patches import refuse_swaps
-from infinity.modules.handles.state_values import is_value_of, plain_value
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.state.units import TensorSpec

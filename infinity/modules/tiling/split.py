@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.handle_tensor import is_value_of, plain_value
 from infinity.modules.handles.originals import Follower
-from infinity.modules.handles.state_values import StateValue, is_value_of, plain_value
 from infinity.modules.reading.empty_weights import Provisional, without_class
 from infinity.modules.tiling import experts as tiled_experts
 from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
@@ -363,10 +363,10 @@ def _put_together(module: Any, state_dict: dict[str, Any], prefix: str, metadata
     """Joins tiles to one tensor after `state_dict()` has visited the module."""
     for attribute, tiled in module.tiled_params.items():
         values = [state_dict.pop(name) for name in _tile_names(module, prefix, attribute)]
-        if any(isinstance(value, StateValue) for value in values):
-            state_dict[prefix + attribute] = StateValue.make(tiled.tensor)
-        elif any(isinstance(value, Handle) for value in values):
-            state_dict[prefix + attribute] = tiled.tensor
+        if any(isinstance(value, Handle) for value in values):
+            is_state = any(getattr(value, "is_state", False) for value in values)
+            tensor = tiled.tensor
+            state_dict[prefix + attribute] = tensor.make_data(is_state=True) if is_state else tensor
         else:
             state_dict[prefix + attribute] = torch.cat(values)
 

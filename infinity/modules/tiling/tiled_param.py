@@ -14,7 +14,6 @@ from infinity.errors import InfinityError
 from infinity.modules.handles.handle import Handle, replace_handles
 from infinity.modules.handles.handle_tensor import Owner
 from infinity.modules.handles.mirrors import mirrored
-from infinity.modules.handles.state_values import StateValue
 from infinity.private.torch import DisableTorchFunctionSubclass
 
 
@@ -125,10 +124,6 @@ class TiledParam(Owner):
         for tile in self.handles:
             if tile.grad is not None:
                 tile.grad.zero_()
-
-    @override
-    def state_value(self, handle: Handle) -> torch.Tensor:
-        return StateValue.make(handle)
 
     @override
     def shown(self, handle: Handle) -> torch.Tensor | None:
