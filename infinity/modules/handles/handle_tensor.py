@@ -35,7 +35,7 @@ import torch
 from typing_extensions import override
 
 from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
-from infinity.modules.handles.mirrors import Mirror, Origin
+from infinity.modules.handles.mirrors import Mirror, Origin, Original
 from infinity.modules.handles.torch_functions import (
     TENSOR,
     StandIn,
@@ -46,9 +46,8 @@ from infinity.modules.handles.torch_functions import (
 from infinity.private.torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 
 
-class Owner(Protocol):
-    """The object that serves handles, and the mirrors of their bytes: `HandleOps`, or the
-    `TiledParam` of tiles."""
+class Owner(Original, Protocol):
+    """The object that serves handles: `HandleOps`, or the `TiledParam` of tiles."""
 
     def compute_with(
         self,
@@ -92,18 +91,6 @@ class Owner(Protocol):
 
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         """Adds a gradient that autograd has delivered to the handle itself."""
-
-    def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
-        """Returns a value that changes with the bytes. Its first number identifies the gradient.
-        None if there is no gradient."""
-
-    def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
-        """Copies the bytes from `start` on into `into`: uint8, flat."""
-
-    def write_bytes(
-        self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
-    ) -> None:
-        """Copies `values` to the bytes from `start` on: uint8, flat."""
 
 
 class Alias(Protocol):
