@@ -31,9 +31,9 @@ from rich.table import Table
 
 from infinity.config import SwapConfig
 from infinity.plan import Batch, forecast
-from infinity.plan.measure import measure
-from infinity.plan.model import model_of_config
 from infinity.plan.predict import Forecast
+from infinity.tools.plan.measure import measure
+from infinity.tools.plan.subject import model_of_config
 
 KINDS = ("parameters", "master", "moments", "gradients")
 _FIRST_COUNTED = 3

@@ -18,14 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config import SwapConfig
-from infinity.plan import Batch, Forecast, forecast, load_hardware, load_model
-from infinity.plan.frozen import frozen_model
-from infinity.plan.gantt import kind_of
-from infinity.plan.model import load_shape
-from infinity.plan.report import idle_of_compute
-from infinity.plan.stored import stored_of_shape
+from infinity.plan import Batch, Forecast, forecast, load_hardware
+from infinity.plan.model import load_shape, model_for
 from infinity.simulate.log import COMPUTE
-from infinity.state.moments import moments_of
+from infinity.tools.plan.gantt import kind_of
+from infinity.tools.plan.report import idle_of_compute
 from infinity.tools.training.settle import settle
 
 KINDS = ("parameters", "master", "moments", "gradients")
@@ -75,16 +72,8 @@ class Case:
 
     def plan(self) -> Forecast:
         config = settle(SwapConfig.load(self.table()))
-        import torch
 
-        moments = moments_of(config)
-        if config.adapter is None:
-            model = load_model(self.model, torch.bfloat16, moments)
-        else:
-            shape = load_shape(self.model)
-            model = frozen_model(
-                shape, stored_of_shape(shape), config.adapter, torch.bfloat16, moments
-            )
+        model = model_for(config, load_shape(self.model))
         return forecast(
             config, model, load_hardware(self.machine), Batch(self.tokens, SEQUENCE),
             num_ranks=self.ranks, num_nodes=self.nodes,

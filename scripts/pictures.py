@@ -13,9 +13,7 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError
-from infinity.plan import Batch, forecast, gantt, load_hardware, load_model
-from infinity.plan.answer import duration
-from infinity.plan.catalogue import plan_cell
+from infinity.plan import Batch, forecast, load_hardware, load_model
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import model_of_shape
 from infinity.plan.predict import Forecast
@@ -23,6 +21,9 @@ from infinity.plan.shapes import scaled_gpt
 from infinity.simulate.clock import Timeline
 from infinity.state.moments import moments_of
 from infinity.tools.pictures.painter import find_pyplot, paint
+from infinity.tools.plan import gantt
+from infinity.tools.plan.catalogue import plan_cell
+from infinity.tools.plan.report import duration
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"

@@ -208,3 +208,36 @@ def _yaml_loader(yaml: Any) -> Callable[[str], Any]:
 
     Loader.add_constructor("tag:yaml.org,2002:int", integer)
     return Loader
+
+
+def override(table: dict[str, Any], text: str) -> None:
+    """Sets one dotted key of a table: "train.steps=5", "tiers.nvme.0.path=/mnt/swap".
+
+    Raises ConfigError for text that is no assignment and for a path through a value.
+    """
+    key, equals, written = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {text!r}: expected KEY=VALUE, such as train.steps=5")
+    try:
+        value = parse_toml(f"value = {written}")["value"]
+    except MalformedError:
+        value = written.strip()
+    *path, last = key.strip().split(".")
+    place: Any = table
+    for part in path:
+        if isinstance(place, dict):
+            place = place.setdefault(part, {})
+        else:
+            place = _entry(place, part, text)
+    if isinstance(place, dict):
+        place[last] = value
+    else:
+        _entry(place, last, text)
+        place[int(last)] = value
+
+
+def _entry(place: Any, part: str, text: str) -> Any:
+    if not isinstance(place, list) or not part.isdigit() or int(part) >= len(place):
+        have = f"a list of {len(place)}" if isinstance(place, list) else "a value"
+        raise ConfigError(f"--set {text!r}: {part!r} leads nowhere, there is {have}")
+    return place[int(part)]

@@ -1,7 +1,7 @@
-"""Predicts a run without running it: placement, bytes, seconds, and changes that would help.
+"""Predicts a run without running it: placement, bytes, seconds.
 
 `model` makes units from shapes, `hardware` describes machines, `predict` combines both on the clock
-of `infinity.simulate.step`, `advice` repeats the prediction with one change, `report` prints it.
+of `infinity.simulate.step`. `infinity.tools.plan` measures a machine, advises and prints.
 Names are imported on their first use, so that `infinity plan --list` does not wait for torch.
 """
 
@@ -11,7 +11,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.plan.advice import Advice, advise
     from infinity.plan.hardware import Hardware, load_hardware
     from infinity.plan.model import load_model
     from infinity.plan.predict import Forecast, forecast
@@ -19,12 +18,10 @@ if TYPE_CHECKING:
     from infinity.simulate.job import Batch
 
 _MODULES = {
-    "Advice": "infinity.plan.advice",
     "Batch": "infinity.simulate.job",
     "Forecast": "infinity.plan.predict",
     "Hardware": "infinity.plan.hardware",
     "ModelShape": "infinity.plan.shapes",
-    "advise": "infinity.plan.advice",
     "forecast": "infinity.plan.predict",
     "load_hardware": "infinity.plan.hardware",
     "load_model": "infinity.plan.model",
@@ -32,12 +29,10 @@ _MODULES = {
 }
 
 __all__ = [
-    "Advice",
     "Batch",
     "Forecast",
     "Hardware",
     "ModelShape",
-    "advise",
     "forecast",
     "load_hardware",
     "load_model",

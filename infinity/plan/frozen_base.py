@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import torch
+from typing_extensions import override
+
+from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain
+from infinity.codecs import stored_nbytes as nbytes_of_parts
+from infinity.codecs.part import Decoder
 from infinity.config import AdapterConfig
-from infinity.plan.stored import StoredModel
+from infinity.errors import ConfigError
+from infinity.plan.shapes import ModelShape, linears, norms, numel_of
 from infinity.sizes import PAGE_NBYTES, align_up
-from infinity.state.stored import StoredTensor, StoredWeights, lay_out_stored, stored_tiles
+from infinity.state.stored import (
+    StoredSlice,
+    StoredTensor,
+    StoredWeights,
+    lay_out_stored,
+    stored_tiles,
+)
 from infinity.state.units import TensorFacts, Unit
+from infinity.storage.shards import ShardRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +91,142 @@ class FrozenBase:
 def _full_name(tensor: str) -> str:
     """Returns the name of the tensor of which a chunk is a part."""
     return tensor.partition(".tiles.")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPart:
+    """Weights of a model in its checkpoint. `is_encoded` says whether they are codes that a device
+    decodes before it computes with them.
+
+    `tensor` has the ranges of the files, as a parameter of the planned shape: bytes, or a row for
+    each expert. It is empty if the files are not there.
+    """
+
+    nbytes: int
+    is_encoded: bool = False
+    tensor: StoredTensor = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """The weights of a block: routed experts (no bytes without), and the rest."""
+
+    experts: PlannedPart
+    rest: PlannedPart
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """Bytes of the model. `head` has none if the embedding is the head. `formats` names the
+    formats, for a reader. `unused_nbytes` are in the files, but no pass reads them."""
+
+    blocks: tuple[StoredBlock, ...]
+    embedding: PlannedPart
+    norm: PlannedPart
+    head: PlannedPart
+    formats: str
+    unused_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that training reads."""
+        blocks = sum(block.experts.nbytes + block.rest.nbytes for block in self.blocks)
+        return blocks + self.embedding.nbytes + self.norm.nbytes + self.head.nbytes
+
+
+class _PlannedBytes(Decoder):
+    """Stands for the codec of ranges that a plan counts and nobody decodes."""
+
+    @override
+    def decode(
+        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], out: torch.Tensor
+    ) -> None:
+        raise AssertionError("a plan reads no weights")
+
+    @override
+    def rows(self, shape: tuple[int, ...], start: int, stop: int) -> Sequence[tuple[int, int]]:
+        return [(start * shape[1], stop * shape[1])]  # Of a stack: (experts, bytes of one).
+
+
+def stored_bytes(ranges: Iterable[ShardRange]) -> StoredTensor:
+    """Returns a planned parameter of bytes that rests in these ranges."""
+    parts = joined(ranges)
+    nbytes = sum(part.nbytes for part in parts)
+    return (StoredSlice("", (slice(0, nbytes),), (0,), (nbytes,), _PlannedBytes(), parts),)
+
+
+def stored_experts(
+    of_experts: Mapping[int, Iterable[ShardRange]], stacks: Iterable[ShardRange], count: int
+) -> StoredTensor:
+    """Returns a planned parameter with a row for each of `count` experts. `of_experts` are ranges
+    of single experts; a range of `stacks` has all experts one behind the other."""
+    codec = _PlannedBytes()
+    single = [
+        StoredSlice("", (expert,), (), (), codec, joined(ranges))
+        for expert, ranges in sorted(of_experts.items())
+    ]
+    stacked = [
+        StoredSlice("", (slice(0, count),), (0,), (count, stack.nbytes // count), codec, (stack,))
+        for stack in stacks
+    ]
+    return (*single, *stacked)
+
+
+def joined(ranges: Iterable[ShardRange]) -> tuple[ShardRange, ...]:
+    """Returns the ranges in the order of files and offsets, neighbours as one."""
+    found: list[ShardRange] = []
+    for part in sorted(ranges, key=lambda part: (part.path, part.offset_nbytes)):
+        last = found[-1] if found else None
+        if last and last.path == part.path and last.end_nbytes == part.offset_nbytes:
+            found[-1] = replace(last, nbytes=last.nbytes + part.nbytes)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def stored_of_shape(shape: ModelShape) -> StoredModel:
+    """Returns the bytes of the published checkpoint, by the rule of the model's file."""
+    parts = frozenset(shape.stored.parts) if shape.stored is not None else frozenset()
+    name = PLAIN if shape.stored is None else shape.stored.format
+    blocks = []
+    for layer in range(shape.layers):
+        nbytes = {True: 0, False: 0}
+        encoded = {True: False, False: False}
+        for linear in linears(shape, layer):
+            format_name = name if linear.part in parts else PLAIN
+            is_expert = linear.part == "experts"
+            one_nbytes = stored_nbytes(format_name, linear.rows, linear.columns)
+            nbytes[is_expert] += linear.count * one_nbytes
+            encoded[is_expert] |= format_name != PLAIN
+        nbytes[False] += 2 * sum(numel_of(size) for size in norms(shape).values())
+        experts, rest = (PlannedPart(nbytes[key], encoded[key]) for key in (True, False))
+        blocks.append(StoredBlock(experts, rest))
+    table_nbytes = 2 * shape.vocab * shape.hidden
+    return StoredModel(
+        blocks=tuple(blocks),
+        embedding=PlannedPart(table_nbytes),
+        norm=PlannedPart(2 * shape.hidden),
+        head=PlannedPart(0 if shape.tied else table_nbytes),
+        formats=PLAIN if name == PLAIN else f"{name} ({', '.join(sorted(parts))}), rest {PLAIN}",
+    )
+
+
+PLAIN = "bf16"
+_CODECS: dict[str, Codec] = {
+    PLAIN: Plain("BF16"),
+    "fp8-128x128": Fp8Blocks(),
+    "int4-g32": Int4Groups(),
+    "mxfp4": Mxfp4Blocks(),
+    "nf4": Nf4(),
+}
+
+
+def stored_nbytes(format_name: str, rows: int, columns: int) -> int:
+    """Returns the bytes of a matrix of [rows, columns] with its scales. Raises ConfigError for an
+    unknown format, and for a matrix that the format cannot store."""
+    codec = _CODECS.get(format_name)
+    if codec is None:
+        raise ConfigError(
+            f"stored.format: expected one of {', '.join(_CODECS)}; got {format_name!r}"
+        )
+    return nbytes_of_parts(codec, (rows, columns))

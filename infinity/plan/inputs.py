@@ -9,8 +9,8 @@ from infinity.config import SwapConfig
 from infinity.plan.capacity import window_nbytes_of
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
-from infinity.simulate.inputs import inputs_on_host
 from infinity.simulate.job import Batch
+from infinity.simulate.memory import inputs_on_host
 from infinity.simulate.spec import StepSpec
 from infinity.sizes import MIB, format_nbytes
 from infinity.state.budgets import Budgets

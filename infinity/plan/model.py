@@ -8,22 +8,30 @@ token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from infinity.config import AdapterConfig, SwapConfig
 from infinity.plan.files import read_table
-from infinity.plan.frozen_base import FrozenBase
+from infinity.plan.frozen_base import FrozenBase, PlannedPart, StoredModel, stored_of_shape
 from infinity.plan.shapes import (
     ModelShape,
+    adapter_size,
     attention,
     attention_width,
     feed_forward,
+    linears,
     norms,
     numel_of,
+    refuse_unknown_targets,
 )
-from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit
+from infinity.state.moments import moments_of
+from infinity.state.stored import StoredTensor
+from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit, layout_units
+from infinity.tiers.ranges import rounded_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,43 +109,45 @@ def load_shape(name: str) -> ModelShape:
     return read_table(ModelShape, "models", name)
 
 
-def model_of_shape(
-    shape: ModelShape, dtype: torch.dtype, moments: Moments = OF_ADAM
+def model_for(
+    config: SwapConfig, shape: ModelShape, stored: StoredModel | None = None
 ) -> PlannedModel:
-    """Returns units and hooked modules in the order of the forward."""
-    units: list[Unit] = []
-    hooked_modules: list[ModuleWork] = []
+    """Returns the model as a configuration trains it: all weights, or an adapter over `stored`
+    ones, by default those of the published checkpoint."""
+    dtype = getattr(torch, config.precision.compute_dtype)
+    return model_of_shape(shape, dtype, moments_of(config), config.adapter, stored)
 
-    def add_unit(name: str, tensors: dict[str, tuple[int, ...]]) -> int:
-        facts = [
-            facts_of_shape(f"{name}.{tensor}", size, dtype, is_trainable=True)
-            for tensor, size in tensors.items()
-        ]
-        units.append(layout_unit(len(units), name, facts, moments))
-        return len(units) - 1
 
-    embedding = add_unit("embedding", {"weight": (shape.vocab, shape.hidden)})
-    hooked_modules.append(ModuleWork((embedding,), 0))
+def model_of_shape(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    moments: Moments = OF_ADAM,
+    adapter: AdapterConfig | None = None,
+    stored: StoredModel | None = None,
+) -> PlannedModel:
+    """Returns units and hooked modules in the order of the forward. `dtype` is that of trained and
+    of decoded weights.
+
+    With an adapter, a block has two units: the adapter, which is trained, and the frozen weights,
+    as many bytes as they have in the checkpoint. Raises ConfigError for a target that the model
+    does not have.
+    """
+    if adapter is not None:
+        refuse_unknown_targets(shape, adapter)
+        stored = stored or stored_of_shape(shape)
+    builder = _Builder(shape, dtype, adapter, stored if adapter is not None else None)
+    table = (shape.vocab, shape.hidden)
+    embedding = builder.outside("embedding", table, lambda base: base.embedding)
+    builder.use((embedding,), 0, has_backward=adapter is None)
     for layer in range(shape.layers):
-        tensors = attention(shape) | feed_forward(shape, layer) | norms(shape)
-        active = sum(numel_of(size) for size in tensors.values())
-        if shape.moe is not None and shape.is_sparse(layer):
-            routed = sum(numel_of(s) for name, s in tensors.items() if name.startswith("experts."))
-            active -= routed - routed * shape.moe.experts_per_token // shape.moe.experts
-        unit = add_unit(f"block {layer}", tensors)
-        hooked_modules.append(ModuleWork((unit,), active, attention_width(shape)))
-    hooked_modules.append(ModuleWork((add_unit("final norm", {"weight": (shape.hidden,)}),), 0))
-    head_params = shape.vocab * shape.hidden
-    head = embedding if shape.tied else add_unit("head", {"weight": (shape.vocab, shape.hidden)})
-    hooked_modules.append(ModuleWork((head,), head_params))
-    return PlannedModel(
-        name=shape.name,
-        units=tuple(units),
-        hooked_modules=tuple(hooked_modules),
-        held_nbytes=max(unit.weight_nbytes for unit in units),
-        num_params=sum(tensor.numel for unit in units for tensor in unit.tensors),
-        checkpoint_width=shape.hidden,
-    )
+        builder.block(layer)
+    builder.use((builder.outside("final norm", (shape.hidden,), lambda base: base.norm),), 0)
+    head = embedding
+    has_head = not shape.tied if builder.stored is None else builder.stored.head.nbytes > 0
+    if has_head:
+        head = builder.outside("head", table, lambda base: base.head)
+    builder.use((head,), shape.vocab * shape.hidden)
+    return builder.model(moments)
 
 
 def facts_of_shape(
@@ -148,12 +158,135 @@ def facts_of_shape(
     return TensorFacts(name, size, tuple(strides), dtype, is_trainable)
 
 
-def model_of_config(config: Any) -> PlannedModel:
-    """Builds the model of a configuration file on meta with transformers; needs no weights."""
-    from infinity.tools.training.model import build_model, plan_model
+class _Builder:
+    """Collects the tensors of units, and the work of hooked modules.
 
-    plan = plan_model(config.model, reads_weights=False)
-    return model_of_module(build_model(plan, config), config, plan.hf_config)
+    Stored bytes are tensors of uint8. The routed experts have a row each, so that they can be
+    divided into chunks of experts.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        adapter: AdapterConfig | None,
+        stored: StoredModel | None,
+    ) -> None:
+        self.stored = stored
+        self._shape = shape
+        self._dtype = dtype
+        self._adapter = adapter
+        self._units: list[tuple[str, list[TensorFacts]]] = []
+        self._work: list[ModuleWork] = []
+        self._base_params = (1 if shape.tied else 2) * shape.vocab * shape.hidden + shape.hidden
+        self._trained_params = 0
+        self._decoded_per_byte: dict[str, float] = {}
+        self._tensors: dict[str, StoredTensor] = {}
+
+    def use(self, units: tuple[int, ...], active_params: int, *, has_backward: bool = True) -> None:
+        """Adds the work of a module outside blocks."""
+        trained = None if self.stored is None else 0
+        work = ModuleWork(units, active_params, trained_params=trained, has_backward=has_backward)
+        self._work.append(work)
+
+    def outside(
+        self, name: str, size: tuple[int, ...], part: Callable[[StoredModel], PlannedPart]
+    ) -> int:
+        """Adds the unit of a weight outside blocks."""
+        if self.stored is not None:
+            return self._add_stored(name, {"weight": part(self.stored)})
+        return self._add_trained(name, {"weight": size})
+
+    def block(self, layer: int) -> None:
+        """Adds the units of a block, and their work."""
+        shape, name = self._shape, f"block {layer}"
+        if self.stored is None or self._adapter is None:
+            tensors = attention(shape) | feed_forward(shape, layer) | norms(shape)
+            routed = sum(numel_of(s) for name, s in tensors.items() if name.startswith("experts."))
+            active = sum(map(numel_of, tensors.values())) - routed + self._per_token(routed)
+            unit = self._add_trained(name, tensors)
+            self._work.append(ModuleWork((unit,), active, attention_width(shape)))
+            return
+        size, block = adapter_size(shape, layer, self._adapter), self.stored.blocks[layer]
+        self._trained_params += size.num_params
+        needed = []
+        if size.num_params:
+            needed.append(self._add_trained(name, {"adapter": (size.num_params,)}))
+        found = linears(shape, layer)
+        experts = sum(linear.numel for linear in found if linear.part == "experts")
+        rest = sum(linear.numel for linear in found) - experts
+        rest += sum(numel_of(size) for size in norms(shape).values())
+        self._base_params += experts + rest
+        frozen = f"{name} (frozen)" if needed else name
+        parts = {"weights": block.rest}
+        if block.experts.nbytes:
+            parts["experts"] = block.experts
+        needed.append(self._add_stored(frozen, parts))
+        for tensor, part in parts.items():
+            if part.is_encoded:
+                params = experts if tensor == "experts" else rest
+                decoded_nbytes = params * self._dtype.itemsize
+                self._decoded_per_byte[f"{frozen}.{tensor}"] = decoded_nbytes / part.nbytes
+        routed = sum(self._per_token(part.numel) for part in found if part.part == "experts")
+        self._work.append(
+            ModuleWork(
+                tuple(needed), rest + routed, attention_width(shape), expert_params=routed,
+                trained_params=size.active_params,
+            )
+        )  # fmt: skip
+
+    def model(self, moments: Moments) -> PlannedModel:
+        """Returns the model of everything that was added."""
+        units, frozen = layout_units(self._units, moments), None
+        if self.stored is not None and self._adapter is not None:
+            frozen = FrozenBase(
+                self.stored, self._adapter, self._base_params, self._trained_params,
+                self._decoded_per_byte, self._tensors,
+            )  # fmt: skip
+        return PlannedModel(
+            name=self._shape.name,
+            units=units,
+            hooked_modules=tuple(self._work),
+            held_nbytes=max(unit.weight_nbytes for unit in units)
+            if frozen is None
+            else _held_nbytes(units, self._work),
+            num_params=sum(tensor.numel for unit in units for tensor in unit.tensors)
+            if frozen is None
+            else self._base_params,
+            checkpoint_width=self._shape.hidden,
+            frozen=frozen,
+        )
+
+    def _per_token(self, routed_params: int) -> int:
+        """Returns the parameters that a token uses of those of all routed experts."""
+        moe = self._shape.moe
+        return 0 if moe is None else routed_params * moe.experts_per_token // moe.experts
+
+    def _add_trained(self, name: str, tensors: Mapping[str, tuple[int, ...]]) -> int:
+        return self._add(
+            name,
+            [
+                facts_of_shape(f"{name}.{tensor}", size, self._dtype, is_trainable=True)
+                for tensor, size in tensors.items()
+            ],
+        )
+
+    def _add_stored(self, name: str, parts: Mapping[str, PlannedPart]) -> int:
+        facts = []
+        for tensor, part in parts.items():
+            size: tuple[int, ...] = (part.nbytes,)
+            if tensor == "experts" and self._shape.moe is not None:
+                num_experts = self._shape.moe.experts
+                size = (num_experts, 1, -(-part.nbytes // num_experts))
+            full_name = f"{name}.{tensor}"
+            facts.append(facts_of_shape(full_name, size, torch.uint8, is_trainable=False))
+            if part.tensor:
+                self._tensors[full_name] = part.tensor
+        return self._add(name, facts)
+
+    def _add(self, name: str, facts: list[TensorFacts]) -> int:
+        self._units.append((name, facts))
+        return len(self._units) - 1
 
 
 def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> PlannedModel:
@@ -162,18 +295,14 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
     from infinity.engine.lay_out import facts_of
     from infinity.modules.reading.discover import discover_units
     from infinity.modules.reading.dtypes import Dtypes
-    from infinity.state.moments import moments_of
-    from infinity.tiers.ranges import rounded_nbytes
 
     layout, dtypes = discover_units(module), Dtypes(module, config)
-    units = tuple(
-        layout_unit(
-            index,
-            name,
-            [facts_of(member, dtypes) for member in members],
-            moments_of(config),
-        )
-        for index, (name, members) in enumerate(layout.units)
+    units = layout_units(
+        (
+            (name, [facts_of(member, dtypes) for member in members])
+            for name, members in layout.units
+        ),
+        moments_of(config),
     )
     text_config = hf_config.get_text_config()
     hidden = int(text_config.hidden_size)
@@ -213,3 +342,37 @@ def _active(size: tuple[int, ...], experts_per_token: int | None) -> int:
     if len(size) == 3 and experts_per_token is not None:
         return numel_of(size[1:]) * min(experts_per_token, size[0])
     return numel_of(size)
+
+
+def copied_model(model: PlannedModel, dtype: torch.dtype) -> PlannedModel:
+    """Returns the model as the engine trains it where it copies the base: with placement.frozen =
+    "copy"."""
+    frozen = model.frozen
+    assert frozen is not None
+
+    def decoded(facts: TensorFacts) -> TensorFacts:
+        *rows, last = facts.shape
+        nbytes = last * frozen.attached_per_byte(facts.name)
+        size = (*rows, int(nbytes) // dtype.itemsize)
+        return facts_of_shape(facts.name, size, dtype, is_trainable=False)
+
+    units = [
+        unit
+        if unit.state_numel
+        else layout_unit(
+            unit.index, unit.name, [decoded(spec.facts) for spec in unit.tensors], unit.moments
+        )
+        for unit in model.units
+    ]
+    return replace(
+        model,
+        units=tuple(units),
+        held_nbytes=_held_nbytes(units, model.hooked_modules),
+        frozen=replace(frozen, decoded_per_byte={}, tensors={}, is_copied=True),
+    )
+
+
+def _held_nbytes(units: Sequence[Unit], work: Sequence[ModuleWork]) -> int:
+    return max(
+        sum(rounded_nbytes(units[unit].weight_nbytes) for unit in hooked.units) for hooked in work
+    )

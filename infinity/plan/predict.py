@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,7 +22,6 @@ from infinity.plan.capacity import (
     window_nbytes_of,
     with_checkpoint_tier,
 )
-from infinity.plan.frozen import copied_model
 from infinity.plan.hardware import Hardware
 from infinity.plan.inputs import (
     ChunkTraffic,
@@ -35,12 +35,11 @@ from infinity.plan.inputs import (
     saved_inputs,
     saved_on,
 )
-from infinity.plan.model import PlannedModel
+from infinity.plan.model import PlannedModel, copied_model
 from infinity.plan.node import NodeView, RankLayout, blocks_of, layout_of_rank
-from infinity.simulate.job import Batch, make_job
+from infinity.simulate.job import Batch, make_job, rank_loads
 from infinity.simulate.log import WRITE
 from infinity.simulate.order import Use
-from infinity.simulate.rank_job import rank_loads
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec
 from infinity.simulate.step import EARLY_SHARES, Prediction, best_share
@@ -178,6 +177,21 @@ def forecast(
         if sharding is None
         else layout_of_rank(sharding, machine, budgets, window_nbytes, spare_nbytes, num_nodes),
     )
+
+
+def forecast_again(
+    base: Forecast, config: SwapConfig, model: PlannedModel, **changes: Any
+) -> Forecast:
+    """Returns the forecast of another configuration, on as many ranks; `changes` are other
+    arguments of `forecast`. Raises as `forecast`."""
+    same: dict[str, Any] = {
+        "hardware": base.hardware,
+        "batch": base.batch,
+        "num_ranks": 1 if base.ranks is None else base.ranks.per_node,
+        "num_nodes": 1 if base.ranks is None else base.ranks.num_nodes,
+        "shard_drives": base.shard_drives,
+    }
+    return forecast(config, model, **same | changes)
 
 
 def _with_base(config: SwapConfig, model: PlannedModel) -> tuple[SwapConfig, PlannedModel]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from infinity.simulate.cache import Visit, visits
-from infinity.simulate.inputs import inputs_nbytes
-from infinity.simulate.kept import kept_shards
 from infinity.simulate.log import (
     CHECKPOINT_READ,
     COMPUTE,
@@ -17,6 +15,7 @@ from infinity.simulate.log import (
     READ,
     OperationLog,
 )
+from infinity.simulate.memory import inputs_nbytes, kept_shards
 from infinity.simulate.order import Move, Use, moves
 from infinity.simulate.spec import UnitLoad
 from infinity.tiers.ranges import rounded_nbytes

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from infinity.simulate.clock import Operation
+from infinity.simulate.memory import sums_in_memory
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import ShardedLoad, StepSpec
-from infinity.simulate.sums import sums_in_memory
 
 COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
 SOCKETS, NETWORK = "sockets", "network"

@@ -13,11 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from infinity.simulate.agreement import RankAgreement
 from infinity.simulate.clock import Operation, Timeline, simulate
 from infinity.simulate.fetches import Fetches
 from infinity.simulate.gradients import GradientTraffic
-from infinity.simulate.inputs import inputs_on_host
 from infinity.simulate.log import (
     CHECKPOINT_READ,
     COMPUTE,
@@ -30,10 +28,11 @@ from infinity.simulate.log import (
     WRITE,
     OperationLog,
 )
+from infinity.simulate.memory import inputs_on_host
 from infinity.simulate.order import Move, Use, blocks_in_groups
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec
-from infinity.simulate.updates import UnitUpdates
+from infinity.simulate.updates import RankAgreement, UnitUpdates
 from infinity.streaming.updates.policy import choose_early
 
 

@@ -20,8 +20,8 @@ Layout of a unit (docs/formats/unit.md):
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 
@@ -31,7 +31,7 @@ from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.state import moments_8bit
-from infinity.state.stored import StoredWeights
+from infinity.state.stored import StoredTensor, StoredWeights, lay_out_stored
 
 TENSOR_ALIGNMENT_NBYTES = 256
 # The same alignment in fp32 elements: a cut at such a place leaves vector kernels' lanes as they
@@ -254,6 +254,25 @@ def layout_unit(
         master_dtype=_master_dtype({spec.facts.dtype for spec in specs if spec.state_offset >= 0}),
         moments=moments,
     )
+
+
+def layout_units(
+    groups: Iterable[tuple[str, Sequence[TensorFacts]]],
+    moments: Moments = OF_ADAM,
+    stored: Mapping[str, StoredTensor] | None = None,
+) -> tuple[Unit, ...]:
+    """Lays out the units of a model: its groups of tensors, by name, in the order of their use.
+
+    A unit rests in the files of a checkpoint if `stored` has its tensors.
+    """
+    units = []
+    for index, (name, tensors) in enumerate(groups):
+        unit = layout_unit(index, name, tensors, moments)
+        if stored and unit.tensors and unit.tensors[0].name in stored:
+            parts = {spec.name: stored[spec.name] for spec in unit.tensors}
+            unit = replace(unit, stored=lay_out_stored(parts))
+        units.append(unit)
+    return tuple(units)
 
 
 def _master_dtype(dtypes: set[torch.dtype]) -> torch.dtype | None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from infinity.config import SwapConfig
-from infinity.plan.catalogue import Cell, plan_cell, published_models, to_markdown, to_text
 from infinity.plan.hardware import load_hardware
+from infinity.tools.plan.catalogue import Cell, plan_cell, published_models, to_markdown, to_text
 from tests.support.commands import imported_by, run_command
 
 

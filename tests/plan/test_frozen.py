@@ -14,16 +14,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from infinity.config import AdapterConfig, SwapConfig
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan import Batch, Forecast, forecast, load_hardware
-from infinity.plan.adapters import adapter_size
-from infinity.plan.answer import answer, sentences
-from infinity.plan.formats import stored_nbytes
-from infinity.plan.frozen import frozen_model
+from infinity.plan.frozen_base import stored_nbytes, stored_of_shape
 from infinity.plan.hardware import Device, Hardware
 from infinity.plan.inputs import activations_nbytes
-from infinity.plan.model import PlannedModel, load_shape
-from infinity.plan.shapes import ModelShape, Moe
-from infinity.plan.stored import stored_of_shape
+from infinity.plan.model import PlannedModel, load_shape, model_of_shape
+from infinity.plan.shapes import ModelShape, Moe, adapter_size
 from infinity.sizes import MIB, format_nbytes
+from infinity.tools.plan.report import answer, sentences
 
 GB = 10**9
 STATE = ("parameters", "master", "moments", "gradients")
@@ -32,7 +29,7 @@ STATE = ("parameters", "master", "moments", "gradients")
 @cache
 def planned(name: str, **adapter: Any) -> PlannedModel:
     shape, settings = load_shape(name), AdapterConfig(**adapter)
-    return frozen_model(shape, stored_of_shape(shape), settings, torch.bfloat16)
+    return model_of_shape(shape, torch.bfloat16, adapter=settings)
 
 
 def config(host: str, device: str = "auto", **changes: Any) -> SwapConfig:

@@ -13,11 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import infinity
 from infinity.config import SwapConfig
 from infinity.plan import Batch, Forecast, forecast
-from infinity.plan.advice import advise
-from infinity.plan.answer import answer, sentences
 from infinity.plan.directory import read_directory
-from infinity.plan.frozen import frozen_model
-from infinity.plan.model import PlannedModel
+from infinity.plan.model import PlannedModel, model_for
+from infinity.tools.plan.advice import advise
+from infinity.tools.plan.report import answer, sentences
 from tests.support.exhaustive import sampled
 from tests.support.machines import ANY_MACHINE
 from tests.support.quantized import tiny_causal_lm, write_quantized
@@ -59,11 +58,8 @@ def table_of(base: Path, host_nbytes: int, tile: int | str) -> dict[str, Any]:
 def settled(base: Path, table: dict[str, Any]) -> tuple[SwapConfig, PlannedModel]:
     adapter = {"rank": 4, "alpha": 8, "targets": ["o_proj"]}
     settings = SwapConfig.load({**table, "adapter": adapter, "model": {"path": str(base)}})
-    assert settings.adapter is not None
     directory = read_directory(base)
-    return settings, frozen_model(
-        directory.shape, directory.stored, settings.adapter, torch.bfloat16
-    )
+    return settings, model_for(settings, directory.shape, directory.stored)
 
 
 def planned(base: Path, table: dict[str, Any]) -> Forecast:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from infinity.plan.idle import EARLIER, idle_by_cause
 from infinity.simulate.clock import Operation, Timeline, simulate
 from infinity.tools.cli import app
+from infinity.tools.plan.idle import EARLIER, idle_by_cause
 
 RUNNER = CliRunner()
 
@@ -85,7 +85,7 @@ def test_the_page_of_a_plan_shows_its_step_and_its_bytes(tmp_path: Path) -> None
     busy = {each["label"]: sum(bar[1] for bar in each["bars"]) for each in view["tracks"]}
     assert view["edges"] == [0.0, pytest.approx(found["step_s"])]
     assert busy["compute"] == pytest.approx(found["busy_s"]["compute"], rel=1e-4)
-    assert busy["drives"] == pytest.approx(found["busy_s"]["nvme"], rel=1e-4)
+    assert busy["NVMe"] == pytest.approx(found["busy_s"]["nvme"], rel=1e-4)
     idle = re.search(r"Idle time of compute.*?</figure>", text, re.DOTALL)
     assert idle is not None
     shares = [float(each) / 100 for each in re.findall(r"<td>([\d.]+)%</td>", idle.group())]

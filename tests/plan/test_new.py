@@ -15,19 +15,18 @@ from infinity.config import SwapConfig
 from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
 from infinity.observe import Counters
-from infinity.plan.data_facts import DataFacts, read_data
-from infinity.plan.directory import read_directory
-from infinity.plan.draft import Wish, draft
-from infinity.plan.measure_device import measure_device
+from infinity.plan.directory import published_format, read_directory
+from infinity.plan.frozen_base import stored_of_shape
 from infinity.plan.model import load_model, load_shape
-from infinity.plan.published import published_format
 from infinity.plan.shipped import shapes_remedy
-from infinity.plan.stored import stored_of_shape
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostBlocks
 from infinity.tools.cli import app
+from infinity.tools.plan.data_facts import DataFacts, read_data
+from infinity.tools.plan.draft import Wish, draft
+from infinity.tools.plan.measure import measure_device
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.forked import COMMAND, run_script
 

@@ -15,11 +15,8 @@ from typer.testing import CliRunner
 
 from infinity import SwapConfig
 from infinity.plan import Forecast, forecast, load_hardware, scaled_gpt
-from infinity.plan.advice import _changes
 from infinity.plan.model import model_of_shape
-from infinity.plan.report import idle_of_compute
-from infinity.simulate.job import Batch, load_of
-from infinity.simulate.rank_job import rank_loads
+from infinity.simulate.job import Batch, load_of, rank_loads
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import NOT_SHARDED, UnitLoad
 from infinity.simulate.step import EARLY_SHARES, best_share, predict
@@ -27,6 +24,8 @@ from infinity.state.partition import STAGES, partition
 from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit
 from infinity.tools.cli import app
+from infinity.tools.plan.advice import _changes
+from infinity.tools.plan.report import idle_of_compute
 from tests.property.strategies import units
 
 BATCH = Batch(8, 1)

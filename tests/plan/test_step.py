@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.simulate.cache import visits
+from infinity.simulate.memory import sums_in_memory
 from infinity.simulate.order import Use, moves
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec, UnitLoad
 from infinity.simulate.step import EARLY_SHARES, best_share, predict
-from infinity.simulate.sums import sums_in_memory
 
 GB = 10**9
 RATES = Rates(flops=1e13, update=100e9, host=100e9, nvme_read=8e9, nvme_write=4e9, nvme_mixed=6e9,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.config import SwapConfig
-from infinity.plan import Batch, advise, forecast, load_hardware, scaled_gpt
+from infinity.plan import Batch, forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
 from infinity.simulate.order import Use
 from infinity.simulate.rates import Rates
@@ -19,6 +19,7 @@ from infinity.simulate.step import predict
 from infinity.simulate.update_device import LEAST_GAIN, choose, settled
 from infinity.sizes import GIB
 from infinity.state.moments import moments_of
+from infinity.tools.plan.advice import advise
 
 from .test_step import ANOMALY, GB, job, unit
 

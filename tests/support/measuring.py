@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.plan import measure, rehearsal
+from infinity.tools.plan import measure, rehearsal
 
 
 def measure_briefly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from infinity.config.source import override
 from infinity.errors import ConfigError
-from infinity.tools.cli.train import override
 from tests.support.forked import COMMAND, Script, run_script, wait_until
 
 from .jobs import CONFIG, start, wait_for_steps, write_job

@@ -12,129 +12,68 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import Quiet
+from infinity.tools.cli.options import Quiet, with_options
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
-    from infinity.plan.data_facts import DataFacts
     from infinity.plan.directory import ModelDirectory
-    from infinity.plan.draft import Draft, Wish
     from infinity.plan.hardware import Hardware
     from infinity.plan.predict import Forecast
+    from infinity.tools.plan.data_facts import DataFacts
+    from infinity.tools.plan.draft import Draft, Wish
 
 _RANK = 16
 _WIDTH = 97
-_Directory = Annotated[
-    Path,
-    typer.Argument(
-        metavar="MODEL_DIR",
-        help="The directory of a downloaded model; config.json alone is enough.",
-    ),
-]
-_Data = Annotated[
-    list[Path] | None,
-    typer.Option("--data", metavar="FILE", help="Conversations (.jsonl) or text; may be repeated."),
-]
-_Rank = Annotated[
-    int | None,
-    typer.Option("--lora", metavar="RANK", min=1, help="Rank of the adapter; 16 by default."),
-]
-_Full = Annotated[bool, typer.Option("--full", help="Train all weights, without an adapter.")]
-_Experts = Annotated[bool, typer.Option("--experts", help="Adapt the routed experts, too.")]
-_Swap = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--swap",
-        metavar="DIR",
-        help="A directory on a drive for state that memory has no space for; one per drive. "
-        "Default: beside the file.",
-    ),
-]
-_Sequence = Annotated[
-    int | None,
-    typer.Option(
-        "--sequence",
-        metavar="N",
-        min=2,
-        help="Tokens of a sequence; by default as many as the data need.",
-    ),
-]
-_Batch = Annotated[
-    int | None,
-    typer.Option("--batch", metavar="N", min=1, help="Sequences of a step; up to 16 by default."),
-]
-_Epochs = Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="Passes over the data.")]
-_HardwareName = Annotated[
-    str | None,
-    typer.Option(
-        "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
-    ),
-]
-_Ranks = Annotated[
-    int,
-    typer.Option(
-        "--ranks",
-        metavar="N",
-        min=1,
-        help="Ranks of one node, each with a device; several GPUs need --hardware, too.",
-    ),
-]
-_Write = Annotated[
-    Path | None,
-    typer.Option(
-        "--write",
-        "-o",
-        metavar="FILE",
-        help="The file to write, .toml; - prints it. Default: the model's name, in this directory.",
-    ),
-]
-_AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the answer and the configuration as JSON.")
-]
 
 
-def new(
-    directory: _Directory,
-    data: _Data = None,
-    rank: _Rank = None,
-    full: _Full = False,
-    experts: _Experts = False,
-    swap: _Swap = None,
-    sequence: _Sequence = None,
-    batch: _Batch = None,
-    epochs: _Epochs = 1,
-    ranks: _Ranks = 1,
-    hardware: _HardwareName = None,
-    out: _Write = None,
-    as_json: _AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Write a file for `infinity train` that suits the model, the data and this machine.
-
-    Memory, device and drives are measured in a few seconds; nothing is trained. The file has a
-    comment for what was decided. An existing file is never overwritten.
-    """
-    asked = Asked(directory, tuple(data or ()), rank, full, experts, tuple(swap or ()), sequence,
-                  batch, epochs, ranks, hardware, out)  # fmt: skip
-    write_new(asked, as_json=as_json, is_quiet=quiet)
-
-
+# fmt: off
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NewOptions:
     """What the command line says."""
 
-    directory: Path
-    data: tuple[Path, ...] = ()
-    rank: int | None = None
-    full: bool = False
-    experts: bool = False
-    swap: tuple[Path, ...] = ()
-    sequence: int | None = None
-    batch: int | None = None
-    epochs: int = 1
-    num_ranks: int = 1
-    hardware: str | None = None
-    out: Path | None = None
+    directory: Annotated[Path, typer.Argument(
+        metavar="MODEL_DIR",
+        help="The directory of a downloaded model; config.json alone is enough.",
+    )]
+    data: Annotated[list[Path] | None, typer.Option(
+        metavar="FILE", help="Conversations (.jsonl) or text; may be repeated."
+    )] = None
+    rank: Annotated[int | None, typer.Option(
+        "--lora", metavar="RANK", min=1, help="Rank of the adapter; 16 by default."
+    )] = None
+    full: Annotated[bool, typer.Option(
+        "--full", help="Train all weights, without an adapter."
+    )] = False
+    experts: Annotated[bool, typer.Option(
+        "--experts", help="Adapt the routed experts, too."
+    )] = False
+    swap: Annotated[list[Path] | None, typer.Option(
+        metavar="DIR", help="A directory on a drive for state that memory has no space for; one "
+        "per drive. Default: beside the file.",
+    )] = None
+    sequence: Annotated[int | None, typer.Option(
+        metavar="N", min=2, help="Tokens of a sequence; by default as many as the data need."
+    )] = None
+    batch: Annotated[int | None, typer.Option(
+        metavar="N", min=1, help="Sequences of a step; up to 16 by default."
+    )] = None
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Passes over the data.")] = 1
+    ranks: Annotated[int, typer.Option(
+        metavar="N", min=1,
+        help="Ranks of one node, each with a device; several GPUs need --hardware, too.",
+    )] = 1
+    hardware: Annotated[str | None, typer.Option(
+        metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
+    )] = None
+    out: Annotated[Path | None, typer.Option(
+        "--write", "-o", metavar="FILE", help="The file to write, .toml; - prints it. Default: the "
+        "model's name, in this directory.",
+    )] = None
+    as_json: Annotated[bool, typer.Option(
+        "--json", help="Print the answer and the configuration as JSON."
+    )] = False
+    quiet: Quiet = False
+# fmt: on
 
     @property
     def file(self) -> Path | None:
@@ -146,12 +85,22 @@ class Asked:
     @property
     def launch(self) -> str:
         """The program that the file is for."""
-        if self.num_ranks == 1:
+        if self.ranks == 1:
             return "infinity"
-        return f"torchrun --nproc-per-node {self.num_ranks} -m infinity"
+        return f"torchrun --nproc-per-node {self.ranks} -m infinity"
 
 
-def write_new(asked: Asked, *, as_json: bool, is_quiet: bool) -> None:
+@with_options(NewOptions)
+def new(asked: NewOptions) -> None:
+    """Write a file for `infinity train` that suits the model, the data and this machine.
+
+    Memory, device and drives are measured in a few seconds; nothing is trained. The file has a
+    comment for what was decided. An existing file is never overwritten.
+    """
+    write_new(asked)
+
+
+def write_new(asked: NewOptions) -> None:
     """Measures, decides, writes the file and prints the answer. Raises ConfigError before anything
     is measured, CapacityError with the key to change if nothing fits."""
     _refuse(asked)
@@ -160,7 +109,7 @@ def write_new(asked: Asked, *, as_json: bool, is_quiet: bool) -> None:
     directory = read_directory(asked.directory)
     _refuse_model(asked, directory)
     wish = _wish(asked, directory)
-    machine, found, forecast = _decide(asked, wish, directory, is_quiet=is_quiet or as_json)
+    machine, found, forecast = _decide(asked, wish, directory)
     if forecast.obstacles:
         raise ConfigError(
             f"no file was written, because nothing fits {machine.name}: "
@@ -169,21 +118,21 @@ def write_new(asked: Asked, *, as_json: bool, is_quiet: bool) -> None:
     text = _text(asked, wish, found, forecast)
     if asked.file is not None:
         _write_new(asked.file, text)
-    elif not as_json:
+    elif not asked.as_json:
         typer.echo(text, nl=False)
-    if as_json:
+    if asked.as_json:
         typer.echo(json.dumps(_answer(asked, wish, machine, found, forecast), indent=2))
-    elif not is_quiet:
+    elif not asked.quiet:
         for line in _lines(asked, wish, found, forecast):
             typer.echo(line, err=asked.file is None)
 
 
-def _refuse(asked: Asked) -> None:
+def _refuse(asked: NewOptions) -> None:
     if asked.full and (asked.rank is not None or asked.experts):
         raise ConfigError("expected --full, or --lora and --experts; got both. Leave one out")
-    if asked.batch is not None and asked.batch % asked.num_ranks:
+    if asked.batch is not None and asked.batch % asked.ranks:
         raise ConfigError(
-            f"--batch {asked.batch}: expected a multiple of --ranks {asked.num_ranks}, because "
+            f"--batch {asked.batch}: expected a multiple of --ranks {asked.ranks}, because "
             "each rank has as many sequences of a step"
         )
     _refuse_absent(asked)
@@ -198,19 +147,19 @@ def _refuse(asked: Asked) -> None:
         raise ConfigError(f"--write {file}: {file.parent} is no directory; make it first")
 
 
-def _refuse_absent(asked: Asked) -> None:
+def _refuse_absent(asked: NewOptions) -> None:
     """Raises ConfigError for paths that lead nowhere, before torch is imported."""
     from infinity.plan.shipped import refuse_no_model, refuse_unknown
 
     refuse_no_model(asked.directory)
     if asked.hardware is not None:
         refuse_unknown("hardware", asked.hardware)
-    missing = next((path for path in asked.data if not path.exists()), None)
+    missing = next((path for path in asked.data or () if not path.exists()), None)
     if missing is not None:
         raise ConfigError(f"--data {missing}: there is no such file or directory")
 
 
-def _refuse_model(asked: Asked, directory: ModelDirectory) -> None:
+def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:
     """Raises ConfigError for what this model cannot do."""
     if asked.full and directory.is_quantised:
         raise ConfigError(
@@ -248,8 +197,8 @@ def _write_new(file: Path, text: str) -> None:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
 
 
-def _wish(asked: Asked, directory: ModelDirectory) -> Wish:
-    from infinity.plan.draft import Wish
+def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
+    from infinity.tools.plan.draft import Wish
 
     place = (asked.file or Path("x.toml")).resolve().parent
     name = (asked.file or asked.directory.resolve()).name.removesuffix(".toml")
@@ -259,19 +208,19 @@ def _wish(asked: Asked, directory: ModelDirectory) -> Wish:
         rank=None if asked.full else asked.rank or _RANK,
         experts=asked.experts,
         data=_facts(asked),
-        data_paths=tuple(path.resolve() for path in asked.data) or (place / "chat.jsonl",),
-        swap=tuple(path.resolve() for path in asked.swap) or (place / f"{name}-swap",),
+        data_paths=tuple(path.resolve() for path in asked.data or ()) or (place / "chat.jsonl",),
+        swap=tuple(path.resolve() for path in asked.swap or ()) or (place / f"{name}-swap",),
         output=place / f"{name}-output",
         length=asked.sequence,
         sequences=asked.batch,
         passes=asked.epochs,
-        num_ranks=asked.num_ranks,
+        num_ranks=asked.ranks,
         is_here=asked.hardware is None,
     )
 
 
-def _facts(asked: Asked) -> DataFacts | None:
-    from infinity.plan.data_facts import read_data
+def _facts(asked: NewOptions) -> DataFacts | None:
+    from infinity.tools.plan.data_facts import read_data
     from infinity.tools.training.settle import tokenizer_of
     from infinity.tools.training.tokenizers import open_tokenizer
 
@@ -281,31 +230,24 @@ def _facts(asked: Asked) -> DataFacts | None:
 
 
 def _decide(
-    asked: Asked, wish: Wish, directory: ModelDirectory, *, is_quiet: bool
+    asked: NewOptions, wish: Wish, directory: ModelDirectory
 ) -> tuple[Hardware, Draft, Forecast]:
-    import torch
     from rich.console import Console
 
     from infinity.plan import forecast, load_hardware
-    from infinity.plan.draft import draft, fitted_draft
-    from infinity.plan.frozen import frozen_model
-    from infinity.plan.measure import measure
-    from infinity.plan.measure_files import with_checkpoint_drives
-    from infinity.plan.model import model_of_shape
+    from infinity.plan.model import model_for
     from infinity.simulate.job import batch_of
-    from infinity.state.moments import moments_of
+    from infinity.tools.plan.draft import draft, fitted_draft
+    from infinity.tools.plan.measure import measure, with_checkpoint_drives
     from infinity.tools.training.settle import settle
 
     first = settle(draft(wish, None, spills=bool(wish.swap)).config)
-    dtype, moments = getattr(torch, first.precision.compute_dtype), moments_of(first)
-    if first.adapter is None:
-        model = model_of_shape(directory.shape, dtype, moments)
-    else:
-        model = frozen_model(directory.shape, directory.stored, first.adapter, dtype, moments)
+    model = model_for(first, directory.shape, directory.stored)
     if asked.hardware is not None:
         machine = load_hardware(asked.hardware)
     else:
-        with Console(stderr=True).status("measuring this machine") if not is_quiet else _silence():
+        console = Console(stderr=True, quiet=asked.quiet or asked.as_json)
+        with console.status("measuring this machine"):
             machine = measure(first, model, batch_of(first))
             if directory.files and first.adapter is not None:
                 machine = with_checkpoint_drives(machine, directory.files)
@@ -314,7 +256,7 @@ def _decide(
     def forecaster(config: SwapConfig) -> Forecast:
         settled = settle(config)
         return forecast(
-            settled, model, machine, batch_of(settled), num_ranks=asked.num_ranks,
+            settled, model, machine, batch_of(settled), num_ranks=asked.ranks,
             shard_drives=drives,
         )  # fmt: skip
 
@@ -322,15 +264,9 @@ def _decide(
     return machine, found, said
 
 
-def _silence() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
-def _text(asked: Asked, wish: Wish, found: Draft, forecast: Forecast) -> str:
+def _text(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> str:
     from infinity.config import render
-    from infinity.plan.draft import describe_machine
+    from infinity.tools.plan.draft import describe_machine
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     name = asked.file.name if asked.file is not None else "FILE"
@@ -341,7 +277,7 @@ def _text(asked: Asked, wish: Wish, found: Draft, forecast: Forecast) -> str:
         *_answer_lines(wish, found, forecast),
     ]
     head = [line for text in said for line in textwrap.wrap(text, _WIDTH)]
-    ranks = "" if asked.num_ranks == 1 else f" --ranks {asked.num_ranks}"
+    ranks = "" if asked.ranks == 1 else f" --ranks {asked.ranks}"
     told = {
         f"{asked.launch} train {name}": "with --resume it goes on after any end, to the bit",
         f"infinity plan {name}{ranks}": "what a step takes, and what would help",
@@ -356,7 +292,7 @@ def _text(asked: Asked, wish: Wish, found: Draft, forecast: Forecast) -> str:
 
 def _answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
     """Returns plan's sentences, and how long the data take."""
-    from infinity.plan.answer import answer, duration, sentences
+    from infinity.tools.plan.report import answer, duration, sentences
 
     said = sentences(forecast, answer(forecast))
     if wish.data is None:
@@ -372,8 +308,8 @@ def _data_in_words(data: DataFacts, passes: int) -> str:
     return what if passes == 1 else f"{passes} times {what}"
 
 
-def _lines(asked: Asked, wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
-    from infinity.plan.draft import describe_machine
+def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
+    from infinity.tools.plan.draft import describe_machine
 
     lines = [describe_machine(forecast.hardware), *_answer_lines(wish, found, forecast)]
     file = asked.file
@@ -384,11 +320,11 @@ def _lines(asked: Asked, wish: Wish, found: Draft, forecast: Forecast) -> list[s
 
 
 def _answer(
-    asked: Asked, wish: Wish, machine: Hardware, found: Draft, forecast: Forecast
+    asked: NewOptions, wish: Wish, machine: Hardware, found: Draft, forecast: Forecast
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from infinity.plan.answer import answer
+    from infinity.tools.plan.report import answer
 
     return {
         "file": None if asked.file is None else str(asked.file),

@@ -1,16 +1,18 @@
-"""Options that several commands have, and the bar of bytes on stderr."""
+"""The options of commands, and the bar of bytes on stderr."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 Advance = Callable[[str, int], None]
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -66,3 +68,24 @@ def with_quiet(command: Any) -> Any:
 
 def _only_quiet(quiet: Quiet = False) -> None:
     """Has the option and nothing else."""
+
+
+def with_options(options: type[_T]) -> Callable[[Callable[[_T], None]], Callable[..., None]]:
+    """Gives a function of a dataclass the parameters that typer reads: its fields, as annotated."""
+    hints = get_type_hints(options, include_extras=True)
+    signature = inspect.signature(options)
+
+    def decorate(run: Callable[[_T], None]) -> Callable[..., None]:
+        def command(**values: Any) -> None:
+            run(options(**values))
+
+        parameters = [
+            parameter.replace(annotation=hints[name])
+            for name, parameter in signature.parameters.items()
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {name: hints[name] for name in signature.parameters}
+        command.__name__, command.__doc__ = run.__name__, run.__doc__
+        return command
+
+    return decorate

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.bounded import MalformedError, parse_toml
 from infinity.errors import ConfigError
 from infinity.tools.cli.options import Quiet
 
@@ -82,7 +81,7 @@ def train(
     from rich.console import Console
 
     from infinity.config import SwapConfig
-    from infinity.config.source import read_file
+    from infinity.config.source import override, read_file
     from infinity.tools.training.process import outliving_streams
     from infinity.tools.training.tracing import TracePlan
 
@@ -144,36 +143,3 @@ def parse_steps(text: str) -> tuple[int, int]:
     if not first.isdigit() or not (last if colon else first).isdigit():
         raise ConfigError(f"--trace-steps {text!r}: expected FIRST:LAST, such as 2:5")
     return int(first), int(last if colon else first)
-
-
-def override(table: dict[str, Any], text: str) -> None:
-    """Sets one dotted key of a table: "train.steps=5", "tiers.nvme.0.path=/mnt/swap".
-
-    Raises ConfigError for text that is no assignment and for a path through a value.
-    """
-    key, equals, written = text.partition("=")
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"--set {text!r}: expected KEY=VALUE, such as train.steps=5")
-    try:
-        value = parse_toml(f"value = {written}")["value"]
-    except MalformedError:
-        value = written.strip()
-    *path, last = key.strip().split(".")
-    place: Any = table
-    for part in path:
-        if isinstance(place, dict):
-            place = place.setdefault(part, {})
-        else:
-            place = _entry(place, part, text)
-    if isinstance(place, dict):
-        place[last] = value
-    else:
-        _entry(place, last, text)
-        place[int(last)] = value
-
-
-def _entry(place: Any, part: str, text: str) -> Any:
-    if not isinstance(place, list) or not part.isdigit() or int(part) >= len(place):
-        have = f"a list of {len(place)}" if isinstance(place, list) else "a value"
-        raise ConfigError(f"--set {text!r}: {part!r} leads nowhere, there is {have}")
-    return place[int(part)]

@@ -14,12 +14,12 @@ from typing import Any
 from infinity.config import SwapConfig
 from infinity.config.source import ConfigSource
 from infinity.errors import CapacityError
-from infinity.plan.answer import flops
 from infinity.plan.capacity import most_decoded_nbytes
-from infinity.plan.data_facts import DataFacts
 from infinity.plan.hardware import Hardware
 from infinity.plan.predict import Forecast
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
+from infinity.tools.plan.data_facts import DataFacts
+from infinity.tools.plan.report import flops
 
 Table = dict[str, Any]
 Forecaster = Callable[[SwapConfig], Forecast]

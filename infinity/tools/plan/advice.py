@@ -10,7 +10,7 @@ from infinity.config.values import Capacity
 from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme
 from infinity.plan.model import PlannedModel
-from infinity.plan.predict import Forecast, forecast
+from infinity.plan.predict import Forecast, forecast_again
 from infinity.plan.tiles import largest_nbytes
 from infinity.simulate.job import Batch
 from infinity.simulate.update_device import Place
@@ -47,12 +47,7 @@ def _forecast_of(case: _Case, model: PlannedModel, base: Forecast) -> Forecast |
     """Returns the forecast of a change, None if it is impossible."""
     config, hardware, batch = case
     try:
-        return forecast(
-            config, model, hardware, batch,
-            num_ranks=1 if base.ranks is None else base.ranks.per_node,
-            num_nodes=1 if base.ranks is None else base.ranks.num_nodes,
-            shard_drives=base.shard_drives,
-        )  # fmt: skip
+        return forecast_again(base, config, model, hardware=hardware, batch=batch)
     except InfinityError:
         return None
 

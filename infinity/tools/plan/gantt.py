@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infinity.plan.answer import Answer, decimal, duration, sentences
-from infinity.plan.idle import idle_by_cause
 from infinity.plan.predict import Forecast
 from infinity.simulate.log import CHECKPOINT_READ, COMPUTE, READ, WRITE
 from infinity.sizes import format_nbytes
 from infinity.tools.pictures.page import PageRow, PageTable, PageView, write_page
 from infinity.tools.pictures.painter import Bars, TrackPicture, paint
 from infinity.tools.pictures.step_page import milliseconds
+from infinity.tools.plan.idle import idle_by_cause
+from infinity.tools.plan.report import TRACK_TITLES, Answer, decimal, duration, sentences
 
-TRACK_TITLES = {
-    "compute": "compute",
-    "decode": "decoding",
-    "update": "updates on the host",
-    "norms": "norms of gradients",
-    "gather": "between devices",
-    "sockets": "between hosts",
-    "network": "between nodes",
-    "h2d": "host to device",
-    "d2h": "device to host",
-    "nvme": "drives",
-}
 _TRAFFIC_TITLES = {
     CHECKPOINT_READ: "drives, checkpoint read",
     READ: "drives, read",

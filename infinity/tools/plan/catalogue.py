@@ -15,21 +15,23 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError, InfinityError
-from infinity.plan.answer import count, decimal
-from infinity.plan.draft import Wish, fitted_draft
-from infinity.plan.frozen import frozen_model
+from infinity.plan.frozen_base import stored_of_shape
 from infinity.plan.hardware import Hardware
-from infinity.plan.model import PlannedModel, load_shape, model_of_shape
+from infinity.plan.model import PlannedModel, load_shape, model_for, model_of_shape
 from infinity.plan.predict import Forecast, forecast
 from infinity.plan.shapes import ModelShape
 from infinity.plan.shipped import shipped_in
-from infinity.plan.stored import stored_of_shape
 from infinity.simulate.job import batch_of
-from infinity.state.moments import moments_of
+from infinity.tools.plan.draft import Wish, fitted_draft
+from infinity.tools.plan.report import count, decimal
 from infinity.tools.training.settle import settle
 
 _LENGTH, _SEQUENCES = 2048, 16
 _DTYPE = torch.bfloat16
+_NOTE = (
+    "A step has 16 sequences of 2,048 tokens on each device. Predicted, with the machines as their "
+    "files describe them (infinity plan --list)."
+)
 _TIERS = {"host": "memory", "nvme": "drives", "device": "device"}
 
 
@@ -77,7 +79,7 @@ def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> 
     def forecaster(config: SwapConfig) -> Forecast:
         settled = settle(config)
         if "model" not in planned:
-            planned["model"] = _planned(shape, settled)
+            planned["model"] = model_for(settled, shape)
         return forecast(
             settled,
             planned["model"],
@@ -95,13 +97,6 @@ def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> 
         return Cell(name, machine, rank, None, None, None, None, f"batch: {said.obstacles[0]}")
     tokens = said.num_ranks * said.batch.tokens_per_step
     return Cell(name, machine, rank, said.tokens_per_s, said.step.step_s, tokens, said.step.binding)
-
-
-def _planned(shape: ModelShape, config: SwapConfig) -> PlannedModel:
-    moments = moments_of(config)
-    if config.adapter is None:
-        return model_of_shape(shape, _DTYPE, moments)
-    return frozen_model(shape, stored_of_shape(shape), config.adapter, _DTYPE, moments)
 
 
 def _num_params(shape: ModelShape) -> int:
@@ -148,7 +143,8 @@ def to_markdown(cells: Sequence[Cell]) -> str:
     return "\n".join([head, rule, *body])
 
 
-def title_of(rank: int | None) -> str:
-    """Returns the headline of a table."""
+def page_of(cells: Sequence[Cell], rank: int | None, *, is_markdown: bool) -> str:
+    """Returns the table with its headline and a note on the step. `rank`: of the adapter."""
     how = "All weights, in bfloat16" if rank is None else f"LoRA of rank {rank} over the checkpoint"
-    return f"{how}: tokens/s"
+    title, table = f"{how}: tokens/s", to_markdown(cells) if is_markdown else to_text(cells)
+    return f"{'## ' * is_markdown}{title}\n\n{table}\n\n{_NOTE}"

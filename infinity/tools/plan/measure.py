@@ -9,13 +9,17 @@ the link to the device and its own updates (`measure_device.py`).
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import get_args
 
@@ -25,20 +29,24 @@ from infinity.codecs import Int4Groups
 from infinity.config import SwapConfig
 from infinity.config.cores import norm_threads, threads_here
 from infinity.config.schema import NvmeTier
+from infinity.engine.update_rates import time_updates
 from infinity.errors import ConfigError
+from infinity.observe import Counters
 from infinity.ops.host_sums import add_
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
-from infinity.plan.measure_device import measure_cuda
 from infinity.plan.model import PlannedModel
-from infinity.plan.rehearsal import Rehearsed, rehearse, timed_shape
 from infinity.simulate.job import Batch, tuned_gb_per_s
-from infinity.sizes import MIB
+from infinity.sizes import MIB, PAGE_NBYTES, align_down
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.open import open_configured
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import HostBlocks
 from infinity.tiers.open_device import device_kind
+from infinity.tools.bench.device import ArenaToDevice
 from infinity.tools.bench.host import OptimizerPass
 from infinity.tools.bench.scratch import BenchDirectory
 from infinity.tools.bench.transfer import EngineTransfer, FileSet, TransferKind
+from infinity.tools.plan.rehearsal import Rehearsed, rehearse, timed_shape
 from infinity.tools.training.process import keep_freed_memory
 
 _ARENA_NBYTES = 256 * MIB
@@ -251,3 +259,111 @@ def _median_s(work: Callable[[], object]) -> float:
         work()
         spent.append(time.perf_counter() - start_s)
     return statistics.median(spent)
+
+
+_COPY_NBYTES = 64 * MIB
+_CHUNK_NBYTES = 16 * MIB  # Of fp32, as the updater's.
+
+
+def measure_cuda(arena: Arena, model: PlannedModel, flops: float) -> Device:
+    """Measures the current CUDA device; `flops` per second are known. The arena is pinned for it,
+    and is at least 64 MiB."""
+    from infinity.tiers.cuda import CudaDevice
+
+    counters = Counters()
+    host = HostBlocks(arena, counters)
+    device = CudaDevice(host, counters)
+    try:
+        free_nbytes, _ = torch.cuda.mem_get_info()
+        return measure_device(device, host, model, flops, free_nbytes)
+    finally:
+        device.close()
+
+
+def measure_device(
+    device: DeviceAdapter,
+    host: HostBlocks,
+    model: PlannedModel,
+    flops: float,
+    memory_nbytes: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Device:
+    """Returns the device with `flops` per second and `memory_nbytes` free. A device that does not
+    give the host's bits gets no rate of updates."""
+    into, out = (
+        ArenaToDevice(device, host.arena, direction, _COPY_NBYTES).run().gb_per_s
+        for direction in ("in", "out")
+    )
+    trained = [unit for unit in model.units if unit.has_state]
+    rates = None
+    if trained:
+        largest = max(trained, key=lambda unit: unit.state_numel)
+        rates = time_updates(device, host, largest, _CHUNK_NBYTES, drives={}, clock=clock)
+    update = math.inf if rates is None else rates.device_update
+    return Device(
+        count=1,
+        tflops=flops / 1e12,
+        memory=memory_nbytes,
+        h2d_gb_per_s=into,
+        d2h_gb_per_s=out,
+        update_gb_per_s=update / 1e9 if math.isfinite(update) else None,
+    )
+
+
+_SLICE_NBYTES = 16 * MIB
+_NUM_SLICES = 64  # Of all files together, each read once: 1 GiB.
+_NUM_READERS = 8
+
+
+def with_checkpoint_drives(machine: Hardware, files: Sequence[Path]) -> Hardware:
+    """Returns the machine with the rate at which the drives of these files are read now.
+
+    Reads up to 1 GiB with direct I/O, past the page cache. Raises ConfigError if a file cannot be
+    read.
+    """
+    read = _read_gb_per_s(files)
+    if machine.nvme is not None:
+        nvme = machine.nvme.model_copy(update={"checkpoint_read_gb_per_s": read})
+    else:  # No swap files: nothing is written.
+        nvme = Nvme(
+            drives=1, capacity=0, read_gb_per_s=read, write_gb_per_s=read,
+            checkpoint_read_gb_per_s=read,
+        )  # fmt: skip
+    return machine.model_copy(update={"nvme": nvme})
+
+
+def _read_gb_per_s(files: Sequence[Path]) -> float:
+    begin_s = time.perf_counter()
+    try:
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            nbytes = sum(pool.map(_read_slice, *zip(*_slices(files), strict=True)))
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; expected a readable file") from None
+    return max(nbytes / (time.perf_counter() - begin_s) / 1e9, 1e-3)
+
+
+def _slices(files: Sequence[Path]) -> list[tuple[Path, int]]:
+    """Returns files and offsets, file by file in turn, so that all drives are read at once."""
+    sizes = {file: os.stat(file).st_size for file in files}
+    found = []
+    for turn, file in enumerate(islice(cycle(files), _NUM_SLICES)):
+        offset = turn // len(files) * _SLICE_NBYTES
+        if offset < sizes[file]:
+            found.append((file, offset))
+    return found
+
+
+def _read_slice(file: Path, offset: int) -> int:
+    fd = _open(file)
+    try:
+        with mmap.mmap(-1, _SLICE_NBYTES) as buffer:  # Starts at a page, as direct I/O needs.
+            return os.preadv(fd, [buffer], align_down(offset, PAGE_NBYTES))
+    finally:
+        os.close(fd)
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:  # A file system without direct I/O.
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,0 +1,1 @@
+"""The front of the planner: what a user asks, measures, reads and writes down."""

@@ -1,0 +1,140 @@
+"""What a plan is about: a model, a batch and a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from infinity.config import NvmeTier, SwapConfig
+from infinity.config.extras import require_transformers
+from infinity.errors import CapacityError, ConfigError
+from infinity.plan.directory import ModelDirectory, read_directory
+from infinity.plan.hardware import Hardware, load_hardware
+from infinity.plan.model import PlannedModel, load_shape, model_for, model_of_module
+from infinity.plan.predict import Forecast, forecast_again
+from infinity.plan.shapes import scaled_gpt
+from infinity.simulate.job import UNKNOWN_BATCH, Batch, batch_of
+from infinity.tools.plan.measure import measure, with_checkpoint_drives
+from infinity.tools.training.model import build_model, plan_model
+
+_SEQUENCE_LENGTH, _SEQUENCES = 2048, 16
+_UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def parse_count(text: str, option: str = "--params") -> int:
+    """Returns a number: "7B", "1.5T", "124M", "350000". Raises ConfigError."""
+    number, unit = text[:-1], text[-1:]
+    if unit.isdigit():
+        number, unit = text, ""
+    try:
+        count = int(float(number) * _UNITS.get(unit, 1 if unit == "" else float("nan")))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ConfigError(f"{option} {text!r}: expected a number such as 124M, 70B or 1T")
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model that a plan is about. `directory` is one that was downloaded."""
+
+    file: Path | None
+    name: str | None
+    params: str | None
+    directory: ModelDirectory | None
+
+    def model(self, config: SwapConfig, drives: int | None) -> tuple[PlannedModel, int | None]:
+        """Returns the planned model, and the drives that hold its checkpoint (None: all)."""
+        if config.adapter is None and drives is not None:
+            raise ConfigError("--drives is for an adapter's frozen checkpoint; add --lora RANK")
+        directory = self.directory_of(config)
+        if directory is not None:
+            if config.adapter is not None:
+                drives = drives or directory.num_drives or None  # None before it is downloaded.
+            return model_for(config, directory.shape, directory.stored), drives
+        if self.name is not None:
+            return model_for(config, load_shape(self.name)), drives
+        if self.params is not None:
+            return model_for(config, scaled_gpt(parse_count(self.params))), drives
+        config.require("model", "data", "train")
+        require_transformers("infinity plan of a file's [model]")
+        return model_of_config(config), None
+
+    def directory_of(self, config: SwapConfig) -> ModelDirectory | None:
+        """Returns the directory that was named, or that of the file's frozen model; None for a
+        model by its shapes."""
+        if self.file is None or self.name is not None or self.params is not None:
+            return self.directory
+        if config.adapter is None:
+            return None
+        if config.model is None or config.model.path is None:
+            raise ConfigError(
+                "adapter: expected model.path, the directory of the frozen model; got none. "
+                "Without a directory, plan a shipped model with --model"
+            )
+        return read_directory(config.model.path)
+
+    def machine(
+        self, name: str | None, config: SwapConfig, model: PlannedModel, batch: Batch
+    ) -> Hardware:
+        """Returns the named machine, or this one as it is measured now."""
+        if name is not None:
+            return load_hardware(name)
+        directory = self.directory_of(config)
+        if directory is not None and not directory.files and not config.tiers.nvme:
+            # The drive that the checkpoint will be on.
+            tier = NvmeTier.model_validate({"path": directory.path})
+            tiers = config.tiers.model_copy(update={"nvme": (tier,)})
+            config = config.model_copy(update={"tiers": tiers})
+        machine = measure(config, model, batch)
+        if config.adapter is None or directory is None or not directory.files:
+            return machine
+        return with_checkpoint_drives(machine, directory.files)
+
+
+def model_of_config(config: SwapConfig) -> PlannedModel:
+    """Builds the model of a configuration file on meta with transformers; needs no weights."""
+    assert config.model is not None
+    plan = plan_model(config.model, reads_weights=False)
+    return model_of_module(build_model(plan, config), config, plan.hf_config)
+
+
+def batch_for(
+    config: SwapConfig,
+    tokens: int | None,
+    sequence: int | None,
+    accumulation: int | None,
+    *,
+    by_name: bool,
+) -> Batch:
+    """Returns the batch of the file if it trains the file's model; options take precedence."""
+    own = UNKNOWN_BATCH if by_name else batch_of(config)
+    if own == UNKNOWN_BATCH:
+        sequence = sequence or _SEQUENCE_LENGTH
+        num_tokens = tokens or _SEQUENCES * sequence
+        if config.adapter is not None and config.schedule.micro_batch is not None:
+            return Batch(num_tokens * (accumulation or 1), sequence)
+        return Batch(num_tokens, sequence, accumulation or 1)
+    sequence = sequence or own.sequence_length
+    return replace(
+        own,
+        num_tokens=tokens or own.num_tokens // own.sequence_length * sequence,
+        sequence_length=sequence,
+        num_micro_batches=accumulation or own.num_micro_batches,
+    )
+
+
+def on_other_drives(config: SwapConfig, model: PlannedModel, found: Forecast) -> Forecast | None:
+    """Returns the forecast with the checkpoint on all drives if it is on fewer, else on one; None
+    where that makes no difference or does not fit."""
+    nvme = found.hardware.nvme
+    if model.frozen is None or nvme is None or nvme.drives == 1:
+        return None
+    if nvme.checkpoint_read_gb_per_s is not None:
+        return None  # It is on drives of its own, whose number is not known.
+    is_spread = found.shard_drives in (None, nvme.drives)
+    try:
+        return forecast_again(found, config, model, shard_drives=1 if is_spread else None)
+    except CapacityError:
+        return None
