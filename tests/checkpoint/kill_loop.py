@@ -31,8 +31,8 @@ from infinity.observe import Counters
 from infinity.streaming.updates.early import EarlyUpdates
 from tests.checkpoint.harness import EARLY, durable, run
 from tests.checkpoint.test_copy import save
-from tests.parity.test_early_updates import idle_drives
 from tests.support.file_systems import seem_elsewhere
+from tests.support.two_sides import idle_drives
 
 EVERY = 2
 # The most effects, or chunks, behind which a life ends.

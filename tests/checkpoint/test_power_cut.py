@@ -26,9 +26,9 @@ from infinity.state.old_generation import OldGeneration
 from infinity.state.units import Unit
 from infinity.storage.volume import Volume
 from infinity.streaming.updates.early import EarlyUpdates
-from tests.parity.test_early_updates import idle_drives
 from tests.support.bits import assert_same
 from tests.support.file_systems import seem_elsewhere
+from tests.support.two_sides import idle_drives
 
 from .harness import EARLY, durable, run
 from .power_cut import Disk, Event, Named, Recorder, Renamed, Returned, Synced, Wrote

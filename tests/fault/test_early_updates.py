@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,29 @@ from infinity.errors import InfinityError, StorageError
 from infinity.streaming.updates.pending_beside import PendingBeside
 from infinity.streaming.updates.updater import Updater
 from infinity.testing.simulated_device import SimulatedDevice
-from tests.parity.test_early_updates import (
-    Clip,
-    Run,
-    config_of,
-    drives,  # noqa: F401  (a fixture of every test)
-    loss_of,
-    make,
-    plain_run,
-    steps,
-)
 from tests.support.exhaustive import sampled
 from tests.support.forked import run_script
+from tests.support.two_sides import (
+    Clip,
+    Run,
+    compare,
+    config_of,
+    idle_drives,
+    make,
+    offloaded,
+    plain_run,
+    same_bits,
+    steps,
+)
 
 from .harness import EIO, ENOSPC, assert_nothing_leaked, settle, trapped
+
+
+@pytest.fixture(autouse=True)
+def drives() -> Iterator[None]:
+    with idle_drives():
+        yield
+
 
 EXPECTED_STEPS = 7
 BEFORE = 4  # Steps after which early updates are the rule.
@@ -39,8 +49,19 @@ def unclipped(_: int) -> float | None:
     return None
 
 
-def reference(clip: Clip = unclipped) -> list[torch.Tensor]:
-    return plain_run(lambda run: steps(run, EXPECTED_STEPS, clip))[EXPECTED_STEPS:]
+def clipped(_: int) -> float:
+    return 1e-3
+
+
+# When state is on its way: updated in the backward; or in the forward, from where it waits in spare
+# memory, and is read for the next step in the backward.
+WAYS: dict[str, Clip] = {"both_passes": unclipped, "deferred": clipped}
+# Who updates: the thread that trains, or a worker beside a device.
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "host": dict,
+    "worker": lambda: {"device": SimulatedDevice()},
+}
+KEPT = {("both_passes", "worker"), ("deferred", "host")}
 
 
 def ladder(part: int) -> list[int]:
@@ -48,27 +69,22 @@ def ladder(part: int) -> list[int]:
     return [*range(1, 8), *range(8 + 9 * part, 120, 18)]
 
 
-PARTS = sampled(range(2), lambda part: part == 0)
-
-
-@pytest.fixture(params=sampled(["host", "worker"], "worker".__eq__))
-def options(request: pytest.FixtureRequest) -> Callable[[], dict[str, Any]]:
-    """Who updates early: the thread that trains, or a worker beside a device."""
-    return lambda: {} if request.param == "host" else {"device": SimulatedDevice()}
+def config_for(updates: str, directory: Path, **changes: Any) -> dict[str, Any]:
+    return config_of(directory, schedule={"updates": updates}, **changes)
 
 
 def run_of(model: nn.Module) -> Run:
     return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
 
 
-def values_of(run: Run) -> dict[str, torch.Tensor]:
+def values_of(run: Run) -> list[torch.Tensor]:
     try:
-        return run.values()
+        return [*run.values().values()]
     except StorageError:  # One read fails; a look at the values may have asked for it.
-        return run.values()
+        return [*run.values().values()]
 
 
-def go_on(run: Run, clip: Clip = unclipped) -> bool:
+def go_on(run: Run, clip: Clip) -> bool:
     """The steps that are left; the first one again if a read failed in it. Returns whether none
     did."""
     is_whole, first = True, BEFORE
@@ -83,18 +99,59 @@ def go_on(run: Run, clip: Clip = unclipped) -> bool:
     return is_whole
 
 
-def told_failures_of_writes(
-    config: dict[str, Any],
-    options: Callable[[], dict[str, Any]],
-    code: int,
-    part: int,
-    clip: Clip = unclipped,
-) -> int:
-    """Fails the 1st, 2nd, ... write of two steps, until none fails. Returns how many failed; each
-    has to be told by the end of the two steps."""
-    failures = 0
+CASES = list(product(WAYS, OPTIONS, range(2)))
+
+
+@pytest.mark.parametrize(
+    ("updates", "who", "part"), sampled(CASES, lambda case: case[:2] in KEPT and not case[2])
+)
+def test_each_read_of_state_on_its_way_that_fails_is_told_or_made_again(
+    swap_directory: Path, updates: str, who: str, part: int
+) -> None:
+    clip, failures, swallowed = WAYS[updates], 0, 0
+    expected = plain_run(lambda run: steps(run, EXPECTED_STEPS, clip))[EXPECTED_STEPS:]
     for rung in ladder(part):
-        with trapped(make(), config, **options()) as (engine, trap):
+        config = config_for(updates, swap_directory)
+        with trapped(make(), config, **OPTIONS[who]()) as (engine, trap):
+            run = run_of(engine.model)
+            steps(run, BEFORE, clip)
+            engine.flush()
+            trap.set("read", rung, EIO)
+            try:
+                is_told = not go_on(run, clip)
+                actual = values_of(run)
+            except (
+                InfinityError
+            ) as torn:  # Between two chunks of a unit, after the step's decision.
+                assert "halfway" in str(torn) and torn.__cause__ is not None
+                failures += 1
+                continue
+            if trap.error is None:
+                break
+            failures += 1
+            swallowed += not is_told
+            if updates == "deferred":
+                assert engine.counters.snapshot()["chunks_read_in_backward"] > 0
+            assert_nothing_leaked(engine)
+            assert same_bits(expected, actual)
+    assert failures > 6 and (swallowed or updates == "deferred"), "reads in the backward fail, too"
+
+
+@pytest.mark.parametrize(
+    ("updates", "who", "part", "code"),
+    sampled(
+        [(*case, code) for case in CASES for code in (EIO, ENOSPC)],
+        lambda case: case[:2] in KEPT and not case[2] and case[3] == ENOSPC,
+    ),
+)
+def test_no_write_of_state_on_its_way_that_fails_is_forgotten(
+    swap_directory: Path, updates: str, who: str, part: int, code: int
+) -> None:
+    """The 1st, 2nd, ... write of two steps fails; each has to be told by the end of the two."""
+    clip, failures = WAYS[updates], 0
+    for rung in ladder(part):
+        config = config_for(updates, swap_directory)
+        with trapped(make(), config, **OPTIONS[who]()) as (engine, trap):
             run = run_of(engine.model)
             steps(run, BEFORE, clip)
             engine.flush()
@@ -113,126 +170,85 @@ def told_failures_of_writes(
             assert isinstance(cause, StorageError) and cause.errno == code
             del caught
             settle(engine)
-    return failures
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_each_read_that_fails_around_early_updates_is_told_or_made_again(
-    swap_directory: Path, options: Callable[[], dict[str, Any]], part: int
-) -> None:
-    expected, failures, swallowed = reference(), 0, 0
-    for rung in ladder(part):
-        model = make()
-        with trapped(model, config_of(swap_directory), **options()) as (engine, trap):
-            run = run_of(model)
-            steps(run, BEFORE)
-            engine.flush()
-            trap.set("read", rung, EIO)
-            try:
-                is_told = not go_on(run)
-                actual = values_of(run)
-            except InfinityError as torn:  # Between two chunks, after the step had decided.
-                assert "halfway" in str(torn) and torn.__cause__ is not None
-                failures += 1
-                continue
-            if trap.error is None:
-                break
-            failures += 1
-            swallowed += not is_told
-            assert_nothing_leaked(engine)
-            for plain, ours in zip(expected, actual.values(), strict=True):
-                assert torch.equal(plain, ours)
-    assert failures > 6 and swallowed, "reads of early updates failed, too"
-
-
-@pytest.mark.parametrize("code", sampled([EIO, ENOSPC], ENOSPC.__eq__))
-@pytest.mark.parametrize("part", PARTS)
-def test_no_write_that_fails_around_early_updates_is_forgotten(
-    swap_directory: Path, code: int, options: Callable[[], dict[str, Any]], part: int
-) -> None:
-    assert told_failures_of_writes(config_of(swap_directory), options, code, part) > 10
+    assert failures > 10
 
 
 KILLED = """
 import os, signal, sys
+from contextlib import nullcontext
 from pathlib import Path
 import infinity
-from infinity.streaming.updates import unit_update
-from tests.parity.test_early_updates import Run, config_of, idle_drives, make, steps
+from infinity.streaming.updates import staging_ring, unit_update
+from tests.fault.test_early_updates import WAYS, config_for, run_of, value_lines
+from tests.support.two_sides import idle_drives, make, steps
 
-directory, die_at, num_steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-section = {"directory": str(directory / "c"), "durability": "step", "keep": 1}
-config = config_of(directory / "swap", checkpoint=section)
-model = infinity.offload(make(), config)
-run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
-first = 0
-newest = sorted((directory / "swap" / "commits").glob("step-*")) if die_at == 0 else []
-if newest:
-    first = infinity.checkpoint.load(newest[-1], model, run.optimizer).step
-real, updated = unit_update.ChunkUpdates.try_next, 0
+directory, updates = Path(sys.argv[1]), sys.argv[2]
+die_at, num_steps = int(sys.argv[3]), int(sys.argv[4])
+commits = updates == "both_passes"
+saved = directory / ("swap/commits" if commits else "c")
+durability = "step" if commits else "checkpoint"
+section = {"directory": str(directory / "c"), "durability": durability, "keep": 1}
+model = infinity.offload(make(), config_for(updates, directory / "swap", checkpoint=section))
+run, first = run_of(model), 0
+if die_at == 0 and any(saved.glob("step-*")):
+    first = infinity.checkpoint.load(saved, model, run.optimizer).step
+updated = 0
 
-def mortal(self, update, then, keep=None):
-    def counted(error):
-        global updated
-        updated += 1
-        if die_at and updated == die_at:
-            print("early", updated, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        then(error)
+def count(more):
+    global updated
+    updated += more
+    if die_at and updated == die_at:
+        print("died at", updated, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    return real(self, update, counted, keep)
-
-unit_update.ChunkUpdates.try_next = mortal
-idle = idle_drives()
-idle.__enter__()
-for step in range(first, num_steps):
-    steps(run, 1, start=step)
-    infinity.checkpoint.commit(model, run.optimizer, step=step + 1)
+if commits:
+    try_next = unit_update.ChunkUpdates.try_next
+    def mortal(self, update, then, keep=None):
+        return try_next(self, update, lambda error: (count(1), then(error)), keep)
+    unit_update.ChunkUpdates.try_next = mortal
+else:
+    write_back = staging_ring.StagingRing.write_back
+    def mortal(self, staged):
+        write_back(self, staged)
+        count(staged.slot.spare is not None)
+    staging_ring.StagingRing.write_back = mortal
+with idle_drives() if commits else nullcontext():
+    for step in range(first, num_steps):
+        steps(run, 1, WAYS[updates], start=step)
+        if commits:
+            infinity.checkpoint.commit(model, run.optimizer, step=step + 1)
+        elif step % 2:
+            infinity.checkpoint.save(saved, model, run.optimizer, step=step + 1)
 print("first", first)
-for name, value in run.values().items():
-    print(name, value.double().sum().item().hex(), value.double().square().sum().item().hex())
+print(*value_lines(run.values().values()), sep="\\n")
 """
 
 
-@pytest.mark.parametrize("die_at", [1, 7, 12])
-def test_a_run_that_is_killed_in_an_early_update_goes_on_from_the_last_commit(
-    tmp_path: Path, die_at: int
+def value_lines(values: Iterable[torch.Tensor]) -> list[str]:
+    wide = [value.double() for value in values]
+    return [f"{v.sum().item().hex()} {v.square().sum().item().hex()}" for v in wide]
+
+
+@pytest.mark.parametrize(
+    ("updates", "die_at"),
+    [*product(["both_passes"], [1, 7, 12]), *product(["deferred"], [9, 30, 41])],
+)
+def test_a_run_that_is_killed_with_state_on_its_way_goes_on_from_what_was_saved_last(
+    tmp_path: Path, updates: str, die_at: int
 ) -> None:
-    killed = run_script(KILLED, tmp_path, die_at, EXPECTED_STEPS)
-    assert killed.returncode < 0 and killed.stdout == f"early {die_at}\n", killed.stderr
-    resumed = run_script(KILLED, tmp_path, 0, EXPECTED_STEPS)
+    killed = run_script(KILLED, tmp_path, updates, die_at, EXPECTED_STEPS)
+    assert killed.returncode < 0 and killed.stdout == f"died at {die_at}\n", killed.stderr
+    resumed = run_script(KILLED, tmp_path, updates, 0, EXPECTED_STEPS)
     assert resumed.returncode == 0, resumed.stderr
     first, *lines = resumed.stdout.splitlines()
-    assert int(first.split()[1]) >= 1, "it went on from a commit"
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    for step in range(EXPECTED_STEPS):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert lines == [
-        f"{name} {value.double().sum().item().hex()} {value.double().square().sum().item().hex()}"
-        for name, value in model.state_dict().items()
-    ]
+    least = 1 if updates == "both_passes" else (die_at > 9) * 2
+    assert int(first.split()[1]) >= least, "it went on from what was saved"
+    expected = plain_run(lambda run: steps(run, EXPECTED_STEPS, WAYS[updates]))
+    assert lines == value_lines(expected[EXPECTED_STEPS:])
 
 
-def both_sides(
-    body: Callable[[Run], list[torch.Tensor]], config: dict[str, Any], options: dict[str, Any]
-) -> dict[str, float]:
-    """Runs `body` with plain PyTorch and offloaded; all values are the same. Returns counters."""
-    expected = plain_run(body)
-    model = infinity.offload(make(), config, **options)
-    run = run_of(model)
-    actual = [*body(run), *run.values().values()]
-    counters = infinity.engine_of(model).counters.snapshot()
-    infinity.close(model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
-    return counters
-
-
-def test_checkpoints_that_go_meanwhile_leave_the_old_state(
-    swap_directory: Path, options: Callable[[], dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize("who", sampled(OPTIONS, "worker".__eq__))
+def test_checkpoints_that_go_meanwhile_leave_the_old_state(swap_directory: Path, who: str) -> None:
     """A thread that copies a checkpoint ends, and releases what removed checkpoints have held."""
 
     def body(run: Run) -> list[torch.Tensor]:
@@ -250,18 +266,19 @@ def test_checkpoints_that_go_meanwhile_leave_the_old_state(
         if not run.is_plain:  # All are updated early, those before the hook and those after it.
             infinity.engine_of(run.model).updater._early.policy.share = 1.0
         hook = run.model.get_submodule("blocks.1").register_forward_hook(watch)
-        loss_of(run.model, BEFORE).backward()
+        run.backward(BEFORE)
         hook.remove()
         run.optimizer.param_groups[0]["lr"] = 1e-3  # Every early update is taken back.
         run.step()
         return [*losses, *steps(run, 2, start=BEFORE + 1)]
 
-    counters = both_sides(body, config_of(swap_directory), options())
-    assert counters["early_updates_undone"]
+    run = offloaded(swap_directory, **OPTIONS[who]())
+    assert compare(body, run)["early_updates_undone"]
 
 
+@pytest.mark.parametrize("who", sampled(OPTIONS, "worker".__eq__))
 def test_a_step_whose_older_updates_fail_has_decided_nothing(
-    swap_directory: Path, options: Callable[[], dict[str, Any]]
+    swap_directory: Path, who: str
 ) -> None:
     """Units that the forward did not use still await the update of the step before."""
     failed = []
@@ -276,7 +293,7 @@ def test_a_step_whose_older_updates_fail_has_decided_nothing(
     def body(run: Run) -> list[torch.Tensor]:
         losses = steps(run, BEFORE)
         run.model.skipped = {1, 2, 3}
-        loss_of(run.model, BEFORE).backward()
+        run.backward(BEFORE)
         if not run.is_plain:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Updater, "bring_up_to_date", fail_once)
@@ -288,7 +305,8 @@ def test_a_step_whose_older_updates_fail_has_decided_nothing(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PendingBeside, "turn_of", lambda *_: None)  # No worker makes pending updates.
-        assert both_sides(body, config_of(swap_directory), options())["early_updates_kept"]
+        run = offloaded(swap_directory, **OPTIONS[who]())
+        assert compare(body, run)["early_updates_kept"]
     assert failed, "no unit waited for its update"
 
 

@@ -11,8 +11,7 @@ import infinity
 from infinity.state.units import TensorSpec
 from infinity.streaming.gradients.norms import CompleteSums
 from infinity.streaming.gradients.sums import TensorGradient
-
-from .test_early_updates import Run
+from tests.support.two_sides import Run
 
 
 def norms_of(run: Run) -> CompleteSums:

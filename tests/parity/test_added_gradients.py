@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import infinity
 from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.gradients.staging import GradientStaging
 from infinity.streaming.gradients.store import GradientStore
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.streams import StreamCopy
-
-from .test_early_updates import Run, config_of, loss_of, make, plain_run
+from tests.support.two_sides import Run, compare, offloaded
 
 NUM_STEPS, NUM_BACKWARDS = 3, 3
 
@@ -25,24 +23,15 @@ NUM_STEPS, NUM_BACKWARDS = 3, 3
 def accumulating(run: Run) -> list[torch.Tensor]:
     for step in range(NUM_STEPS):
         for number in range(NUM_BACKWARDS):
-            loss_of(run.model, 10 * step + number).backward()
+            run.backward(10 * step + number)
         if step == 1:  # A look in between waits for all that is due.
-            loss_of(run.model, 7).backward()
+            run.backward(7)
         run.step(0.5)
     return []
 
 
-def offloaded(directory: Path, **changes: Any) -> Run:
-    device = SimulatedDevice(5, delay_s=1e-3)
-    model = infinity.offload(make(), config_of(directory, **changes), device=device)
-    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
-
-
-def compare(run: Run) -> None:
-    expected = plain_run(accumulating)
-    actual = [*accumulating(run), *run.values().values()]
-    infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+def late(directory: Path, **changes: Any) -> Run:
+    return offloaded(directory, device=SimulatedDevice(5, delay_s=1e-3), **changes)
 
 
 def limited_to(num_more: int, are_refused: list[bool] | None = None) -> Any:
@@ -87,7 +76,7 @@ def test_no_gradient_is_waited_for_while_a_staging_block_is_free(
     monkeypatch.setattr(GradientStore, "add", note_add)
     monkeypatch.setattr(StreamCopy, "wait", note_wait)
     monkeypatch.setattr(LeavingGradients, "_end_oldest", note_end)
-    compare(offloaded(swap_directory, gradients=gradients))
+    compare(accumulating, late(swap_directory, gradients=gradients))
     assert not waits and len(added) > 100 and "infinity-updates" in added
 
 
@@ -95,22 +84,17 @@ def test_two_staging_blocks_suffice(swap_directory: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("infinity.streaming.gradients.staging.STAGED_NBYTES", 16 << 10)
     are_refused: list[bool] = []
     monkeypatch.setattr(GradientStaging, "take", limited_to(0, are_refused))
-    compare(offloaded(swap_directory))
+    compare(accumulating, late(swap_directory))
     assert any(are_refused) and not all(are_refused)
 
 
 def test_gradients_that_are_dropped_meanwhile_leave_nothing(swap_directory: Path) -> None:
     def body(run: Run) -> list[torch.Tensor]:
-        for number in range(2):
-            loss_of(run.model, number).backward()
+        run.backward(0, 1)
         run.optimizer.zero_grad()
-        for number in range(2, 4):
-            loss_of(run.model, number).backward()
+        run.backward(2, 3)
         seen = [run.gradient("blocks.1.up.weight"), run.gradient("embedding.weight")]
         run.step(0.5)
         return seen
 
-    expected, run = plain_run(body), offloaded(swap_directory)
-    actual = [*body(run), *run.values().values()]
-    infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    compare(body, late(swap_directory))

@@ -17,8 +17,7 @@ from infinity.optimizers.clipping import clip_grad_norm_
 from infinity.streaming.updates.updater import Updater
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import sampled
-
-from .test_early_updates import Model, Run, idle_drives, loss_of, make
+from tests.support.two_sides import Model, Run, idle_drives, loss_of, make
 
 SMALL, LARGE = 1e-3, 1e6
 CLIPPED = (SMALL, 0.5, LARGE)

@@ -32,7 +32,7 @@ from infinity.modules.handles.patches import _replace_bound
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import Named, OffloadedSide, PlainSide, Plan, Side, seed_everything
-from .test_library import compare, finish
+from .scenarios import compare, finish, trained
 
 PLAN = Plan(lr=1e-2, weight_decay=0.1, max_norm=0.05)
 WIDTH, WORDS = 16, 40
@@ -186,18 +186,10 @@ def train(
     to_none: bool = True,
     plan: Plan = PLAN,
 ) -> Named:
-    seen: Named = {}
-    optimizer = side.optimizer(side.model.parameters(), plan)
-    for step in range(3):
-        for index in range(micro):
-            loss = loss_of(side.model, 10 * step + index)
-            loss.backward()
-            seen[f"loss {step} {index}"] = loss.detach()
-        seen.update({f"{step} {name}": gradient for name, gradient in side.gradients().items()})
-        seen[f"norm {step}"] = side.step(optimizer, plan)
+    def clear(optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=to_none)
-        side.settled()
-    return finish(side, seen)
+
+    return trained(side, loss_of, micro=micro, plan=plan, clear=clear)
 
 
 @pytest.mark.parametrize("to_none", [True, False])

@@ -15,8 +15,8 @@ from infinity.engine.engine import Engine
 from infinity.state.store import LocalStore
 from infinity.state.units import StateKind
 from infinity.streaming.updates.staging_ring import StagingRing
+from tests.support.two_sides import Run, compare, loss_of, plain_run, same_bits
 
-from .test_early_updates import Run, loss_of, plain_run
 from .test_spare_slots import CLIPPED, LateWrites, on_a_late_drive
 
 NUM_STEPS = 5
@@ -64,10 +64,6 @@ class Moved:
 
         monkeypatch.setattr(LocalStore, "read", note_read)
         monkeypatch.setattr(LocalStore, "write", note_write)
-
-
-def same_bits(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
-    return len(expected) == len(actual) and all(map(torch.equal, expected, actual))
 
 
 @pytest.mark.parametrize("updates", ["deferred", "both_passes", "at_step"])
@@ -119,13 +115,11 @@ def test_no_sum_is_written_while_all_have_memory_and_one_is_if_others_need_a_byt
         run.step(CLIPPED)
         return found
 
-    expected, counts = plain_run(backwards), list[int]()
+    counts: list[int] = []
     run, engine, _ = offloaded_run(swap_directory, "64MiB", "deferred")
     moved = Moved(monkeypatch)
-    actual = [*backwards(run), *run.values().values()]
+    compare(backwards, run)
     assert counts == [0, 0, 1] and moved.num_writes == 1
-    engine.close()
-    assert same_bits(expected, actual)
 
 
 @pytest.mark.parametrize("updates", ["deferred", "both_passes"])
@@ -154,12 +148,10 @@ def test_a_forgotten_gradient_is_written_before_its_memory_goes_if_an_update_awa
             pass
         assert moved.num_writes == before + len(pending) > before
 
-    expected = plain_run(steps)
     run, engine, _ = offloaded_run(swap_directory, "64MiB", updates)
     is_pending, moved = engine.updater.is_pending, Moved(monkeypatch)
-    actual = [*steps(run), *run.values().values()]
-    engine.close()
-    assert same_bits(expected, actual) and moved.num_reads > 0
+    compare(steps, run)
+    assert moved.num_reads > 0
 
 
 def test_memory_of_forgotten_gradients_is_for_who_asks(
@@ -168,7 +160,7 @@ def test_memory_of_forgotten_gradients_is_for_who_asks(
     """`try_allocate` waits for nothing and takes nothing that somebody needs."""
     run, engine, _ = offloaded_run(swap_directory, "64MiB", "at_step")
     moved = Moved(monkeypatch)
-    loss_of(run.model, 0).backward()
+    run.backward(0)
     held = engine.gradients.in_blocks.units()
     run.step()
     assert engine.gradients.in_blocks.units() == held and held
@@ -187,7 +179,6 @@ def test_state_that_is_read_a_pass_ahead_leaves_space_for_the_sums_to_come(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch, updates: str
 ) -> None:
     """A sum that stays in memory saves a read; a spare slot only moves one."""
-    expected = plain_run(clipped_steps)
     run, engine, drive = offloaded_run(swap_directory, "4500KiB", updates)
     drive.is_idle = True
     grow, blocks, to_come = StagingRing._grow, engine.gradients.blocks, 0
@@ -201,7 +192,5 @@ def test_state_that_is_read_a_pass_ahead_leaves_space_for_the_sums_to_come(
         return is_grown
 
     monkeypatch.setattr(StagingRing, "_grow", note_grow)
-    actual = [*clipped_steps(run), *run.values().values()]
-    engine.close()
+    compare(clipped_steps, run)
     assert to_come > 0
-    assert same_bits(expected, actual)

@@ -1,9 +1,7 @@
 """The engine is used through an ordinary PyTorch loop, and behaves as PyTorch does in its corners.
 
-A *scenario* is a function of a side (plain or offloaded, see `harness`) that trains in some way and
-returns what it saw, by name. `compare` runs it on both and asks for the same bits. What the
-engine cannot do exactly it refuses with an error of its own tree that says what to do instead;
-those refusals are tested here too, and that they leave the model as it was.
+What the engine cannot do exactly it refuses with an error of its own tree that says what to do
+instead; those refusals are tested here too, and that they leave the model as it was.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import gc
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,19 @@ from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, OffloadedSide, PlainSide, Plan, Side, held_units, seed_everything
-from .zoo import ZOO, module_loss
-
-Scenario = Callable[[Side], Named]
-PLAN = Plan(lr=1e-2, weight_decay=0.1)
-
-
-def decoder(seed: int = 0) -> nn.Module:
-    return ZOO["TinyDecoder"].build(seed)
-
+from .harness import Named, OffloadedSide, PlainSide, Side, held_units, seed_everything
+from .scenarios import (
+    PLAN,
+    Scenario,
+    compare,
+    conditional,
+    decoder,
+    finish,
+    loss_of,
+    mlp,
+    trained,
+)
+from .zoo import ZOO
 
 WIDE = 272  # parameters of 64 * 272 * 4 bytes and more are built on meta
 
@@ -47,34 +49,6 @@ WIDE = 272  # parameters of 64 * 272 * 4 bytes and more are built on meta
 def wide(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return models.TinyDecoder(width=WIDE).train()
-
-
-def conditional(seed: int = 0) -> nn.Module:
-    return ZOO["Conditional"].build(seed)
-
-
-def loss_of(model: nn.Module, seed: int) -> Tensor:
-    seed_everything(seed)
-    return module_loss(model, model.inputs(seed))
-
-
-def finish(side: Side, seen: Named) -> Named:
-    """What a scenario returns: what it saw, and the final weights and gradients."""
-    seen.update({f"weight {name}": tensor for name, tensor in side.weights().items()})
-    seen.update({f"gradient {name}": tensor for name, tensor in side.gradients().items()})
-    return seen
-
-
-def compare(
-    scenario: Scenario, build: Callable[[], nn.Module], directory: Path, **options: Any
-) -> None:
-    """The scenario sees the same bits on both sides, and no unit stays in use."""
-    expected = scenario(PlainSide(build()))
-    with offloaded(build(), swap_config(directory, **options)) as model:
-        came = scenario(OffloadedSide(model))
-        assert not held_units(model)
-    found = differences(expected, came)
-    assert not found, "not the same bits\n  " + "\n  ".join(found[:6])
 
 
 # --- the loop ---------------------------------------------------------------------------------
@@ -99,37 +73,20 @@ def test_learning_rate_schedulers(kind: str, swap_directory: Path) -> None:
     """They write `param_groups`: learning rates and, in one cycle, betas. Read at every step."""
 
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        scheduler = SCHEDULERS[kind](optimizer)
-        seen: Named = {}
-        for step in range(6):
-            loss = loss_of(side.model, step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step(*([loss.item()] if kind == "plateau" else []))
-            seen[f"loss {step}"] = loss.detach()
-            seen[f"lr {step}"] = torch.tensor(optimizer.param_groups[0]["lr"])
-        return finish(side, seen)
+        made, rates = [], []
+
+        def after(step: int, optimizer: Any) -> None:
+            made[:] = made or [SCHEDULERS[kind](optimizer)]
+            made[0].step(*([1.0 + step] if kind == "plateau" else []))
+            rates.append(optimizer.param_groups[0]["lr"])
+
+        return trained(side, steps=6, after=after) | {"rates": torch.tensor(rates)}
 
     compare(scenario, decoder, swap_directory)
 
 
 def test_backward_passes_of_different_number_per_step(swap_directory: Path) -> None:
-    def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        seen: Named = {}
-        for step, count in enumerate([1, 3, 2]):
-            for micro in range(count):
-                loss = loss_of(side.model, 10 * step + micro) / count
-                loss.backward()
-                seen[f"loss {step} {micro}"] = loss.detach()
-                seen.update({f"{step} {micro} {n}": g for n, g in side.gradients().items()})
-            optimizer.step()
-            optimizer.zero_grad()
-        return finish(side, seen)
-
-    compare(scenario, conditional, swap_directory)
+    compare(lambda side: trained(side, micro=[1, 3, 2]), conditional, swap_directory)
 
 
 @pytest.mark.parametrize(
@@ -208,51 +165,28 @@ def test_ways_to_clear_gradients(clear: Callable[[Any, Any], None], swap_directo
     gradient."""
 
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        seen: Named = {}
-        for step in range(5):
-            clear(side.model, optimizer)
-            loss = loss_of(side.model, step)
-            loss.backward()
-            seen[f"loss {step}"] = loss.detach()
-            seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
-            optimizer.step()
-        return finish(side, seen)
+        return trained(side, steps=5, clear=lambda optimizer: clear(side.model, optimizer))
 
     compare(scenario, conditional, swap_directory)
 
 
-def test_step_without_backward_changes_nothing(swap_directory: Path) -> None:
-    """Without a gradient nothing is updated and no step is counted, as in torch."""
-
+# Steps ("s"), gradients cleared ("z"), and backwards of batches by number. Without a gradient nothing
+# is updated and no step is counted, as in torch. A gradient that nobody cleared is applied again, and
+# summed up by the next backward.
+@pytest.mark.parametrize(
+    ("loop", "build"), [("s 1 s z s s 2 s", conditional), ("1 s s 2 s", decoder)]
+)
+def test_steps_without_a_backward(
+    loop: str, build: Callable[[], nn.Module], swap_directory: Path
+) -> None:
     def scenario(side: Side) -> Named:
         optimizer = side.optimizer(side.model.parameters(), PLAN)
-        optimizer.step()
-        loss_of(side.model, 1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.step()
-        optimizer.step()
-        loss_of(side.model, 2).backward()
-        optimizer.step()
+        calls = {"s": optimizer.step, "z": optimizer.zero_grad}
+        for each in loop.split():
+            calls.get(each, lambda each=each: loss_of(side.model, int(each)).backward())()
         return finish(side, {})
 
-    compare(scenario, conditional, swap_directory)
-
-
-def test_two_steps_on_one_gradient(swap_directory: Path) -> None:
-    """A gradient that nobody cleared is applied again, and summed up by the next backward."""
-
-    def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        loss_of(side.model, 1).backward()
-        optimizer.step()
-        optimizer.step()
-        loss_of(side.model, 2).backward()
-        optimizer.step()
-        return finish(side, {})
-
-    compare(scenario, decoder, swap_directory)
+    compare(scenario, build, swap_directory)
 
 
 def test_step_takes_a_closure(swap_directory: Path) -> None:
@@ -273,18 +207,8 @@ def test_step_takes_a_closure(swap_directory: Path) -> None:
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3], ids=["acts", "idle"])
 def test_clipping_with_absent_gradients(max_norm: float, swap_directory: Path) -> None:
-    plan = Plan(lr=1e-2, weight_decay=0.1, max_norm=max_norm)
-
-    def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), plan)
-        seen: Named = {}
-        for step in range(4):
-            loss_of(side.model, step).backward()
-            seen[f"norm {step}"] = side.step(optimizer, plan)
-            optimizer.zero_grad()
-        return finish(side, seen)
-
-    compare(scenario, conditional, swap_directory)
+    plan = replace(PLAN, max_norm=max_norm)
+    compare(lambda side: trained(side, steps=4, plan=plan), conditional, swap_directory)
 
 
 # --- groups, freezing -------------------------------------------------------------------------
@@ -295,32 +219,30 @@ def test_groups_with_options_of_their_own(swap_directory: Path) -> None:
     group."""
 
     def scenario(side: Side) -> Named:
-        named = dict(side.model.named_parameters())
-        norms = [p for n, p in named.items() if "norm" in n]
-        heads = [p for n, p in named.items() if "down" in n or "qkv" in n]
-        late = [p for n, p in named.items() if "gate" in n]
-        optimizer = side.optimizer(
-            [{"params": norms, "weight_decay": 0.0, "lr": 3e-3},
-             {"params": heads, "betas": (0.8, 0.95), "eps": 1e-6}], PLAN,
-        )  # fmt: skip
-        for step in range(4):
-            loss_of(side.model, step).backward()
-            optimizer.step()
-            side.model.zero_grad()
+        def named(*parts: str) -> list[Tensor]:
+            found = side.model.named_parameters()
+            return [p for n, p in found if any(part in n for part in parts)]
+
+        def after(step: int, optimizer: Any) -> None:
             if step == 1:
-                optimizer.add_param_group({"params": late, "lr": 5e-2})
+                optimizer.add_param_group({"params": named("gate"), "lr": 5e-2})
                 optimizer.param_groups[0]["weight_decay"] = 0.3
-        return finish(side, {})
+
+        groups = [
+            {"params": named("norm"), "weight_decay": 0.0, "lr": 3e-3},
+            {"params": named("down", "qkv"), "betas": (0.8, 0.95), "eps": 1e-6},
+        ]
+        return trained(
+            side, steps=4, groups=lambda _: groups, after=after,
+            clear=lambda _: side.model.zero_grad(),
+        )  # fmt: skip
 
     compare(scenario, decoder, swap_directory)
 
 
 def test_named_parameters_in_groups(swap_directory: Path) -> None:
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(list(side.model.named_parameters()), PLAN)
-        loss_of(side.model, 1).backward()
-        optimizer.step()
-        return finish(side, {})
+        return trained(side, steps=1, groups=lambda model: list(model.named_parameters()))
 
     compare(scenario, decoder, swap_directory)
 
@@ -337,20 +259,13 @@ def test_freezing_in_the_middle_of_training(swap_directory: Path) -> None:
     """A frozen parameter gets no gradient and no update; its neighbours in the unit go on."""
 
     def scenario(side: Side) -> Named:
-        model = side.model
-        optimizer = side.optimizer(model.parameters(), PLAN)
-        seen: Named = {}
-        for step in range(5):
+        def before(step: int) -> None:
+            if step in (1, 3):
+                side.model.blocks[1].requires_grad_(step == 3)
             if step == 1:
-                model.blocks[1].requires_grad_(False)
-                model.blocks[0].qkv.weight.requires_grad_(False)
-            if step == 3:
-                model.blocks[1].requires_grad_(True)
-            loss_of(model, step).backward()
-            seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
-            optimizer.step()
-            optimizer.zero_grad()
-        return finish(side, seen)
+                side.model.blocks[0].qkv.weight.requires_grad_(False)
+
+        return trained(side, steps=5, before=before)
 
     compare(scenario, decoder, swap_directory)
 
@@ -367,49 +282,52 @@ def test_unfreezing_what_was_frozen_at_offload_is_exact_or_refused(swap_director
 # --- graphs -----------------------------------------------------------------------------------
 
 
-def test_two_forwards_before_one_backward(swap_directory: Path) -> None:
-    def scenario(side: Side) -> Named:
-        total = loss_of(side.model, 1) + 2 * loss_of(side.model, 2)
-        total.backward()
-        return finish(side, {"loss": total.detach()})
-
-    compare(scenario, decoder, swap_directory)
+def two_forwards_before_one_backward(side: Side) -> Named:
+    total = loss_of(side.model, 1) + 2 * loss_of(side.model, 2)
+    total.backward()
+    return {"loss": total.detach()}
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
-def test_several_graphs_in_any_order(order: tuple[int, ...], swap_directory: Path) -> None:
+def in_this_order(*order: int) -> Scenario:
     def scenario(side: Side) -> Named:
         losses = [loss_of(side.model, seed) for seed in range(3)]
         for index in order:
             losses[index].backward()
-        return finish(side, {})
+        return {}
 
-    compare(scenario, decoder, swap_directory)
-
-
-def test_a_graph_that_is_kept_and_used_again(swap_directory: Path) -> None:
-    def scenario(side: Side) -> Named:
-        loss = loss_of(side.model, 1)
-        loss.backward(retain_graph=True)
-        seen = {f"first {name}": g for name, g in side.gradients().items()}
-        loss.backward()
-        return finish(side, seen)
-
-    compare(scenario, decoder, swap_directory)
+    return scenario
 
 
-def test_a_graph_that_is_dropped(swap_directory: Path) -> None:
+def kept_and_used_again(side: Side) -> Named:
+    loss = loss_of(side.model, 1)
+    loss.backward(retain_graph=True)
+    seen = {f"first {name}": g for name, g in side.gradients().items()}
+    loss.backward()
+    return seen
+
+
+def dropped(side: Side) -> Named:
     """A forward without a backward, and one whose loss dies before the backward of the next."""
+    unused = loss_of(side.model, 1)
+    side.settled()
+    loss = loss_of(side.model, 2)
+    del unused
+    loss.backward()
+    return {}
 
-    def scenario(side: Side) -> Named:
-        unused = loss_of(side.model, 1)
-        side.settled()
-        loss = loss_of(side.model, 2)
-        del unused
-        loss.backward()
-        return finish(side, {})
 
-    compare(scenario, decoder, swap_directory)
+GRAPHS = {
+    "two forwards, one backward": two_forwards_before_one_backward,
+    "in their order": in_this_order(0, 1, 2),
+    "in another order": in_this_order(2, 0, 1),
+    "kept and used again": kept_and_used_again,
+    "dropped": dropped,
+}
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_several_graphs(graphs: str, swap_directory: Path) -> None:
+    compare(lambda side: finish(side, GRAPHS[graphs](side)), decoder, swap_directory)
 
 
 def test_a_weight_saved_before_a_step_is_a_stale_graph(swap_directory: Path) -> None:
@@ -448,7 +366,7 @@ def test_gradients_asked_for_by_hand(swap_directory: Path) -> None:
             seen[f"input {step}"] = x.grad
         return finish(side, seen)
 
-    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+    compare(scenario, mlp, swap_directory)
 
 
 def test_input_gradients_alone(swap_directory: Path) -> None:
@@ -465,45 +383,30 @@ def test_input_gradients_alone(swap_directory: Path) -> None:
         seen["two"] = y.grad
         return finish(side, seen)
 
-    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+    compare(scenario, mlp, swap_directory)
 
 
 def test_a_regulariser_reads_the_weights(swap_directory: Path) -> None:
     """A loss that reads parameters outside of any module: weight penalty, tying, a norm to log."""
 
-    def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        seen: Named = {}
-        for step in range(2):
-            penalty = sum(p.pow(2).sum() for p in side.model.parameters())
-            loss = loss_of(side.model, step) + 1e-3 * penalty
-            loss.backward()
-            seen[f"loss {step}"] = loss.detach()
-            optimizer.step()
-            optimizer.zero_grad()
-        return finish(side, seen)
+    def loss(model: nn.Module, seed: int) -> Tensor:
+        penalty = sum(p.pow(2).sum() for p in model.parameters())
+        return loss_of(model, seed) + 1e-3 * penalty
 
-    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+    compare(lambda side: trained(side, loss), mlp, swap_directory)
 
 
 def test_user_hooks_see_real_parameters(swap_directory: Path) -> None:
     """Forward hooks of the user, registered before and after `offload`, may read the weights."""
 
     def scenario(side: Side) -> Named:
-        seen: Named = {}
         sums: list[Tensor] = []
         block = side.model.blocks[1]
         block.register_forward_pre_hook(lambda m, args: sums.append(m[0].weight.detach().sum()))
         block.register_forward_hook(lambda m, args, out: out * m[2].bias.detach().mean().exp())
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        for step in range(2):
-            loss_of(side.model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.update({f"sum {index}": value.clone() for index, value in enumerate(sums)})
-        return finish(side, seen)
+        return trained(side, steps=2) | {f"sum {at}": value for at, value in enumerate(sums)}
 
-    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+    compare(scenario, mlp, swap_directory)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -512,7 +415,7 @@ def test_gradient_hooks_on_outputs_and_parameters(when: str, swap_directory: Pat
     lost."""
 
     def build() -> nn.Module:
-        model = ZOO["Mlp"].build(0)
+        model = mlp()
         if when == "before":
             model.head.weight.register_hook(lambda gradient: gradient * 3)
         return model
@@ -659,15 +562,7 @@ def test_a_model_built_on_meta_trains_from_a_callable(swap_directory: Path) -> N
     assert not any(buffer.is_meta for buffer in model.buffers())
     with offloaded(model.train(), config, weights=weights) as model:
         assert sorted(asked) == sorted(name for name, _ in plain.named_parameters())
-        came = OffloadedSide(model)
-        reference = PlainSide(plain)
-        for side in (came, reference):
-            optimizer = side.optimizer(side.model.parameters(), PLAN)
-            for step in range(2):
-                loss_of(side.model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert not differences(reference.weights(), came.weights())
+        assert not differences(trained(PlainSide(plain)), trained(OffloadedSide(model)))
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama-tied", "mixtral", "t5", "falcon_mamba"])
@@ -793,14 +688,13 @@ def test_gather_sees_a_pending_update(swap_directory: Path) -> None:
     """What is read after `step()` is what the step made, wherever the update is applied."""
 
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
         seen: Named = {}
-        for step in range(2):
-            loss_of(side.model, step).backward()
-            optimizer.step()
-            seen.update({f"{step} {name}": weight for name, weight in side.weights().items()})
+
+        def clear(optimizer: Any) -> None:
+            seen.update({f"{len(seen)} {name}": w for name, w in side.weights().items()})
             optimizer.zero_grad()
-        return finish(side, seen)
+
+        return trained(side, steps=2, clear=clear) | seen
 
     compare(scenario, decoder, swap_directory)
 
@@ -810,18 +704,15 @@ def test_modified_weights_train_on(swap_directory: Path) -> None:
     torch."""
 
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        for step in range(3):
-            loss_of(side.model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if isinstance(side, PlainSide):
-                with torch.no_grad():
-                    side.model.blocks[1].up.weight.mul_(0.5)
-            else:
-                with infinity.gather(side.model.blocks[1], modify=True), torch.no_grad():
-                    side.model.blocks[1].up.weight.mul_(0.5)
-        return finish(side, {})
+        block = side.model.blocks[1]
+
+        def halve(*_: Any) -> None:
+            is_plain = isinstance(side, PlainSide)
+            shown = nullcontext() if is_plain else infinity.gather(block, modify=True)
+            with shown, torch.no_grad():
+                block.up.weight.mul_(0.5)
+
+        return trained(side, after=halve)
 
     compare(scenario, decoder, swap_directory)
 
@@ -871,22 +762,13 @@ def test_refusals_say_what_to_do_and_do_no_damage(what: str, swap_directory: Pat
 def test_reentrant_checkpointing(swap_directory: Path) -> None:
     """A backward inside a backward, which `use_reentrant=True` runs for every block."""
 
-    def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        seen: Named = {}
-        for step in range(3):
-            x = side.model.tokens(side.model.inputs(step)["ids"])
-            for block in side.model.blocks:
-                x = checkpoint(block, x, use_reentrant=True)
-            loss = x.pow(2).mean()
-            loss.backward()
-            seen[f"loss {step}"] = loss.detach()
-            seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
-            optimizer.step()
-            optimizer.zero_grad()
-        return finish(side, seen)
+    def loss(model: Any, seed: int) -> Tensor:
+        x = model.tokens(model.inputs(seed)["ids"])
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x.pow(2).mean()
 
-    compare(scenario, decoder, swap_directory)
+    compare(lambda side: trained(side, loss), decoder, swap_directory)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -894,11 +776,7 @@ def test_load_state_dict(assign: bool, swap_directory: Path) -> None:
     """Values go to their tiers, fp32 master included; moments stay, as in plain PyTorch."""
 
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        for step in range(4):
-            loss_of(side.model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        def after(step: int, optimizer: Any) -> None:
             if step == 1:
                 side.model.load_state_dict(decoder(1).state_dict())
             if step == 2:
@@ -910,7 +788,8 @@ def test_load_state_dict(assign: bool, swap_directory: Path) -> None:
                 assert "norm.bias" in outcome.missing_keys
                 with pytest.raises(RuntimeError, match="size mismatch"):
                     side.model.load_state_dict({"norm.weight": torch.zeros(3)}, strict=False)
-        return finish(side, {})
+
+        return trained(side, steps=4, after=after)
 
     compare(scenario, decoder, swap_directory)
 
@@ -963,7 +842,7 @@ def test_parameters_of_before_offload_are_those_of_the_model(swap_directory: Pat
 
 def test_modules_added_after_offload_are_noticed(swap_directory: Path) -> None:
     """A new head trains or is refused; it is never silently left out."""
-    with offloaded(ZOO["Mlp"].build(0), swap_config(swap_directory)) as model:
+    with offloaded(mlp(), swap_config(swap_directory)) as model:
         model.head = nn.Linear(16, 5)
         with pytest.raises(InfinityError, match="after"):
             loss_of(model, 1).backward()
@@ -1053,18 +932,13 @@ def test_two_optimizers_that_clip_for_themselves(swap_directory: Path) -> None:
                 optimizer.zero_grad()
         return finish(side, seen)
 
-    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+    compare(scenario, mlp, swap_directory)
 
 
 def test_a_new_optimizer_starts_with_new_moments(swap_directory: Path) -> None:
     def scenario(side: Side) -> Named:
-        for _ in range(2):
-            optimizer = side.optimizer(side.model.parameters(), PLAN)
-            for step in range(3):
-                loss_of(side.model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return finish(side, {})
+        trained(side)
+        return trained(side)
 
     compare(scenario, decoder, swap_directory)
     with offloaded(decoder(), swap_config(swap_directory)) as model:

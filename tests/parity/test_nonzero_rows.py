@@ -24,18 +24,17 @@ from infinity.streaming.gradients.nonzero_rows import (
 from infinity.streaming.gradients.norms import norm_of
 from infinity.streaming.gradients.store import GradientStore
 from infinity.tiers.device import FINISHED, Copy
+from tests.support.two_sides import VOCABULARY, WIDTH, Run, compare, ids_of, plain_run, same_bits
 
-from .test_early_updates import VOCABULARY, WIDTH, Run, ids_of, loss_of, plain_run
 from .test_norm_tasks import steps
 from .test_resting_norms import (
     CHANGES,
     STATE,
     check_norm,
     lent_to_norms,
-    offloaded,
+    resting,
     resting_of,
     store_of,
-    values_after,
 )
 
 ROW_NBYTES = 4 * WIDTH
@@ -119,12 +118,13 @@ def test_only_the_rows_that_were_looked_up_leave_the_device(
     def nbytes_out(searched: str) -> list[int]:
         monkeypatch.setattr(nonzero_rows, "_LEAST_RATIO", 2)
         monkeypatch.setattr(resting_norms, "may_have_rows_of_zeros", lambda s: s.name == searched)
-        run = offloaded(swap_directory, placement=others)
-        counters, totals = infinity.engine_of(run.model).counters, [0]
+        run = resting(swap_directory, placement=others)
+        counters, totals, seen = infinity.engine_of(run.model).counters, [0], []
         for number in range(4):
-            steps(run, 1, start=number)
+            seen += steps(run, 1, start=number)
             totals.append(int(counters.snapshot()["device_out_nbytes"]))
-        assert all(map(torch.equal, plain_run(four_steps), run.values().values()))
+        seen += run.values().values()
+        assert same_bits(plain_run(lambda run: steps(run, 4)), seen)
         infinity.close(run.model)
         return [after - before for before, after in pairwise(totals)]
 
@@ -147,16 +147,15 @@ def test_a_gradient_without_rows_of_zeros_is_copied_whole(
             run.step(1e-3)
         return []
 
-    actual = values_after(offloaded(swap_directory), body)
-    assert all(map(torch.equal, plain_run(body), actual))
+    compare(body, resting(swap_directory))
 
 
 def behind_a_backward(directory: Path, *, delay_s: float) -> Run:
     """A run whose third step has yet to be made, with memory to measure all sums at once."""
-    run = offloaded(directory, delay_s=delay_s)
+    run = resting(directory, delay_s=delay_s)
     steps(run, 2)
     resting_of(run)._most_nbytes = 1 << 30
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     return run
 
 
@@ -194,15 +193,15 @@ def test_a_sum_that_is_searched_is_not_searched_again(
 
     monkeypatch.setattr(resting_norms, "RowSearch", Search)
     run = behind_a_backward(swap_directory, delay_s=0)
-    engine, store, resting = infinity.engine_of(run.model), store_of(run), resting_of(run)
+    engine, store, norms = infinity.engine_of(run.model), store_of(run), resting_of(run)
     [(unit, spec)] = table_of(store)
     with engine._lock:
-        searched = resting._searched[spec]
+        searched = norms._searched[spec]
         store.expect_norms([(unit, spec)])  # As the step does.
-        assert resting._searched[spec] is searched
+        assert norms._searched[spec] is searched
         CHANGES["put"](store, unit, spec)
         store.expect_norms([(unit, spec)])  # Another content waits for the end of the search.
-        assert resting._searched[spec] is searched
+        assert norms._searched[spec] is searched
         check_norm(store, unit, spec, "put")
     end_step(run)
 
@@ -216,10 +215,6 @@ def test_a_search_that_fails_keeps_no_memory_and_one_without_memory_is_left_out(
     name: str,
     error: type[Exception],
 ) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
-        steps(run, 3)
-        return []
-
     real, failures = getattr(RowSearch, name), [error("simulated")]
 
     def fail_once(*arguments: Any) -> Any:
@@ -227,16 +222,16 @@ def test_a_search_that_fails_keeps_no_memory_and_one_without_memory_is_left_out(
             raise failures.pop()
         return real(*arguments)
 
-    run = offloaded(swap_directory)
+    run = resting(swap_directory)
     monkeypatch.setattr(RowSearch, name, fail_once)
     if error is RuntimeError:
         with pytest.raises(RuntimeError, match="simulated"):
-            body(run)
+            steps(run, 3)
         while resting_of(run).reclaim():
             pass
     else:
-        body(run)
-        assert all(map(torch.equal, plain_run(body), run.values().values()))
+        seen = [*steps(run, 3), *run.values().values()]
+        assert same_bits(plain_run(lambda run: steps(run, 3)), seen)
     assert not failures and not lent_to_norms(run) and not resting_of(run)._nbytes
     infinity.close(run.model)
 
@@ -245,10 +240,10 @@ def test_a_search_of_another_content_picks_no_rows(
     swap_directory: Path, is_searched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = behind_a_backward(swap_directory, delay_s=0.01)
-    engine, store, resting = infinity.engine_of(run.model), store_of(run), resting_of(run)
+    engine, store, norms = infinity.engine_of(run.model), store_of(run), resting_of(run)
     [(unit, spec)] = table_of(store)
     with engine._lock:
-        searched = resting._searched[spec].search
+        searched = norms._searched[spec].search
         monkeypatch.setattr(searched, "pick", lambda: pytest.fail("rows were picked"))
         CHANGES["put"](store, unit, spec)
         check_norm(store, unit, spec, "put")
@@ -258,15 +253,15 @@ def test_a_search_of_another_content_picks_no_rows(
 def test_memory_of_a_search_is_given_to_who_needs_it(
     swap_directory: Path, is_searched: None
 ) -> None:
-    run = offloaded(swap_directory, delay_s=0.01)
+    run = resting(swap_directory, delay_s=0.01)
     steps(run, 2)
-    loss_of(run.model, 2).backward()
-    engine, store, resting = infinity.engine_of(run.model), store_of(run), resting_of(run)
+    run.backward(2)
+    engine, store, norms = infinity.engine_of(run.model), store_of(run), resting_of(run)
     with engine._lock:
-        assert resting._searched and lent_to_norms(run)
+        assert norms._searched and lent_to_norms(run)
         while store.reclaim():
             pass
-        assert not resting._searched and not lent_to_norms(run) and not resting._nbytes
+        assert not norms._searched and not lent_to_norms(run) and not norms._nbytes
         for unit, spec in table_of(store):
             expected = torch.linalg.vector_norm(store.read(unit, spec))
             assert torch.equal(store.norm(unit, spec), expected)
@@ -274,16 +269,11 @@ def test_memory_of_a_search_is_given_to_who_needs_it(
 
 
 def test_closing_within_a_search_leaves_nothing(swap_directory: Path, is_searched: None) -> None:
-    run = offloaded(swap_directory, delay_s=0.01)
+    run = resting(swap_directory, delay_s=0.01)
     steps(run, 2)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     assert resting_of(run)._searched
     infinity.close(run.model)
-
-
-def four_steps(run: Run) -> list[torch.Tensor]:
-    steps(run, 4)
-    return []
 
 
 def table_of(store: GradientStore) -> list[tuple[Unit, TensorSpec]]:

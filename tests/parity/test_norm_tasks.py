@@ -20,9 +20,10 @@ from infinity.streaming.gradients import norm_tasks
 from infinity.streaming.gradients.norm_tasks import THREAD_NAME
 from infinity.streaming.gradients.store import GradientStore
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support import two_sides
+from tests.support.two_sides import Run, compare, config_of, make, offloaded, plain_run, same_bits
 
 from .norm_support import is_over, let_norms_finish, norms_of, tasks_of, told_by
-from .test_early_updates import Run, config_of, loss_of, make, plain_run
 
 PATIENCE_S = 60.0
 SHORT_S = 0.05
@@ -35,17 +36,14 @@ def some_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_tasks, "norm_threads", lambda own: NUM_THREADS)
 
 
-def offloaded(directory: Path, **changes: Any) -> Run:
+def beside(directory: Path, **changes: Any) -> Run:
     changes = {"gradients": "nvme", "schedule": {"updates": "deferred"}} | changes
-    model = infinity.offload(make(), config_of(directory, **changes), device=SimulatedDevice())
-    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    return offloaded(directory, device=SimulatedDevice(), **changes)
 
 
-def steps(run: Run, count: int, start: int = 0) -> None:
+def steps(run: Run, count: int, start: int = 0) -> list[torch.Tensor]:
     """Steps that need norms."""
-    for number in range(start, start + count):
-        loss_of(run.model, number).backward()
-        run.step(1e-3)
+    return two_sides.steps(run, count, lambda _: 1e-3, start)
 
 
 def norm_names() -> set[str]:
@@ -89,7 +87,7 @@ class Held:
 
 @pytest.fixture
 def run(swap_directory: Path) -> Iterator[Run]:
-    run = offloaded(swap_directory)
+    run = beside(swap_directory)
     steps(run, 2)
     yield run
     infinity.close(run.model)
@@ -97,7 +95,7 @@ def run(swap_directory: Path) -> Iterator[Run]:
 
 def test_a_whole_backward_passes_and_the_lock_is_free_while_norms_are_computed(run: Run) -> None:
     held = Held(run)
-    loss_of(run.model, 2).backward()  # Ends although no norm does.
+    run.backward(2)  # Ends although no norm does.
     until(lambda: len(held.reading) == NUM_THREADS, "no norm is computed")
     lock, taken = infinity.engine_of(run.model)._lock, []
 
@@ -115,7 +113,7 @@ def test_a_whole_backward_passes_and_the_lock_is_free_while_norms_are_computed(r
 
 def test_several_tensors_are_measured_at_a_time_each_once(run: Run) -> None:
     held = Held(run)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     until(lambda: len(held.reading) == NUM_THREADS, "one norm at a time")
     assert len(tasks_of(run)) == NUM_TENSORS
     held.release()
@@ -126,7 +124,7 @@ def test_several_tensors_are_measured_at_a_time_each_once(run: Run) -> None:
 
 def test_a_norm_that_no_thread_has_begun_is_computed_by_who_needs_it(run: Run) -> None:
     held = Held(run)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     until(lambda: len(held.reading) == NUM_THREADS, "no norm is computed")
     names: list[str] = []
     last = tasks_of(run)[-1]
@@ -184,7 +182,7 @@ def test_memory_of_a_sum_is_neither_given_away_nor_changed_under_who_reads_it(
     run: Run, name: str
 ) -> None:
     held = Held(run)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     until(lambda: len(held.reading) == NUM_THREADS, "no norm is computed")
     gradients, unit, spec = first_sum(run, held)
     known, lock = gradients._tensors[spec], infinity.engine_of(run.model)._lock
@@ -214,10 +212,10 @@ def test_memory_of_a_sum_is_neither_given_away_nor_changed_under_who_reads_it(
 
 def test_closing_waits_for_who_reads_a_sum(swap_directory: Path) -> None:
     before = norm_names()
-    run = offloaded(swap_directory)
+    run = beside(swap_directory)
     steps(run, 2)
     held = Held(run)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     until(lambda: len(held.reading) == NUM_THREADS, "no norm is computed")
     closing = threading.Thread(target=infinity.close, args=(run.model,), daemon=True)
     closing.start()
@@ -229,7 +227,7 @@ def test_closing_waits_for_who_reads_a_sum(swap_directory: Path) -> None:
 
 
 def test_a_model_that_is_dropped_ends_its_threads(swap_directory: Path) -> None:
-    run = offloaded(swap_directory)
+    run = beside(swap_directory)
     steps(run, 3)
     assert norm_names()
     del run
@@ -241,8 +239,8 @@ def test_a_model_that_is_dropped_ends_its_threads(swap_directory: Path) -> None:
 def test_what_a_task_raises_reaches_the_step_and_the_next_look_measures_again(
     swap_directory: Path, gradients: str
 ) -> None:
-    expected = plain_run(lambda run: steps(run, 4) or [])
-    run = offloaded(swap_directory, gradients=gradients)
+    expected = plain_run(lambda run: steps(run, 4))[4:]
+    run = beside(swap_directory, gradients=gradients)
     steps(run, 3)
     norms = norms_of(run)
     measure = norms.measure
@@ -251,7 +249,7 @@ def test_what_a_task_raises_reaches_the_step_and_the_next_look_measures_again(
         raise ZeroDivisionError("a mistake in a norm")
 
     norms.measure = fail
-    loss_of(run.model, 3).backward()
+    run.backward(3)
     let_norms_finish(run)
     norms.measure = measure
     with pytest.raises(ZeroDivisionError, match="a mistake in a norm"):
@@ -264,7 +262,7 @@ def test_what_a_task_raises_reaches_the_step_and_the_next_look_measures_again(
             pass
     actual = list(run.values().values())
     infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    assert same_bits(expected, actual)
 
 
 class Layouts(torch.nn.Module):
@@ -337,18 +335,13 @@ def test_norms_are_taken_beside_the_backward_where_nothing_is_updated_there(
         if not run.is_plain:
             told_by(run, threads)
         for number in range(4):
-            loss_of(run.model, number).backward()
+            run.backward(number)
             if not run.is_plain:
                 let_norms_finish(run)
             run.step(1e-3)
         return []
 
-    expected = plain_run(body)
-    run = offloaded(swap_directory, gradients="host", schedule=schedule)
-    body(run)
-    actual = list(run.values().values())
-    infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    compare(body, beside(swap_directory, gradients="host", schedule=schedule))
     assert len(threads) == 4 * NUM_TENSORS
     # The first step does not know what to expect.
     assert all(name.startswith(THREAD_NAME) for name in threads[NUM_TENSORS:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ import torch
 import infinity
 from infinity.state.units import TensorSpec
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.two_sides import Run, compare, loss_of, make, offloaded
 
 from .norm_support import let_norms_finish
-from .test_early_updates import Run, config_of, loss_of, make, plain_run
 
 NUM_TENSORS = len(list(make().parameters()))
 CASES = [("host", False), ("nvme", False), ("host", True), ("nvme", True)]
@@ -35,11 +34,9 @@ def counted_norms(run: Run) -> Counter[str]:
     return counted
 
 
-def offloaded(directory: Path, tier: str, *, is_apart: bool) -> Run:
-    options: dict[str, Any] = {"device": SimulatedDevice()} if is_apart else {}
-    config = config_of(directory, gradients=tier, schedule={"updates": "deferred"})
-    model = infinity.offload(make(), config, **options)
-    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+def run_with(directory: Path, tier: str, *, is_apart: bool) -> Run:
+    device = SimulatedDevice() if is_apart else None
+    return offloaded(directory, device=device, gradients=tier, schedule={"updates": "deferred"})
 
 
 def backwards(run: Run, step: int, count: int) -> None:
@@ -69,13 +66,9 @@ def test_norms_are_computed_once_when_the_last_gradient_of_a_step_is_there(
             assert run.is_plain or step == 0 or computed.total() == before
         return []
 
-    expected = plain_run(body)
-    run = offloaded(swap_directory, tier, is_apart=is_apart)
+    run = run_with(swap_directory, tier, is_apart=is_apart)
     computed = counted_norms(run)
-    body(run)
-    actual = list(run.values().values())
-    infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    compare(body, run)
 
 
 @pytest.mark.parametrize(("tier", "is_apart"), CASES)
@@ -95,15 +88,11 @@ def test_more_gradients_than_before_and_changed_ones_have_another_norm(
             seen.append(run.weight("blocks.0.up.weight"))
         return seen
 
-    expected = plain_run(body)
-    run = offloaded(swap_directory, tier, is_apart=is_apart)
-    actual = [*body(run), *run.values().values()]
-    infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    compare(body, run_with(swap_directory, tier, is_apart=is_apart))
 
 
 def test_without_clipping_no_norm_is_computed(swap_directory: Path) -> None:
-    run = offloaded(swap_directory, "nvme", is_apart=False)
+    run = run_with(swap_directory, "nvme", is_apart=False)
     computed = counted_norms(run)
     for step in range(3):
         computed.clear()

@@ -16,10 +16,8 @@ import infinity
 from infinity.errors import InfinityError, UnsupportedError
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, OffloadedSide, Plan, Side
-from .test_library import compare, finish
-
-PLAN = Plan(lr=1e-2, weight_decay=0.1)
+from .harness import Named, OffloadedSide, Side
+from .scenarios import compare, trained
 
 
 def scaled(weight: Tensor, x: Tensor) -> Tensor:
@@ -72,21 +70,12 @@ def build() -> nn.Module:
     return Outer()
 
 
-def test_originals_that_are_kept_anywhere_are_trained(swap_directory: Path) -> None:
-    def scenario(side: Side) -> Named:
-        seen: Named = {}
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        for step in range(3):
-            loss = side.model(torch.linspace(-1, 1, 8).view(2, 4) + step).pow(2).mean()
-            loss.backward()
-            seen[f"loss {step}"] = loss.detach()
-            seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
-            optimizer.step()
-            optimizer.zero_grad()
-            side.settled()
-        return finish(side, seen)
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    return model(torch.linspace(-1, 1, 8).view(2, 4) + step).pow(2).mean()
 
-    compare(scenario, build, swap_directory)
+
+def test_originals_that_are_kept_anywhere_are_trained(swap_directory: Path) -> None:
+    compare(lambda side: trained(side, loss_of), build, swap_directory)
 
 
 def groups_by_identity(model: nn.Module) -> tuple[dict[Tensor, float], set[int], set[Tensor]]:
@@ -114,16 +103,17 @@ def test_sets_dicts_and_ids_of_before_find_the_parameters(swap_directory: Path) 
             for p, rate in rates.items()
             if p not in chosen
         ]
-        optimizer, seen = side.optimizer(groups, PLAN), {}
-        for step in range(3):
-            y = side.model[0](torch.linspace(-1, 1, 8).view(2, 4) + step)
-            loss = side.model[1](torch.nn.functional.pad(y, (0, 4 - y.shape[1])))[0].pow(2).mean()
-            (loss + y.mean()).backward()
-            seen[f"loss {step}"] = loss.detach()
-            optimizer.step()
-            optimizer.zero_grad()
+
+        def loss(model: nn.Module, step: int) -> Tensor:
+            y = model[0](torch.linspace(-1, 1, 8).view(2, 4) + step)
+            out = model[1](torch.nn.functional.pad(y, (0, 4 - y.shape[1])))[0]
+            return out.pow(2).mean() + y.mean()
+
+        def after(step: int, _: Any) -> None:
             bias.requires_grad_(step == 0)
-        return {**finish(side, seen), "kept": bias.detach().clone()}
+
+        seen = trained(side, loss, groups=lambda _: groups, after=after)
+        return {**seen, "kept": bias.detach().clone()}
 
     compare(scenario, tagged, swap_directory)
 
@@ -233,7 +223,7 @@ def test_hooks_of_before_are_removed_by_their_handles(swap_directory: Path) -> N
         fired.clear()
         seen: Named = {}
         for step in range(3):
-            side.model(torch.linspace(-1, 1, 8).view(2, 4) + step).pow(2).mean().backward()
+            loss_of(side.model, step).backward()
             seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
             if step < 2:
                 removable[side.model][step].remove()

@@ -14,8 +14,7 @@ import infinity
 from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.gradients.norms import CompleteSums
 from infinity.testing.simulated_device import SimulatedDevice
-
-from .test_early_updates import BLOCKS, Model, Run, Tied, config_of, loss_of, make
+from tests.support.two_sides import BLOCKS, Model, Run, Tied, loss_of, make, offloaded, plain_run
 
 GRADIENT_NBYTES = 4 * sum(parameter.numel() for parameter in Model().parameters())
 OUTSIDE_NBYTES = 4 * sum(
@@ -28,18 +27,15 @@ def steps(run: Run, num_micro_batches: int) -> list[torch.Tensor]:
     for step in range(NUM_STEPS):
         numbers = [10 * step + number for number in range(num_micro_batches)]
         if run.is_plain:
-            for number in numbers:
-                loss_of(run.model, number).backward()
+            run.backward(*numbers)
         else:
             infinity.forward_backward(run.model, lambda seed: loss_of(run.model, seed), numbers)
         run.step(0.5)
-    return list(run.values().values())
+    return []
 
 
-def plain_steps(kind: type[Model], num_micro_batches: int) -> list[torch.Tensor]:
-    model = make(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    return steps(Run(model, optimizer, is_plain=True), num_micro_batches)
+def plain_steps(num_micro_batches: int) -> list[torch.Tensor]:
+    return plain_run(lambda run: steps(run, num_micro_batches))
 
 
 def offloaded_steps(
@@ -48,8 +44,7 @@ def offloaded_steps(
     """Weights, the most bytes of weights on the device while gradients leave it, and the bytes of
     the sums that were copied or added to, in each step."""
     device = SimulatedDevice(5, delay_s=1e-4)
-    model = infinity.offload(make(kind), config_of(directory, **changes), device=device)
-    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    run = offloaded(directory, device=device, model=make(kind), **changes)
     left_nbytes, attached_nbytes = list[int](), [0]
     start, add, sent = LeavingGradients.start, LeavingGradients.add, [0]
 
@@ -75,8 +70,9 @@ def offloaded_steps(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LeavingGradients, "start", counting)
         patch.setattr(LeavingGradients, "add", counting_host)
-        weights = steps(run, num_micro_batches)
-    infinity.close(model)
+        steps(run, num_micro_batches)
+    weights = list(run.values().values())
+    infinity.close(run.model)
     return weights, max(attached_nbytes), left_nbytes
 
 
@@ -86,7 +82,7 @@ def test_gradients_outside_of_blocks_leave_the_device_once(
     count: int, gradients: str, swap_directory: Path
 ) -> None:
     actual, _, left_nbytes = offloaded_steps(Model, swap_directory, count, gradients=gradients)
-    assert all(map(torch.equal, plain_steps(Model, count), actual))
+    assert all(map(torch.equal, plain_steps(count), actual))
     assert left_nbytes == [GRADIENT_NBYTES] * NUM_STEPS
 
 
@@ -102,7 +98,9 @@ def steps_in_order(kind: type[Model], count: int) -> list[torch.Tensor]:
     """The steps with the engine where device and host are one: sums of tied weights have the
     order of the schedule."""
     model = infinity.offload(make(kind), {"tiers": {"device": {"kind": "cpu"}}})
-    weights = steps(Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False), count)
+    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    steps(run, count)
+    weights = list(run.values().values())
     infinity.close(model)
     return weights
 
@@ -122,7 +120,7 @@ def test_sums_take_their_memory_of_the_window_for_weights(
     actual, most_attached_nbytes, left_nbytes = offloaded_steps(
         Model, swap_directory, 3, tiers=tiers
     )
-    assert all(map(torch.equal, plain_steps(Model, 3), actual))
+    assert all(map(torch.equal, plain_steps(3), actual))
     assert most_attached_nbytes <= window_nbytes - OUTSIDE_NBYTES * has_space
     more_nbytes = 0 if has_space else 2 * OUTSIDE_NBYTES
     assert left_nbytes == [GRADIENT_NBYTES + more_nbytes] * NUM_STEPS
@@ -136,7 +134,7 @@ def test_a_window_that_holds_all_weights_gives_up_some_for_the_sums(swap_directo
     actual, most_attached_nbytes, left_nbytes = offloaded_steps(
         Model, swap_directory, 2, tiers=tiers
     )
-    assert all(map(torch.equal, plain_steps(Model, 2), actual))
+    assert all(map(torch.equal, plain_steps(2), actual))
     assert left_nbytes == [GRADIENT_NBYTES] * NUM_STEPS
     assert most_attached_nbytes <= window_nbytes - OUTSIDE_NBYTES
 
@@ -162,4 +160,4 @@ def test_a_norm_is_of_all_gradients_that_were_counted(
     monkeypatch.setattr(CompleteSums, "note", checked)
     tiers = {"device": {"kind": "cpu", "capacity": 2 * BLOCK_NBYTES + (16 << 10)}}
     actual, _, _ = offloaded_steps(Model, swap_directory, 3, tiers=tiers)
-    assert all(map(torch.equal, plain_steps(Model, 3), actual))
+    assert all(map(torch.equal, plain_steps(3), actual))

@@ -13,11 +13,8 @@ import infinity
 from infinity.errors import UnsupportedError
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, Plan, Side
-from .test_library import compare, finish
-
-PLAN = Plan(lr=1e-2, weight_decay=0.1)
-
+from .harness import Named, Side
+from .scenarios import PLAN, compare, finish, trained
 
 # -- requires_grad between forward and backward ----------------------------------------------------
 
@@ -99,18 +96,11 @@ def test_a_frozen_parameter_may_be_trainable_for_a_forward_alone(swap_directory:
 # -- Memory and strides ----------------------------------------------------------------------------
 
 
-def trained(side: Side) -> Named:
-    """Losses, gradients and weights of three steps. The model takes two rows of seven numbers."""
-    seen: Named = {}
-    optimizer = side.optimizer(side.model.parameters(), PLAN)
-    for step in range(3):
-        loss = side.model(torch.linspace(-1, 1, 14).view(2, 7) + step).pow(2).mean()
-        loss.backward()
-        seen[f"loss {step}"] = loss.detach()
-        seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return finish(side, seen)
+def three_steps(side: Side) -> Named:
+    return trained(side, lambda model, step: model(ROWS + step).pow(2).mean())
+
+
+ROWS = torch.linspace(-1, 1, 14).view(2, 7)
 
 
 def linears(*more: nn.Module) -> nn.Sequential:
@@ -164,7 +154,7 @@ def test_views_that_fill_their_memory_keep_their_strides(
     swap_directory: Path, build: Callable[[], nn.Module], compute: str
 ) -> None:
     if compute == "float32":
-        compare(trained, build, swap_directory)
+        compare(three_steps, build, swap_directory)
     strides = {name: p.stride() for name, p in build().named_parameters()}
     with offloaded(build(), swap_config(swap_directory, compute=compute)) as model:
         for name, parameter in model.named_parameters():
@@ -267,7 +257,7 @@ def test_a_parameter_with_gaps_or_overlaps_is_refused_unless_it_is_converted(
         )
         return model
 
-    compare(trained, own, tmp_path / "own")
+    compare(three_steps, own, tmp_path / "own")
 
 
 # -- Compiled functions that get weights -----------------------------------------------------------
@@ -307,4 +297,4 @@ def test_compiled_functions_take_weights_as_arguments(swap_directory: Path, back
             scripted_head() if backend == "torch.jit" else torch.compile(head, backend=backend)
         )
 
-    compare(trained, build, swap_directory)
+    compare(three_steps, build, swap_directory)

@@ -15,10 +15,9 @@ from infinity.streaming.passes import Beginnings
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, OffloadedSide, PlainSide, Plan, Side
-from .test_library import finish
+from .harness import Named, OffloadedSide, PlainSide, Side
+from .scenarios import PLAN, finish
 
-PLAN = Plan(lr=1e-2, weight_decay=0.1)
 WIDTH = 128
 
 

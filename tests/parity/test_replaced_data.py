@@ -19,7 +19,7 @@ from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import Named, OffloadedSide, PlainSide, Plan, Side
-from .test_library import compare, finish
+from .scenarios import compare, trained
 
 PLAN = Plan(lr=3e-2, weight_decay=0.1)
 
@@ -65,18 +65,8 @@ def build() -> nn.Module:
 
 
 def train(side: Side) -> Named:
-    seen: Named = {}
-    optimizer = side.optimizer(side.model.parameters(), PLAN)
-    for step in range(4):
-        x = torch.linspace(-1, 1, 24).view(3, 8) + step
-        loss = side.model(x).pow(2).mean()
-        loss.backward()
-        seen[f"loss {step}"] = loss.detach()
-        seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
-        optimizer.step()
-        optimizer.zero_grad()
-        side.settled()
-    return finish(side, seen)
+    x = torch.linspace(-1, 1, 24).view(3, 8)
+    return trained(side, lambda model, step: model(x + step).pow(2).mean(), steps=4, plan=PLAN)
 
 
 @pytest.mark.parametrize("placement", ["nvme", "host"])

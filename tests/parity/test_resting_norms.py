@@ -19,9 +19,9 @@ from infinity.streaming.gradients.resting_norms import RestingNorms
 from infinity.streaming.gradients.store import GradientStore
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import covering, sampled
+from tests.support.two_sides import Run, compare, offloaded
 
 from .norm_support import let_norms_finish, tasks_of, told_by
-from .test_early_updates import Run, config_of, loss_of, make, plain_run
 from .test_norm_tasks import NUM_TENSORS, NUM_THREADS, Held, steps, until
 
 STATE = dict.fromkeys(("parameters", "master", "moments"), "device")
@@ -32,11 +32,9 @@ def some_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_tasks, "norm_threads", lambda own: NUM_THREADS)
 
 
-def offloaded(directory: Path, *, delay_s: float = 0.002, **changes: Any) -> Run:
+def resting(directory: Path, *, delay_s: float = 0.002, **changes: Any) -> Run:
     changes = {"gradients": "device", "schedule": {"updates": "deferred"}} | changes
-    device = SimulatedDevice(delay_s=delay_s)
-    model = infinity.offload(make(), config_of(directory, **changes), device=device)
-    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    return offloaded(directory, device=SimulatedDevice(delay_s=delay_s), **changes)
 
 
 def store_of(run: Run) -> GradientStore:
@@ -51,13 +49,6 @@ def resting_of(run: Run) -> RestingNorms:
 
 def lent_to_norms(run: Run) -> list[str]:
     return [label for label in resting_of(run)._pool._host.lent() if "measured" in label]
-
-
-def values_after(run: Run, body: Callable[[Run], object]) -> list[torch.Tensor]:
-    body(run)
-    values = list(run.values().values())
-    infinity.close(run.model)
-    return values
 
 
 PROPERTIES: dict[str, list[Any]] = {
@@ -77,29 +68,27 @@ def test_bits_of_plain_pytorch(
 
     def body(run: Run) -> list[torch.Tensor]:
         for number in range(5):
-            for part in range(1 + (number == 3)):  # One step has more gradients than the last.
-                loss_of(run.model, 10 * number + part).backward()
+            # One step has more gradients than the last.
+            run.backward(*range(10 * number, 10 * number + 1 + (number == 3)))
             run.step(max_norm)
         return []
 
-    run = offloaded(swap_directory, placement=others, schedule={"updates": updates})
-    actual = values_after(run, body)
-    assert all(map(torch.equal, plain_run(body), actual))
+    compare(body, resting(swap_directory, placement=others, schedule={"updates": updates}))
 
 
 def test_the_backward_starts_the_norms_and_threads_compute_them(swap_directory: Path) -> None:
-    run = offloaded(swap_directory)
+    run = resting(swap_directory)
     steps(run, 2)
     names: list[str] = []
     told_by(run, names)
     held = Held(run)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     until(lambda: len(held.reading) == NUM_THREADS, "no norm is computed")
-    resting = resting_of(run)
-    assert len(tasks_of(run)) == len(resting._measured) > NUM_THREADS
+    norms = resting_of(run)
+    assert len(tasks_of(run)) == len(norms._measured) > NUM_THREADS
     # Memory for two units' sums bounds the copies; what has none is due.
-    assert len(resting._measured) + len(resting._due) == NUM_TENSORS
-    assert resting._due and resting._nbytes <= resting._most_nbytes
+    assert len(norms._measured) + len(norms._due) == NUM_TENSORS
+    assert norms._due and norms._nbytes <= norms._most_nbytes
     held.release()
     run.step(1e-3)
     assert len(names) == NUM_TENSORS
@@ -107,10 +96,10 @@ def test_the_backward_starts_the_norms_and_threads_compute_them(swap_directory: 
 
 
 def test_the_first_step_has_all_of_them_measured_together(swap_directory: Path) -> None:
-    run = offloaded(swap_directory)
+    run = resting(swap_directory)
     names: list[str] = []
     told_by(run, names)
-    loss_of(run.model, 0).backward()
+    run.backward(0)
     assert not tasks_of(run) and not names
     run.step(1e-3)
     assert len(names) == NUM_TENSORS and any(name.startswith(THREAD_NAME) for name in names)
@@ -118,25 +107,25 @@ def test_the_first_step_has_all_of_them_measured_together(swap_directory: Path) 
 
 
 def test_a_step_that_needs_no_norms_copies_nothing(swap_directory: Path) -> None:
-    run = offloaded(swap_directory)
+    run = resting(swap_directory)
     for number in range(3):
-        loss_of(run.model, number).backward()
+        run.backward(number)
         assert not tasks_of(run) and not resting_of(run)._measured
         run.step()
     infinity.close(run.model)
 
 
 def test_no_memory_is_lent_after_the_step(swap_directory: Path) -> None:
-    run = offloaded(swap_directory)
+    run = resting(swap_directory)
     steps(run, 3)
     assert not lent_to_norms(run) and not resting_of(run)._nbytes
     infinity.close(run.model)
 
 
 def test_who_needs_memory_gets_it_and_the_norms_stay_known(swap_directory: Path) -> None:
-    run = offloaded(swap_directory)
+    run = resting(swap_directory)
     steps(run, 2)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     engine, store = infinity.engine_of(run.model), store_of(run)
     assert lent_to_norms(run)
     with engine._lock:
@@ -153,11 +142,7 @@ def test_who_needs_memory_gets_it_and_the_norms_stay_known(swap_directory: Path)
 def test_without_spare_memory_the_step_measures_them(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch, is_tight: bool
 ) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
-        steps(run, 4)
-        return []
-
-    run = offloaded(swap_directory)
+    run = resting(swap_directory)
     pool = resting_of(run)._pool
     if is_tight:
         pool.is_tight = True
@@ -170,8 +155,7 @@ def test_without_spare_memory_the_step_measures_them(
                 None if "measured" in label else allocate(nbytes, label, **more)
             ),
         )
-    actual = values_after(run, body)
-    assert all(map(torch.equal, plain_run(body), actual))
+    compare(lambda run: steps(run, 4), run)
 
 
 CHANGES: dict[str, Callable[[GradientStore, Unit, TensorSpec], object]] = {
@@ -199,9 +183,9 @@ def check_norm(store: GradientStore, unit: Unit, spec: TensorSpec, name: str) ->
 def test_the_norm_is_that_of_the_content_when_the_step_asks(
     swap_directory: Path, name: str, delay_s: float
 ) -> None:
-    run = offloaded(swap_directory, delay_s=delay_s)
+    run = resting(swap_directory, delay_s=delay_s)
     steps(run, 2)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     engine, store = infinity.engine_of(run.model), store_of(run)
     if not delay_s:
         let_norms_finish(run)
@@ -215,9 +199,9 @@ def test_the_norm_is_that_of_the_content_when_the_step_asks(
 
 
 def test_closing_in_the_middle_leaves_nothing(swap_directory: Path) -> None:
-    run = offloaded(swap_directory, delay_s=0.05)
+    run = resting(swap_directory, delay_s=0.05)
     steps(run, 2)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     assert resting_of(run)._measured
     infinity.close(run.model)
 
@@ -225,7 +209,7 @@ def test_closing_in_the_middle_leaves_nothing(swap_directory: Path) -> None:
 def test_a_failed_copy_reaches_the_step(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = offloaded(swap_directory)
+    run = resting(swap_directory)
     steps(run, 2)
     device = infinity.engine_of(run.model).device
     copy = device.copy
@@ -249,7 +233,7 @@ def test_a_failed_copy_reaches_the_step(
         return Broken(real) if is_broken else real
 
     monkeypatch.setattr(device, "copy", broken_once)
-    loss_of(run.model, 2).backward()
+    run.backward(2)
     let_norms_finish(run)
     with pytest.raises(RuntimeError, match="the link is down"):
         run.step(1e-3)
@@ -260,19 +244,19 @@ def test_a_failed_copy_reaches_the_step(
 def test_a_sum_that_waited_for_memory_is_copied_behind_the_stream_that_wrote_it(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = offloaded(swap_directory)
+    run = resting(swap_directory)
     steps(run, 2)
-    resting, device = resting_of(run), infinity.engine_of(run.model).device
+    norms, device = resting_of(run), infinity.engine_of(run.model).device
     assert isinstance(device, SimulatedDevice)
     with monkeypatch.context() as patched:
-        patched.setattr(resting._pool, "try_allocate", lambda nbytes, label, **more: None)
-        loss_of(run.model, 2).backward()
-    assert resting._due and not resting._measured
+        patched.setattr(norms._pool, "try_allocate", lambda nbytes, label, **more: None)
+        run.backward(2)
+    assert norms._due and not norms._measured
     with infinity.engine_of(run.model)._lock:
         with device.streams.computing_on(device.streams.new_computing("side")):
-            resting.advance()
-            assert not resting._measured
-        resting.advance()
-        assert resting._measured
+            norms.advance()
+            assert not norms._measured
+        norms.advance()
+        assert norms._measured
     run.step(1e-3)
     infinity.close(run.model)

@@ -18,10 +18,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.autograd.outputs import detach_from_parameters, tensors_in
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, Plan, Side
-from .test_library import compare, finish
-
-PLAN = Plan(lr=1e-2, weight_decay=0.1)
+from .scenarios import compare, trained
 
 
 class Slots:
@@ -112,18 +109,10 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_in_what_a_module_returns_are_trained(way: str, swap_directory: Path) -> None:
-    def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
-        seen: Named = {}
-        for step in range(3):
-            loss = side.model(torch.linspace(-1, 1, 4) + step - 1).pow(2).mean()
-            loss.backward()
-            seen[f"loss {step}"] = loss.detach()
-            optimizer.step()
-            optimizer.zero_grad()
-        return finish(side, seen)
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(torch.linspace(-1, 1, 4) + step - 1).pow(2).mean()
 
-    compare(scenario, lambda: Model(way), swap_directory)
+    compare(lambda side: trained(side, loss), lambda: Model(way), swap_directory)
 
 
 def test_a_mapping_that_cannot_be_changed_is_refused(swap_directory: Path) -> None:

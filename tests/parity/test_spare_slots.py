@@ -22,10 +22,22 @@ from infinity.streaming.updates.unit_update import chunks_of
 from infinity.streaming.updates.updater import Updater
 from infinity.testing.faulty_engine import WrappedEngine
 from tests.support.exhaustive import sampled
-
-from .test_early_updates import Run, config_of, loss_of, make, plain_run, steps
+from tests.support.two_sides import (
+    Run,
+    compare,
+    config_of,
+    loss_of,
+    make,
+    plain_run,
+    same_bits,
+    steps,
+)
 
 CLIPPED = 1e-3  # Every gradient is longer.
+
+
+def clipped_steps(run: Run) -> list[torch.Tensor]:
+    return steps(run, 4, lambda _: CLIPPED)
 
 
 class LateWrites(WrappedEngine):
@@ -114,7 +126,7 @@ def test_state_of_clipped_steps_is_written_and_read_in_the_backward(
     engine.flush()
     assert most_spare > 0 and not ring._num_spare, "state at rest takes no memory"
     engine.close()
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    assert same_bits(expected, actual)
     assert not counters.get("early_updates_undone")
     # All that the forwards updated was held back, and all of it was read again in the backward.
     assert counters["state_held_back_nbytes"] > 0
@@ -143,8 +155,8 @@ def test_a_block_that_others_need_takes_the_memory_of_spare_slots(swap_directory
         for block in held:
             pool.free(block)
     run.step(CLIPPED)
-    expected = plain_run(lambda run: steps(run, 4, lambda _: CLIPPED))[4:]
-    assert all(map(torch.equal, expected, run.values().values()))
+    expected = plain_run(clipped_steps)[4:]
+    assert same_bits(expected, [*run.values().values()])
     engine.close()
 
 
@@ -167,21 +179,18 @@ def test_weights_that_are_not_cached_yet_count_as_needed(swap_directory: Path) -
 def test_a_host_that_is_full_has_no_spare_slots_and_no_error(
     swap_directory: Path, host: str
 ) -> None:
-    expected = plain_run(lambda run: steps(run, 4, lambda _: CLIPPED))
     changes = {"tiers": {"host": {"capacity": host}}, "gradients": "nvme"}
     try:
-        run, engine, _ = on_a_late_drive(swap_directory, **changes)
+        run, _, _ = on_a_late_drive(swap_directory, **changes)
     except CapacityError as error:
         pytest.fail(f"the budget of this test is too small: {error}")
-    actual = [*steps(run, 4, lambda _: CLIPPED), *run.values().values()]
-    engine.close()
-    assert all(map(torch.equal, expected, actual))
+    compare(clipped_steps, run)
 
 
 EVENTS: list[Callable[[Run, int, list[torch.Tensor]], None]] = [
     lambda run, number, seen: seen.append(run.weight("blocks.3.up.weight")),
     lambda run, number, seen: seen.append(run.gradient("blocks.1.up.weight")),
-    lambda run, number, seen: loss_of(run.model, 100 + number).backward(),
+    lambda run, number, seen: run.backward(100 + number),
     lambda run, number, seen: write(run, "blocks.2.down.weight", 0.5),
     lambda run, number, seen: scale(run, 3, 0.7),
     lambda run, number, seen: seen.append(look(run, 200 + number)),
@@ -220,17 +229,13 @@ def moment(run: Run, name: str) -> torch.Tensor:
 def test_whoever_looks_or_changes_anything_at_any_time_sees_what_plain_pytorch_has(
     swap_directory: Path, seed: int
 ) -> None:
-    expected = plain_run(lambda run: eventful_steps(run, seed))
-    run, engine, drive = on_a_late_drive(
+    run, _, drive = on_a_late_drive(
         swap_directory,
         gradients=("host", "nvme")[seed % 2],
         schedule={"updates": ("deferred", "both_passes")[seed // 2]},
     )
     drive.is_idle = seed % 2 == 0
-    actual = [*eventful_steps(run, seed), *run.values().values()]
-    counters = engine.counters.snapshot()
-    engine.close()
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    counters = compare(lambda run: eventful_steps(run, seed), run)
     assert counters["chunks_read_in_backward"] > 0
 
 
@@ -238,7 +243,7 @@ def eventful_steps(run: Run, seed: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     seen = steps(run, 2, lambda _: CLIPPED)
     for number in range(2, 14):
-        loss_of(run.model, number).backward()
+        run.backward(number)
         EVENTS[int(torch.randint(len(EVENTS), (), generator=draw))](run, number, seen)
         is_clipped = int(torch.randint(4, (), generator=draw))
         run.step(CLIPPED if is_clipped else 1e6)
@@ -261,7 +266,7 @@ def test_masters_that_change_with_their_weights_are_read_again(
         found.append([*eventful_steps(run, seed), *run.values().values()])
         engine.close()
     for actual in found[1:]:
-        assert all(map(torch.equal, found[0], actual)) and len(found[0]) == len(actual)
+        assert same_bits(found[0], actual)
 
 
 class BusyWithState(LateWrites):
@@ -280,7 +285,7 @@ def test_no_use_of_weights_waits_behind_updated_state(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backward begins with the units that the forward has updated last."""
-    expected = plain_run(lambda run: steps(run, 4, lambda _: CLIPPED))
+    expected = plain_run(clipped_steps)
     run, engine, _ = on_a_late_drive(
         swap_directory, kind=BusyWithState, schedule={"updates": "deferred"}
     )
@@ -293,4 +298,4 @@ def test_no_use_of_weights_waits_behind_updated_state(
         assert ring._num_spare > 0 and ring.held_back_nbytes() > 0
     actual += [loss.detach(), *run.values().values()]
     engine.close()
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    assert same_bits(expected, actual)

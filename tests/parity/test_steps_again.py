@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import infinity
 from infinity.testing.simulated_device import SimulatedDevice
-
-from .test_early_updates import Run, config_of, loss_of, make, plain_run
+from tests.support.two_sides import Run, compare, offloaded
 
 
 def clipped_then_not(run: Run) -> list[torch.Tensor]:
     """Three steps over one sum; a clip factor stays in the sum that the next one uses."""
     zero_grad, run.optimizer.zero_grad = run.optimizer.zero_grad, lambda: None
     for number in range(2):
-        loss_of(run.model, number).backward()
+        run.backward(number)
         for max_norm in (1e-3, None, None):
             run.step(max_norm)
         zero_grad()
@@ -30,10 +28,6 @@ def test_a_step_uses_the_sum_that_the_last_one_has_clipped(
     swap_directory: Path, gradients: str, updates: str
 ) -> None:
     device = SimulatedDevice() if gradients == "device" else None
-    config = config_of(swap_directory, gradients=gradients, schedule={"updates": updates})
-    model = infinity.offload(make(), config, device=device)
-    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
-    clipped_then_not(run)
-    actual = list(run.values().values())
-    infinity.close(model)
-    assert all(map(torch.equal, plain_run(clipped_then_not), actual))
+    schedule = {"updates": updates}
+    run = offloaded(swap_directory, device=device, gradients=gradients, schedule=schedule)
+    compare(clipped_then_not, run)

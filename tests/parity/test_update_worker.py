@@ -27,26 +27,23 @@ from infinity.streaming.updates.worker import LooseWork
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.device import Copy
 from tests.support.exhaustive import sampled
-
-from .test_early_updates import (
+from tests.support.two_sides import (
     Run,
-    config_of,
+    compare,
     layer_major_steps,
     loss_of,
     make,
+    offloaded,
     plain_run,
+    same_bits,
     steps,
 )
 
-Body = Callable[[Run], list[torch.Tensor]]
 WORKER = "infinity-updates"
 
 
-def offloaded(directory: Path, seed: int = 0, **changes: object) -> Run:
-    model = infinity.offload(
-        make(), config_of(directory, **changes), device=SimulatedDevice(seed, delay_s=1e-4)
-    )
-    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+def beside(directory: Path, seed: int = 0, **changes: Any) -> Run:
+    return offloaded(directory, device=SimulatedDevice(seed, delay_s=1e-4), **changes)
 
 
 def early_of(run: Run) -> EarlyUpdates:
@@ -69,29 +66,19 @@ def workers() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == WORKER]
 
 
-def compare(body: Body, run: Run) -> dict[str, float]:
-    expected = plain_run(body)
-    actual = [*body(run), *run.values().values()]
-    counters = infinity.engine_of(run.model).counters.snapshot()
-    infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual))
-    assert len(expected) == len(actual)
-    return counters
-
-
 @pytest.mark.parametrize("gradients", ["host", "nvme"])
 def test_the_worker_updates_while_nobody_calls_the_engine(
     swap_directory: Path, gradients: str
 ) -> None:
     def body(run: Run) -> list[torch.Tensor]:
         for number in range(8):
-            loss_of(run.model, number).backward()
+            run.backward(number)
             let_worker_finish(run)
             run.step()
         return []
 
     before = set(workers())  # Of engines that failed in other tests, and are not collected yet.
-    run = offloaded(swap_directory, gradients=gradients)
+    run = beside(swap_directory, gradients=gradients)
     [worker] = set(workers()) - before
     counters = compare(body, run)
     assert counters["early_updates_kept"] > 0
@@ -107,7 +94,7 @@ def test_the_backward_goes_on_while_a_chunk_is_updated(
 ) -> None:
     """INV-26: the arithmetic of a chunk does not hold the engine's lock, which every gradient
     takes."""
-    run = offloaded(swap_directory, placement=ALL_ON_HOST)
+    run = beside(swap_directory, placement=ALL_ON_HOST)
     seen = steps(run, 3)
     is_updating, goes_on = threading.Event(), threading.Event()
     was_held_up: list[bool] = []
@@ -129,7 +116,7 @@ def test_the_backward_goes_on_while_a_chunk_is_updated(
     assert is_updating.is_set(), "the worker has updated nothing"
     run.step()
     expected = plain_run(lambda run: steps(run, 4))
-    assert all(map(torch.equal, expected, [*seen, loss.detach(), *run.values().values()]))
+    assert same_bits(expected, [*seen, loss.detach(), *run.values().values()])
     assert not any(was_held_up), "gradients waited for the update"
     infinity.close(run.model)
 
@@ -138,11 +125,11 @@ def test_the_newest_unit_is_first_where_all_state_rests_on_the_host(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the backward does not get to is then what the next forward needs last."""
-    run = offloaded(swap_directory, placement=ALL_ON_HOST)
+    run = beside(swap_directory, placement=ALL_ON_HOST)
     steps(run, 3)
     early = early_of(run)
     monkeypatch.setattr(EarlyUpdates, "turn", lambda early: None)  # The worker does nothing.
-    loss_of(run.model, 3).backward()
+    run.backward(3)
     complete = list(early._complete)
     assert len(complete) > 3 and early._in_turn() == complete[::-1]
     begun = early._complete[complete[0]].update
@@ -165,13 +152,13 @@ def test_a_worker_that_is_interrupted_anywhere_changes_no_bit(
         draw.manual_seed(seed)
         seen = steps(run, 3)
         for number in range(3, 12):
-            loss_of(run.model, number).backward()
+            run.backward(number)
             time.sleep(0.004 * float(torch.rand((), generator=draw)))
             event = int(torch.randint(5, (), generator=draw))
             if event == 0:
                 seen.append(run.weight("blocks.3.up.weight"))
             elif event == 1:
-                loss_of(run.model, 100 + number).backward()
+                run.backward(100 + number)
             elif event == 2:
                 with torch.no_grad():
                     seen.append(loss_of(run.model, 200 + number))
@@ -179,7 +166,7 @@ def test_a_worker_that_is_interrupted_anywhere_changes_no_bit(
         return seen
 
     changes = {"placement": ALL_ON_HOST} if seed % 2 else {}
-    compare(body, offloaded(swap_directory, seed, **changes))
+    compare(body, beside(swap_directory, seed, **changes))
 
 
 def test_the_lock_is_free_while_the_end_of_a_backward_waits_for_the_device(
@@ -187,16 +174,8 @@ def test_the_lock_is_free_while_the_end_of_a_backward_waits_for_the_device(
 ) -> None:
     """The last hook has run long before most gradients are on the host."""
 
-    def body(run: Run) -> list[torch.Tensor]:
-        for number in range(3):
-            loss_of(run.model, number).backward()
-            run.step()
-        return []
-
-    device = SimulatedDevice(delay_s=2e-3)
-    config = config_of(swap_directory, gradients="host")
-    model = infinity.offload(make(), config, device=device)
-    lock, wait, were_free = infinity.engine_of(model)._lock, LeavingGradients._wait, []
+    run = offloaded(swap_directory, device=SimulatedDevice(delay_s=2e-3))
+    lock, wait, were_free = infinity.engine_of(run.model)._lock, LeavingGradients._wait, []
 
     def look() -> None:
         were_free.append(lock.acquire(timeout=30))
@@ -209,13 +188,13 @@ def test_the_lock_is_free_while_the_end_of_a_backward_waits_for_the_device(
         wait(leaving, copy)
 
     monkeypatch.setattr(LeavingGradients, "_wait", watched)
-    compare(body, Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False))
+    compare(lambda run: steps(run, 3), run)
     assert were_free and all(were_free)
 
 
 def test_layer_major_backwards_feed_the_worker(swap_directory: Path) -> None:
     counters = compare(
-        lambda run: layer_major_steps(run, let_worker_finish), offloaded(swap_directory)
+        lambda run: layer_major_steps(run, let_worker_finish), beside(swap_directory)
     )
     assert counters["early_updates_kept"] > 0
 
@@ -223,7 +202,7 @@ def test_layer_major_backwards_feed_the_worker(swap_directory: Path) -> None:
 def test_what_the_worker_raises_reaches_the_thread_that_trains(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = offloaded(swap_directory)
+    run = beside(swap_directory)
     steps(run, 3)
 
     def fail(early: EarlyUpdates, unit: int) -> bool:
@@ -233,14 +212,14 @@ def test_what_the_worker_raises_reaches_the_thread_that_trains(
     with pytest.raises(ZeroDivisionError, match="a mistake in an update"):
         for number in range(3, 9):
             early_of(run).policy.share = 1.0  # It may have found that there is no time.
-            loss_of(run.model, number).backward()
+            run.backward(number)
             time.sleep(0.05)
             run.step()
     infinity.close(run.model)
 
 
 def test_a_model_that_is_dropped_ends_its_worker(swap_directory: Path) -> None:
-    run = offloaded(swap_directory)
+    run = beside(swap_directory)
     steps(run, 3)
     del run
     gc.collect()
@@ -252,8 +231,7 @@ def test_a_model_that_is_dropped_ends_its_worker(swap_directory: Path) -> None:
 
 # -- Updates that a step has decided ---------------------------------------------------------------
 
-ON_HOST = dict.fromkeys(("parameters", "master", "moments"), "host")
-PLACEMENTS = {"nvme": {}, "host": ON_HOST, "both": {"moments": "nvme", "parameters": "host"}}
+PLACEMENTS = {"nvme": {}, "host": ALL_ON_HOST, "both": {"moments": "nvme", "parameters": "host"}}
 
 
 def updater_of(run: Run) -> Updater:
@@ -283,36 +261,27 @@ class Stop(torch.nn.Module):
 def test_the_worker_updates_the_next_units_while_the_model_waits_in_a_block(
     swap_directory: Path, placement: str, gradients: str
 ) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
-        for number in range(4):
-            loss_of(run.model, number).backward()
-            run.step(1e-3)
-        return []
-
-    expected = plain_run(body)
     model = make()
     stop = model.blocks[2] = Stop(model.blocks[2])
-    model = infinity.offload(
-        model,
-        config_of(
-            swap_directory, gradients=gradients, placement=PLACEMENTS[placement],
-            schedule={"updates": "deferred"},
-        ),
-        device=SimulatedDevice(0, delay_s=1e-4),
+    run = beside(
+        swap_directory, model=model, gradients=gradients, placement=PLACEMENTS[placement],
+        schedule={"updates": "deferred"},
     )  # fmt: skip
-    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
     assert len(workers()) == 1
     updater = updater_of(run)
     pending = updater._pending
     following = next(
         unit.index for unit in updater._store.units if unit.name.startswith("blocks.3")
     )
-    body(run)
-    stop.is_over = lambda: following not in pending
-    loss_of(run.model, 4)
-    actual = list(run.values().values())
-    infinity.close(model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+
+    def body(run: Run) -> list[torch.Tensor]:
+        losses = steps(run, 4, lambda _: 1e-3)
+        if not run.is_plain:
+            stop.is_over = lambda: following not in pending
+            loss_of(run.model, 4)
+        return losses
+
+    compare(body, run)
     assert not workers()
 
 
@@ -350,14 +319,14 @@ def test_a_worker_of_pending_updates_that_is_interrupted_anywhere_changes_no_bit
         return seen
 
     changes = {"schedule": {"updates": "deferred"}, "placement": PLACEMENTS[placement]}
-    compare(body, offloaded(swap_directory, seed, **changes))
+    compare(body, beside(swap_directory, seed, **changes))
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_a_read_that_fails_in_the_worker_is_met_by_who_needs_the_unit(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch, is_begun: bool
 ) -> None:
-    run = offloaded(swap_directory, schedule={"updates": "deferred"})
+    run = beside(swap_directory, schedule={"updates": "deferred"})
     steps(run, 2, lambda _: 1e-3)
     real, calls = ChunkUpdates.try_next, 0
 
@@ -377,6 +346,6 @@ def test_a_read_that_fails_in_the_worker_is_met_by_who_needs_the_unit(
     else:
         steps(run, 3, lambda _: 1e-3, start=2)
         expected = plain_run(lambda run: steps(run, 5, lambda _: 1e-3))[5:]
-        assert all(map(torch.equal, expected, run.values().values()))
+        assert same_bits(expected, [*run.values().values()])
     assert calls > 0
     infinity.close(run.model)

@@ -17,11 +17,10 @@ from infinity.streaming.updates.masters import Masters
 from infinity.streaming.weights.cache import WeightCache
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from tests.support.bits import assert_same
+from tests.support.two_sides import loss_of, make, offloaded, plain_run, same_bits, steps
 
 from .in_place import Base, batches, config_of, over, train
 from .in_place import loss_of as loss_of_batch
-from .test_early_updates import Run, loss_of, make, plain_run, steps
-from .test_early_updates import config_of as config_of_state
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +93,10 @@ def test_a_refused_change_of_the_base_leaves_no_use(base: Base, tmp_path: Path) 
 def test_a_master_that_has_no_memory_leaves_weights_that_can_be_used(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of_state(swap_directory, precision={"compute": "bfloat16"})
-    model = infinity.offload(make().bfloat16(), config)
-    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    precision = {"compute": "bfloat16"}
+    run = offloaded(swap_directory, model=make().bfloat16(), precision=precision)
     steps(run, 1)
+    model = run.model
     engine = infinity.engine_of(model)
 
     def fail(*arguments: Any) -> None:
@@ -130,9 +129,9 @@ def test_weights_that_have_no_device_memory_ahead_come_when_they_are_used(
 ) -> None:
     """A window that was filled in the first step may not fit beside the activations of the next."""
     device, in_use = SimulatedDevice(1), WeightCache.in_use
-    config = config_of_state(swap_directory, tiers={"device": {"capacity": "512KiB"}})
-    model = infinity.offload(make(), config, device=device)
-    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    tiers = {"device": {"capacity": "512KiB"}}
+    run = offloaded(swap_directory, device=device, tiers=tiers)
+    model = run.model
     seen = steps(run, 2)
     copy, refused = device.streams.copy, []
     engine = infinity.engine_of(model)
@@ -154,4 +153,4 @@ def test_weights_that_have_no_device_memory_ahead_come_when_they_are_used(
     expected = plain_run(lambda run: steps(run, 4))
     actual = [*seen, *run.values().values()]
     infinity.close(model)
-    assert refused and all(map(torch.equal, expected, actual))
+    assert refused and same_bits(expected, actual)

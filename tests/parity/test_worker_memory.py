@@ -22,10 +22,10 @@ from infinity.streaming.weights.state import WeightState
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.pool import HostPool
 from infinity.tiers.streams import StreamCopy
+from tests.support.two_sides import Run, compare, loss_of, offloaded, same_bits, steps
 
 from . import test_narrow_sums as narrow
-from .test_early_updates import Run, config_of, loss_of, make, plain_run, steps
-from .test_update_worker import WORKER, early_of, let_worker_finish, offloaded, updater_of
+from .test_update_worker import WORKER, beside, early_of, let_worker_finish, updater_of
 
 HELD_S = 1.0  # Long beside a pass.
 
@@ -94,10 +94,7 @@ def test_a_sum_that_an_early_update_reads_keeps_its_memory(swap_directory: Path)
         run.step()
         return seen
 
-    expected, run = plain_run(body), offloaded(swap_directory, gradients="nvme")
-    actual = [*body(run), *run.values().values()]
-    infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    compare(body, beside(swap_directory, gradients="nvme"))
 
 
 def test_a_sum_that_a_pending_update_reads_keeps_its_memory(swap_directory: Path) -> None:
@@ -120,12 +117,7 @@ def test_a_sum_that_a_pending_update_reads_keeps_its_memory(swap_directory: Path
         run.step()
         return seen
 
-    deferred = {"schedule": {"updates": "deferred"}}
-    expected = plain_run(body)
-    run = offloaded(swap_directory, gradients="nvme", **deferred)
-    actual = [*body(run), *run.values().values()]
-    infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    compare(body, beside(swap_directory, gradients="nvme", schedule={"updates": "deferred"}))
 
 
 class FailsOnce(Transfer):
@@ -153,7 +145,7 @@ def test_the_old_state_counts_though_new_weights_meet_an_error(
         seen = steps(run, 3)
         if not run.is_plain:
             early_of(run).policy.share = 1.0  # It may have found that there is no time.
-        loss_of(run.model, 3).backward()
+        run.backward(3)
         if run.is_plain:
             seen.append(run.weight("blocks.3.up.weight"))
         else:
@@ -185,17 +177,12 @@ def test_the_old_state_counts_though_new_weights_meet_an_error(
                 run.weight("blocks.3.up.weight")
         return run.weight("blocks.3.up.weight")
 
-    expected, run = plain_run(body), offloaded(swap_directory)
-    actual = [*body(run), *run.values().values()]
-    assert infinity.engine_of(run.model).counters.snapshot()["early_updates_undone"] > 0
-    infinity.close(run.model)
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    assert compare(body, beside(swap_directory))["early_updates_undone"] > 0
 
 
 def twice_a_step(run: Run) -> list[torch.Tensor]:
     for number in range(3):
-        for backward in range(2):
-            loss_of(run.model, 10 * number + backward).backward()
+        run.backward(10 * number, 10 * number + 1)
         run.step()
     return []
 
@@ -213,20 +200,16 @@ def test_a_copy_that_fails_in_the_worker_is_met_by_who_needs_the_sum(
             raise DeviceError("a copy has failed", ())
         real(copy)
 
-    expected = plain_run(twice_a_step)
     monkeypatch.setattr(StreamCopy, "wait", wait)
-    run = offloaded(swap_directory, schedule={"updates": "at_step"})
-    actual = [*twice_a_step(run), *run.values().values()]
-    infinity.close(run.model)
+    compare(twice_a_step, beside(swap_directory, schedule={"updates": "at_step"}))
     assert failures
-    assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
 
 
 @pytest.mark.parametrize("updates", ["at_step", "deferred", "both_passes"])
 def test_a_step_whose_gradients_did_not_come_changes_nothing(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch, updates: str
 ) -> None:
-    run = offloaded(swap_directory, schedule={"updates": updates})
+    run = beside(swap_directory, schedule={"updates": updates})
     twice_a_step(run)
     before = run.values()
     real, is_broken = StreamCopy.wait, False
@@ -239,11 +222,10 @@ def test_a_step_whose_gradients_did_not_come_changes_nothing(
     monkeypatch.setattr(StreamCopy, "wait", wait)
     is_broken = True
     with pytest.raises(DeviceError):
-        for _ in range(2):
-            loss_of(run.model, 7).backward()
+        run.backward(7, 7)
         run.step()
     is_broken = False
-    assert all(map(torch.equal, before.values(), run.values().values()))
+    assert same_bits([*before.values()], [*run.values().values()])
     infinity.close(run.model)
 
 
@@ -286,19 +268,13 @@ def test_a_gradient_that_comes_without_a_use_waits_for_the_pending_update(
         else:
             with infinity.gather(run.model.blocks[0]):
                 outside = run.model.blocks[0].up.weight.sum()
-        loss_of(run.model, 2).backward()
+        run.backward(2)
         run.step()
         outside.backward()
         seen.append(run.gradient("blocks.0.up.weight"))
         run.step()
         return [*seen, *steps(run, 1, start=3)]
 
-    expected = plain_run(body)
-    for is_beside in (False, True):
-        options = {"device": SimulatedDevice(1)} if is_beside else {}
-        config = config_of(swap_directory, schedule={"updates": "deferred"})
-        model = infinity.offload(make(), config, **options)
-        run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
-        actual = [*body(run), *run.values().values()]
-        infinity.close(run.model)
-        assert all(map(torch.equal, expected, actual)) and len(expected) == len(actual)
+    for device in (None, SimulatedDevice(1)):
+        schedule = {"updates": "deferred"}
+        compare(body, offloaded(swap_directory, device=device, schedule=schedule))
