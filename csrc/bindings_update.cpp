@@ -140,6 +140,27 @@ void sum_squares(std::uintptr_t values, std::size_t numel, std::uintptr_t sums,
                       num_threads);
 }
 
+std::vector<double> roots_of(std::uintptr_t sums, std::size_t count, std::uint64_t first) {
+  check_array(sums, count, sizeof(double), "sums");
+  const py::gil_scoped_release released;
+  return update::roots_of(pointer_to<const double*>(sums), count, first);
+}
+
+std::size_t num_roots(std::uint64_t first, std::uint64_t last) {
+  if (first > last) throw py::value_error("blocks end before they begin");
+  return update::num_roots(first, last);
+}
+
+double tree_sum(const std::vector<double>& roots, const std::vector<std::uint64_t>& bounds) {
+  std::size_t expected = 0;
+  for (std::size_t i = 1; i < bounds.size(); ++i) expected += num_roots(bounds[i - 1], bounds[i]);
+  if (bounds.empty() || bounds[0] != 0 || roots.size() != expected) {
+    throw py::value_error("expected runs from block 0 on, and their " + std::to_string(expected) +
+                          " roots, got " + std::to_string(roots.size()));
+  }
+  return update::tree_sum(roots.data(), bounds.data(), bounds.size() - 1);
+}
+
 double norm_of_bf16(std::uintptr_t values, std::size_t numel, const std::string& simd,
                     std::size_t variant) {
   check_array(values, numel, 2, "values");
@@ -196,6 +217,9 @@ void bind_update(py::module_& module) {
   update.attr("SQUARES_NUMEL") = update::kSquaresNumel;
   update.def("sum_squares", &sum_squares, py::arg("values"), py::arg("numel"), py::arg("sums"),
              py::kw_only(), py::arg("num_threads"));
+  update.def("roots_of", &roots_of, py::arg("sums"), py::arg("count"), py::arg("first"));
+  update.def("num_roots", &num_roots, py::arg("first"), py::arg("last"));
+  update.def("tree_sum", &tree_sum, py::arg("roots"), py::arg("bounds"));
   update.def("norm_of_bf16", &norm_of_bf16, py::arg("values"), py::arg("numel"), py::kw_only(),
              py::arg("simd"), py::arg("variant"));
   update.attr("NUM_NORMS") = std::tuple_size_v<update::NormKernels>;

@@ -165,6 +165,19 @@ class update:  # noqa: N801 (a submodule)
         """Addresses of fp32 (numel,) and of fp64 (ceil(numel / SQUARES_NUMEL),), which is
         written."""
 
+    @staticmethod
+    def roots_of(sums: int, count: int, first: int) -> list[float]:
+        """The roots of the blocks from `first` on. Address of their sums, fp64 (count,)."""
+
+    @staticmethod
+    def num_roots(first: int, last: int) -> int:
+        """How many roots the blocks [first, last) have."""
+
+    @staticmethod
+    def tree_sum(roots: Sequence[float], bounds: Sequence[int]) -> float:
+        """The sum of all blocks, from the roots of runs of blocks. `bounds`: 0, and the end of each
+        run."""
+
     NUM_NORMS: int
 
     @staticmethod

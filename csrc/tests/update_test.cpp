@@ -241,6 +241,40 @@ TEST(SquaresAreSummedAsTreesOfTheirOwnAtEveryLength) {
   }
 }
 
+// The tree by its definition: a node is the sum of its halves, or the only half that has blocks.
+double reference_tree(const std::vector<double>& sums, std::size_t first, std::size_t width) {
+  if (width == 1) return sums[first];
+  const double left = reference_tree(sums, first, width / 2);
+  if (first + width / 2 >= sums.size()) return left;
+  return left + reference_tree(sums, first + width / 2, width / 2);
+}
+
+TEST(TheTreeOverBlocksHasTheSameBitsWhereverRunsOfBlocksEnd) {
+  for (const std::size_t count : {1U, 2U, 3U, 7U, 8U, 21U, 64U, 100U}) {
+    const State state(count);
+    std::vector<double> sums(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      sums[i] = static_cast<double>(state.weight[i]) * state.exp_avg[i];
+    }
+    std::size_t width = 1;
+    while (width < count) width *= 2;
+    const double expected = reference_tree(sums, 0, width);
+    for (std::size_t low = 0; low <= count; ++low) {
+      for (std::size_t high = low; high <= count; ++high) {
+        const std::vector<std::uint64_t> bounds = {0, low, high, count};
+        std::vector<double> roots;
+        for (std::size_t run = 0; run < 3; ++run) {
+          const std::vector<double> part(sums.begin() + bounds[run], sums.begin() + bounds[run + 1]);
+          const std::vector<double> found = roots_of(part.data(), part.size(), bounds[run]);
+          CHECK(found.size() == num_roots(bounds[run], bounds[run + 1]));
+          roots.insert(roots.end(), found.begin(), found.end());
+        }
+        CHECK(tree_sum(roots.data(), bounds.data(), 3) == expected);
+      }
+    }
+  }
+}
+
 float widened(std::uint16_t value) {
   const std::uint32_t bits = static_cast<std::uint32_t>(value) << 16U;
   float found = 0;

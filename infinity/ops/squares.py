@@ -1,9 +1,14 @@
-"""Sums of squares of gradients, in blocks of SQUARES_NUMEL elements."""
+"""Sums of squares of gradients, in blocks of SQUARES_NUMEL elements, and the tree over the blocks.
+
+The tree is in csrc/update/squares.h: its bits do not depend on which ranks sum which blocks.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy
 import torch
 
 from infinity import _core
@@ -47,3 +52,16 @@ def sum_squares_by_torch(values: torch.Tensor) -> torch.Tensor:
         first = start // SQUARES_NUMEL
         sums[first : first + len(level)] = level[:, 0]
     return sums
+
+
+def roots_of(sums: torch.Tensor, first: int) -> numpy.ndarray[Any, numpy.dtype[numpy.float64]]:
+    """Returns the roots of the tree over blocks for a run of blocks, of which `first` is the number
+    of the first one: fp64. Their number is `num_roots`.
+
+    sums: fp64 (blocks,), contiguous, on the host
+    """
+    return numpy.array(_core.update.roots_of(sums.data_ptr(), sums.numel(), first), numpy.float64)
+
+
+num_roots = _core.update.num_roots
+tree_sum = _core.update.tree_sum

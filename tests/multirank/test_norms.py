@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.distributed.sums import norms as norms_module
 from infinity.streaming.gradients.norm_tasks import THREAD_NAME
 from tests.support.exhaustive import sampled
 
@@ -84,13 +83,21 @@ def _await_sums(engine: Any) -> None:
     dist.barrier()
 
 
-def _train(rank: int, case: Case) -> tuple[list[float], list[tuple[int, int]], int]:
-    """Returns norms, what was measured before and in each step, and the sums of this rank."""
+def _train(rank: int, case: Case) -> tuple[list[float], list[tuple[int, int]], list[int], int]:
+    """Returns norms, what was measured before and in each step, the meetings for norms alone in each
+    step, and the sums of this rank."""
     model = offload_case(case, Path("swap"))
     optimizer = make_optimizer(model, case, max_grad_norm=case.max_norm)
     engine = infinity.engine_of(model)
     watch = Watch(engine)
-    norms, counts = [], []
+    norms, counts, meetings, tags = [], [], [], []
+    gather = engine.ranks.transport.all_gather
+
+    def counted(tag: str, *arguments: Any, **named: Any) -> list[bytes]:
+        tags.append(tag)
+        return gather(tag, *arguments, **named)
+
+    engine.ranks.transport.all_gather = counted
     for step in range(case.steps):
         for each, skip in micro_batches(case, rank, step):
             loss_of(model, each, skip).backward()
@@ -103,9 +110,11 @@ def _train(rank: int, case: Case) -> tuple[list[float], list[tuple[int, int]], i
         optimizer.zero_grad()
         norms.append(optimizer.grad_norm.item())
         counts.append(watch.count())
+        meetings.append(tags.count("gradient norms"))
+        tags.clear()
     num_sums = len(engine.gradients._local_shares)
     infinity.close(model)
-    return norms, counts, num_sums
+    return norms, counts, meetings, num_sums
 
 
 @pytest.mark.parametrize(
@@ -129,9 +138,11 @@ def test_a_step_finds_the_norms_of_sums_that_were_complete_before_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wanted = expected(case, count)
-    for rank, (norms, counts, num_sums) in enumerate(run_ranks(count, _train, case)):
+    for rank, found in enumerate(run_ranks(count, _train, case)):
+        norms, counts, meetings, num_sums = found
         assert norms == pytest.approx(wanted[rank].norms, rel=1e-6)
         assert counts[0] == (0, num_sums), "nothing is known of the first sums"
+        assert meetings == [1] + [0] * (case.steps - 1), "later steps tell norms as they begin"
         for before, inside in counts[1:]:
             assert (before >= num_sums, inside) == (True, 0), counts
 
@@ -190,34 +201,3 @@ def test_sums_on_devices_are_measured_there(
     case = replace(CASE, placement=placement, simulated=True, exchange=exchange)
     for found, wanted in zip(run_ranks(2, _without_a_copy, case), expected(case, 2), strict=True):
         assert found == pytest.approx(wanted.norms, rel=1e-6)
-
-
-def _in_meetings(rank: int, case: Case, most_nbytes: int | None) -> tuple[list[float], int]:
-    """The norms of each step, and the number of meetings for them."""
-    if most_nbytes is not None:
-        norms_module.MEETING_NBYTES = most_nbytes
-    model = offload_case(case, Path("unused"))
-    transport, tags = infinity.engine_of(model).ranks.transport, []  # type: ignore[union-attr]
-    gather = transport.all_gather
-
-    def counted(tag: str, *arguments: Any, **named: Any) -> list[bytes]:
-        tags.append(tag)
-        return gather(tag, *arguments, **named)
-
-    transport.all_gather = counted  # type: ignore[method-assign]
-    run = train_model(model, rank, case)
-    infinity.close(model)
-    return run.norms, tags.count("gradient norms")
-
-
-def test_norms_of_many_elements_are_exchanged_in_several_meetings() -> None:
-    case = replace(CASE, placement={}, model="wide")
-    wanted = run_ranks(3, _in_meetings, case, None)
-    assert [number for _, number in wanted] == [case.steps] * 3
-    numbers = [case.steps]
-    for most_nbytes in (512, 0):  # Some tensors a meeting, and one.
-        found = run_ranks(3, _in_meetings, case, most_nbytes)
-        assert [given for given, _ in found] == [given for given, _ in wanted]
-        assert len({number for _, number in found}) == 1
-        numbers.append(found[0][1])
-    assert numbers[0] < numbers[1] < numbers[2]

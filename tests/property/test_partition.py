@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.distributed.sums.norms import block_sums, num_blocks
+from infinity.distributed.sums.norms import NormsOfRanks, roots_of_part
 from infinity.distributed.sums.ordered_sum import OrderedReduction
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.partition import STAGES, Partition, partition
@@ -163,9 +163,7 @@ def test_bytes_at_rest_are_those_of_the_stage(laid_out: list[Unit], count: int, 
 
 @given(laid_out=units(max_units=2), seed=st.integers(0, 99))
 @settings(max_examples=40)
-def test_sums_of_squares_do_not_depend_on_the_number_of_ranks(
-    laid_out: list[Unit], seed: int
-) -> None:
+def test_norms_do_not_depend_on_the_number_of_ranks(laid_out: list[Unit], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for unit in laid_out:
         for spec in unit.trainable():
@@ -173,19 +171,14 @@ def test_sums_of_squares_do_not_depend_on_the_number_of_ranks(
             found = []
             for count in (1, 2, 3, 5):
                 shares = partition(laid_out, rank=0, count=count, stage=2).shares()
-                full = next(s for s in shares if s.name == spec.name and s is spec)
-                sums = []
-                for share in shares[full]:
-                    first = -(spec.state_offset + share.start) % STATE_GRANULE
-                    part = values[share.start : share.stop]
-                    first = min(first, part.numel())
-                    sums.append(block_sums(part, first))
-                    assert sums[-1].numel() == num_blocks(part.numel(), first)
-                found.append(torch.cat(sums) if sums else torch.empty(0))
+                norms = NormsOfRanks({spec: shares[spec]})
+                for share in shares[spec]:
+                    assert not norms.has(0)
+                    roots = roots_of_part(values[share.start : share.stop], share)
+                    norms.take(share.rank, [0], roots.tobytes())
+                found.append(norms.norm(0))
             assert all(torch.equal(found[0], other) for other in found)
-            if spec.numel:
-                exact = values.double().square().sum()
-                assert torch.allclose(found[0].sum(), exact, rtol=1e-12)
+            assert torch.allclose(found[0], values.double().norm().float(), rtol=1e-6)
 
 
 def text_reduce_buffer(count: int) -> OrderedReduction[str]:

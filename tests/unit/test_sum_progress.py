@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from infinity.distributed.sums.ordered_sum import OrderedReduction, SumProgress
+from infinity.distributed.sums.ordered_sum import OrderedReduction
+from infinity.distributed.sums.progress import SumProgress
 
 
 def test_a_shard_is_complete_with_the_contributions_of_the_last_step_from_every_rank() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 import numpy
@@ -17,13 +17,14 @@ from infinity.distributed.collective.buckets import Contribution, GradientBucket
 from infinity.distributed.pending import PendingShards
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sums.grad_memory import SumsMemory
-from infinity.distributed.sums.norms import all_norms, measured_shards
-from infinity.distributed.sums.ordered_sum import (
-    OrderedReduction,
+from infinity.distributed.sums.norms import NormsOfRanks, measured_shards
+from infinity.distributed.sums.ordered_sum import OrderedReduction
+from infinity.distributed.sums.partials import PartialGradient, wire_code
+from infinity.distributed.sums.progress import (
+    GradientReport,
     SumProgress,
     refuse_other_generation,
 )
-from infinity.distributed.sums.partials import PartialGradient, wire_code
 from infinity.distributed.wire.failures import ending_all
 from infinity.distributed.wire.protocol import RemoteRequest
 from infinity.distributed.wire.transport import PeerTransport
@@ -112,7 +113,8 @@ class DistributedGradients(GradientSink):
         self._num_entered = numpy.zeros(len(self._specs), numpy.int64)  # Steps with a gradient.
         self._contributed: set[TensorSpec] = set()  # Sent by this rank since the last step.
         self._known: set[TensorSpec] = set()  # Sent by some rank.
-        self._all_norms: dict[TensorSpec, torch.Tensor] | None = None
+        self._norms_of_ranks = NormsOfRanks(self._shares)
+        self._needs_norms = False  # Norms were asked for since the last step.
         self._sending: list[RemoteRequest] = []  # Parts of sums that rest on this rank.
 
     # -- In ----------------------------------------------------------------------------------------
@@ -303,17 +305,16 @@ class DistributedGradients(GradientSink):
         if not self._partition.shards_gradients:
             for unit in self._partition.full_units:
                 self._give_sums(unit)
-        present = numpy.array([spec in self._contributed for spec in self._specs], numpy.bool_)
-        generations = [self._reduce_buffer.generation(index) for index in range(len(self._specs))]
-        local = numpy.array(generations, dtype=numpy.int64)
-        own = present.tobytes() + local.tobytes() + decision
-        remote = self._transport.all_gather("optimizer.step()", own, meanwhile=self.take_in)
+        own = self._report(decision)
+        contents = self._transport.all_gather(
+            "optimizer.step()", own.encode(), meanwhile=self.take_in
+        )
         while self._sending:  # The next backward changes the sums.
             self._sending.pop().wait()
-        for rank, content in enumerate(remote):
-            present = present | numpy.frombuffer(content, numpy.bool_, len(self._specs))
-            counts = numpy.frombuffer(content, numpy.int64, len(local), offset=present.nbytes)
-            refuse_other_generation(self._specs, (self._partition.rank, local), (rank, counts))
+        reports = [GradientReport.decode(content, len(self._specs)) for content in contents]
+        refuse_other_generation(self._specs, reports)
+        self._take_norms(reports)
+        present = numpy.logical_or.reduce([report.present for report in reports])
         self.progress.begin_step()
         self._sum_up(all_are_there=True)
         self._num_steps, self._num_backwards = self._num_steps + 1, 0
@@ -322,11 +323,43 @@ class DistributedGradients(GradientSink):
         self._num_entered += present
         self._contributed.clear()
         self._numbers.clear()
-        self._all_norms = None
         self._fill_in_zeros()
         if self._buckets is not None:
-            self._buckets.begin_step(generations)
-        return [content[present.nbytes + local.nbytes :] for content in remote]
+            self._buckets.begin_step(own.generations.tolist())
+        return [report.decision for report in reports]
+
+    def _report(self, decision: bytes) -> GradientReport:
+        """Returns what this rank tells the others. Where the last step needed norms, that has the
+        roots of the sums that are complete, if no rank has given more than in the last step."""
+        count = len(self._specs)
+        complete = [
+            index for index in sorted(self._local_shares) if self.progress.is_sum_complete(index)
+        ]
+        told, summed = complete if self._needs_norms else [], numpy.zeros(count, numpy.int32)
+        summed[told] = [self._reduce_buffer.parts(index)[0] for index in told]
+        self._needs_norms = False
+        generations = [self._reduce_buffer.generation(index) for index in range(count)]
+        return GradientReport(
+            present=numpy.array([spec in self._contributed for spec in self._specs], numpy.bool_),
+            generations=numpy.array(generations, numpy.int64),
+            given=numpy.array([self._numbers.get(index, 0) for index in range(count)], numpy.int32),
+            summed=summed,
+            roots=self._roots(told),
+            decision=decision,
+        )
+
+    def _take_norms(self, reports: Sequence[GradientReport]) -> None:
+        """Takes the roots that ranks have told, of the sums that lack nothing: every rank has given
+        what is summed, and no rank more. All ranks take the same."""
+        self._norms_of_ranks.clear()
+        given = numpy.maximum.reduce([report.given for report in reports])
+        for rank, report in enumerate(reports):
+            self._norms_of_ranks.take(rank, numpy.flatnonzero(report.summed).tolist(), report.roots)
+        for report in reports:
+            for index in numpy.flatnonzero(
+                (report.summed != 0) & (report.summed != given)
+            ).tolist():
+                self._norms_of_ranks.forget(index)
 
     def _fill_in_zeros(self) -> None:
         """Counts gradients that their sender has set to zero, and never sent, as present."""
@@ -378,19 +411,21 @@ class DistributedGradients(GradientSink):
     @override
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """Returns the 2-norm over all ranks: fp32 scalar on the host; see `norms.py`."""
-        if self._all_norms is None:
-            known = filter(self._known.__contains__, self._specs)
-            self._all_norms = all_norms(list(known), self._shares, self._gather_sums)
-        return self._all_norms[spec]
+        norms, self._needs_norms = self._norms_of_ranks, True
+        if not norms.has(self._index[spec]):  # On all ranks: all know the same norms.
+            known = [i for i, each in enumerate(self._specs) if each in self._known]
+            lacking = [index for index in known if not norms.has(index)]
+            contents = self._transport.all_gather("gradient norms", self._roots(lacking))
+            for rank, content in enumerate(contents):
+                norms.take(rank, lacking, content)
+        return norms.norm(self._index[spec])
 
-    def _gather_sums(self, specs: Iterable[TensorSpec]) -> list[bytes]:
-        """Returns what each rank gives to the norms of these gradients, see `norms_of`."""
-        indexes = (self._index[spec] for spec in specs)
-        local = [self._local_shares[index] for index in indexes if index in self._local_shares]
+    def _roots(self, tensors: Iterable[int]) -> bytes:
+        """Returns what this rank tells of the norms of these tensors; see `NormsOfRanks.take`."""
+        local = [self._local_shares[index] for index in tensors if index in self._local_shares]
         with ending_all(self._transport.failures, "in the norms of gradients"):
-            sums = [self.owned.norm(unit, s.part) for unit, s in local if s.part.numel]
-        content = torch.cat(sums).numpy().tobytes() if sums else b""
-        return self._transport.all_gather("gradient norms", content)
+            roots = [self.owned.norm(unit, share.part) for unit, share in local if share.part.numel]
+        return torch.cat(roots).numpy().tobytes() if roots else b""
 
     @override
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
@@ -412,7 +447,7 @@ class DistributedGradients(GradientSink):
 
     @override
     def note_scaled(self, spec: TensorSpec, factor: float) -> None:
-        self._all_norms = None
+        self._norms_of_ranks.clear()
         if spec in self._parts:
             self.owned.note_scaled(self._parts[spec], factor)
 
@@ -431,6 +466,7 @@ class DistributedGradients(GradientSink):
             return
         self.local.forget(spec)
         self._sent_as.pop(spec, None)
+        self._norms_of_ranks.forget(index)
         self._reduce_buffer.forget(index)
         self._numbers.pop(index, None)
         self._contributed.discard(spec)
