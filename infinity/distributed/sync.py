@@ -117,7 +117,7 @@ class RankSync(Service):
     ) -> None:
         dtype, number = from_wire_code(code)
         partial = self._store.receive(dtype, nbytes, receive, giver=rank)
-        self._gradients.deliver(rank, tensor, generation, number, partial)
+        self._gradients.sums.deliver(rank, tensor, generation, number, partial)
 
     @override
     def on_message(self, rank: int, content: bytes) -> None:

@@ -67,7 +67,7 @@ def _await_sums(engine: Any) -> None:
     """Lets the gradients of all ranks come."""
     dist.barrier()
     gradients, deadline_s = engine.gradients, time.monotonic() + PATIENCE_S
-    tensors = list(gradients._local_shares)
+    tensors = list(gradients.sums._owned)
     while not all(gradients.progress.is_sum_complete(tensor) for tensor in tensors):
         assert time.monotonic() < deadline_s
         with engine._lock:
@@ -112,7 +112,7 @@ def _train(rank: int, case: Case) -> tuple[list[float], list[tuple[int, int]], l
         counts.append(watch.count())
         meetings.append(tags.count("gradient norms"))
         tags.clear()
-    num_sums = len(engine.gradients._local_shares)
+    num_sums = len(engine.gradients.sums._owned)
     infinity.close(model)
     return norms, counts, meetings, num_sums
 

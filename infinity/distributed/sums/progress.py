@@ -17,7 +17,7 @@ Parts = Callable[[int], tuple[int, int]]
 Numbers = numpy.ndarray[Any, Any]
 _NBYTES = struct.Struct("<Q")  # Of the roots.
 _BY_TENSOR = numpy.dtype(
-    [("present", "?"), ("generations", "<i8"), ("given", "<i4"), ("summed", "<i4")]
+    [("present", "?"), ("generations", "<i8"), ("counts", "<i4"), ("summed", "<i4")]
 )
 
 
@@ -25,9 +25,9 @@ _BY_TENSOR = numpy.dtype(
 class GradientReport:
     """What a rank tells all ranks of its gradients as it enters a step. Each array is by tensor.
 
-    present: bool, tensors to which the rank has given something
+    present: bool, tensors to which the rank has contributed
     generations: int64, see `OrderedReduction.forget`
-    given: int32, the rank's contributions since the last step
+    counts: int32, the rank's contributions since the last step
     summed: int32, contributions of every rank in the sums of which the rank tells the roots; else 0
     roots: of these sums, see `NormsOfRanks.take`
     decision: see `Collectives.decision`
@@ -35,7 +35,7 @@ class GradientReport:
 
     present: Numbers
     generations: Numbers
-    given: Numbers
+    counts: Numbers
     summed: Numbers
     roots: bytes | memoryview
     decision: bytes
@@ -54,9 +54,9 @@ class GradientReport:
         by_tensor = numpy.frombuffer(content, _BY_TENSOR, count, offset=_NBYTES.size)
         at = _NBYTES.size + by_tensor.nbytes
         end = at + _NBYTES.unpack_from(content)[0]
-        present, generations, given, summed = (by_tensor[name] for name in _BY_TENSOR.names or ())
+        present, generations, counts, summed = (by_tensor[name] for name in _BY_TENSOR.names or ())
         roots = memoryview(content)[at:end]
-        return GradientReport(present, generations, given, summed, roots, content[end:])
+        return GradientReport(present, generations, counts, summed, roots, content[end:])
 
 
 def refuse_other_generation(specs: Sequence[TensorSpec], reports: Sequence[GradientReport]) -> None:
