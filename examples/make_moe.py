@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import infinity
-from infinity.checkpoint.convert.directory import write_directory
-from infinity.checkpoint.convert.quantize import plan_quantize
 from infinity.config import SwapConfig
 from infinity.sizes import format_nbytes
+from infinity.tools.convert.quantize import plan_quantize
+from infinity.tools.convert.rewrite import write_directory
 from infinity.tools.training.sample import generate
 from infinity.tools.training.tokenizers import ByteTokenizer
 

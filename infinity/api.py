@@ -15,6 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
+from infinity.checkpoint.huggingface.import_checks import refuse_codes
+from infinity.checkpoint.huggingface.weight_source import weight_source
+from infinity.checkpoint.run.directory import find_checkpoint
+from infinity.checkpoint.run.links import plan_adoption
+from infinity.checkpoint.run.references import directory_of_base
 from infinity.config import SwapConfig
 from infinity.distributed.group import find_group
 from infinity.engine.build import build
@@ -123,8 +128,6 @@ def _plan_adoption(
     config: SwapConfig, resume: str | os.PathLike[str], group: Any
 ) -> tuple[Any, Adopted | None]:
     """Returns the group, connected where it has several ranks, and `plan_adoption` of it."""
-    from infinity.checkpoint.run.adopt import plan_adoption
-
     ranks = find_group(group, timeout_s=config.distributed.timeout_s)
     try:
         return ranks or group, plan_adoption(config, resume, ranks)
@@ -145,14 +148,9 @@ def _load_plan(
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         return _FunctionLoadPlan(weights, dtypes)
     if weights is None and resume is not None:
-        from infinity.checkpoint.run.directory import find_checkpoint
-        from infinity.checkpoint.run.references import directory_of_base
-
         weights = directory_of_base(find_checkpoint(Path(resume)))
     if weights is None:
         return None
-    from infinity.checkpoint import weight_source
-
     return weight_source(weights).plan(model, ignore=ignore)
 
 
@@ -174,8 +172,6 @@ class _FunctionLoadPlan(LoadPlan):
         tile_rows: TileRows | None = None,
         in_place: Set[str] = frozenset(),
     ) -> None:
-        from infinity.checkpoint.huggingface.import_checks import refuse_codes
-
         for name, dtype in self.dtypes.items():
             value = self.value_of(name)
             if not isinstance(value, torch.Tensor):

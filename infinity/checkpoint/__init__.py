@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.checkpoint.dcp.export_state import export_checkpoint_dcp, export_dcp
     from infinity.checkpoint.dcp.import_state import import_dcp
-    from infinity.checkpoint.huggingface.export_weights import export_safetensors
-    from infinity.checkpoint.huggingface.from_checkpoint import export_checkpoint_safetensors
+    from infinity.checkpoint.dcp.optimizer_state import optimizer_state_dict
+    from infinity.checkpoint.huggingface.export_weights import (
+        export_checkpoint_safetensors,
+        export_safetensors,
+    )
     from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
     from infinity.checkpoint.run.copy import Saving
     from infinity.checkpoint.run.inspection import inspect
     from infinity.checkpoint.run.load import load
-    from infinity.checkpoint.run.optimizer_export import optimizer_state_dict
     from infinity.checkpoint.run.save import async_save, commit, save
 
 __all__ = [
@@ -47,13 +49,12 @@ _MODULE_OF = {
     for module, names in {
         "dcp.export_state": ("export_checkpoint_dcp", "export_dcp"),
         "dcp.import_state": ("import_dcp",),
-        "huggingface.export_weights": ("export_safetensors",),
-        "huggingface.from_checkpoint": ("export_checkpoint_safetensors",),
+        "huggingface.export_weights": ("export_checkpoint_safetensors", "export_safetensors"),
         "huggingface.weight_source": ("WeightSource", "weight_source"),
         "run.copy": ("Saving",),
         "run.inspection": ("inspect",),
         "run.load": ("load",),
-        "run.optimizer_export": ("optimizer_state_dict",),
+        "dcp.optimizer_state": ("optimizer_state_dict",),
         "run.save": ("async_save", "commit", "save"),
     }.items()
     for name in names

@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import nn
 
+from infinity.checkpoint.run.contents import buffers_of
 from infinity.checkpoint.run.directory import find_checkpoint
-from infinity.checkpoint.run.files import buffers_of
-from infinity.checkpoint.run.layout import is_row_major, row_major_stride
-from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
+from infinity.checkpoint.run.layout import in_row_major, row_major_stride
+from infinity.checkpoint.run.opened import OpenCheckpoint, SavedTensor, StoredReader
 from infinity.checkpoint.run.references import directory_of_base
-from infinity.checkpoint.run.stored import FileTensor, PagedTensor, StoredReader
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import ConfigError, UnsupportedError
@@ -29,9 +28,6 @@ from infinity.ops.split_master import join
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import MIB
 from infinity.state.units import MOMENT_KINDS, StateKind, TensorSpec, Unit, weight_of
-
-if TYPE_CHECKING:
-    pass
 
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -183,26 +179,11 @@ def _optimized(named: dict[str, Any] | None) -> set[str]:
 
 
 def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Iterator[StatePart]:
-    """Yields the elements in row-major order; holds a full tensor if its strides differ."""
     left = dict(infos)
-    full: torch.Tensor | None = None
-    for part in parts:
-        spec = part.spec
-        if spec not in infos:
-            continue
-        stop = part.start + part.values.numel()
-        if stop == spec.numel:
-            left.pop(spec, None)
-        if is_row_major(spec):
-            yield StatePart(infos[spec], part.start, part.values)
-            continue
-        if full is None:
-            full = torch.empty(spec.numel, dtype=part.values.dtype)
-        full[part.start : stop] = part.values
-        if stop == spec.numel:
-            shaped = full.as_strided(spec.facts.shape, spec.facts.stride)
-            yield StatePart(infos[spec], 0, shaped.contiguous().view(-1))
-            full = None
+    for part in in_row_major(part for part in parts if part.spec in infos):
+        if part.start + part.values.numel() == part.spec.numel:
+            left.pop(part.spec, None)
+        yield StatePart(infos[part.spec], part.start, part.values)
     for spec, info in left.items():  # A tensor without an element has no part.
         assert not spec.numel, f"no part of {info.name} {info.kind}"
         yield StatePart(info, 0, torch.empty(0, dtype=info.dtype))
@@ -276,7 +257,7 @@ class CheckpointSource:
             values = [self._row_major(source, info, start, stop) for source in sources]
             yield StatePart(info, start, join(*values) if len(values) == 2 else values[0])
 
-    def _sources(self, info: StateInfo) -> list[FileTensor | PagedTensor]:
+    def _sources(self, info: StateInfo) -> list[SavedTensor]:
         """Returns the stored tensor; for a master beside bf16 the weight and the residual."""
         if info.kind == "master" and (info.name, "residual") in self._stored:
             return [self._stored[info.name, "weight"], self._stored[info.name, "residual"]]
@@ -289,7 +270,7 @@ class CheckpointSource:
         return [source]
 
     def _row_major(
-        self, source: FileTensor | PagedTensor, info: StateInfo, start: int, stop: int
+        self, source: SavedTensor, info: StateInfo, start: int, stop: int
     ) -> torch.Tensor:
         """Returns elements in row-major order; all of them if they are stored in another order."""
         values = self._reader.read(source, start, stop)

@@ -7,7 +7,7 @@ threads: docs/formats/quantized.md. `detect.py` finds the codec of every tensor 
 """
 
 from infinity.codecs.detect import logical_tensors, quantization_of
-from infinity.codecs.found import Encoded
+from infinity.codecs.found import LogicalTensor
 from infinity.codecs.fp8 import Fp8Blocks
 from infinity.codecs.int4 import Int4Groups
 from infinity.codecs.mxfp4 import Mxfp4Blocks
@@ -17,10 +17,10 @@ from infinity.codecs.plain import Plain
 
 __all__ = [
     "Codec",
-    "Encoded",
     "Encoding",
     "Fp8Blocks",
     "Int4Groups",
+    "LogicalTensor",
     "Mxfp4Blocks",
     "Nf4",
     "Plain",

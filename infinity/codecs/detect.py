@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infinity.codecs.found import Encoded, FoundTensors, Headers
+from infinity.codecs.found import FoundTensors, Headers, LogicalTensor
 from infinity.codecs.schemes import scheme_of
 from infinity.errors import ConfigError
 
@@ -41,7 +41,7 @@ def logical_tensors(
     *,
     read: Callable[[str], bytes],
     where: str,
-) -> dict[str, Encoded]:
+) -> dict[str, LogicalTensor]:
     """Returns every logical tensor of a checkpoint by its name, quantised and plain ones.
 
     config: config.json; without a quantisation in it every tensor is plain

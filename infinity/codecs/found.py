@@ -19,7 +19,7 @@ _CODE_DTYPES = ("U8", "I8", "I32", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E5
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class LogicalTensor:
     """One logical tensor of a checkpoint.
 
     names: of the stored tensors, in the order of `codec.parts(shape)`
@@ -52,7 +52,7 @@ class FoundTensors:
     def __init__(self, headers: Headers, where: str) -> None:
         self.headers = headers
         self.where = where
-        self.logical: dict[str, Encoded] = {}
+        self.logical: dict[str, LogicalTensor] = {}
         self._used: set[str] = set()
 
     def add(
@@ -78,7 +78,7 @@ class FoundTensors:
         if name in self.logical or not self._used.isdisjoint(names):
             raise self.error(f"{name!r} is stored twice")
         others = tuple(other for other in aside if other in self.headers)
-        self.logical[name] = Encoded(codec, tuple(names), shape, others)
+        self.logical[name] = LogicalTensor(codec, tuple(names), shape, others)
         self._used.update(names, others)
 
     def _check(self, codec: Codec, part: StoredPart, name: str) -> None:
@@ -138,7 +138,7 @@ class FoundTensors:
                 continue
             if name in self.logical:
                 raise self.error(f"{name!r} is stored twice: quantised and as numbers")
-            self.logical[name] = Encoded(Plain(dtype), (name,), shape)
+            self.logical[name] = LogicalTensor(Plain(dtype), (name,), shape)
 
     def error(self, text: str) -> ConfigError:
         """Returns an error that begins with `where`."""

@@ -32,9 +32,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 import infinity
+from infinity.checkpoint.durable import sync_directory, sync_file
 from infinity.checkpoint.huggingface.export_weights import export_safetensors
-from infinity.checkpoint.run.commit import label_of, relabel
-from infinity.checkpoint.run.directory import sync_directory, sync_file
+from infinity.checkpoint.run.links import label_of, relabel
 from infinity.checkpoint.run.load import load
 from infinity.checkpoint.run.save import save
 from infinity.config.extras import TRIED, require_release, require_transformers

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import torch
 
+from infinity.codecs.batches import WeightPlace
 from infinity.codecs.part import Decoder
 from infinity.sizes import KIB, PAGE_NBYTES, align_down, align_up
 from infinity.storage.shards import ShardRange, ShardRun
@@ -47,7 +48,7 @@ class StoredSlice:
         return parameter[self.box].permute(self.axes)
 
 
-StoredTensor = tuple[StoredSlice, ...]  # The slices cover every element once.
+StoredTensor = tuple[StoredSlice, ...]  # Of a parameter; they cover every element once.
 
 
 def stored_tiles(tensor: StoredTensor, starts: Sequence[int]) -> list[StoredTensor] | None:
@@ -119,6 +120,21 @@ class StoredWeights:
             for run in self.cut(start, stop).runs
         ]
         return replace(self, runs=tuple(runs))
+
+    def places(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[WeightPlace]:
+        """Yields the place of each slice in the block, and in a region with these parameters, which
+        are on meta."""
+        for name, stored_slice, parts in self.slices:
+            # The strides are those of torch's own views.
+            target = stored_slice.target(parameters[name])
+            yield WeightPlace(
+                stored_slice.codec,
+                stored_slice.shape,
+                parts,
+                target.dtype,
+                int(target.storage_offset()),
+                target.stride(),
+            )
 
     def decoded(
         self, block: torch.Tensor, dtype: Callable[[str], torch.dtype]

@@ -27,6 +27,7 @@ from functools import cache
 
 import torch
 
+from infinity.codecs.batches import WeightPlace
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
@@ -214,6 +215,20 @@ class Unit:
     def trainable(self) -> tuple[TensorSpec, ...]:
         """Returns the tensors that the optimizer updates."""
         return self._trainable
+
+    def weight_places(self) -> Iterator[WeightPlace]:
+        """Yields, of weights that rest in a checkpoint, the place of each slice in their host block
+        and in the region of the unit."""
+        assert self.stored is not None
+        return self.stored.places({spec.name: _without_memory(spec) for spec in self.tensors})
+
+
+def _without_memory(spec: TensorSpec) -> torch.Tensor:
+    """Returns the parameter at its offset in the unit's weights, as a tensor without bytes."""
+    facts = spec.facts
+    first = spec.weight_offset_nbytes // facts.dtype.itemsize
+    empty = torch.empty(first + spec.numel, dtype=facts.dtype, device="meta")
+    return empty.as_strided(facts.shape, facts.stride, first)
 
 
 def layout_unit(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.checkpoint.run.adopt import plan_adoption
+from infinity.checkpoint.run.links import plan_adoption
 from infinity.config import SwapConfig
 from infinity.engine.build import build
 from infinity.testing.models import ConvNet, Frozen, Mlp, TiedAcross

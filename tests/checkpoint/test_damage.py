@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import infinity
+from infinity.checkpoint.run.inspection import remove_own
 from infinity.checkpoint.run.load import read_program
 from infinity.checkpoint.run.manifest import DIGEST_NAME, MANIFEST_NAME, SCHEMA, digest_line
-from infinity.checkpoint.run.removal import remove_own
 from infinity.errors import ConfigError, CorruptionError, InfinityError, UnsupportedError
 from tests.support.bits import assert_same
 from tests.support.damaged import replace_file

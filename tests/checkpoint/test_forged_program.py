@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.checkpoint.run.program import check_kinds, load_plain, parse_program
-from infinity.checkpoint.run.save import pack_program
+from infinity.checkpoint.run.program import check_kinds, load_plain, pack_program, parse_program
 from infinity.errors import ConfigError, CorruptionError
 from tests.support.bits import assert_same
 from tests.support.forked import run_script

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import infinity
+from infinity.checkpoint.run.inspection import remove_own
 from infinity.checkpoint.run.manifest import DIGEST_NAME, MANIFEST_NAME, digest_line
 from infinity.checkpoint.run.references import SHARDS_NAME, directory_of_base
-from infinity.checkpoint.run.removal import remove_own
 from infinity.errors import CorruptionError
 from tests.parity.in_place import Base, config_of, over, train
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from infinity.checkpoint import export_safetensors
-from infinity.checkpoint.convert.directory import write_directory
-from infinity.checkpoint.convert.quantize import plan_quantize
-from infinity.checkpoint.huggingface.base_identity import (
+from infinity.tools.convert.quantize import plan_quantize
+from infinity.tools.convert.rewrite import write_directory
+from infinity.tools.training.base_identity import (
     IDENTITY_NAME,
     BaseIdentity,
     write_identity,

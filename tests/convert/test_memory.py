@@ -15,8 +15,8 @@ from pathlib import Path
 import peft, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 import infinity
-from infinity.checkpoint.convert.directory import write_directory
-from infinity.checkpoint.convert.quantize import plan_quantize
+from infinity.tools.convert.rewrite import write_directory
+from infinity.tools.convert.quantize import plan_quantize
 from infinity.tools.training.merge import plan_merge
 from tests.support.memory import growth_nbytes
 

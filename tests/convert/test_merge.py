@@ -12,16 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from infinity.checkpoint.convert.directory import write_directory
-from infinity.checkpoint.huggingface.base_identity import (
+from infinity.checkpoint.huggingface.weight_source import weight_source
+from infinity.errors import ConfigError
+from infinity.tools.cli import app
+from infinity.tools.convert.rewrite import write_directory
+from infinity.tools.training.base_identity import (
     IDENTITY_NAME,
     identify,
     is_name_of,
     write_identity,
 )
-from infinity.checkpoint.huggingface.weight_source import weight_source
-from infinity.errors import ConfigError
-from infinity.tools.cli import app
 from infinity.tools.training.merge import plan_merge
 from tests.support.exhaustive import sampled
 from tests.support.quantized import tiny_causal_lm, write_decoded, write_quantized

@@ -11,13 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from infinity.checkpoint.convert import directory as directory_module
-from infinity.checkpoint.convert.directory import write_directory
-from infinity.checkpoint.convert.quantize import plan_quantize
 from infinity.checkpoint.huggingface.weight_source import weight_source
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
 from infinity.errors import ConfigError, StorageError
 from infinity.tools.cli import app
+from infinity.tools.convert.quantize import plan_quantize
+from infinity.tools.convert.rewrite import write_directory
 from tests.support.forked import run_script
 from tests.support.quantized import find_logical, tiny_causal_lm, write_quantized
 
@@ -130,8 +129,8 @@ def test_a_process_that_is_killed_leaves_no_directory_that_looks_whole(tmp_path)
     write_quantized(tiny_causal_lm("llama"), tmp_path / "base", "bf16", num_shards=2)
     program = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "from infinity.checkpoint.convert.directory import write_directory\n"
-        "from infinity.checkpoint.convert.quantize import plan_quantize\n"
+        "from infinity.tools.convert.rewrite import write_directory\n"
+        "from infinity.tools.convert.quantize import plan_quantize\n"
         "left = 9\n"
         "def progress(name, nbytes):\n"
         "    global left\n"
@@ -152,7 +151,7 @@ def test_a_full_drive_is_named_before_anything_is_written(tmp_path, monkeypatch)
     class Full:
         f_bavail, f_frsize = 1, 4096
 
-    monkeypatch.setattr(directory_module.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr("os.statvfs", lambda path: Full)
     with pytest.raises(StorageError, match="the file system has 4.0 KiB free"):
         quantise(tmp_path / "base", tmp_path / "out", "int4")
     assert not (tmp_path / "out").exists()

@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from infinity.checkpoint.convert import spread as module
-from infinity.checkpoint.convert.spread import (
+from infinity.errors import ConfigError, StorageError
+from infinity.tools.cli import app
+from infinity.tools.convert import spread as module
+from infinity.tools.convert.spread import (
     ORIGINALS_NAME,
     RECORD_NAME,
     plan_gather,
@@ -24,8 +26,6 @@ from infinity.checkpoint.convert.spread import (
     run_gather,
     run_spread,
 )
-from infinity.errors import ConfigError, StorageError
-from infinity.tools.cli import app
 
 NAMES = [f"model-{index:05d}-of-00011.safetensors" for index in range(1, 12)]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from infinity.codecs import (
-    Encoded,
     Fp8Blocks,
     Int4Groups,
+    LogicalTensor,
     Mxfp4Blocks,
     Nf4,
     Plain,
@@ -63,7 +63,9 @@ CHECKPOINTS = {
 }
 
 
-def find(config: dict[str, Any], headers: Headers, state: bytes = NF4_STATE) -> dict[str, Encoded]:
+def find(
+    config: dict[str, Any], headers: Headers, state: bytes = NF4_STATE
+) -> dict[str, LogicalTensor]:
     return logical_tensors(config, headers, read=lambda _: state, where="/model")
 
 
@@ -83,7 +85,7 @@ def test_a_quantised_weight_is_one_logical_tensor(kind: str) -> None:
     config, headers, name, codec, shape = CHECKPOINTS[kind]
     found = find(config, headers)
     assert (found[name].codec, found[name].shape) == (codec, shape)
-    assert found["norm.weight"] == Encoded(Plain("BF16"), ("norm.weight",), (64,))
+    assert found["norm.weight"] == LogicalTensor(Plain("BF16"), ("norm.weight",), (64,))
     covered = [stored for each in found.values() for stored in (*each.names, *each.aside)]
     assert sorted(covered) == sorted(headers)
 
@@ -177,7 +179,7 @@ def test_fp8_scales_must_be_those_of_padded_blocks(shape: tuple[int, ...]) -> No
 def test_fp8_scales_have_several_names_and_dtypes(dtype: str, names: tuple[str]) -> None:
     headers = {"a.weight": ("F8_E4M3", (576, 200)), names[0]: (dtype, (5, 2))}
     found = find(FP8, headers)["a.weight"]
-    assert found == Encoded(Fp8Blocks(scale=dtype), ("a.weight", names[0]), (576, 200))
+    assert found == LogicalTensor(Fp8Blocks(scale=dtype), ("a.weight", names[0]), (576, 200))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -198,7 +200,7 @@ def test_packed_fp8_experts_have_a_grid_per_expert() -> None:
 def test_fp4_experts_of_an_fp8_checkpoint_are_mxfp4() -> None:
     headers = {**FP8_HEADERS, "e.weight": ("I8", (40, 32)), "e.scale": ("F8_E8M0", (40, 2))}
     found = find(FP8, headers)["e.weight"]
-    assert found == Encoded(Mxfp4Blocks(), ("e.weight", "e.scale"), (40, 64))
+    assert found == LogicalTensor(Mxfp4Blocks(), ("e.weight", "e.scale"), (40, 64))
     with pytest.raises(ConfigError, match="e.scale"):
         find(FP8, {**headers, "e.scale": ("F8_E8M0", (40, 1))})
 

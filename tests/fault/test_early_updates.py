@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoint.run.commit import thaw_removed
+from infinity.checkpoint.run.links import thaw_removed
 from infinity.errors import InfinityError, StorageError
 from infinity.streaming.updates.pending_beside import PendingBeside
 from infinity.streaming.updates.updater import Updater

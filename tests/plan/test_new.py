@@ -321,8 +321,8 @@ def test_json_and_standard_output_have_the_same_configuration(
 def moe(directory: Path, *, is_quantised: bool) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from infinity.checkpoint.convert.directory import write_directory
-    from infinity.checkpoint.convert.quantize import plan_quantize
+    from infinity.tools.convert.quantize import plan_quantize
+    from infinity.tools.convert.rewrite import write_directory
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(

@@ -17,7 +17,7 @@ import pytest
 
 from infinity.bounded import MalformedError
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
-from infinity.checkpoint.huggingface.weight_files import find_files
+from infinity.checkpoint.huggingface.weight_tensors import find_files
 from infinity.checkpoint.run.linked import parse as parse_table
 from infinity.checkpoint.run.manifest import digest_line, files_of_bytes
 from infinity.checkpoint.run.manifest import parse as parse_manifest

@@ -13,7 +13,6 @@ from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Plain
 from infinity.codecs.decode_plan import DecodePlan
 from infinity.state.stored import StoredSlice, StoredTensor, lay_out_stored
 from infinity.state.units import TensorFacts, Unit, layout_unit
-from infinity.state.weight_places import weight_places
 from infinity.storage.shards import ShardRange
 from tests.decode.cases import bits
 
@@ -72,7 +71,7 @@ def test_a_plan_fills_every_parameter_of_the_unit(unit: Unit, seed: int) -> None
     source = torch.Generator().manual_seed(seed)
     block = torch.randint(256, (unit.stored.nbytes,), generator=source, dtype=torch.uint8)
     memory = torch.full((unit.weight_nbytes,), 0x55, dtype=torch.uint8)
-    DecodePlan(weight_places(unit)).decode(block, memory)
+    DecodePlan(unit.weight_places()).decode(block, memory)
     expected = torch.full((unit.weight_nbytes,), 0x55, dtype=torch.uint8)
     elements = unit.stored.decoded(block, lambda name: unit.spec(name).facts.dtype)
     for (name, stored_slice, _), slice_elements in zip(unit.stored.slices, elements, strict=True):

@@ -23,9 +23,9 @@ import torch
 
 from infinity.codecs import (
     Codec,
-    Encoded,
     Fp8Blocks,
     Int4Groups,
+    LogicalTensor,
     Mxfp4Blocks,
     Nf4,
     logical_tensors,
@@ -281,7 +281,7 @@ def read_tensor_bytes(place: tuple[str, tuple[int, ...], Path, int, int]) -> byt
         return file.read(nbytes)
 
 
-def find_logical(directory: str | Path) -> dict[str, Encoded]:
+def find_logical(directory: str | Path) -> dict[str, LogicalTensor]:
     """Returns the logical tensors of a directory."""
     places = read_headers(directory)
     return logical_tensors(

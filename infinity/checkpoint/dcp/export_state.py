@@ -8,9 +8,10 @@ The directory has the names that the functions of PyTorch use:
     optimizer.state.<name>.step, .exp_avg, .exp_avg_sq,
     optimizer.param_groups           `{"optimizer": get_optimizer_state_dict(model, AdamW(...))}`
 
-The planner of PyTorch names the items and makes the metadata. The bytes are written here, because
-the writer of PyTorch keeps every tensor of a file until the file is complete. A large tensor is cut
-along its first dimension, like a sharded one, so that memory holds one slab at a time.
+`torch.distributed.checkpoint.save` names the items and makes the metadata. Its writer keeps every
+tensor of a file until the file is complete (`tensor_dict` in `_write_files_from_queue`), so another
+`StorageWriter` streams: a large tensor is cut along its first dimension, like a sharded one, and
+memory holds one slab at a time.
 """
 
 from __future__ import annotations
@@ -18,25 +19,29 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    TensorWriteData,
+    SavePlanner,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
 
-from infinity.checkpoint.huggingface.export_weights import check_space, make_directory
+from infinity.checkpoint.dcp import in_one_process
+from infinity.checkpoint.dcp.optimizer_state import defaults_of_torch
+from infinity.checkpoint.durable import check_space, make_directory, new_directory
 from infinity.checkpoint.reader import (
     CheckpointSource,
     StateInfo,
@@ -44,8 +49,6 @@ from infinity.checkpoint.reader import (
     StateSource,
     engine_source,
 )
-from infinity.checkpoint.run.directory import sync_directory
-from infinity.checkpoint.run.optimizer_export import defaults_of_torch
 from infinity.errors import ConfigError, reporting
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.private.torch import StorageInfo
@@ -101,7 +104,6 @@ def _export(
     aliases: dict[str, str],
     buffer_names: set[str] | None,
 ) -> Path:
-    partial = directory.with_name(f".{directory.name}.partial")
     with opened as source:
         if source is None:  # The first rank writes.
             return directory
@@ -114,18 +116,8 @@ def _export(
             buffers = {name: value for name, value in buffers.items() if name in buffer_names}
         nbytes = sum(info.nbytes + _overhead_nbytes(info) for info in source.infos)
         check_space(directory.parent, nbytes)
-        shutil.rmtree(partial, ignore_errors=True)
-        make_directory(partial)
-        try:
-            with reporting("export", partial):
-                _write(source, partial, aliases, buffers)
-                sync_directory(partial)
-                if directory.exists():
-                    directory.rmdir()
-                os.replace(partial, directory)
-                sync_directory(directory.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with reporting("export", directory), new_directory(directory) as partial:
+            _write(source, partial, aliases, buffers)
     return directory
 
 
@@ -136,19 +128,14 @@ def _overhead_nbytes(info: StateInfo) -> int:
 def _write(
     source: StateSource, path: Path, aliases: dict[str, str], buffers: dict[str, torch.Tensor]
 ) -> None:
-    places = {_place(info): info for info in source.infos}
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(_state_dict(source, aliases, buffers), is_coordinator=True)
-    plan = planner.create_local_plan()
     doubles = {f"model.{alias}": f"model.{first}" for alias, first in aliases.items()}
-    items = [item for item in plan.items if item.index.fqn not in doubles]
-    cut = [slab for item in items for slab in _slabs(item, places.get(item.index.fqn))]
-    plans, metadata = planner.create_global_plan([dataclasses.replace(plan, items=cut)])
-    results = list(_write_items(plans[0], planner, source, path))
-    results += _point_to_firsts(metadata, results, doubles)
-    writer = FileSystemWriter(path)
-    writer.set_up_storage_writer(True)
-    writer.finish(metadata, [results])
+    with in_one_process():
+        dcp.save(
+            _state_dict(source, aliases, buffers),
+            storage_writer=_SlabWriter(path, source, doubles),
+            planner=_SlabPlanner(source, doubles),
+            no_dist=True,
+        )
 
 
 def _place(info: StateInfo) -> str:
@@ -195,25 +182,103 @@ def _optimizer_dict(named: dict[str, Any], moments: dict[str, dict[str, Any]]) -
     return {"state": state, "param_groups": groups}
 
 
-def _slabs(item: WriteItem, info: StateInfo | None) -> Iterator[WriteItem]:
-    """Yields the item, or its shards along the first dimension if it is large."""
-    rows = None if info is None else _rows_of_slab(info)
-    if info is None or rows is None or rows >= info.shape[0]:
-        yield item
-        return
-    assert item.tensor_data is not None
-    for start in range(0, info.shape[0], rows):
-        offsets = _offsets(info, start)
-        sizes = torch.Size([min(rows, info.shape[0] - start), *info.shape[1:]])
-        yield WriteItem(
-            index=MetadataIndex(item.index.fqn, offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-                properties=item.tensor_data.properties,
-                size=item.tensor_data.size,
-            ),
-        )
+class _SlabPlanner(DefaultSavePlanner):
+    """Plans a large tensor as shards along its first dimension, and a tied weight once."""
+
+    def __init__(self, source: StateSource, doubles: dict[str, str]) -> None:
+        super().__init__()
+        self._infos = {_place(info): info for info in source.infos}
+        self._doubles = doubles
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if item.index.fqn not in self._doubles]
+        slabs = [slab for item in items for slab in self._slabs(item)]
+        self.plan = dataclasses.replace(plan, items=slabs)
+        return self.plan
+
+    def _slabs(self, item: WriteItem) -> Iterator[WriteItem]:
+        info = self._infos.get(item.index.fqn)
+        rows = None if info is None else _rows_of_slab(info)
+        if info is None or rows is None or rows >= info.shape[0]:
+            yield item
+            return
+        assert item.tensor_data is not None
+        for start in range(0, info.shape[0], rows):
+            offsets = _offsets(info, start)
+            sizes = torch.Size([min(rows, info.shape[0] - start), *info.shape[1:]])
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            index = MetadataIndex(item.index.fqn, offsets)
+            yield WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+
+class _SlabWriter(FileSystemWriter):
+    """Writes each item when its slab has come from the source; a full file is followed by a new
+    one. `doubles`: the further names of tied weights, which point to the items of the first."""
+
+    def __init__(self, path: Path, source: StateSource, doubles: dict[str, str]) -> None:
+        super().__init__(path)
+        self._source = source
+        self._doubles = doubles
+        self._count = 0
+        self._file: BinaryIO | None = None
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        streamed = {_place(info) for info in self._source.infos}
+        items = {item.index: item for item in plan.items}
+        written: Future[list[WriteResult]] = Future()
+        try:
+            results = [
+                self._write(item, planner.resolve_data(item))
+                for item in plan.items
+                if item.index.fqn not in streamed
+            ]
+            for info, row, slab in _gather_slabs(self._source.parts()):
+                item = items[MetadataIndex(_place(info), _offsets(info, row))]
+                results.append(self._write(item, slab))
+        finally:
+            self._close()
+        written.set_result(results)
+        return written
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        of_name: dict[str, list[WriteResult]] = {}
+        for result in results[0]:
+            of_name.setdefault(result.index.fqn, []).append(result)
+        for alias, first in self._doubles.items():
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[first]
+            for result in of_name[first]:
+                index = dataclasses.replace(result.index, fqn=alias)
+                results[0].append(dataclasses.replace(result, index=index))
+        super().finish(metadata, results)
+
+    def _write(self, item: WriteItem, value: Any) -> WriteResult:
+        if self._file is None or self._file.tell() >= _FILE_NBYTES:
+            self._close()
+            self._file = (Path(self.path) / f"__0_{self._count}.distcp").open("wb")
+            self._count += 1
+        file, start = self._file, self._file.tell()
+        if item.type == WriteItemType.BYTE_IO:
+            file.write(value.getbuffer())
+        else:
+            _save(value, file)
+        nbytes = file.tell() - start
+        place = StorageInfo(os.path.basename(file.name), start, nbytes)
+        return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=place)
+
+    def _close(self) -> None:
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        with file:
+            file.flush()
+            os.fsync(file.fileno())
+            # The file is not read soon; the page cache has better uses.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _offsets(info: StateInfo, row: int) -> torch.Size:
@@ -226,22 +291,6 @@ def _rows_of_slab(info: StateInfo) -> int | None:
     if not info.shape or not info.nbytes:
         return None
     return max(1, _SLAB_NBYTES // (info.nbytes // info.shape[0]))
-
-
-def _write_items(
-    plan: SavePlan, planner: DefaultSavePlanner, source: StateSource, path: Path
-) -> Iterator[WriteResult]:
-    streamed = {_place(info) for info in source.infos}
-    items = {item.index: item for item in plan.items}
-    files = _SlabFiles(path)
-    try:
-        for item in plan.items:
-            if item.index.fqn not in streamed:
-                yield files.write(item, planner.resolve_data(item))
-        for info, row, slab in _gather_slabs(source.parts()):
-            yield files.write(items[MetadataIndex(_place(info), _offsets(info, row))], slab)
-    finally:
-        files.close()
 
 
 def _gather_slabs(
@@ -271,45 +320,7 @@ def _gather_slabs(
                 filled = 0
 
 
-class _SlabFiles:
-    """The data files of the directory; a full file is followed by a new one."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._count = 0
-        self._name = ""
-        self._file: IO[bytes] | None = None
-
-    def write(self, item: WriteItem, value: Any) -> WriteResult:
-        if self._file is None or self._file.tell() >= _FILE_NBYTES:
-            self.close()
-            self._name = f"__0_{self._count}.distcp"
-            self._count += 1
-            self._file = (self._path / self._name).open("wb")
-        start = self._file.tell()
-        if item.type == WriteItemType.BYTE_IO:
-            self._file.write(value.getbuffer())
-        else:
-            _save(value, self._file)
-        nbytes = self._file.tell() - start
-        return WriteResult(
-            index=item.index,
-            size_in_bytes=nbytes,
-            storage_data=StorageInfo(self._name, start, nbytes),
-        )
-
-    def close(self) -> None:
-        if self._file is None:
-            return
-        file, self._file = self._file, None
-        with file:
-            file.flush()
-            os.fsync(file.fileno())
-            # The file is not read soon; the page cache has better uses.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _save(tensor: torch.Tensor, file: IO[bytes]) -> None:
+def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
     """Saves the elements of a tensor, where torch.save would write the full memory of a view."""
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         tensor = tensor.detach().clone()
@@ -319,22 +330,6 @@ def _save(tensor: torch.Tensor, file: IO[bytes]) -> None:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
-
-
-def _point_to_firsts(
-    metadata: Metadata, results: list[WriteResult], doubles: dict[str, str]
-) -> list[WriteResult]:
-    """Gives a tied weight one place under all its names."""
-    of_name: dict[str, list[WriteResult]] = {}
-    for result in results:
-        of_name.setdefault(result.index.fqn, []).append(result)
-    more = []
-    for alias, first in doubles.items():
-        metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[first]
-        for result in of_name[first]:
-            index = dataclasses.replace(result.index, fqn=alias)
-            more.append(dataclasses.replace(result, index=index))
-    return more
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -25,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from typing_extensions import override
 
+from infinity.checkpoint.dcp import in_one_process
 from infinity.checkpoint.huggingface.import_checks import refuse_codes
-from infinity.checkpoint.run.files import kept_tensors
-from infinity.checkpoint.run.layout import is_row_major
+from infinity.checkpoint.run.layout import is_row_major, kept_tensors
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
@@ -153,22 +151,12 @@ class _Directory:
 
     def _load(self, key: str, value: Any) -> Any:
         planner = DefaultLoadPlanner(flatten_state_dict=False)
+        reader = _Reader(self.path, self._metadata)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.load(
-                    {key: value},
-                    storage_reader=_Reader(self.path, self._metadata),
-                    planner=planner,
-                    no_dist=True,
-                )
-        except (CheckpointException, Exception) as error:  # The first is a BaseException.
-            first: BaseException = error
-            if isinstance(error, CheckpointException):
-                first = next(iter(error.failures.values()))[0]
-            if not isinstance(first, Exception):  # For example a KeyboardInterrupt.
-                raise first from None
-            raise _damaged(self.path, f"{key!r} cannot be read: {first!r}") from error
+            with in_one_process():
+                dcp.load({key: value}, storage_reader=reader, planner=planner, no_dist=True)
+        except Exception as error:  # Damaged bytes may make torch raise any error.
+            raise _damaged(self.path, f"{key!r} cannot be read: {error!r}") from error
         return planner.state_dict[key]  # A tensor is `value`, filled; an object is a new one.
 
     # -- Weights -----------------------------------------------------------------------------------

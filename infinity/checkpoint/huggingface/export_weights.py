@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import json
 import os
 import re
@@ -26,20 +25,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.durable import check_space, make_directory, replace_files, sync_directory
 from infinity.checkpoint.huggingface.names import TensorGroup, export_groups, planned_targets
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
 )
-from infinity.checkpoint.run.directory import replace_files, sync_directory
-from infinity.errors import ConfigError, InfinityError, StorageError, reporting
+from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, SINGLE_NAME
+from infinity.checkpoint.reader import CheckpointSource, Kind, StateInfo
+from infinity.errors import ConfigError, InfinityError, reporting
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of, parameters_of
-from infinity.sizes import GIB, format_nbytes
+from infinity.sizes import GIB
 
-_SINGLE_NAME = "model.safetensors"
-_INDEX_NAME = "model.safetensors.index.json"
-_PARTIAL_INDEX_NAME = f".{_INDEX_NAME}.partial"
+_PARTIAL_INDEX_NAME = f".{INDEX_NAME}.partial"
 _SHARD_PATTERN = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 Read = Callable[[str], torch.Tensor]
@@ -96,7 +95,7 @@ def export_safetensors(
             shutil.rmtree(texts, ignore_errors=True)
             texts.mkdir()
             _write_texts(model, texts, tokenizer, master=master)
-            if _SINGLE_NAME not in plan.shards:
+            if SINGLE_NAME not in plan.shards:
                 _write_index(directory / _PARTIAL_INDEX_NAME, plan)
             replace_files(texts, directory, last="config.json")
             _commit(directory, plan, writers)
@@ -107,6 +106,59 @@ def export_safetensors(
         for writer in writers.values():
             writer.close()
     return [directory / shard for shard in plan.shards]
+
+
+def export_checkpoint_safetensors(
+    checkpoint: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    master: bool = False,
+    max_shard_nbytes: int = 2 * GIB,
+    tokenizer: Any = None,
+) -> list[Path]:
+    """Runs `export_safetensors` on the weights of a checkpoint; returns the weight files.
+
+    checkpoint: a checkpoint, or a directory of checkpoints, from which the newest is exported
+    model: of the same architecture; it may be on meta, because only names and shapes are used
+
+    Memory holds one tensor, or the group of tensors that transformers converts together. Raises
+    ConfigError for a checkpoint of another model before anything is written, CorruptionError for
+    bytes that their checksum does not match, otherwise as `export_safetensors`.
+    """
+    with CheckpointSource(checkpoint) as source:
+        infos = {(info.name, info.kind): info for info in source.infos}
+        _check_model(infos, model, source.path)
+
+        def read(name: str) -> torch.Tensor:
+            kind: Kind = "master" if master and (name, "master") in infos else "weight"
+            value = source.tensor(infos[name, kind])
+            return value.float() if master and value.is_floating_point() else value
+
+        with torch.no_grad():
+            buffers = source.buffers()
+            for name, buffer in model.named_buffers():
+                if name in buffers and not buffer.is_meta:
+                    buffer.copy_(buffers[name])
+        return export_safetensors(
+            model,
+            directory,
+            max_shard_nbytes=max_shard_nbytes,
+            tokenizer=tokenizer,
+            read=read,
+            master=master,
+        )
+
+
+def _check_model(infos: dict[tuple[str, Kind], StateInfo], model: nn.Module, path: Path) -> None:
+    for name, parameter in model.named_parameters():
+        info, shape = infos.get((name, "weight")), tuple(parameter.shape)
+        if info is None or info.shape != shape:
+            came = "it is not there" if info is None else f"it has the shape {info.shape} there"
+            raise ConfigError(
+                f"{path} is a checkpoint of another model: expected {name!r} of the shape {shape}, "
+                f"{came}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,49 +211,6 @@ def _is_weight(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
-def make_directory(directory: Path) -> None:
-    """Creates `directory` and its parents. Raises StorageError naming the path."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        paths = (directory, *directory.parents)
-        present = next((path for path in paths if path.exists()), directory)
-        raise StorageError(
-            error.errno or 0,
-            operation="create",
-            path=str(directory),
-            detail=f"{present} is a file; expected a directory, or a name that is free",
-        ) from None
-    except OSError as error:
-        raise StorageError(error.errno or 0, operation="create", path=str(directory)) from None
-
-
-def check_space(
-    directory: Path,
-    nbytes: int,
-    *,
-    path: Path | None = None,
-    operation: str = "export",
-    needs: str = "the export needs",
-    remedy: str = "",
-) -> None:
-    """Raises StorageError if the file system of `directory` has less than `nbytes` free.
-
-    `path`: the file or directory that the error names, by default `directory`.
-    """
-    stats = os.statvfs(directory)
-    free_nbytes = stats.f_bavail * stats.f_frsize
-    if free_nbytes < nbytes:
-        raise StorageError(
-            errno.ENOSPC,
-            operation=operation,
-            path=str(path or directory),
-            nbytes=nbytes,
-            detail=f"{needs} {format_nbytes(nbytes)}, the file system has "
-            f"{format_nbytes(free_nbytes)} free{remedy}",
-        )
-
-
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Returns every tensor of an export once, under the name that a load expects."""
     # A tied weight keeps the name that is not declared as tied to another one.
@@ -240,7 +249,7 @@ def _assign_shards(infos: list[TensorInfo], max_shard_nbytes: int) -> dict[str, 
         filled[-1].append(info)
         shard_nbytes += info.nbytes
     if len(filled) == 1:
-        return {_SINGLE_NAME: filled[0]}
+        return {SINGLE_NAME: filled[0]}
     count = len(filled)
     return {
         f"model-{index:05d}-of-{count:05d}.safetensors": shard
@@ -335,15 +344,15 @@ def _write_index(path: Path, plan: ExportPlan) -> None:
 
 def _commit(directory: Path, plan: ExportPlan, writers: Mapping[str, SafetensorsWriter]) -> None:
     """Renames the synced partial files in an order in which a crash cannot mix two exports."""
-    index = directory / _INDEX_NAME
+    index = directory / INDEX_NAME
     index.unlink(missing_ok=True)
     for entry in list(directory.iterdir()):
-        is_weights = entry.name == _SINGLE_NAME or _SHARD_PATTERN.fullmatch(entry.name)
+        is_weights = entry.name == SINGLE_NAME or _SHARD_PATTERN.fullmatch(entry.name)
         if is_weights and entry.name not in plan.shards:
             entry.unlink()
     sync_directory(directory)
     for writer in writers.values():
         writer.commit()
-    if _SINGLE_NAME not in plan.shards:
+    if SINGLE_NAME not in plan.shards:
         os.replace(directory / _PARTIAL_INDEX_NAME, index)
     sync_directory(directory)

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -85,6 +84,11 @@ class TensorInfo:
         """The dtype in the file; its name if torch does not have the dtype."""
         return self.dtype if self.unreadable is None else self.unreadable[0]
 
+    @property
+    def header_dtype(self) -> str:
+        """The dtype as the header has it."""
+        return dtype_name(self.dtype) if self.unreadable is None else self.unreadable[0]
+
 
 @dataclass(frozen=True, slots=True)
 class KnownHeader:
@@ -107,9 +111,8 @@ class SafetensorsReader:
         """Opens the file. A header that is the `known` one is not parsed again."""
         self.path = str(path)
         try:
-            self._fd: int | None = open_regular(self.path)
-        except OSError as error:
-            raise StorageError(error.errno or 0, operation="open", path=self.path) from None
+            with reporting("open", self.path):
+                self._fd: int | None = open_regular(self.path)
         except ValueError as error:  # Not a regular file, or not a path.
             raise corrupt(self.path, str(error)) from None
         try:
@@ -126,23 +129,16 @@ class SafetensorsReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self.close()
 
     def identity(self) -> ShardIdentity:
         """Returns what tells this file from another one. Raises StorageError."""
         assert self._fd is not None, f"{self.path} is closed"
-        try:
+        with reporting("read", self.path):
             status = os.fstat(self._fd)
             length = int.from_bytes(os.pread(self._fd, _LENGTH_NBYTES, 0), "little")
             header = os.pread(self._fd, _LENGTH_NBYTES + min(length, _MAX_HEADER_NBYTES), 0)
-        except OSError as error:
-            raise StorageError(error.errno or 0, operation="read", path=self.path) from None
         return ShardIdentity(
             path=os.path.abspath(self.path),
             nbytes=status.st_size,
@@ -233,16 +229,9 @@ class SafetensorsWriter:
         # The number of missing elements. An empty tensor is in the table until it is written.
         self._left = {info.name: math.prod(info.shape) for info in tensors}
         self._finished = False
-        try:
-            self._fd: int | None = os.open(
-                self.partial_path,
-                os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
-                mode,
-            )
-        except OSError as error:
-            raise StorageError(
-                error.errno or 0, operation="create", path=str(self.partial_path)
-            ) from None
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with reporting("create", self.partial_path):
+            self._fd: int | None = os.open(self.partial_path, flags, mode)
         try:
             self._reserve(self.file_nbytes)
             self._write(memoryview(self.header), 0)
@@ -287,12 +276,8 @@ class SafetensorsWriter:
         assert self._fd is not None and self.is_complete, (
             f"{self.path}: {list(self._left)} not written"
         )
-        try:
+        with reporting("fsync", self.partial_path):
             os.fsync(self._fd)
-        except OSError as error:
-            raise StorageError(
-                error.errno or 0, operation="fsync", path=str(self.partial_path)
-            ) from None
         # The file is not read soon; the page cache has better uses.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(self._fd)
@@ -300,9 +285,10 @@ class SafetensorsWriter:
         self._finished = True
 
     def commit(self) -> None:
-        """Renames the finished file to `path`, and replaces an older file. Raises OSError."""
+        """Renames the finished file to `path`, and replaces an older file."""
         assert self._finished, f"{self.path} is not finished"
-        os.replace(self.partial_path, self.path)
+        with reporting("rename", self.path):
+            os.replace(self.partial_path, self.path)
         self._finished = False
 
     def close(self) -> None:

@@ -1,4 +1,8 @@
-"""The tensors of a Hugging Face directory or safetensors file, by their names."""
+"""The tensors of a Hugging Face directory or safetensors file, by their names.
+
+Source of the layout: the index of sharded safetensors checkpoints (transformers,
+`save_pretrained`), a JSON object whose `weight_map` gives the file of every tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from infinity.bounded import MalformedError, field, plain_name, read_json, table_of
 from infinity.checkpoint.huggingface.import_checks import read_config, refuse_undeclared
 from infinity.checkpoint.huggingface.safetensors_file import (
     KnownHeader,
@@ -18,13 +23,15 @@ from infinity.checkpoint.huggingface.safetensors_file import (
     dtype_name,
     tensor_bytes,
 )
-from infinity.checkpoint.huggingface.weight_files import INDEX_NAME, find_files
 from infinity.codecs import Plain
 from infinity.codecs.detect import logical_tensors
-from infinity.codecs.found import Encoded
+from infinity.codecs.found import LogicalTensor
 from infinity.codecs.part import Decoder
-from infinity.errors import CorruptionError
+from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, listed
 from infinity.storage.shards import ShardIdentity, ShardRange
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 
 
 class WeightTensors:
@@ -62,7 +69,7 @@ class WeightTensors:
                         self._files[name], self._infos[name] = file, info
         self._encoded = self._find_encoded()
 
-    def _find_encoded(self) -> dict[str, Encoded]:
+    def _find_encoded(self) -> dict[str, LogicalTensor]:
         directory = self.path if self.path.is_dir() else self.path.parent
         config = read_config(directory)
         refuse_undeclared(directory, config)
@@ -125,7 +132,7 @@ class WeightTensors:
     def _stored_bytes(self, name: str) -> torch.Tensor:
         return self._opened(name).read(name).reshape(-1).view(torch.uint8)
 
-    def encoded(self, name: str) -> Encoded:
+    def encoded(self, name: str) -> LogicalTensor:
         """Returns the codec of a tensor and the names of its stored tensors."""
         return self._encoded[name]
 
@@ -139,7 +146,13 @@ class WeightTensors:
 
     def stored_facts(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns dtype and shape of all stored tensors, as the headers have them, by name."""
-        return {name: (_stored_name(info), tuple(info.shape)) for name, info in self._infos.items()}
+        return {
+            name: (
+                (dtype_name(info.dtype) if info.unreadable is None else info.unreadable[0]),
+                tuple(info.shape),
+            )
+            for name, info in self._infos.items()
+        }
 
     def heads(self, stored_names: Iterable[str], nbytes: int) -> dict[str, bytes]:
         """Returns the first bytes of stored tensors, at most `nbytes` of each. Raises as `read`."""
@@ -188,6 +201,52 @@ class WeightTensors:
             self._reader = None
 
 
-def _stored_name(info: TensorInfo) -> str:
-    """Returns the dtype as the header has it."""
-    return dtype_name(info.dtype) if info.unreadable is None else info.unreadable[0]
+def find_files(path: Path) -> dict[Path, list[str]]:
+    """Returns the files of a checkpoint, each with the tensors that the index expects in it.
+
+    Reads the index, and no other file. Raises ConfigError for a path without weights,
+    CorruptionError for a damaged index or a file that is not there, StorageError for a read that
+    fails.
+    """
+    if path.is_file():
+        return {path: []}
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; expected a local Hugging Face checkpoint")
+    index = path / INDEX_NAME
+    single = path / SINGLE_NAME
+    if single.is_file():
+        return {single: []}
+    if not index.is_file():
+        have = sorted(entry.name for entry in path.iterdir())
+        raise ConfigError(
+            f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME}; it has {listed(have)}. "
+            "Weights in other formats must be saved as safetensors first "
+            "(model.save_pretrained)"
+        )
+    names_in: dict[str, list[str]] = {}
+    for name, file_name in _read_weight_map(index).items():
+        names_in.setdefault(file_name, []).append(name)
+    files = {path / file_name: names for file_name, names in names_in.items()}
+    for file, names in files.items():
+        if not file.is_file():
+            raise CorruptionError(
+                errno.ENOENT,
+                operation="open",
+                path=str(file),
+                detail=f"{INDEX_NAME} places {len(names)} tensors in it ({listed(names)}), "
+                "but there is no such file; the checkpoint is incomplete: copy it again",
+            )
+    return files
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        table = table_of(read_json(index), "it")
+        weight_map = table_of(field(table, "weight_map"), "weight_map")
+        for name, file_name in weight_map.items():
+            plain_name(file_name, f"the file of tensor {name!r}")
+    except OSError as error:
+        raise StorageError(error.errno or 0, operation="read", path=str(index)) from None
+    except MalformedError as error:
+        raise corrupt(str(index), f"no weight_map can be read: {error}") from None
+    return weight_map

@@ -19,19 +19,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from infinity.checkpoint.huggingface.export_weights import check_space
+from infinity.checkpoint.durable import check_space, new_file
+from infinity.checkpoint.run.contents import write_small
 from infinity.checkpoint.run.directory import (
     checkpoint_name,
     damaged,
-    new_file,
     read_linked,
     read_manifest,
     write_manifest,
     writing,
 )
-from infinity.checkpoint.run.files import write_small
 from infinity.checkpoint.run.linked import (
     COPIES_NAME,
     TABLE_NAME,
@@ -160,9 +160,9 @@ def copy_checkpoint(
     manifest = read_manifest(source)
     assert not manifest.ranks, source
     linked = read_linked(source, manifest).get("")
-    with writing(directory, manifest.step) as partial, ExitStack() as stack:
-        check_space(partial, manifest.nbytes + (linked.nbytes if linked is not None else 0))
-        copier = _Copier(source, partial, storage, orders, stack)
+    with writing(directory, manifest.step) as target, ExitStack() as stack:
+        check_space(target, manifest.nbytes + (linked.nbytes if linked is not None else 0))
+        copier = _Copier(source, target, storage, orders, stack)
         files = []
         for file in manifest.files:
             if file.name != TABLE_NAME:
@@ -170,8 +170,8 @@ def copy_checkpoint(
                 files.append(file)
         if linked is not None:
             table = to_bytes(copier.copy_state(linked))
-            files.append(write_small(partial / TABLE_NAME, "table", table))
-        write_manifest(partial, replace(manifest, files=tuple(files)))
+            files.append(write_small(target / TABLE_NAME, "table", table))
+        write_manifest(target, replace(manifest, files=tuple(files)))
     return directory / checkpoint_name(manifest.step)
 
 
@@ -217,15 +217,10 @@ class Pace:
         self._rests_until_s = end_s + self.REST * (end_s - start_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _CopyBlock:
-    """A range of an open file, its target offset, and `check`, which raises for wrong bytes."""
-
-    file: int
-    offset_nbytes: int
-    nbytes: int
-    target_offset_nbytes: int
-    check: Callable[[memoryview, int], None]
+# Compares the bytes of a block, which lie at an address, and raises for wrong ones.
+_Check = Callable[[memoryview, int], None]
+# (segment of an open file without its address, offset in the copy, check)
+_Block = tuple[Segment, int, _Check]
 
 
 class _Copier:
@@ -253,66 +248,60 @@ class _Copier:
 
     def copy_file(self, file: FileEntry) -> None:
         """Copies one file and syncs it. Raises CorruptionError, StorageError."""
-        new_file(self._target / file.name, file.nbytes)
-        to = self._open(self._target / file.name, direct=False)
-        self._copy(self._file_blocks(file), to)
-        self._storage.sync(to)
-
-    def _file_blocks(self, file: FileEntry) -> Iterator[_CopyBlock]:
-        path = self._source / file.name
-        source_file = self._open(path, direct=False)
-        for extent in file.extents:
-            check = _ExtentCheck(path, extent)
-            for start, nbytes in _cut(extent.nbytes):
-                at = extent.offset_nbytes + start
-                yield _CopyBlock(source_file, at, nbytes, at, check)
+        self._copy(file.name, file.nbytes, self._file_blocks(file), direct=False)
 
     def copy_state(self, linked: LinkedState) -> list[LinkedKind]:
         """Copies all linked state into one file and syncs it; returns the new rows of the table.
 
         Raises CorruptionError, StorageError.
         """
-        path = self._target / COPIES_NAME
-        new_file(path, linked.nbytes)
-        to = self._open(path, direct=True)
-        self._copy(self._state_blocks(linked), to)
-        self._storage.sync(to)
+        self._copy(COPIES_NAME, linked.nbytes, self._state_blocks(linked), direct=True)
         moved, start = [], 0
         for entry in linked.kinds:
             moved.append(replace(entry, runs=(LinkedRun(COPIES_NAME, start, entry.nbytes),)))
             start += entry.nbytes
         return moved
 
-    def _state_blocks(self, linked: LinkedState) -> Iterator[_CopyBlock]:
+    def _file_blocks(self, file: FileEntry) -> Iterator[_Block]:
+        path = self._source / file.name
+        source = self._open(path, direct=False)
+        for extent in file.extents:
+            check = _check_extent(path, extent)
+            for start, nbytes in _cut(extent.nbytes):
+                at = extent.offset_nbytes + start
+                yield Segment(source, at, 0, nbytes), at, check
+
+    def _state_blocks(self, linked: LinkedState) -> Iterator[_Block]:
         files = {name: self._open(self._source / name, direct=True) for name in linked.files()}
         target = 0
         for entry in linked.kinds:
-            checksums = memoryview(linked.checksums_of(entry))
+            checksums, page = linked.checksums_of(entry), 0
             for run in entry.runs:
                 for start, nbytes in _cut(run.nbytes):
-                    size = nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
-                    offset_nbytes = run.offset_nbytes + start
-                    check = _PageCheck(
-                        str(self._source / run.file), offset_nbytes, bytes(checksums[:size])
-                    )
-                    yield _CopyBlock(files[run.file], offset_nbytes, nbytes, target, check)
-                    checksums = checksums[size:]
+                    count = nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
+                    at, path = run.offset_nbytes + start, str(self._source / run.file)
+                    check = partial(_check_pages, path, at, checksums[page : page + count])
+                    yield Segment(files[run.file], at, 0, nbytes), target, check
+                    page += count
                     target += nbytes
 
-    def _copy(self, blocks: Iterable[_CopyBlock], to: int) -> None:
+    def _copy(self, name: str, nbytes: int, blocks: Iterable[_Block], *, direct: bool) -> None:
+        """Makes the file `name` of the copy from blocks, and syncs it."""
+        new_file(self._target / name, nbytes)
+        to = self._open(self._target / name, direct=direct)
         writes: list[Ticket] = []
         try:
-            for number, block in enumerate(blocks):
-                self._await_turn(block.nbytes)
+            for number, (segment, offset_nbytes, check) in enumerate(blocks):
+                self._await_turn(segment.nbytes)
                 start_s = time.monotonic()
                 if len(writes) == len(self._buffers):
                     writes.pop(0).wait()
                 turn = number % len(self._buffers)
                 buffer, address = self._buffers[turn], self._addresses[turn]
-                read = Segment(block.file, block.offset_nbytes, address, block.nbytes)
+                read = replace(segment, address=address)
                 self._storage.submit("read", [read], Priority.COPY).wait()
-                block.check(memoryview(buffer)[: block.nbytes], address)
-                write = replace(read, file=to, offset_nbytes=block.target_offset_nbytes)
+                check(memoryview(buffer)[: segment.nbytes], address)
+                write = Segment(to, offset_nbytes, address, segment.nbytes)
                 writes.append(self._storage.submit("write", [write], Priority.COPY))
                 while writes and not self._orders.hurry.is_set():
                     writes.pop(0).wait()
@@ -321,6 +310,7 @@ class _Copier:
                 writes.pop(0).wait()
         finally:
             _settle(writes)  # Pending writes use the buffers.
+        self._storage.sync(to)
 
     def _await_turn(self, nbytes: int) -> None:
         while not self._orders.stop.is_set():
@@ -354,36 +344,27 @@ class _Copier:
             _log.debug("while a copy ended", exc_info=True)
 
 
-class _ExtentCheck:
-    """Compares an extent of a file, which comes part by part, with its SHA-256."""
+def _check_extent(path: Path, extent: StoredRange) -> _Check:
+    """Returns what compares an extent, which comes part by part, with its SHA-256."""
+    digest, left_nbytes = hashlib.sha256(), extent.nbytes
 
-    def __init__(self, path: Path, extent: StoredRange) -> None:
-        self._path = path
-        self._extent = extent
-        self._digest = hashlib.sha256()
-        self._left_nbytes = extent.nbytes
+    def check(view: memoryview, _: int) -> None:
+        nonlocal left_nbytes
+        digest.update(view)
+        left_nbytes -= len(view)
+        if not left_nbytes and digest.hexdigest() != extent.sha256:
+            raise damaged(path, extent, "its SHA-256 is not the manifest's")
 
-    def __call__(self, view: memoryview, address: int) -> None:
-        self._digest.update(view)
-        self._left_nbytes -= len(view)
-        if not self._left_nbytes and self._digest.hexdigest() != self._extent.sha256:
-            raise damaged(self._path, self._extent, "its SHA-256 is not the manifest's")
+    return check
 
 
-@dataclass(frozen=True, slots=True)
-class _PageCheck:
+def _check_pages(
+    path: str, offset_nbytes: int, checksums: bytes, view: memoryview, address: int
+) -> None:
     """Compares pages of a file with their CRC32C."""
-
-    path: str
-    offset_nbytes: int
-    checksums: bytes
-
-    def __call__(self, view: memoryview, address: int) -> None:
-        found = ExpectedRange(
-            self.path, self.offset_nbytes, address, len(view), self.checksums
-        ).check()
-        if found is not None:
-            raise found
+    found = ExpectedRange(path, offset_nbytes, address, len(view), checksums).check()
+    if found is not None:
+        raise found
 
 
 def _cut(nbytes: int) -> Iterator[tuple[int, int]]:

@@ -18,11 +18,10 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
-from typing import Self
 
 from infinity.bounded import MalformedError, open_regular, read_bytes
+from infinity.checkpoint.durable import make_durably, sync_directory, write_file
 from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME, LinkedState, length_of
 from infinity.checkpoint.run.linked import parse as parse_table
 from infinity.checkpoint.run.manifest import (
@@ -183,7 +182,7 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
     older checkpoints are unchanged.
     """
     with reporting("create", directory):
-        _make_durably(directory, PRIVATE_DIRECTORY)
+        make_durably(directory, PRIVATE_DIRECTORY)
     with locked(directory):
         refuse_later(directory, step)
         _sweep(directory)
@@ -193,11 +192,11 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
             partial.mkdir(PRIVATE_DIRECTORY)
         try:
             yield partial
-            sync_names(partial)
+            sync_directory(partial)
             # INV-14, INV-17: all files are durable; the rename commits.
             with reporting("rename", target):
                 os.rename(partial, target)
-            sync_names(directory)
+            sync_directory(directory)
         except BaseException:
             if not partial.exists():  # Renamed, but the rename may not be durable.
                 with contextlib.suppress(OSError):
@@ -236,7 +235,7 @@ def prune(directory: Path, keep: int) -> list[Path]:
             with reporting("remove", path):
                 os.rename(path, partial)
         if removed:
-            sync_names(directory)
+            sync_directory(directory)
         for partial in partials:
             with reporting("remove", partial):
                 shutil.rmtree(partial)
@@ -250,127 +249,6 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         write_file(path / name, text)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Writes and syncs a new file. Raises StorageError."""
-    with SequentialFile(path) as file:
-        file.write(memoryview(content))
-
-
-class SequentialFile:
-    """A new file that is written sequentially, and synced when its block succeeds.
-
-    Raises StorageError.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with reporting("create", path):
-            self._file = _create(path)
-
-    def write(self, view: memoryview) -> None:
-        """Appends all of `view`. Raises StorageError."""
-        with reporting("write", self._path):
-            while view:
-                view = view[os.write(self._file.fileno(), view[:_TRANSFER_NBYTES]) :]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
-        with self._file, reporting("fsync", self._path):
-            if kind is None:
-                os.fsync(self._file.fileno())
-                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def new_file(path: Path, nbytes: int) -> None:
-    """Makes a new file of `nbytes` and allocates its space. Raises StorageError."""
-    with reporting("allocate", path), _create(path) as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            os.ftruncate(file.fileno(), nbytes)
-
-
-def _create(path: Path) -> FileIO:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
-    return open(fd, "r+b", buffering=0)
-
-
-def _make_durably(directory: Path, mode: int = 0o777) -> None:
-    """Makes the directory and its missing parents, and syncs every new name.
-
-    `mode` applies to the directory, not to its parents.
-    """
-    if not directory.is_dir():
-        _make_durably(directory.parent)
-        directory.mkdir(mode, exist_ok=True)
-        sync_directory(directory.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync_file(path: Path) -> None:
-    """Makes the content of a file durable, whichever program has written it. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def replace_files(partial: Path, directory: Path, *, last: str, apart: bool = False) -> None:
-    """Syncs the files below `partial` and moves them to the same names in `directory`.
-
-    If that fails, the files that had these names have them again. Raises OSError.
-
-    last: the name of the file that is moved at the end
-    apart: an earlier file of that name has none while the others are moved, because it does not go
-        with them
-    """
-    files = sorted(filter(Path.is_file, partial.rglob("*")), key=lambda file: file.name == last)
-    names = [file.relative_to(partial) for file in files]
-    for file in files:
-        sync_file(file)
-    before = partial / ".before"
-    for name in names:
-        if (directory / name).is_file():
-            (before / name).parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(directory / name, before / name)
-    try:
-        if apart:
-            (directory / last).unlink(missing_ok=True)
-        for name in names:
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(partial / name, directory / name)
-        for parent in {(directory / name).parent for name in names}:
-            sync_directory(parent)
-    except BaseException:
-        for name in names:
-            with contextlib.suppress(OSError):
-                if (before / name).exists():
-                    os.replace(before / name, directory / name)
-                elif not (partial / name).exists():
-                    (directory / name).unlink(missing_ok=True)
-        raise
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # A file system without links.
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
 def partial_of(target: Path) -> Path:
     """Returns the path of the checkpoint `target` while it is written or removed."""
     return target.with_name(f".{target.name}.partial")
@@ -381,12 +259,6 @@ def make_in(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         with reporting("create", directory / name):
             (directory / name).mkdir(PRIVATE_DIRECTORY)
-
-
-def sync_names(directory: Path) -> None:
-    """Makes the names in a directory durable. Raises StorageError."""
-    with reporting("fsync", directory):
-        sync_directory(directory)
 
 
 def _sweep(directory: Path) -> None:

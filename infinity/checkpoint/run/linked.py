@@ -101,6 +101,17 @@ class LinkedKind:
         return sum(run.nbytes for run in self.runs)
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """State that was linked or copied page by page, and the checksums of all pages in order."""
+
+    kinds: tuple[LinkedKind, ...] = ()
+    checksums: bytes = b""
+
+    def __add__(self, other: Stored) -> Stored:
+        return Stored(self.kinds + other.kinds, self.checksums + other.checksums)
+
+
 def to_bytes(kinds: Sequence[LinkedKind]) -> bytes:
     """Returns the content of the table: compact, because every commit writes one."""
     rows = [
@@ -378,7 +389,7 @@ Part = tuple[LinkedState, LinkedKind, LinkedTensor]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class JoinedTensor:
     """A tensor in linked state: in one part, or in consecutive parts of several ranks."""
 
     parts: tuple[Part, ...]
@@ -397,6 +408,11 @@ class StoredTensor:
     def kind(self) -> str:
         """The name of the state kind."""
         return self.parts[0][1].kind
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The order in which the elements are stored."""
+        return self.facts.stride
 
     def read(
         self, reader: PageReader, start: int, stop: int, *, item_nbytes: int
@@ -422,7 +438,7 @@ def overlaps(parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Par
             yield part, low, high
 
 
-def stored_tensors(states: Iterable[LinkedState], path: Path) -> dict[str, StoredTensor]:
+def joined_tensors(states: Iterable[LinkedState], path: Path) -> dict[str, JoinedTensor]:
     """Joins the parts that the ranks have of every tensor of the checkpoint `path`.
 
     Raises CorruptionError if parts of a tensor overlap, disagree, or leave elements out.
@@ -442,4 +458,4 @@ def stored_tensors(states: Iterable[LinkedState], path: Path) -> dict[str, Store
             end += tensor.numel
         if end != math.prod(parts[0][2].shape):
             raise corrupt(str(path), f"it has {end} elements of {name!r}, expected all of them")
-    return {name: StoredTensor(tuple(parts)) for name, parts in found.items()}
+    return {name: JoinedTensor(tuple(parts)) for name, parts in found.items()}

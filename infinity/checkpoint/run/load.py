@@ -1,22 +1,21 @@
 """Loads a checkpoint into an offloaded model: verified first, then streamed to its tiers.
 
-State that is linked to the swap files of this run, or to swap files that the run has adopted
-(`adopt.py`), is read, compared and restored where it is (`restore_linked.py`). All other state is
-streamed. If several ranks wrote the checkpoint, a rank reads those ranges of their shards that it
-keeps itself.
+State that is linked to the swap files of this run, or to swap files that the run has adopted, is
+read, compared and restored where it is (`links.py`). All other state is streamed. If several ranks
+wrote the checkpoint, a rank reads those ranges of their shards that it keeps itself.
 
-Placement, budgets, chunk sizes, units, ZeRO stage, number of ranks and the cut of large layers
-(`recut.py`) may differ from those of the run that saved. `open_checkpoint.py` verifies names,
-shapes, dtypes, lengths and the small state before anything changes. The SHA-256 of a tensor is
-known when its last byte is read, the CRC32C of linked state page by page. If one of these is wrong,
-the model may be a mixture of two states, and the error says so.
+Placement, budgets, chunk sizes, units, ZeRO stage, number of ranks and the cut of large layers may
+differ from those of the run that saved. `opened.py` verifies names, shapes, dtypes, lengths and the
+small state before anything changes. The SHA-256 of a tensor is known when its last byte is read,
+the CRC32C of linked state page by page. If one of these is wrong, the model may be a mixture of two
+states, and the error says so.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.run.contents import buffers_of
 from infinity.checkpoint.run.directory import find_checkpoint
-from infinity.checkpoint.run.files import buffers_of, kept_tensors
-from infinity.checkpoint.run.layout import STREAMED, StateTensor, row_major_stride
-from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
-from infinity.checkpoint.run.program import believing, check_kinds
-from infinity.checkpoint.run.recut import RecutSource
-from infinity.checkpoint.run.restore_linked import restore_linked
-from infinity.checkpoint.run.rng_state import restore_random_state
+from infinity.checkpoint.run.layout import STREAMED, StateTensor, kept_tensors
+from infinity.checkpoint.run.links import restore_linked
+from infinity.checkpoint.run.opened import OpenCheckpoint, StoredReader
+from infinity.checkpoint.run.program import believing, check_kinds, restore_random_state
 from infinity.checkpoint.run.save import Stateful
-from infinity.checkpoint.run.stored import StoredReader
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
@@ -155,33 +151,23 @@ class _ModelReader:
 
     def is_in_memory_order(self, tensor: StateTensor) -> bool:
         """Whether the stored order of the elements is the order in memory."""
-        stride = row_major_stride(tensor.facts.shape)
-        if self._checkpoint.recut(tensor.name) is None:  # Tiles are always row-major.
-            stride = self._checkpoint.tensors[tensor.name].stride
-        return stride == tensor.facts.stride
+        return self._checkpoint.form_of(tensor.name)[1] == tensor.facts.stride
 
     def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
         """Fills `target` (CPU, contiguous) with elements from `start` on, in the stored order.
 
         Raises as `StoredReader.read_into`.
         """
-        sources: Iterable[RecutSource] = (RecutSource(name, start, target.numel()),)
-        recut = self._checkpoint.recut(name)
-        if recut is not None:
-            sources = recut.within(start, target.numel())
-        for source in sources:
-            tensor = self._checkpoint.tensors[source.name]
-            self._reader.read_into(tensor, source.start, target[: source.count])
-            target = target[source.count :]
+        for tensor, first, count in self._checkpoint.sources(name, start, target.numel()):
+            self._reader.read_into(tensor, first, target[:count])
+            target = target[count:]
 
     def read(self, name: str) -> torch.Tensor:
         """Returns a fresh tensor on the CPU, in its shape. Raises as `read_into`."""
-        recut = self._checkpoint.recut(name)
-        if recut is None:
-            return self._reader.read_full(self._checkpoint.tensors[name])
-        values = torch.empty(math.prod(recut.info.shape), dtype=recut.info.dtype)
+        info, stride = self._checkpoint.form_of(name)
+        values = torch.empty(math.prod(info.shape), dtype=info.dtype)
         self.read_into(name, 0, values)
-        return values.view(recut.info.shape)
+        return values.as_strided(info.shape, stride)
 
 
 def _load_tensors(

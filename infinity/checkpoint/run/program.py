@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import io
 import pickletools
+import random
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from infinity.bounded import MAX_DEPTH, MalformedError
-from infinity.errors import InfinityError, corrupt
+from infinity.errors import ConfigError, InfinityError, corrupt
 from infinity.sizes import MIB
 
 _TABLES = ("optimizer", "random")  # A table, or None.
@@ -172,3 +174,47 @@ def believing(path: Path, what: str) -> Iterator[None]:
     except Exception as error:
         why = str(error) if isinstance(error, MalformedError) else repr(error)
         raise corrupt(str(path), f"{what} in it cannot be used: {why}") from error
+
+
+def pack_program(state: dict[str, Any]) -> bytes:
+    """Packs the small state with torch.save, and tries that it loads without running code.
+
+    Raises ConfigError for values that need code.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        load_plain(buffer.getvalue())
+    except Exception as error:  # An object may make pickle raise any error.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            "expected numbers, text, tensors, lists and dicts in `extra`, in param_groups and in "
+            f"the scheduler's state_dict(), and nothing that needs code to be read: {reason}"
+        ) from None
+    return buffer.getvalue()
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of all default generators as numbers and tensors."""
+    version, internal, gauss = random.getstate()
+    legacy: Any = numpy.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = legacy
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": list(cuda),
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restores the default generators, except those of devices that this machine does not have."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(generator, device)

@@ -1,7 +1,7 @@
 """Writes a checkpoint: all state of a run, durable at one rename.
 
-The order of effects: all ranks write and sync their files (`files.py`); the first rank writes and
-syncs the manifest, syncs the directory, renames it and syncs its parent; then it removes older
+The order of effects: all ranks write and sync their files (`contents.py`); the first rank writes
+and syncs the manifest, syncs the directory, renames it and syncs its parent; then it removes older
 checkpoints.
 """
 
@@ -9,33 +9,42 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import io
 import logging
 import os
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from infinity import __version__
-from infinity.checkpoint.huggingface.export_weights import check_space
-from infinity.checkpoint.run import directory as state_directory
-from infinity.checkpoint.run.commit import (
-    Stored,
+from infinity.checkpoint.durable import check_space, sync_directory
+from infinity.checkpoint.run.contents import Contents, contents_of, write_contents
+from infinity.checkpoint.run.copy import Orders, Saving, copy_checkpoint
+from infinity.checkpoint.run.directory import (
+    checkpoint_name,
+    locked,
+    make_in,
+    partial_of,
+    prune,
+    read_manifest,
+    refuse_later,
+    write_manifest,
+    writing,
+)
+from infinity.checkpoint.run.linked import TABLE_NAME, Stored
+from infinity.checkpoint.run.links import (
     follow,
     has_space,
     label_of,
     link_state,
+    located,
     thaw,
     thaw_removed,
 )
-from infinity.checkpoint.run.copy import Orders, Saving, copy_checkpoint
-from infinity.checkpoint.run.files import Contents, contents_of, write_contents
-from infinity.checkpoint.run.linked import TABLE_NAME
 from infinity.checkpoint.run.manifest import (
     SCHEMA,
     FileEntry,
@@ -45,15 +54,13 @@ from infinity.checkpoint.run.manifest import (
     places_of,
     rank_directories,
 )
-from infinity.checkpoint.run.program import load_plain
+from infinity.checkpoint.run.program import pack_program, random_state
 from infinity.checkpoint.run.references import read_reference
-from infinity.checkpoint.run.reuse import holds_state
-from infinity.checkpoint.run.rng_state import random_state
 from infinity.distributed.sync import CollectiveSection
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
-from infinity.errors import ConfigError, RankError, UnsupportedError
+from infinity.errors import ConfigError, InfinityError, RankError, UnsupportedError
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.spare_generations import count_spares, is_elsewhere
 
@@ -147,7 +154,7 @@ def async_save(
         asked.local = repr((program.step, keep, linked)).encode()
     _refuse_different("save", asked)
     place = copying or target
-    path = place / state_directory.checkpoint_name(program.step)
+    path = place / checkpoint_name(program.step)
     left = path if copying and _is_left(last, path) else None  # Only its copy has failed.
     is_same = left is not None and _holds_state(engine, model, program, left)
     stale = None if is_same else left
@@ -204,8 +211,33 @@ def _is_left(last: Saving | None, commit: Path) -> bool:
 
 
 def _holds_state(engine: Engine, model: nn.Module, program: _Program, commit: Path) -> bool:
+    """Whether a commit of this run, whose copy has failed, has the bytes that a new one would have.
+
+    The number of steps does not tell: weights may have been changed by hand since, or the step may
+    be one that the caller has named. So what is not linked is written once more, beside the commit,
+    and removed. Returns False for a commit that is damaged, or that this run has not made. For one
+    rank. Raises StorageError.
+    """
+    volume = engine.store.volume
+    if volume is None or label_of(commit) not in [frozen.label for frozen in volume.frozen]:
+        return False
     with engine.at_rest("infinity.checkpoint") as state:
-        return holds_state(commit, state, model, program.content)
+        volume.sync()
+        try:
+            manifest = read_manifest(commit)
+        except InfinityError:
+            return False
+        partial = partial_of(commit)
+        with locked(commit.parent):
+            shutil.rmtree(partial, ignore_errors=True)
+            make_in(commit.parent, [partial.name])
+            try:
+                contents = contents_of(state, may_link=True)
+                stored = located(state, contents.linked)[0] if contents.linked else Stored()
+                files = write_contents(partial, state, model, program.content, contents, stored)
+                return tuple(files) == manifest.files
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | None:
@@ -220,10 +252,10 @@ def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | Non
         return None
     if not is_elsewhere(engine.config, directory):
         return None
-    state_directory.refuse_later(directory, step)
+    refuse_later(directory, step)
     thaw_removed(volume)
     own = _own_commits(engine, engine.commit_directory)
-    target = copying / state_directory.checkpoint_name(step)
+    target = copying / checkpoint_name(step)
     has_one = has_space(volume, target, num_spares=num_spares, keep=1, leaving=own)
     return copying if has_one else None
 
@@ -342,7 +374,7 @@ def _write_checkpoint(
     An error on any rank leaves no checkpoint.
     """
     volume = engine.store.volume
-    target = directory / state_directory.checkpoint_name(program.step)
+    target = directory / checkpoint_name(program.step)
     num_spares = count_spares(engine.config, num_ranks=engine.num_ranks)
     try:
         with (
@@ -389,11 +421,11 @@ def _write_on_all(
 ) -> None:
     """Writes the files of all ranks. `naming` renames the directory, or removes it after errors."""
     ranks = rank_directories(engine.num_ranks)
-    partial = state_directory.partial_of(target)
+    partial = partial_of(target)
     with engine.collective_section(f"{target.name}: its directory"):
         if engine.rank == 0:
-            naming.enter_context(state_directory.writing(target.parent, program.step))
-            state_directory.make_in(partial, ranks)
+            naming.enter_context(writing(target.parent, program.step))
+            make_in(partial, ranks)
     own = partial / ranks[engine.rank] if ranks else partial
     with engine.collective_section(f"{target.name}: links") as needed:
         if not own.is_dir():
@@ -408,7 +440,7 @@ def _write_on_all(
             check_space(partial, sum(map(int, needed.of_all)))
         files = write_contents(own, state, model, program.content, contents, stored)
         if ranks:
-            state_directory.sync_names(own)
+            sync_directory(own)
         written.local = files_to_bytes(files)
     with engine.collective_section(f"{target.name}: its name"):
         if engine.rank == 0:
@@ -444,7 +476,7 @@ def _write_manifest(
     is_linked = any(PurePath(file.name).name == TABLE_NAME for file in files)
     schema = SCHEMA if ranks else 2 if is_linked else 1
     manifest = Manifest(step, created, f"infinity {__version__}", files, schema, ranks)
-    state_directory.write_manifest(partial, manifest)
+    write_manifest(partial, manifest)
 
 
 def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
@@ -453,7 +485,7 @@ def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
     try:
         with engine.collective_section("infinity.checkpoint: what is older goes") as removed:
             if engine.rank == 0:
-                names = [path.name for path in state_directory.prune(directory, keep)]
+                names = [path.name for path in prune(directory, keep)]
                 removed.local = "\n".join(names).encode()
     except BaseException as error:
         if volume is not None and not isinstance(error, RankError):
@@ -480,21 +512,3 @@ def _remove_all(engine: Engine, directory: Path) -> None:
     if engine.rank == 0:
         with contextlib.suppress(OSError):
             directory.rmdir()
-
-
-def pack_program(state: dict[str, Any]) -> bytes:
-    """Packs the small state with torch.save, and tries that it loads without running code.
-
-    Raises ConfigError for values that need code.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(state, buffer)
-        load_plain(buffer.getvalue())
-    except Exception as error:  # An object may make pickle raise any error.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            "expected numbers, text, tensors, lists and dicts in `extra`, in param_groups and in "
-            f"the scheduler's state_dict(), and nothing that needs code to be read: {reason}"
-        ) from None
-    return buffer.getvalue()

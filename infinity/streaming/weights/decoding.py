@@ -39,7 +39,6 @@ from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, Unit
-from infinity.state.weight_places import weight_places
 from infinity.storage.protocol import Priority
 from infinity.streaming.weights.state import Weights
 from infinity.tiers.device import Copy, Decoding, DeviceAdapter, Region
@@ -90,7 +89,7 @@ class WeightDecoding:
         `has_second_memory`: as much device memory for the next unit.
         """
         units = [unit for unit in self._store.units if unit.stored is not None]
-        self._plans = {unit.index: DecodePlan(weight_places(unit)) for unit in units}
+        self._plans = {unit.index: DecodePlan(unit.weight_places()) for unit in units}
         if not self._device.shares_host_memory:
             for plan in self._plans.values():
                 plan.prepare(self._device.torch_device)

@@ -12,7 +12,7 @@ from infinity.sizes import format_nbytes
 from infinity.tools.cli.options import Quiet, bytes_bar
 
 if TYPE_CHECKING:
-    from infinity.checkpoint.convert.directory import DirectoryPlan
+    from infinity.tools.convert.rewrite import DirectoryPlan
 from typing import TYPE_CHECKING, Any
 
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from infinity.checkpoint.convert.spread import SpreadPlan
+    from infinity.tools.convert.spread import SpreadPlan
 
 
 _Out = Annotated[
@@ -101,13 +101,13 @@ def quantize(
     from infinity.config.paths import refuse_no_directory
 
     refuse_no_directory(directory)
-    from infinity.checkpoint.convert.quantize import plan_quantize
+    from infinity.tools.convert.quantize import plan_quantize
 
     _write(plan_quantize(directory, to), out, as_json=as_json, is_quiet=quiet)
 
 
 def _write(plan: DirectoryPlan, out: Path, *, as_json: bool, is_quiet: bool) -> None:
-    from infinity.checkpoint.convert.directory import check_target, write_directory
+    from infinity.tools.convert.rewrite import check_target, write_directory
 
     check_target(out, plan.nbytes)
     before_nbytes = plan.source.nbytes
@@ -298,7 +298,7 @@ def spread(
     if not gather and not over:
         raise ConfigError("expected --over and the directories of the drives, or --gather")
     refuse_no_directory(directory)
-    from infinity.checkpoint.convert.spread import (
+    from infinity.tools.convert.spread import (
         plan_gather,
         plan_spread,
         run_gather,

@@ -131,7 +131,7 @@ def remove_contents(directory: Path, swaps: list[SwapContents]) -> list[str]:
 
     Raises SwapLockedError before anything is removed if a living job holds the directory.
     """
-    from infinity.checkpoint.run.removal import remove_own
+    from infinity.checkpoint.run.inspection import remove_own
     from infinity.storage.swap_inspect import remove_stale
 
     # First those in use, which refuse; commits belong to all ranks.

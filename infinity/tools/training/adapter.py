@@ -20,22 +20,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.base_identity import (
-    IDENTITY_NAME,
-    BaseIdentity,
-    check_base,
-    identify,
-    write_identity,
-)
+from infinity.checkpoint.durable import replace_files
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.checkpoint.huggingface.weight_source import WeightSource
-from infinity.checkpoint.run.directory import replace_files
 from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, reporting
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import MIB
+from infinity.tools.training.base_identity import (
+    IDENTITY_NAME,
+    BaseIdentity,
+    check_base,
+    identify,
+    write_identity,
+)
 
 CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 _PARTIAL_NAME = ".adapter.partial"

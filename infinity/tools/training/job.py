@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.huggingface.export_weights import check_space, plan_export
+from infinity.checkpoint.durable import check_space
+from infinity.checkpoint.huggingface.export_weights import plan_export
 from infinity.checkpoint.run.load import Loaded
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError

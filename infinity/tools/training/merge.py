@@ -18,20 +18,20 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoint.convert.directory import (
-    DirectoryPlan,
-    PlannedTensor,
-    as_numbers,
-    as_stored,
-    unchanged,
-)
-from infinity.checkpoint.convert.quantize import plain, without_quantisation
 from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.checkpoint.huggingface.names import PlacedSource, SourcePlaces
 from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
 from infinity.codecs import Plain
 from infinity.config.schema import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.tools.convert.quantize import plain, without_quantisation
+from infinity.tools.convert.rewrite import (
+    DirectoryPlan,
+    PlannedTensor,
+    as_numbers,
+    as_stored,
+    unchanged,
+)
 from infinity.tools.training.adapter import attach_adapter
 from infinity.tools.training.model import published_config
 

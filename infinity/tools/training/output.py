@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from infinity.checkpoint.huggingface.export_weights import make_directory
+from infinity.checkpoint.durable import make_directory
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, reporting
 from infinity.tools.training.metrics import is_metrics

@@ -16,10 +16,10 @@ from typing import Any
 
 from infinity.bounded import text_of
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
+from infinity.checkpoint.run.inspection import damaged_after, give_up, set_aside
 from infinity.checkpoint.run.load import Loaded, read_program
 from infinity.checkpoint.run.manifest import PROGRAM_NAME
 from infinity.checkpoint.run.program import believing
-from infinity.checkpoint.run.removal import damaged_after, give_up, set_aside
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError
 from infinity.tools.training.arguments import check_state

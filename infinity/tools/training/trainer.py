@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from infinity.checkpoint.run.rng_state import random_state, restore_random_state
+from infinity.checkpoint.run.program import random_state, restore_random_state
 from infinity.config import Optimizer, SwapConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError, NonFiniteError

@@ -18,13 +18,6 @@ from typing import Any, Literal
 
 import torch
 
-from infinity.checkpoint.convert.directory import (
-    DirectoryPlan,
-    PlannedTensor,
-    as_codes,
-    as_numbers,
-    unchanged,
-)
 from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
@@ -32,6 +25,13 @@ from infinity.codecs.detect import QUANTISATION_KEYS
 from infinity.codecs.part import Codec
 from infinity.config.paths import refuse_no_directory
 from infinity.errors import ConfigError, listed
+from infinity.tools.convert.rewrite import (
+    DirectoryPlan,
+    PlannedTensor,
+    as_codes,
+    as_numbers,
+    unchanged,
+)
 
 Format = Literal["fp8", "int4", "nf4"]
 

@@ -1,7 +1,7 @@
 """Opens a checkpoint and verifies that it is one of this model. Changes nothing.
 
 Names, shapes, dtypes, lengths, headers and the small state are verified here, before a load changes
-anything. Bytes of tensors are verified when they are read (`stored.py`).
+anything. Bytes of tensors are verified when they are read.
 """
 
 from __future__ import annotations
@@ -10,26 +10,265 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
-from infinity.checkpoint.run.directory import check_extent, read_content, read_linked, read_manifest
-from infinity.checkpoint.run.files import BUFFERS_NAME, buffers_of, tensors_of
-from infinity.checkpoint.run.layout import StateTensor, state_tensors
-from infinity.checkpoint.run.linked import stored_tensors
-from infinity.checkpoint.run.manifest import PROGRAM_NAME, FileEntry, Manifest
+from infinity.checkpoint.huggingface.safetensors_file import (
+    SafetensorsReader,
+    TensorInfo,
+    dtype_of,
+    tensor_bytes,
+)
+from infinity.checkpoint.run.contents import BUFFERS_NAME, buffers_of
+from infinity.checkpoint.run.directory import (
+    check_extent,
+    damaged,
+    read_content,
+    read_linked,
+    read_manifest,
+)
+from infinity.checkpoint.run.layout import StateTensor, row_major_stride, state_tensors, tensors_of
+from infinity.checkpoint.run.linked import JoinedTensor, joined_tensors
+from infinity.checkpoint.run.manifest import PROGRAM_NAME, FileEntry, Manifest, StoredRange
 from infinity.checkpoint.run.program import parse_program
-from infinity.checkpoint.run.recut import Recut, recut
 from infinity.checkpoint.run.references import check_reference, check_reference_files
-from infinity.checkpoint.run.stored import FileTensor, PagedTensor
 from infinity.engine.state_access import StateAccess
-from infinity.errors import ConfigError, corrupt, listed
+from infinity.errors import ConfigError, CorruptionError, UnsupportedError, corrupt, listed
+from infinity.state.tiles import name_of_tiled, number_of_tile
 from infinity.state.units import MOMENT_KINDS, StateKind
+from infinity.storage.page_reader import PageReader
+
+if TYPE_CHECKING:
+    from _hashlib import HASH
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in a safetensors file, with the manifest's range and SHA-256 of the tensor."""
+
+    path: Path
+    info: TensorInfo
+    extent: StoredRange
+
+    @property
+    def group(self) -> str:
+        """A text that is equal for all tensors of one unit."""
+        return str(self.path)
+
+    @property
+    def kind(self) -> str:
+        """The name of the state kind."""
+        return self.extent.kind
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The order in which the elements are stored."""
+        return row_major_stride(self.info.shape)
+
+
+class PagedTensor(JoinedTensor):
+    """A tensor in pages that have a CRC32C each: linked to the swap files, or copied."""
+
+    @property
+    def info(self) -> TensorInfo:
+        """Name, dtype and shape. Raises UnsupportedError for a dtype that torch does not have."""
+        facts = self.facts
+        try:
+            dtype = dtype_of(facts.dtype)
+        except KeyError:
+            raise UnsupportedError(
+                f"{facts.name!r} of the checkpoint has dtype {facts.dtype}, which is not known "
+                "here: upgrade infinity-offload"
+            ) from None
+        return TensorInfo(name=facts.name, dtype=dtype, shape=facts.shape)
+
+
+SavedTensor = FileTensor | PagedTensor
+
+
+class StoredReader:
+    """Reads stored tensors and compares them with their SHA-256 or CRC32C.
+
+    The SHA-256 of a tensor is compared when the tensor has been read from its first to its last
+    element; a read out of order is not compared. `is_checked`: the caller has compared the files,
+    and no SHA-256 is computed. `consequence` ends the text of every error about damaged bytes.
+
+    Keeps one file open. Not thread-safe; close it.
+    """
+
+    def __init__(self, *, is_checked: bool = False, consequence: str = "") -> None:
+        self._is_checked = is_checked
+        self._consequence = consequence
+        self._file: SafetensorsReader | None = None
+        self._pages = PageReader()
+        # Elements read, from the first one on, and their SHA-256.
+        self._digests: dict[tuple[Path, str], tuple[int, HASH]] = {}
+
+    def __enter__(self) -> StoredReader:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files. Idempotent."""
+        self._close_file()
+        self._pages.close()
+
+    def read(self, tensor: SavedTensor, start: int, stop: int) -> torch.Tensor:
+        """Returns the elements [start, stop): fresh, flat, on the CPU, in the stored order.
+
+        Raises as `read_into`.
+        """
+        values = torch.empty(stop - start, dtype=tensor.info.dtype)
+        self.read_into(tensor, start, values)
+        return values
+
+    def read_full(self, tensor: SavedTensor) -> torch.Tensor:
+        """Returns a fresh tensor on the CPU, in its shape. Raises as `read_into`."""
+        shape = tensor.info.shape
+        return self.read(tensor, 0, math.prod(shape)).as_strided(shape, tensor.stride)
+
+    def read_into(self, tensor: SavedTensor, start: int, target: torch.Tensor) -> None:
+        """Fills `target` (CPU, contiguous) with the elements from `start` on, in the stored order.
+
+        Raises CorruptionError with file and range for bytes that their checksum does not match,
+        StorageError for a file that cannot be read, UnsupportedError for an unknown dtype.
+        """
+        if isinstance(tensor, PagedTensor):
+            self._read_pages(tensor, start, target)
+            return
+        self._open(tensor.path).read_into(tensor.info.name, start, target)
+        if not self._is_checked:
+            self._compare(tensor, start, target)
+
+    def _compare(self, tensor: FileTensor, start: int, values: torch.Tensor) -> None:
+        key = tensor.path, tensor.info.name
+        done, sha256 = (0, hashlib.sha256()) if start == 0 else self._digests.get(key, (-1, None))
+        if sha256 is None or start != done:
+            return
+        sha256.update(tensor_bytes(values))
+        self._digests[key] = done + values.numel(), sha256
+        if done + values.numel() < math.prod(tensor.info.shape):
+            return
+        del self._digests[key]
+        if sha256.hexdigest() != tensor.extent.sha256:
+            detail = self._detail("its SHA-256 is not the manifest's")
+            raise damaged(tensor.path, tensor.extent, detail)
+
+    def _read_pages(self, tensor: PagedTensor, start: int, target: torch.Tensor) -> None:
+        view = tensor_bytes(target)
+        stop, item_nbytes = start + target.numel(), target.dtype.itemsize
+        try:
+            for part in tensor.read(self._pages, start, stop, item_nbytes=item_nbytes):
+                view[: len(part)] = part
+                view = view[len(part) :]
+        except CorruptionError as error:
+            if not self._consequence:
+                raise
+            raise CorruptionError(
+                error.errno or 0,
+                operation="read",
+                path=error.path,
+                offset_nbytes=error.offset_nbytes,
+                nbytes=error.nbytes,
+                detail=self._detail(f"{tensor.facts.name!r} is damaged: {error.detail}"),
+            ) from None
+
+    def _detail(self, fault: str) -> str:
+        return f"{fault}; {self._consequence}" if self._consequence else fault
+
+    def _open(self, path: Path) -> SafetensorsReader:
+        if self._file is None or self._file.path != str(path):
+            self._close_file()
+            self._file = SafetensorsReader(path)
+        return self._file
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+# -- Large layers in other tiles ------------------------------------------------------------------
+
+
+Source = tuple[str, int, int]  # (tensor of the checkpoint, first element, number of elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Recut:
+    """A tensor of the model, and the ranges that it is joined from, in order."""
+
+    info: TensorInfo
+    sources: tuple[Source, ...]
+
+    def within(self, start: int, count: int) -> Iterator[Source]:
+        """Yields the ranges that hold `count` elements from `start` on."""
+        first = 0
+        for name, begin, numel in self.sources:
+            low, high = max(start, first), min(start + count, first + numel)
+            if low < high:
+                yield name, begin + low - first, high - low
+            first += numel
+
+
+def recut(
+    expected: Mapping[str, TensorInfo], saved: Mapping[str, TensorInfo]
+) -> tuple[dict[str, Recut], set[str]]:
+    """Maps expected tensors to saved tensors of another cut.
+
+    Returns (recut tensors by name, names of the saved tensors that they use). Leaves out tensors
+    that cannot be joined; the comparison of names then reports them.
+    """
+    saved_tiles = _by_parameter(saved)
+    found: dict[str, Recut] = {}
+    used: set[str] = set()
+    for name, tiles in _by_parameter(expected).items():
+        sources = saved_tiles.get(name, [])
+        cuts = [[(info.name, info.shape) for info in side] for side in (tiles, sources)]
+        if cuts[0] != cuts[1] and _can_join(tiles, sources):
+            found.update(_join(tiles, sources))
+            used.update(info.name for info in sources)
+    return found, used
+
+
+def _by_parameter(infos: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
+    """Groups tiles by the name of the tiled parameter, in order; a plain tensor is one tile."""
+    groups: dict[str, list[TensorInfo]] = {}
+    for info in infos.values():
+        groups.setdefault(name_of_tiled(info.name), []).append(info)
+    for tiles in groups.values():
+        tiles.sort(key=lambda info: number_of_tile(info.name))
+    return groups
+
+
+def _can_join(tiles: list[TensorInfo], sources: list[TensorInfo]) -> bool:
+    """Whether both sides are cuts of the same rows."""
+    if not sources or any(not info.shape for info in tiles + sources):
+        return False
+    kinds = {(info.dtype, tuple(info.shape[1:])) for info in tiles + sources}
+    rows = [sum(info.shape[0] for info in side) for side in (tiles, sources)]
+    return len(kinds) == 1 and tiles[0].dtype is not torch.uint8 and rows[0] == rows[1]
+
+
+def _join(tiles: list[TensorInfo], sources: list[TensorInfo]) -> Iterator[tuple[str, Recut]]:
+    ranges = tuple((info.name, 0, math.prod(info.shape)) for info in sources)
+    joined = Recut(sources[0], ranges)
+    first = 0
+    for info in tiles:
+        count = math.prod(info.shape)
+        yield info.name, Recut(info, tuple(joined.within(first, count)))
+        first += count
+
+
+# -- The checkpoint --------------------------------------------------------------------------------
+
 
 _log = logging.getLogger("infinity")
 
@@ -53,9 +292,9 @@ class OpenCheckpoint:
             if file.name.endswith(".safetensors") and PurePath(file.name).name != BUFFERS_NAME:
                 self._in_files |= _tensors_of_file(path, file)
         self.linked_states = read_linked(path, self.manifest)
-        linked = stored_tensors(self.linked_states.values(), path)
-        in_pages = {name: PagedTensor(stored) for name, stored in linked.items()}
-        self.tensors: Mapping[str, FileTensor | PagedTensor] = {**self._in_files, **in_pages}
+        linked = joined_tensors(self.linked_states.values(), path)
+        in_pages = {name: PagedTensor(joined.parts) for name, joined in linked.items()}
+        self.tensors: Mapping[str, SavedTensor] = {**self._in_files, **in_pages}
         self._recut: dict[str, Recut] = {}  # Tensors of the model that are cut into other tiles.
 
     def place_of(self, rank: int) -> str:
@@ -95,12 +334,20 @@ class OpenCheckpoint:
         """Whether the checkpoint has the tensor, in one piece or in tiles of another cut."""
         return name in self.tensors or name in self._recut
 
-    def recut(self, name: str) -> Recut | None:
-        """Returns the sources of a tensor that the checkpoint has in other tiles.
+    def sources(self, name: str, start: int, count: int) -> Iterator[tuple[SavedTensor, int, int]]:
+        """Yields (tensor, first element, number of elements) of the ranges that hold `count`
+        elements of a tensor of the model from `start` on. `check_model` finds other cuts."""
+        recut = self._recut.get(name)
+        ranges = [(name, start, count)] if recut is None else recut.within(start, count)
+        for source, first, numel in ranges:
+            yield self.tensors[source], first, numel
 
-        `check_model` finds them.
-        """
-        return self._recut.get(name)
+    def form_of(self, name: str) -> tuple[TensorInfo, tuple[int, ...]]:
+        """Returns a tensor of the model as the checkpoint has it, and the order of its elements."""
+        recut = self._recut.get(name)
+        if recut is not None:  # Tiles are always row-major.
+            return recut.info, row_major_stride(recut.info.shape)
+        return self.tensors[name].info, self.tensors[name].stride
 
     def check_model(self, state: StateAccess, model: nn.Module, rank: int = 0) -> None:
         """Compares names, shapes and dtypes with those of the model, in any cut of large layers.

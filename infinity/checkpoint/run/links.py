@@ -18,29 +18,46 @@ import logging
 import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.checkpoint.huggingface.safetensors_file import dtype_name, tensor_bytes
+from infinity.checkpoint.durable import sync_directory
 from infinity.checkpoint.run.directory import (
-    SequentialFile,
+    find_checkpoint,
     list_checkpoints,
     partial_of,
-    sync_directory,
+    prune,
+    read_linked,
+    read_manifest,
+    sweep,
 )
-from infinity.checkpoint.run.layout import StateTensor
-from infinity.checkpoint.run.linked import COPIES_NAME, LinkedKind, LinkedRun, LinkedTensor
+from infinity.checkpoint.run.layout import (
+    STREAMED,
+    KeptTensors,
+    KindRange,
+    is_linkable,
+    linked_tensors,
+)
+from infinity.checkpoint.run.linked import (
+    COPIES_NAME,
+    LinkedKind,
+    LinkedRun,
+    LinkedState,
+    Stored,
+)
+from infinity.checkpoint.run.opened import OpenCheckpoint
+from infinity.config import SwapConfig
+from infinity.distributed.group import RankTopology
+from infinity.distributed.setup import config_of_rank
 from infinity.engine.state_access import StateAccess
-from infinity.errors import StorageError
-from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
-from infinity.sizes import PAGE_NBYTES, align_down, align_up
-from infinity.state.moments_8bit import runs_within
-from infinity.state.partition import Partition, ShardSlice
+from infinity.errors import InfinityError, StorageError
+from infinity.state.spare_generations import count_spares
 from infinity.state.store import NvmeLocation
 from infinity.state.units import StateKind, Unit
-from infinity.storage.checksums import digest
-from infinity.storage.frozen_content import FileRange, FrozenContent, files_of
+from infinity.storage.frozen_content import Adopted, FileRange, FrozenContent, files_of
+from infinity.storage.page_reader import PageReader
+from infinity.storage.swap_directory import job_of, swap_names
+from infinity.storage.swap_inspect import examine
 from infinity.storage.volume import Volume
 from infinity.storage.volume_layout import slice_extents
 
@@ -50,49 +67,6 @@ _log = logging.getLogger("infinity")
 _warned_of_links: set[str] = set()
 # Open directories of checkpoints, whose path the kernel tells, also after they were renamed.
 _followed: weakref.WeakKeyDictionary[FrozenContent, str] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """State that was linked or copied page by page, and the checksums of all pages in order."""
-
-    kinds: tuple[LinkedKind, ...] = ()
-    checksums: bytes = b""
-
-    def __add__(self, other: Stored) -> Stored:
-        return Stored(self.kinds + other.kinds, self.checksums + other.checksums)
-
-
-@dataclass(frozen=True, slots=True)
-class KindRange:
-    """Full pages of a state kind, and the tensors in them. Offsets count from `start_nbytes`."""
-
-    unit: Unit
-    state_kind: StateKind
-    start_nbytes: int
-    stop_nbytes: int
-    tensors: tuple[LinkedTensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the range."""
-        return self.stop_nbytes - self.start_nbytes
-
-    def stored(self, runs: Iterable[LinkedRun]) -> LinkedKind:
-        """Returns the row of the table for these pages in `runs`."""
-        unit, state_kind = self.unit, self.state_kind
-        return LinkedKind(unit.name, state_kind.value, state_kind.kind, tuple(runs), self.tensors)
-
-
-def is_linkable(state: StateAccess, unit: Unit, state_kind: StateKind) -> bool:
-    """Whether the state kind rests in swap files that a checkpoint may link to.
-
-    Gradients are written in place even while the volume is frozen, and moments of eight bits have
-    no spare generation; both must be copied.
-    """
-    if state_kind is StateKind.GRADIENTS or unit.is_8bit(state_kind):
-        return False
-    return isinstance(state.store.location(unit, state_kind), NvmeLocation)
 
 
 def has_space(
@@ -115,47 +89,6 @@ def has_space(
         and (frozen.label not in departing or _is_linked_elsewhere(volume, frozen))
     ]
     return len(remaining) + 1 <= num_spares
-
-
-def state_kind_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[KindRange]:
-    """Returns full state kinds of units, with these tensors in them."""
-    of_state_kind: dict[tuple[Unit, StateKind], list[LinkedTensor]] = {}
-    for unit, tensor in tensors:
-        of_state_kind.setdefault((unit, tensor.state_kind), []).extend(linked_tensors(unit, tensor))
-    return [
-        KindRange(unit, state_kind, 0, unit.nbytes(state_kind), tuple(rows))
-        for (unit, state_kind), rows in of_state_kind.items()
-    ]
-
-
-def own_weights(divided: Partition) -> Iterator[KindRange]:
-    """Yields the part that this rank owns of the weights that every rank keeps in full."""
-    for full_unit, shard in zip(divided.full_units, divided.local, strict=True):
-        for shares in (shard.shares, shard.frozen):
-            places = [_weight_range(share) for share in shares]
-            if not places:
-                continue
-            low = align_down(min(start for start, _ in places), PAGE_NBYTES)
-            high = align_up(max(stop for _, stop in places), PAGE_NBYTES)
-            tensors = tuple(
-                LinkedTensor(
-                    share.full.name,
-                    dtype_name(share.full.facts.dtype),
-                    share.full.facts.shape,
-                    share.full.facts.stride,
-                    start - low,
-                    share.start,
-                    share.part.numel,
-                )
-                for share, (start, _) in zip(shares, places, strict=True)
-            )
-            yield KindRange(full_unit, StateKind.PARAMETERS, low, high, tensors)
-
-
-def _weight_range(share: ShardSlice) -> tuple[int, int]:
-    """Returns the byte range [start, stop) of a shard in the weights of the full unit."""
-    at, size = share.full.weight_offset_nbytes, share.full.facts.dtype.itemsize
-    return at + share.start * size, at + share.stop * size
 
 
 def link_state(
@@ -200,65 +133,6 @@ def located(state: StateAccess, ranges: Iterable[KindRange]) -> tuple[Stored, li
         kinds.append(kind_range.stored(linked_runs(runs)))
         checksums.append(volume.checksums(extents))
     return Stored(tuple(kinds), b"".join(checksums)), list(paths)
-
-
-def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[KindRange]) -> Stored:
-    """Copies state page by page into one new file of `partial`, and syncs the file.
-
-    Makes no file if there is nothing to copy. Raises StorageError.
-    """
-    kinds, checksums, end_nbytes = [], [], 0
-    with ExitStack() as stack:
-        file: SequentialFile | None = None
-        for kind_range in ranges:
-            if not kind_range.nbytes:
-                kinds.append(kind_range.stored([]))
-                continue
-            if file is None:
-                file = stack.enter_context(SequentialFile(partial / COPIES_NAME))
-            run = LinkedRun(COPIES_NAME, end_nbytes, kind_range.nbytes)
-            kinds.append(kind_range.stored([run]))
-            end_nbytes += kind_range.nbytes
-            place = kind_range.start_nbytes, kind_range.stop_nbytes
-            for pages in state.pages(kind_range.unit, kind_range.state_kind, *place):
-                checksums.append(digest(pages.data_ptr(), pages.numel()))
-                file.write(tensor_bytes(pages))
-    return Stored(tuple(kinds), b"".join(checksums))
-
-
-def linked_tensors(unit: Unit, tensor: StateTensor) -> Iterator[LinkedTensor]:
-    """Yields the rows of the table for a tensor: its place in the state kind.
-
-    A tensor has one row. Codes of eight bits alternate with their scales, so both have one row for
-    every granule.
-    """
-    for first, numel, offset_nbytes in _ranges_of(unit, tensor):
-        yield LinkedTensor(
-            tensor.name,
-            dtype_name(tensor.dtype),
-            tensor.info.shape,
-            (1,) if tensor.is_scales else tensor.facts.stride,
-            offset_nbytes,
-            tensor.start + first,
-            numel,
-        )
-
-
-def _ranges_of(unit: Unit, tensor: StateTensor) -> Iterator[tuple[int, int, int]]:
-    """Yields (first element, number of elements, byte offset in the state kind) for every row."""
-    spec, state_kind = tensor.spec, tensor.state_kind
-    if state_kind is StateKind.PARAMETERS:
-        yield 0, spec.numel, spec.weight_offset_nbytes
-    elif not unit.is_8bit(state_kind):
-        yield 0, spec.numel, unit.nbytes(state_kind, spec.state_offset)
-    else:
-        stop = spec.state_offset + spec.numel
-        for run in runs_within(unit.state_numel, spec.state_offset, stop):
-            first = run.start - spec.state_offset
-            if tensor.is_scales:
-                yield first // BLOCK_NUMEL, num_scales(run.numel), run.scales_offset_nbytes
-            else:
-                yield first, run.numel, run.codes_offset_nbytes
 
 
 def linked_runs(ranges: Iterable[FileRange]) -> tuple[LinkedRun, ...]:
@@ -391,3 +265,206 @@ def thaw(volume: Volume, contents: Iterable[FrozenContent]) -> None:
     that are not known. The ranges may then be written again."""
     for frozen in [kept for kept in contents if not _is_linked_elsewhere(volume, kept)]:
         volume.thaw(frozen)
+
+
+# -- A run that resumes ----------------------------------------------------------------------------
+
+
+Inode = tuple[int, int]
+
+
+def plan_adoption(
+    config: SwapConfig, path: str | os.PathLike[str], ranks: RankTopology | None = None
+) -> Adopted | None:
+    """Finds the swap files that a run adopts, which will load the checkpoint `path`; None for none.
+
+    Removes partial checkpoints that a crash has left, and commits older than the last one. A file
+    is adopted only if every link to it is known, because a write must never reach a link that
+    somebody has made elsewhere. With several `ranks` this is a collective call, and every rank
+    adopts the files of its own directories. Raises ConfigError if
+    there is no checkpoint, StorageError.
+    """
+    checkpoint = find_checkpoint(Path(path))
+    own = config if ranks is None else config_of_rank(config, ranks)
+    num_spares = count_spares(own, num_ranks=1 if ranks is None else ranks.count)
+    found = _stale_files(own, num_spares)
+    if found is not None and (ranks is None or ranks.rank == 0):
+        _tidy(config, checkpoint)
+    if ranks is not None:  # Links must not go while a rank counts them.
+        ranks.links.all_gather("adopting swap files", b"")
+    if found is None:
+        return None
+    jobs, swap_files, num_found = found
+    contents: dict[str, list[FileRange]] = {}
+    num_links = dict.fromkeys(swap_files, 1)
+    for neighbour in _neighbours(config, checkpoint):
+        for place, linked in _linked_states(neighbour).items():
+            names = [name for name in linked.files() if name != COPIES_NAME]
+            inodes = {name: _inode(neighbour / place / name) for name in names}
+            if not set(inodes.values()) & set(swap_files):
+                continue
+            if not set(inodes.values()) <= set(swap_files):
+                return None
+            for inode in inodes.values():
+                num_links[inode] += 1
+            contents[label_of(neighbour)] = [
+                FileRange(swap_files[inodes[run.file]], run.offset_nbytes, run.nbytes)
+                for entry in linked.kinds
+                for run in entry.runs
+                if run.file != COPIES_NAME
+            ]
+    is_known = all(os.stat(swap_files[inode]).st_nlink == n for inode, n in num_links.items())
+    if label_of(checkpoint) not in contents or len(contents) > num_spares or not is_known:
+        return None
+    return Adopted(jobs, contents, num_found)
+
+
+def _stale_files(
+    config: SwapConfig, num_spares: int
+) -> tuple[dict[str, str], dict[Inode, str], int] | None:
+    """Returns (ended job by swap directory, path of every swap file that the jobs left, the most
+    spare generations of a job). Early updates may have had one more than commits need."""
+    is_measured = len(config.tiers.nvme) > 1 and any(t.weight == "auto" for t in config.tiers.nvme)
+    if not num_spares or is_measured:  # A measurement of a path writes to its file.
+        return None
+    jobs: dict[str, str] = {}
+    swap_files: dict[Inode, str] = {}
+    num_found = 0
+    for tier in config.tiers.nvme:
+        job = _stale_job(tier.path)
+        if job is None:
+            return None
+        jobs[str(tier.path)] = job
+        for generation, name in enumerate(swap_names(job, num_spares + 1)):
+            swap_path = tier.path / name
+            if swap_path.exists():
+                swap_files[_inode(swap_path)] = str(swap_path)
+                num_found = max(num_found, generation)
+    return jobs, swap_files, num_found
+
+
+def _stale_job(directory: Path) -> str | None:
+    """Returns the ended job that left swap files in a directory; None unless it is exactly one."""
+    if not directory.is_dir():
+        return None
+    swap = examine(str(directory))
+    if swap is None or swap.is_held or swap.is_newer:
+        return None
+    jobs = {job_of(file.name) for file in swap.files}
+    return jobs.pop() if len(jobs) == 1 else None
+
+
+def _tidy(config: SwapConfig, checkpoint: Path) -> None:
+    """Removes partial checkpoints and superseded commits. Checkpoints belong to the user."""
+    if config.checkpoint_directory.is_dir():
+        sweep(config.checkpoint_directory)
+    for commits in config.commit_directories:
+        if not commits.is_dir():
+            continue
+        sweep(commits)
+        if checkpoint.resolve() not in [path.resolve() for path in list_checkpoints(commits)[:-1]]:
+            prune(commits, 1)
+
+
+def _neighbours(config: SwapConfig, checkpoint: Path) -> Iterator[Path]:
+    """Yields every checkpoint that may link to the same files, once."""
+    places = [checkpoint.parent, config.checkpoint_directory, *config.commit_directories]
+    for place in {place.resolve(): None for place in places}:
+        yield from list_checkpoints(place)
+
+
+def _linked_states(path: Path) -> dict[str, LinkedState]:
+    """Returns the linked state of a checkpoint; nothing if the checkpoint is damaged.
+
+    The links of a damaged checkpoint stay unknown, so its files are not adopted.
+    """
+    try:
+        return read_linked(path, read_manifest(path))
+    except InfinityError:
+        return {}
+
+
+def _inode(path: Path) -> Inode:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """A state kind of a unit that the swap files hold as the checkpoint has it."""
+
+    unit: Unit
+    state_kind: StateKind
+    location: NvmeLocation
+    entry: LinkedKind
+    swap_paths: frozenset[str]
+
+
+def restore_linked(
+    checkpoint: OpenCheckpoint, state: StateAccess, kept: KeptTensors, rank: int
+) -> set[tuple[Unit, StateKind]]:
+    """Restores the linked state of this rank in its swap files; returns what is restored.
+
+    Either all linked state of the rank is restored, or nothing. Weights that every rank keeps in
+    full are not restored, because each rank has linked only a part of them; nor are those that
+    another node has linked. Every page is compared
+    with its CRC32C before anything changes. Raises CorruptionError, StorageError.
+    """
+    volume, place = state.store.volume, checkpoint.place_of(rank)
+    linked, label = checkpoint.linked_states.get(place), label_of(checkpoint.path)
+    frozen = next((f for f in volume.frozen if f.label == label), None) if volume else None
+    if volume is None or linked is None or frozen is None:
+        return set()
+    matches = _find_matches(linked, state, kept, volume, frozen)
+    if matches is None:
+        return set()
+    for swap_path in {path for match in matches for path in match.swap_paths}:
+        link = checkpoint.path / place / os.path.basename(swap_path)
+        if not os.path.samefile(swap_path, link):
+            return set()
+    with PageReader() as pages:
+        for match in matches:
+            for _ in linked.read(pages, match.entry, 0, match.entry.nbytes):
+                pass  # Reading compares; a wrong page raises.
+    state.weight_cache.forget()
+    volume.restore(frozen)
+    for match in matches:
+        volume.put_checksums(match.location.extents, linked.checksums_of(match.entry))
+    return {(match.unit, match.state_kind) for match in matches}
+
+
+def _find_matches(
+    linked: LinkedState,
+    state: StateAccess,
+    kept: KeptTensors,
+    volume: Volume,
+    frozen: FrozenContent,
+) -> list[_Match] | None:
+    """Pairs linked state with the frozen ranges of the volume; None if any of it has no pair."""
+    entries = {
+        (entry.unit, entry.state_kind): entry
+        for entry in linked.kinds
+        if any(run.file != COPIES_NAME for run in entry.runs)
+    }
+    matches, divided = [], state.partition
+    for unit, kept_tensors in kept:
+        if divided is not None and not divided.is_saver(unit):
+            continue
+        for state_kind in STREAMED:
+            tensors = [tensor for tensor in kept_tensors if tensor.state_kind is state_kind]
+            if not tensors or not is_linkable(state, unit, state_kind):
+                continue
+            entry = entries.pop((unit.name, state_kind.value), None)
+            if divided is not None and tensors[0].share is None:
+                continue
+            rows = tuple(row for tensor in tensors for row in linked_tensors(unit, tensor))
+            if entry is None or entry.tensors != rows:
+                return None
+            location = state.store.location(unit, state_kind)
+            assert isinstance(location, NvmeLocation)
+            ranges = volume.locate(location.extents, frozen)
+            if entry.runs != linked_runs(ranges):
+                return None
+            paths = frozenset(swap_range.path for swap_range in ranges)
+            matches.append(_Match(unit, state_kind, location, entry, paths))
+    return None if entries else matches

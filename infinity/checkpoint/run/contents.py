@@ -1,6 +1,6 @@
 """Writes and syncs the files of one rank of a checkpoint.
 
-State on NVMe that can be linked is not copied (`commit.py`). If the model is not sharded, all other
+State on NVMe that can be linked is not copied (`links.py`). If the model is not sharded, all other
 state is written as safetensors, unit by unit. The shards of a sharded model are copied page by page
 into one file, which is read like a linked file. Memory holds one chunk of a state kind, or one
 tensor that is not row-major in memory.
@@ -9,50 +9,54 @@ tensor that is not row-major in memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
 
+from infinity.checkpoint.durable import SequentialFile, write_file
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
     dtype_name,
     tensor_bytes,
 )
-from infinity.checkpoint.run import directory as state_directory
-from infinity.checkpoint.run.commit import (
-    KindRange,
-    Stored,
-    copy_pages,
-    is_linkable,
-    own_weights,
-    state_kind_ranges,
-)
 from infinity.checkpoint.run.directory import PRIVATE_FILE
 from infinity.checkpoint.run.layout import (
     STREAMED,
+    KindRange,
     StateTensor,
-    is_row_major,
-    state_tensors,
-    tensors_of_rank,
+    in_row_major,
+    is_linkable,
+    kept_tensors,
+    own_weights,
+    state_kind_ranges,
 )
-from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME, LinkedTensor, to_bytes
+from infinity.checkpoint.run.linked import (
+    CHECKSUMS_NAME,
+    COPIES_NAME,
+    TABLE_NAME,
+    LinkedRun,
+    LinkedTensor,
+    Stored,
+    to_bytes,
+)
 from infinity.checkpoint.run.manifest import PROGRAM_NAME, FileEntry, StoredRange
 from infinity.checkpoint.run.references import SHARDS_NAME, reference_to_bytes
 from infinity.engine.state_access import Part, StateAccess
-from infinity.errors import StorageError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.partition import Partition
 from infinity.state.units import StateKind, Unit
-from infinity.storage.checksums import CHECKSUM_NBYTES
+from infinity.storage.checksums import CHECKSUM_NBYTES, digest
 
 if TYPE_CHECKING:
     from _hashlib import HASH
+
 
 BUFFERS_NAME = "buffers.safetensors"
 # The allowance for headers, tables and manifest, for each tensor.
@@ -99,32 +103,6 @@ def contents_of(state: StateAccess, *, may_link: bool) -> Contents:
             units.setdefault(unit, []).append(tensor)
     of_unit = {unit: tuple(tensors) for unit, tensors in units.items()}
     return Contents(tuple(state_kind_ranges(rows)), of_unit, ())
-
-
-KeptTensors = list[tuple[Unit, list[StateTensor]]]
-
-
-def kept_tensors(state: StateAccess) -> KeptTensors:
-    """Returns the tensors that this process keeps, unit by unit."""
-    if state.partition is None:
-        return [(unit, tensors_of(state, unit)) for unit in state.units]
-    return list(tensors_of_rank(state.partition, has_kind=state.has_kind))
-
-
-def tensors_of(state: StateAccess, unit: Unit) -> list[StateTensor]:
-    """Returns the tensors that a checkpoint holds of a unit in the present state of the engine.
-
-    A unit that rests in the files of its base has none (`references.py`).
-    """
-    if unit.stored is not None:
-        return []
-    return list(
-        state_tensors(
-            unit,
-            has_kind=lambda state_kind: state.has_kind(unit, state_kind),
-            has_gradient=state.has_gradient,
-        )
-    )
 
 
 def _ranges_of_rank(state: StateAccess, divided: Partition) -> list[KindRange]:
@@ -200,10 +178,7 @@ class _HashedWriter:
     def finish(self) -> FileEntry:
         """Syncs the complete file and gives it its final name. Raises StorageError."""
         self._writer.finish()
-        try:
-            self._writer.commit()
-        except OSError as error:
-            raise StorageError(error.errno or 0, operation="rename", path=str(self._path)) from None
+        self._writer.commit()
         header = self._writer.header
         digest = hashlib.sha256(header).hexdigest()
         extents = [StoredRange("header", "header", 0, len(header), digest)]
@@ -213,7 +188,10 @@ class _HashedWriter:
             extents.append(StoredRange(name, kind, info.offset_nbytes, info.nbytes, sha256))
         return FileEntry(self._path.name, self._writer.file_nbytes, tuple(extents))
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
         self._writer.close()
 
 
@@ -221,8 +199,7 @@ def _write_unit(
     path: Path, state: StateAccess, unit: Unit, tensors: tuple[StateTensor, ...]
 ) -> FileEntry:
     kinds = {tensor.name: tensor.state_kind.kind for tensor in tensors}
-    writer = _HashedWriter(path, [tensor.info for tensor in tensors], kinds)
-    try:
+    with _HashedWriter(path, [tensor.info for tensor in tensors], kinds) as writer:
         for state_kind in STREAMED:
             of_state_kind = [tensor for tensor in tensors if tensor.state_kind is state_kind]
             if of_state_kind:
@@ -232,8 +209,6 @@ def _write_unit(
                 gradient = state.gradient(unit, tensor.spec)
                 writer.put(tensor.name, 0, gradient.contiguous())
         return writer.finish()
-    finally:
-        writer.close()
 
 
 def _write_state_kind(
@@ -245,32 +220,20 @@ def _write_state_kind(
 ) -> None:
     tensors = {tensor.spec: tensor for tensor in of_state_kind if not tensor.is_scales}
     scales = {tensor.spec: tensor for tensor in of_state_kind if tensor.is_scales}
-    full: torch.Tensor | None = None  # A tensor that is not row-major in memory.
     for tensor in of_state_kind:
         if not tensor.spec.numel:  # `parts` yields no part of it.
             writer.put(tensor.name, 0, torch.empty(tensor.info.shape, dtype=tensor.dtype))
-    for part in state.parts(unit, state_kind):
-        spec = part.spec
-        if spec not in tensors or not spec.numel:
-            continue
-        if part.scales is not None:
-            writer.put(scales[spec].name, part.start // BLOCK_NUMEL, part.scales)
-        name = tensors[spec].name
-        if is_row_major(spec):
-            writer.put(name, part.start, part.values)
-            continue
-        full = _collect(full, part)
-        if part.start + part.values.numel() == spec.numel:
-            shaped = full.as_strided(spec.facts.shape, spec.facts.stride)
-            writer.put(name, 0, shaped.contiguous())
-            full = None
 
+    def without_scales() -> Iterator[Part]:
+        for part in state.parts(unit, state_kind):
+            if part.spec not in tensors or not part.spec.numel:
+                continue
+            if part.scales is not None:
+                writer.put(scales[part.spec].name, part.start // BLOCK_NUMEL, part.scales)
+            yield part
 
-def _collect(full: torch.Tensor | None, part: Part) -> torch.Tensor:
-    if full is None:
-        full = torch.empty(part.spec.numel, dtype=part.values.dtype)
-    full[part.start : part.start + part.values.numel()] = part.values
-    return full
+    for part in in_row_major(without_scales()):
+        writer.put(tensors[part.spec].name, part.start, part.values)
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -284,17 +247,38 @@ def _write_buffers(path: Path, model: nn.Module) -> FileEntry:
         TensorInfo(name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
         for name, buffer in buffers.items()
     ]
-    writer = _HashedWriter(path, infos, dict.fromkeys(buffers, "buffers"))
-    try:
+    with _HashedWriter(path, infos, dict.fromkeys(buffers, "buffers")) as writer:
         for name, buffer in buffers.items():
             writer.put(name, 0, buffer.detach().cpu().contiguous())
         return writer.finish()
-    finally:
-        writer.close()
 
 
 def write_small(path: Path, kind: str, content: bytes) -> FileEntry:
     """Writes and syncs a new file; returns its entry for the manifest. Raises StorageError."""
-    state_directory.write_file(path, content)
+    write_file(path, content)
     digest = hashlib.sha256(content).hexdigest()
     return FileEntry(path.name, len(content), (StoredRange("all", kind, 0, len(content), digest),))
+
+
+def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[KindRange]) -> Stored:
+    """Copies state page by page into one new file of `partial`, and syncs the file.
+
+    Makes no file if there is nothing to copy. Raises StorageError.
+    """
+    kinds, checksums, end_nbytes = [], [], 0
+    with ExitStack() as stack:
+        file: SequentialFile | None = None
+        for kind_range in ranges:
+            if not kind_range.nbytes:
+                kinds.append(kind_range.stored([]))
+                continue
+            if file is None:
+                file = stack.enter_context(SequentialFile(partial / COPIES_NAME))
+            run = LinkedRun(COPIES_NAME, end_nbytes, kind_range.nbytes)
+            kinds.append(kind_range.stored([run]))
+            end_nbytes += kind_range.nbytes
+            place = kind_range.start_nbytes, kind_range.stop_nbytes
+            for pages in state.pages(kind_range.unit, kind_range.state_kind, *place):
+                checksums.append(digest(pages.data_ptr(), pages.numel()))
+                file.write(tensor_bytes(pages))
+    return Stored(tuple(kinds), b"".join(checksums))

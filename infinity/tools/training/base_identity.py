@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity.bounded import MalformedError, field, integer, read_json, table_of, text_of
-from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
-from infinity.checkpoint.run.directory import sync_file
+from infinity.checkpoint.durable import sync_file
+from infinity.checkpoint.huggingface.weight_source import WeightSource
 from infinity.errors import ConfigError, reporting
 from infinity.sizes import PAGE_NBYTES
 
@@ -41,7 +41,7 @@ class BaseIdentity:
     samples_sha256: str
 
 
-def identify(source: WeightTensors) -> BaseIdentity:
+def identify(source: WeightSource) -> BaseIdentity:
     """Returns the identity of a checkpoint. Reads at most 16 KiB for each kind of tensor.
 
     Raises CorruptionError, StorageError.

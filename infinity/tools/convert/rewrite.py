@@ -18,21 +18,19 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.huggingface.export_weights import check_space
+from infinity.checkpoint.durable import check_space, new_directory, sync_file
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
     dtype_of,
 )
 from infinity.checkpoint.huggingface.weight_source import WeightSource
-from infinity.checkpoint.run.directory import sync_directory, sync_file
+from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, SINGLE_NAME
 from infinity.codecs import Encoding, Nf4
 from infinity.codecs.nf4 import STATE_SUFFIX
 from infinity.codecs.part import Codec, Shape
 from infinity.errors import ConfigError, reporting
 
-_SINGLE_NAME = "model.safetensors"
-_INDEX_NAME = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 _EXAMPLE_ROWS = 32  # No codec has longer blocks of columns.
 # Spaces that a reader of JSON skips: the length of a number is not known before it is.
@@ -197,25 +195,16 @@ def write_directory(
     and StorageError."""
     check_target(out, plan.nbytes)
     out = out.absolute()
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        with reporting("write", out):
-            partial.mkdir()
+        with reporting("write", out), new_directory(out) as partial:
             for shard, rows in plan.shards.items():
                 _write_shard(partial / shard, rows, progress)
             _copy_other_files(plan.source.path, partial)
             _write_text(partial / "config.json", plan.config)
-            if set(plan.shards) != {_SINGLE_NAME}:
+            if set(plan.shards) != {SINGLE_NAME}:
                 _write_index(partial, plan)
-            sync_directory(partial)
-            if out.exists():
-                out.rmdir()
-            os.rename(partial, out)
-            sync_directory(out.parent)
     finally:
         plan.source.close()
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress: Progress) -> None:
@@ -255,7 +244,7 @@ def _write_index(partial: Path, plan: DirectoryPlan) -> None:
         "metadata": {"total_size": plan.nbytes},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    _write_text(partial / _INDEX_NAME, content)
+    _write_text(partial / INDEX_NAME, content)
 
 
 def _write_text(path: Path, content: dict[str, Any]) -> None:

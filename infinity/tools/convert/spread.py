@@ -36,8 +36,7 @@ from infinity.bounded import (
     table_of,
     text_of,
 )
-from infinity.checkpoint.huggingface.export_weights import check_space
-from infinity.checkpoint.run.directory import sync_directory
+from infinity.checkpoint.durable import check_space, sync_directory
 from infinity.config.paths import refuse_no_directory
 from infinity.errors import ConfigError, StorageError, corrupt, reporting
 from infinity.sizes import MIB
