@@ -42,7 +42,7 @@ from infinity.state.partition import Partition, partition
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.storage.shards import ShardIdentity
-from infinity.streaming.weights.provider import TierWeights, WeightProvider
+from infinity.streaming.weights.state import WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.ranges import rounded_nbytes
@@ -170,7 +170,7 @@ class ShardingPlan:
         step."""
         is_outdated_by_step = self.partition.shards_parameters
         if unshard is None:
-            return TierWeights(is_outdated_by_step=is_outdated_by_step)
+            return WeightProvider(is_outdated_by_step=is_outdated_by_step)
         num_units = len(self.partition.full_units)
         return UnshardedWeights(unshard, num_units, is_outdated_by_step=is_outdated_by_step)
 

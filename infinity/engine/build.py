@@ -67,8 +67,8 @@ from infinity.streaming.updates.record import StepRunner, UpdateSettings
 from infinity.streaming.updates.updater import Updater
 from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weights.cache import WeightCache
-from infinity.streaming.weights.device_window import DeviceWindow
-from infinity.streaming.weights.provider import TierWeights, WeightProvider
+from infinity.streaming.weights.space import WeightMemory
+from infinity.streaming.weights.state import WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.open_device import OwnDevice, device_node
 from infinity.tiers.pool import HostPool
@@ -281,7 +281,7 @@ def _assemble(
         own_units, placement=budgets.placement, host=tiers.host, volume=tiers.volume, device=device,
         counters=counters, shards=tiers.shards,
     )  # fmt: skip
-    source: WeightProvider = TierWeights()
+    source = WeightProvider()
     store: StateStore = local
     sharded = None
     if sharding is not None:
@@ -290,10 +290,8 @@ def _assemble(
     pool = HostPool(tiers.host, is_tight=budgets.is_tight)
     inputs = InputMemory(budgets.inputs_nbytes, budgets.working_nbytes - budgets.inputs_nbytes)
     weight_cache = WeightCache(
-        store, pool=pool, device=device, counters=counters, window_nbytes=budgets.window_nbytes,
-        device_window=_device_window(budgets, units),
-        decoded_nbytes=budgets.decoded_nbytes, has_second_memory=budgets.staged_nbytes > 0,
-        source=source, inputs=inputs,
+        store, pool=pool, device=device, counters=counters, memory=_weight_memory(budgets, units),
+        inputs=inputs, source=source,
     )  # fmt: skip
     passes = Passes(counters.tracer)
     updates = UpdateSettings(
@@ -333,9 +331,14 @@ def _activation_stores(
     return store(placement.activations, inputs), store(placement.experts, InputMemory(0, 0))
 
 
-def _device_window(budgets: Budgets, units: Sequence[Unit]) -> DeviceWindow:
-    largest_nbytes = max(unit.weight_nbytes for unit in units)
-    return DeviceWindow(budgets.device_window_nbytes, budgets.held_nbytes + largest_nbytes)
+def _weight_memory(budgets: Budgets, units: Sequence[Unit]) -> WeightMemory:
+    return WeightMemory(
+        ahead_nbytes=budgets.window_nbytes,
+        device_nbytes=budgets.device_window_nbytes,
+        least_device_nbytes=budgets.held_nbytes + max(unit.weight_nbytes for unit in units),
+        decoded_nbytes=budgets.decoded_nbytes,
+        has_second_memory=budgets.staged_nbytes > 0,
+    )
 
 
 def _share(

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.streaming.weights import evictor
-from infinity.streaming.weights.evictor import WeightEvictor
+from infinity.streaming.weights import space
+from infinity.streaming.weights.space import WeightSpace
 from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .in_place import Base, at_least, config_of, loss_of, over
@@ -38,8 +38,8 @@ def steps_over(
 ) -> dict[str, int]:
     """Counts of a step in the steady state."""
     with monkeypatch.context() as patch, over(base, config) as (model, engine):
-        scans = Counted(evictor, "choose_neighbours", patch)
-        asked = Counted(WeightEvictor, "find_block", patch)
+        scans = Counted(space, "choose_neighbours", patch)
+        asked = Counted(WeightSpace, "find_block", patch)
         optimizer = infinity.AdamW(model, lr=1e-2)
         for number in range(3):
             if number == 2:
@@ -74,7 +74,7 @@ def test_a_refused_read_ahead_looks_at_all_blocks_once_for_each_read(
     )
     config["tiers"]["host"]["capacity"] += base.nbytes * 9 // 10
     now = steps_over(base, config, monkeypatch)
-    monkeypatch.setattr(WeightEvictor, "_is_refused", lambda *unused: False)
+    monkeypatch.setattr(WeightSpace, "_is_refused", lambda *unused: False)
     each_time = steps_over(base, config, monkeypatch)
     assert all(now[name] == each_time[name] for name in ("nbytes", "reads", "refused"))
     assert each_time["scans"] == each_time["reads"] + each_time["refused"]

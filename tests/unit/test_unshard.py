@@ -18,10 +18,9 @@ from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority
 from infinity.streaming.inputs.input_memory import InputMemory
 from infinity.streaming.weights.cache import WeightCache
-from infinity.streaming.weights.device_window import DeviceWindow
 from infinity.streaming.weights.moves import WeightMoves
-from infinity.streaming.weights.provider import TierWeights, WeightProvider
-from infinity.streaming.weights.state import WeightState
+from infinity.streaming.weights.space import WeightMemory
+from infinity.streaming.weights.state import WeightProvider, WeightState
 from infinity.testing import SimulatedDevice
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block, HostBlocks
@@ -86,8 +85,7 @@ def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
         pool=stub,
         device=stub,
         counters=Counters(),
-        window_nbytes=1 << 20,
-        device_window=DeviceWindow(),
+        memory=WeightMemory(1 << 20),
         inputs=InputMemory(0, 1 << 20),
         source=UnshardedWeights(stub, 2, is_outdated_by_step=False),
     )
@@ -121,11 +119,11 @@ def test_stored_weights_count_once_as_shards_or_as_full_units(
             [(("w",), SimpleNamespace(nbytes=4))] * 2 + [((), SimpleNamespace(nbytes=1))] * 2
         )
     ]
-    source: WeightProvider = TierWeights()
+    source = WeightProvider()
     if between_devices:
         source = UnshardedWeights(stub, 2, is_outdated_by_step=False)
     moves = WeightMoves(stub, stub, stub, Counters(), source)
-    weights = [moves.weights_of(unit) for unit in stub.units]
+    weights = moves.weights
     assert moves.absent_nbytes == absent_nbytes
     main = [unit.stored.nbytes for unit in stub.units if not moves.is_at_top(unit)]
     assert main == of_units

@@ -20,7 +20,7 @@ from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
 from infinity.state.units import StateKind
-from infinity.streaming.weights.provider import Arrival, WeightProvider
+from infinity.streaming.weights.state import Arrival, WeightProvider
 from infinity.tiers.device import FINISHED, Copy, Decoding, Region
 
 # Kinds of these proposals; see order.Key.
@@ -177,13 +177,15 @@ class UnshardedWeights(WeightProvider):
     For training passes only, which all ranks enter together. Other passes belong to one rank.
     """
 
+    may_change_attached = False  # Other devices read the host blocks.
+
     def __init__(
         self, unshard: DeviceUnshard, num_units: int, *, is_outdated_by_step: bool
     ) -> None:
         """`num_units`: the number of the model's units, whose indices precede those of shards."""
+        super().__init__(is_outdated_by_step=is_outdated_by_step)
         self._unshard = unshard
         self._num_units = num_units
-        self.is_outdated_by_step = is_outdated_by_step
         self._is_training = False
 
     @override

@@ -80,3 +80,16 @@ class AccessOrder:
             if unit not in seen:
                 seen.add(unit)
                 yield unit
+
+
+class PassOrders:
+    """The orders of training and of evaluation. `now`: that of the pass which runs."""
+
+    def __init__(self, stands_for: Mapping[int, int]) -> None:
+        self._orders = {kind: AccessOrder(stands_for) for kind in ("train", "eval")}
+        self.now = self._orders["train"]
+
+    def turn_to(self, kind: str) -> AccessOrder:
+        """A pass of the kind begins, or goes on. Returns its order."""
+        self.now = self._orders[kind]
+        return self.now

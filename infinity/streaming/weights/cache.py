@@ -1,22 +1,18 @@
 """Weights between their tier and the device: fetched before use, kept, evicted, changed.
 
-`WeightCache` decides which unit moves, and when. It writes the uses of a unit; `CheckOuts` writes
-its check-outs. `WeightMoves` makes the moves and is the only writer of residency; `state.py`
-has the states. `WeightEvictor` chooses the units that leave, and lets `WeightMoves` move them.
-
-Note [Feeders]
-  A `WeightProvider` may fill a unit's device region from another unit, its feeder, and from
-  elsewhere (the shards of other ranks). Such a unit needs no host block: the feeder, a unit that is
-  never in use itself, is read ahead instead. The unit is ARRIVING, with its memory on the device,
-  until the provider reports that it has arrived. If the provider cancels the arrival, the unit is
-  read into a host block like any other.
+`WeightCache` decides which unit moves, and when. `WeightSpace` chooses the units that leave for it.
+Both let `WeightMoves` make the moves, the only writer of residency; `state.py` has the states.
 
 Note [Changed weights]
-  `check_out` hands the host bytes to the optimizer (or to a user who modifies them) and `check_in`
-  starts the write to where they rest (`check_outs.py`).
+  `check_out` hands bytes to the optimizer (or to a user who modifies them) and `check_in` starts
+  the write to where they rest. Weights that rest on the host or on NVMe are changed in their host
+  block, at its own address, or while its pages stand where the model reads them. Weights that rest
+  on a device are changed in place by that device, or in a host copy where the device has memory of
+  its own. A host copy has the parts that the caller names and no others: a rank that keeps all
+  weights updates 1/N of them, and each byte of a copy passes the link.
 
-Training thread, or an autograd thread while the training thread waits for it; the engine's lock
-orders them.
+The training thread, an autograd thread while the training thread waits for it, or the thread of
+updates; the engine's lock orders them.
 """
 
 from __future__ import annotations
@@ -28,18 +24,15 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import StateStore
-from infinity.state.units import Unit
+from infinity.state.store import DeviceLocation, StateStore
+from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.inputs.input_memory import InputMemory
-from infinity.streaming.weights.access_order import AccessOrder
-from infinity.streaming.weights.check_outs import CheckOuts
+from infinity.streaming.weights.access_order import PassOrders
 from infinity.streaming.weights.decoding import refuse_change
-from infinity.streaming.weights.device_window import DeviceWindow
-from infinity.streaming.weights.evictor import WeightEvictor
 from infinity.streaming.weights.moves import WeightMoves
-from infinity.streaming.weights.provider import TierWeights, WeightProvider
-from infinity.streaming.weights.state import Weights, WeightState, check_kept
+from infinity.streaming.weights.space import WeightMemory, WeightSpace
+from infinity.streaming.weights.state import HostCopy, WeightProvider, Weights, WeightState
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -48,7 +41,10 @@ _NEAR = 2
 
 
 class WeightCache:
-    """Fetches weights before use, keeps those that are used soonest, evicts the others."""
+    """Fetches weights before use, keeps those that are used soonest, evicts the others.
+
+    The only writer of uses and check-outs of `Weights`.
+    """
 
     def __init__(
         self,
@@ -57,56 +53,53 @@ class WeightCache:
         pool: HostPool,
         device: DeviceAdapter,
         counters: Counters,
-        window_nbytes: int,
-        device_window: DeviceWindow,
+        memory: WeightMemory,
         inputs: InputMemory,
-        decoded_nbytes: int = 0,
-        has_second_memory: bool = False,
-        source: WeightProvider | None = None,
+        source: WeightProvider,
     ) -> None:
-        self._source = source or TierWeights()
+        self._source = source
         self._store = store
         self._pool = pool
         self._device = device
         self._counters = counters
-        self._window_nbytes = window_nbytes  # 0: nothing is fetched ahead.
         self._inputs = inputs  # Layer inputs in the same memory.
-        feeders = self._source.feeders()
         # None for a device without streams, so that a backward does not ask at every node.
         self.current_stream = None if device.shares_host_memory else device.current_stream
-        self.orders = {"train": AccessOrder(feeders), "eval": AccessOrder(feeders)}
-        self._order = self.orders["train"]
-        self._moves = WeightMoves(store, pool, device, counters, self._source)
-        self.weights = [self._moves.weights_of(unit) for unit in store.units]
+        self._orders = PassOrders(source.feeders())
+        self._moves = WeightMoves(store, pool, device, counters, source)
+        self.weights = self._moves.weights
         # Units that rest where the device computes are there already: none is fetched ahead.
-        self._is_all_there = device.shares_host_memory and all(
+        is_all_there = device.shares_host_memory and all(
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
-        self._evictor = WeightEvictor(self.weights, self._moves, pool, device, device_window)
-        self._check_outs = CheckOuts(
-            store, pool, device, counters, self._moves, self._evictor,
-            stays_attached=isinstance(self._source, TierWeights),
-        )  # fmt: skip
+        self._window_nbytes = 0 if is_all_there else memory.ahead_nbytes
+        self._space = WeightSpace(self._moves, self._orders, pool, device, memory)
+        self._attached: dict[int, torch.Tensor] = {}  # By unit: the bytes of its region.
         self._moves.decoding.prepare(
-            decoded_nbytes,
-            self._evictor.reclaim_zone,
-            self.absent_nbytes,
-            has_second_memory=has_second_memory,
+            memory.decoded_nbytes, has_second_memory=memory.has_second_memory
         )
+        # Of the pool, when it is out of memory: frees a block that is needed late; frees one of
+        # weights that are kept for later, after their own transfer. Each returns whether it did.
+        self.reclaim = self._space.reclaim
+        self.free_kept = self._space.free_kept
+        # Host memory that is for decoded weights alone.
+        self.give_up_zone = self._moves.decoding.give_up_zone
+        self.lend_device = self._space.lend_device
+        self.end_device_loans = self._space.end_device_loans
 
     # -- Uses ------------------------------------------------------------------------------------
 
     def begin_pass(self, kind: str, *, is_new: bool = True) -> None:
         """Records the start of a forward of the model; `kind` is "train" or "eval". If it is not
         new, it continues the last pass of its kind."""
-        self._order = self.orders[kind]
+        order = self._orders.turn_to(kind)
         if is_new:
-            self._order.begin()
+            order.begin()
         self._source.note_pass(is_training=kind == "train")
 
     def begin_backward(self) -> None:
         """Continues the training pass with its backward. An evaluation may have run in between."""
-        self._order = self.orders["train"]
+        self._orders.turn_to("train")
         self._source.note_pass(is_training=True)
 
     def end_training(self) -> None:
@@ -132,7 +125,7 @@ class WeightCache:
         weights = self.weights[unit]
         assert not weights.is_checked_out, f"{weights.unit.name} is being updated"
         if weights.use_count == 0:
-            if not is_of_pass or not self._order.visit(unit):
+            if not is_of_pass or not self._orders.now.visit(unit):
                 self._counters.add("fetches_unplanned", 1)
             self._bring_in(weights, priority)
         weights.copying.order()  # Each use may be of another stream.
@@ -165,7 +158,7 @@ class WeightCache:
 
     def expected(self) -> Iterator[int]:
         """Units in the order in which they will probably be used next, each once."""
-        return self._order.upcoming()
+        return self._orders.now.upcoming()
 
     def in_use(self) -> list[str]:
         """Names of the units in use."""
@@ -183,61 +176,45 @@ class WeightCache:
     def _bring_in(self, weights: Weights, priority: Priority) -> None:
         self._counters.add("fetches", 1)
         if self._pool.is_tight:
-            self._check_outs.restack(weights)
-        if weights.state is WeightState.ABSENT:
-            feeder = self._feeder_of(weights)
-            if feeder is not None:
-                if feeder.state is WeightState.ABSENT:
-                    self._moves.start_read(feeder, self._moves.require(feeder), priority)
-                self._start_arrival(weights, feeder)
-        if weights.state is WeightState.ARRIVING:
-            self._moves.finish_arrival(weights, is_patient=True)
+            self._restack(weights)
+        is_absent = weights.state is WeightState.ABSENT
+        feeder = self._moves.feeder_of(weights) if is_absent else None
+        if feeder is not None:
+            self._moves.begin_fetch(feeder, priority)
+            self._space.fill(weights, feeder)
         self._moves.fetch(weights, priority)
         if weights.state is not WeightState.ATTACHED:
-            self._attach(weights)
+            assert not weights.awaits_update
+            self._space.fill(weights)
 
-    def _feeder_of(self, weights: Weights) -> Weights | None:
-        """The unit that feeds this one, which is ABSENT where it was read before it was written;
-        None: the weights come through their own host block."""
-        if weights.block is not None:
-            return None
-        index = self._source.feeder_of(weights.unit.index)
-        if index is None:
-            return None
-        feeder = self.weights[index]
-        if feeder.fills is None and self._source.take_outdated(weights.unit.index):
-            self.discard(index)
-        return feeder
+    def _restack(self, weights: Weights) -> None:
+        """Moves the block of an idle unit, which is about to be in use, to those in use: see
+        Note [Tight budgets]. Raises StorageError if a write has failed."""
+        if self._space.is_stacked(weights):
+            return
+        if weights.state is WeightState.ATTACHED:
+            self._moves.detach(weights)
+        if weights.block is None:
+            return
+        self._moves.finish_write(weights)
+        weights.is_checked_out = True  # It stays while the others go.
+        try:
+            self._pool.restack(weights.block)
+        finally:
+            weights.is_checked_out = False
 
-    def _start_arrival(self, weights: Weights, feeder: Weights) -> None:
-        self._evictor.require_device_space(self._order, weights.unit)
-        self._moves.start_arrival(weights, feeder)
-
-    def _start_arrival_ahead(self, weights: Weights, feeder: Weights) -> bool:
-        """As `_attach_ahead`, for a unit with a feeder."""
-        has_space = self._evictor.make_device_space(self._order, weights.unit, is_ahead=True)
-        if has_space:
-            self._moves.start_arrival(weights, feeder)
-        elif self._moves.decoding.can_stage(weights.unit):
-            self._moves.stage(weights, feeder)
-        return has_space
-
-    def _attach(self, weights: Weights) -> None:
-        assert not weights.awaits_update
-        self._evictor.require_device_space(self._order, weights.unit)
-        self._moves.attach(weights)
-
-    # -- Fetching ahead and evicting ---------------------------------------------------------------
+    # -- Reading ahead ----------------------------------------------------------------------------
 
     def _prefetch(self, priority: Priority) -> None:
-        """Starts reads for the next units of the prediction, up to the window."""
-        if not self._window_nbytes or self._is_all_there:
+        """Starts reads for the next units of the prediction, up to the window, and fills their
+        regions where the device has space."""
+        if not self._window_nbytes:
             return
         window_nbytes, ahead_nbytes = self._inputs.window_nbytes(self._window_nbytes), 0
         has_device_space = not self._device.shares_host_memory
-        for index in self._order.upcoming(this_pass=self._source.is_outdated_by_step):
+        for index in self._orders.now.upcoming(this_pass=self._source.is_outdated_by_step):
             weights = self.weights[index]
-            feeder = self._feeder_of(weights)
+            feeder = self._moves.feeder_of(weights)
             read = weights if feeder is None else feeder
             ahead_nbytes += self._moves.nbytes[read.unit.index]
             if ahead_nbytes > window_nbytes:
@@ -245,77 +222,44 @@ class WeightCache:
             is_absent = weights.state is WeightState.ABSENT and read.state is WeightState.ABSENT
             if is_absent and not self._read_ahead(read, priority, ahead_nbytes):
                 return
-            if feeder is not None and weights.state is WeightState.ABSENT and has_device_space:
-                has_device_space = self._start_arrival_ahead(weights, feeder)
+            if has_device_space and feeder is not None and weights.state is WeightState.ABSENT:
+                has_device_space = self._space.fill_ahead(weights, feeder)
             if weights.state is WeightState.READING and weights.reading and weights.reading.done():
                 try:
                     self._moves.finish_read(weights)
                 except StorageError:
                     return  # Who needs these weights reads them again.
-            if weights.state in (WeightState.READY, WeightState.STAGED) and has_device_space:
-                try:
-                    has_device_space = self._attach_ahead(weights)
-                except torch.OutOfMemoryError:
-                    has_device_space = False  # The computation may still have enough.
+            if has_device_space and weights.state in (WeightState.READY, WeightState.STAGED):
+                has_device_space = self._attach_ahead(weights)
             if weights is self._moves.decoding.staged:
                 has_device_space = False  # It is decoded when it is there, and has space.
+
+    def prefetch_anew(self) -> None:
+        """After a step that made weights outdated: fetches for the pass to come."""
+        self._orders.now.begin()
+        self._source.note_pass(is_training=True)  # Probably; it is said when the pass begins.
+        self._prefetch(Priority.FORWARD)
+        self._source.note_pass(is_training=False)
 
     def _read_ahead(self, weights: Weights, priority: Priority, ahead_nbytes: int) -> bool:
         """Starts a read if there is space without dropping weights that are needed sooner.
         `ahead_nbytes`: of the uses until then, with its own."""
         is_near = ahead_nbytes <= _NEAR * self._moves.nbytes[weights.unit.index]
         waits = self._inputs.are_returning and not is_near
-        block = self._evictor.find_block(self._order, weights, only_free=waits)
+        block = self._space.find_block(weights, only_free=waits)
         if block is None:
             return False
         self._moves.start_read(weights, block, priority)
         return True
 
     def _attach_ahead(self, weights: Weights) -> bool:
-        """Starts the copy to the device if there is space without dropping weights that are needed
-        sooner. Returns whether there may be space for more."""
+        """As `WeightSpace.fill_ahead`, of weights that may be shown."""
         if weights.is_checked_out or weights.awaits_update:
             return True
-        has_space = self._evictor.make_device_space(self._order, weights.unit, is_ahead=True)
-        if has_space:
-            self._attach(weights)
-        elif weights.state is WeightState.READY and self._moves.decoding.can_stage(weights.unit):
-            self._moves.stage(weights, None)
-        return has_space
-
-    def forget(self) -> None:
-        """Drops every copy of weights that rest on NVMe, because the bytes there are going to
-        change.
-
-        No unit is in use, and no write is due.
-        """
-        for weights in self.weights:
-            assert not weights.use_count and not weights.is_checked_out and not weights.dirty_nbytes
-            self._moves.settle(weights)
-            if not weights.rests_on_host and not weights.rests_on_device:
-                self._moves.drop(weights)
-
-    def reclaim(self, wanted_nbytes: int) -> bool:
-        """Frees a block that is needed late. Called by the pool when it is out of memory."""
-        return self._evictor.reclaim(self._order, wanted_nbytes)
-
-    def free_kept(self, wanted_nbytes: int) -> bool:
-        """Frees a block of weights that are kept for later, after their own transfer. Returns
-        whether there was one."""
-        return self._evictor.free_kept(self._order, wanted_nbytes)
-
-    def lend_device(self, nbytes: int) -> bool:
-        """Lends device memory of the window until `end_device_loans`. Returns whether it did."""
-        return self._evictor.lend_device(self._order, nbytes)
-
-    def end_device_loans(self) -> None:
-        """Takes all of the window back for weights."""
-        self._evictor.end_device_loans()
-
-    def give_up_zone(self) -> bool:
-        """Frees host memory that is for decoded weights alone. Called by the pool when nobody else
-        has space to free. Returns whether there was any."""
-        return self._moves.decoding.give_up_zone()
+        try:
+            return self._space.fill_ahead(weights, None)
+        except torch.OutOfMemoryError:
+            return False  # The computation may still have enough.
 
     # -- Changing weights --------------------------------------------------------------------------
 
@@ -347,8 +291,7 @@ class WeightCache:
 
     def check_kept(self, unit: int) -> None:
         """Calls the `check` of `keep_check`, if it has not been called."""
-        if self.weights[unit].kept_check is not None:
-            check_kept(self.weights[unit])
+        self.weights[unit].check_kept()
 
     def refuse_change(self, unit: int) -> None:
         """Raises UnsupportedError for weights that rest in files which are not written."""
@@ -359,64 +302,15 @@ class WeightCache:
         block has the bytes of its tier."""
         return self.weights[unit].is_quiet
 
-    def check_out(
-        self,
-        unit: int,
-        *,
-        read: bool,
-        stays_on_device: bool = False,
-        parts: Sequence[range] | None = None,
-    ) -> torch.Tensor:
-        """Returns the unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
-
-        With `read` false the caller overwrites all of it, so nothing is fetched. With
-        `stays_on_device` weights that rest on the device are returned there. The unit must not
-        be in use. Ends with `check_in`. Stored weights can be read, not changed.
-
-        `parts`: ascending ranges of bytes outside of which nothing is read or changed; None: all.
-        `read` says of them alone whether they are read. Raises CapacityError, StorageError.
-        """
-        return self._check_outs.check_out(
-            self.weights[unit], read=read, stays_on_device=stays_on_device, parts=parts
-        )
-
-    def check_in(
-        self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
-    ) -> None:
-        """Ends `check_out`; the first `dirty_nbytes`, of the parts, were changed and go to where
-        they rest.
-
-        With `write_now` false the write waits for `write_behind`, `finish_writes` or until the
-        block is evicted; not on a device. Bytes that were to be overwritten and were not are not
-        valid: they are dropped.
-        """
-        self._check_outs.check_in(
-            self.weights[unit], dirty_nbytes=dirty_nbytes, write_now=write_now, is_valid=is_valid
-        )
-
-    def prefetch_anew(self) -> None:
-        """After a step that made weights outdated: fetches for the pass to come."""
-        self._order.begin()
-        self._source.note_pass(is_training=True)  # Probably; it is said when the pass begins.
-        self._prefetch(Priority.FORWARD)
-        self._source.note_pass(is_training=False)
-
     def take_off_device(self, unit: int) -> None:
         """Puts an idle unit's host bytes back to their own address, for others to read them."""
-        weights = self.weights[unit]
-        assert not weights.use_count, weights.unit.name
-        self._moves.settle(weights)
-        if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
-            self._moves.detach(weights)
+        assert not self.weights[unit].use_count, self.weights[unit].unit.name
+        self._moves.take_off_device(self.weights[unit])
 
     def discard(self, unit: int) -> None:
         """Drops bytes that are out of date; the next use fetches the unit. It must not be in
         use. No copy of bytes that stay where they rest is under way any more."""
-        weights = self.weights[unit]
-        assert not weights.use_count and not weights.is_checked_out, weights.unit.name
-        self._moves.finish_copy(weights)
-        if not weights.rests_on_host and not weights.rests_on_device:
-            self._moves.drop(weights)
+        self._moves.discard(self.weights[unit])
 
     def absorb(self, unit: int) -> None:
         """Takes over the changes that were made on the device while the unit was in use.
@@ -445,7 +339,7 @@ class WeightCache:
         is refused, the unit stays dirty, and the next request to the volume raises the error.
         """
         weights = self.weights[unit]
-        if not weights.dirty_nbytes or weights.use_count or self._order.distance(unit) == 0:
+        if not weights.dirty_nbytes or weights.use_count or self._orders.now.distance(unit) == 0:
             return
         if weights.state is WeightState.ATTACHED and self._device.shares_host_memory:
             self._moves.detach(weights)
@@ -462,6 +356,18 @@ class WeightCache:
         for weights in self.weights:
             self._moves.finish_write(weights)
 
+    def forget(self) -> None:
+        """Drops every copy of weights that rest on NVMe, because the bytes there are going to
+        change.
+
+        No unit is in use, and no write is due.
+        """
+        for weights in self.weights:
+            assert not weights.use_count and not weights.is_checked_out and not weights.dirty_nbytes
+            self._moves.settle(weights)
+            if not weights.rests_on_host and not weights.rests_on_device:
+                self._moves.drop(weights)
+
     def close(self) -> None:
         """Waits for everything in flight and drops all regions, and errors of reads."""
         for weights in self.weights:
@@ -472,3 +378,151 @@ class WeightCache:
                 self._device.end_use(weights.region)
             self._moves.close(weights)
         self._moves.decoding.close()
+
+    # -- Check-outs ------------------------------------------------------------------------------
+
+    def check_out(
+        self,
+        unit: int,
+        *,
+        read: bool,
+        stays_on_device: bool = False,
+        parts: Sequence[range] | None = None,
+    ) -> torch.Tensor:
+        """Returns the unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
+
+        With `read` false the caller overwrites all of it, so nothing is fetched. With
+        `stays_on_device` weights that rest on the device are returned there. The unit must not
+        be in use. Ends with `check_in`. Stored weights can be read, not changed.
+
+        `parts`: ascending ranges of bytes outside of which nothing is read or changed; None: all.
+        `read` says of them alone whether they are read. Raises CapacityError, StorageError.
+        """
+        weights = self.weights[unit]
+        assert not weights.use_count and not weights.is_checked_out, weights.unit.name
+        nbytes = weights.unit.weight_nbytes
+        if weights.unit.stored is not None:
+            assert read, "stored weights are not overwritten"
+            return self._check_out_decoded(weights)
+        if weights.rests_on_device and (stays_on_device or self._device.shares_host_memory):
+            weights.is_checked_out = True
+            return self._memory_of(weights)
+        if weights.rests_on_device:
+            copied = [range(nbytes)] if parts is None else parts
+            return self._copy_out(weights, copied, read=read)
+        is_attached = weights.rests_on_host and weights.state is WeightState.ATTACHED
+        if is_attached and self._source.may_change_attached and weights.region.has_block_memory:
+            return self._check_out_attached(weights)
+        # A block is written as a head: what is beside the parts must be there.
+        is_rest_kept = parts is not None and sum(map(len, parts)) < nbytes
+        return self._check_out_block(weights, read=read or is_rest_kept)
+
+    def check_in(
+        self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
+    ) -> None:
+        """Ends `check_out`; the first `dirty_nbytes`, of the parts, were changed and go to where
+        they rest.
+
+        With `write_now` false the write waits for `write_behind`, `finish_writes` or until the
+        block is evicted; not on a device. Bytes that were to be overwritten and were not are not
+        valid: they are dropped.
+        """
+        weights = self.weights[unit]
+        assert weights.is_checked_out
+        weights.is_checked_out = False
+        if weights.unit.stored is not None:
+            assert dirty_nbytes == 0, "stored weights are not changed"
+            self._moves.decoding.drop(weights)
+        elif weights.host_copy is not None:
+            self._copy_in(weights, weights.host_copy, dirty_nbytes)
+        elif weights.rests_on_device:
+            if dirty_nbytes:  # The next use may be of another stream.
+                weights.copying = self._device.issued()
+        elif weights.rests_on_host:
+            return
+        elif not is_valid:
+            self._moves.drop_block(weights)
+        else:
+            self._moves.mark_dirty(weights, dirty_nbytes)
+            if write_now:
+                self._moves.start_write(weights)
+
+    def _check_out_decoded(self, weights: Weights) -> torch.Tensor:
+        """Returns the weights made of stored bytes, in a block that `check_in` frees."""
+        self._moves.unstage(weights)
+        if weights.state is WeightState.ATTACHED:
+            self._moves.detach(weights)
+        self._moves.fetch(weights, Priority.STATE)
+        self._moves.finish_copy(weights)
+        assert weights.block is not None
+        decoded = self._moves.decoding.decode(weights, weights.block)
+        weights.is_checked_out = True
+        return self._pool.tensor(decoded)
+
+    def _check_out_block(self, weights: Weights, *, read: bool) -> torch.Tensor:
+        """Returns the bytes of the host block, at their own address."""
+        self._moves.settle(weights)
+        if self._pool.is_tight:
+            self._restack(weights)
+        if weights.state is WeightState.ATTACHED:
+            self._moves.detach(weights)
+        self._moves.finish_write(weights)
+        if weights.state is WeightState.READING:
+            self._moves.finish_read(weights)
+        block = self._moves.provide(weights, read=read)
+        self._moves.finish_copy(weights)
+        weights.is_checked_out = True
+        return self._pool.tensor(block)
+
+    def _check_out_attached(self, weights: Weights) -> torch.Tensor:
+        """Returns the bytes of the region, at the address where the model reads them."""
+        weights.check_kept()
+        weights.is_checked_out = True
+        index, nbytes = weights.unit.index, weights.unit.weight_nbytes
+        if index not in self._attached:
+            with torch.inference_mode(False):  # Else only inference could write to it.
+                self._attached[index] = weights.region.tensor(0, (nbytes,), (1,), torch.uint8)
+        return self._attached[index]
+
+    # -- Host copies -------------------------------------------------------------------------------
+
+    def _memory_of(self, weights: Weights) -> torch.Tensor:
+        location = self._store.location(weights.unit, StateKind.PARAMETERS)
+        assert isinstance(location, DeviceLocation)
+        return location.memory
+
+    def _copy_out(self, weights: Weights, parts: Sequence[range], *, read: bool) -> torch.Tensor:
+        """Returns the bytes of a host copy, in a block that `check_in` frees. Raises
+        CapacityError."""
+        block = self._moves.require(weights)
+        weights.host_copy, weights.is_checked_out = HostCopy(block, tuple(parts)), True
+        if read:
+            try:
+                self._copy(weights, weights.host_copy, parts, inward=False)
+            except BaseException:
+                self.check_in(weights.unit.index, dirty_nbytes=0, write_now=False)
+                raise
+        return self._pool.tensor(block)
+
+    def _copy_in(self, weights: Weights, host_copy: HostCopy, dirty_nbytes: int) -> None:
+        """Copies the changed bytes to where the weights rest, and frees the host copy."""
+        head = (range(part.start, min(part.stop, dirty_nbytes)) for part in host_copy.parts)
+        try:
+            self._copy(weights, host_copy, [part for part in head if part], inward=True)
+        finally:
+            weights.host_copy = None
+            self._pool.free(host_copy.block)
+
+    def _copy(
+        self, weights: Weights, host_copy: HostCopy, parts: Sequence[range], *, inward: bool
+    ) -> None:
+        host, memory = self._pool.tensor(host_copy.block), self._memory_of(weights)
+        source, target = (host, memory) if inward else (memory, host)
+        copies = [
+            self._device.copy(source[part.start : part.stop], target[part.start : part.stop])
+            for part in parts
+        ]
+        what = f"parameters of {weights.unit.name} are copied for a change"
+        with self._counters.timed("copy_wait_s", what, copies):
+            for copy in reversed(copies):  # After an error, too, none uses the block any more.
+                copy.wait()

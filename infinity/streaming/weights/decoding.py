@@ -52,42 +52,39 @@ _log = logging.getLogger("infinity")
 class WeightDecoding:
     """Decodes stored weights. Writes `decoded` and `is_decoding` of `Weights`, nothing else.
 
-    Under the engine's lock. The pool may call reclaimers in each call that needs a block.
+    `detach(weights)` drops a unit's decoded block that is not in use. `absent_nbytes()`: host
+    memory that weights still need until all of them are kept. Under the engine's lock. The pool may
+    call reclaimers in each call that needs a block.
     """
 
     def __init__(
-        self, store: StateStore, pool: HostPool, device: DeviceAdapter, counters: Counters
+        self,
+        store: StateStore,
+        pool: HostPool,
+        device: DeviceAdapter,
+        counters: Counters,
+        detach: Callable[[Weights], None],
+        absent_nbytes: Callable[[], int],
     ) -> None:
         self._store = store
         self._pool = pool
         self._device = device
         self._counters = counters
+        self._detach = detach
+        self._absent_nbytes = absent_nbytes
         self._zone: Block | None = None
         self._ranges = RangeAllocator(0)  # Of the zone.
         self._in_zone: dict[Block, tuple[Range, Weights]] = {}
-        self._reclaim: Callable[[], bool] = lambda: False
         self._has_second_memory = False
         self._staged: Weights | None = None
         self._memory = 0  # Of the device, for stored bytes: the last that was taken.
         self._staged_memory = 0
         self._plans: dict[int, DecodePlan] = {}  # By unit.
-        self._absent_nbytes: Callable[[], int] = lambda: 0
 
-    def prepare(
-        self,
-        zone_nbytes: int,
-        reclaim: Callable[[], bool],
-        absent_nbytes: Callable[[], int],
-        *,
-        has_second_memory: bool,
-    ) -> None:
+    def prepare(self, zone_nbytes: int, *, has_second_memory: bool) -> None:
         """Plans how each unit is decoded, and takes device memory for the stored bytes of the
-        largest unit, if there are any, and host memory for the zone.
-
-        `reclaim()` drops the blocks of the zone that are not in use, and returns whether there were
-        any. `absent_nbytes()`: host memory that weights still need until all of them are kept.
-        `has_second_memory`: as much device memory for the next unit.
-        """
+        largest unit, if there are any, and host memory for the zone. `has_second_memory`: as much
+        device memory for the next unit."""
         units = [unit for unit in self._store.units if unit.stored is not None]
         self._plans = {unit.index: DecodePlan(unit.weight_places()) for unit in units}
         if not self._device.shares_host_memory:
@@ -100,7 +97,6 @@ class WeightDecoding:
         if zone_nbytes:
             self._zone = self._pool.require(zone_nbytes, "decoded parameters")
             self._ranges = RangeAllocator(zone_nbytes)
-            self._reclaim, self._absent_nbytes = reclaim, absent_nbytes
 
     def close(self) -> None:
         """Frees the zone. No unit is ATTACHED to it."""
@@ -140,7 +136,7 @@ class WeightDecoding:
                 free = self._pool.try_allocate(nbytes, label)
                 if free is not None:
                     return free
-            if not self._reclaim():
+            if not self._drop_idle():
                 break
         return self._pool.require(nbytes, label)
 
@@ -156,6 +152,14 @@ class WeightDecoding:
             self._ranges.free(taken)
             return None
         return taken
+
+    def _drop_idle(self) -> bool:
+        """Drops the blocks of the zone that are not in use. Returns whether there were any."""
+        in_zone = [weights for _, weights in self._in_zone.values()]
+        idle = [weights for weights in in_zone if weights.is_decoded_idle]
+        for weights in idle:
+            self._detach(weights)
+        return bool(idle)
 
     def _num_holes(self, used: Sequence[Range]) -> int:
         """Returns the number of holes of the zone between these ranges."""

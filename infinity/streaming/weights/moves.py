@@ -1,7 +1,14 @@
 """Moves of one unit's weights between its tier, its host block and its device region.
 
-Every transition of `state.py` is a method here. Which unit moves, and which unit goes for
-it, is decided elsewhere (`cache.py`, `evictor.py`).
+Every transition of `state.py` is a method here. Which unit moves, and which unit goes for it, is
+decided elsewhere (`cache.py`, `space.py`).
+
+Note [Feeders]
+  Over ranks a `WeightProvider` may fill a unit's device region from another unit, its feeder, and
+  from the shards of other ranks. Such a unit needs no host block: the feeder, a unit that is never
+  in use itself, is read ahead instead. The unit is ARRIVING, with its memory on the device, until
+  the provider reports that it has arrived. If the provider cancels the arrival, the unit is read
+  into a host block like any other.
 
 Note [Dirty weights]
   A block that is being written stays valid for readers; it is only freed, or changed again, after
@@ -23,8 +30,7 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.weights.decoding import WeightDecoding
 from infinity.streaming.weights.eviction import main_sizes
-from infinity.streaming.weights.provider import WeightProvider
-from infinity.streaming.weights.state import Weights, WeightState, check_kept
+from infinity.streaming.weights.state import WeightProvider, Weights, WeightState
 from infinity.tiers.device import FINISHED, DeviceAdapter, Region
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -33,10 +39,11 @@ from infinity.tiers.pool import HostPool
 class WeightMoves:
     """The only writer of residency (`Weights`): reads, writes, copies, arrivals.
 
-    `nbytes`: host bytes of the weights, by unit; also of full units whose weights rest in shards of
-    other units. `attached_nbytes`: weights on the device that rest elsewhere. `absent_nbytes`:
-    those of `nbytes` that travel through host memory in training and have no block there.
-    `num_changes`: blocks outside the zone that were taken or freed. Called under the engine's lock.
+    `weights`: all units, by index. `nbytes`: host bytes of the weights, by unit; also of full units
+    whose weights rest in shards of other units. `attached_nbytes`: weights on the device that rest
+    elsewhere. `absent_nbytes`: those of `nbytes` that travel through host memory in training and
+    have no block there. `num_changes`: blocks outside the zone that were taken or freed. Called
+    under the engine's lock.
     """
 
     def __init__(
@@ -52,7 +59,9 @@ class WeightMoves:
         self._device = device
         self._counters = counters
         self._source = source
-        self.decoding = WeightDecoding(store, pool, device, counters)
+        self.decoding = WeightDecoding(
+            store, pool, device, counters, self.detach, lambda: self.absent_nbytes
+        )
         self.attached_nbytes = 0
         self.absent_nbytes = 0
         self.num_changes = 0
@@ -77,8 +86,9 @@ class WeightMoves:
             for unit in store.units
             if unit.stored is not None and self._travels[unit.index]
         )
+        self.weights = [self._weights_of(unit) for unit in store.units]
 
-    def weights_of(self, unit: Unit) -> Weights:
+    def _weights_of(self, unit: Unit) -> Weights:
         """Returns the unit's weights where they rest, with a region on the device."""
         location = self._store.location(unit, StateKind.PARAMETERS)
         if isinstance(location, DeviceLocation):
@@ -156,10 +166,17 @@ class WeightMoves:
             raise
         weights.reading, weights.state = None, WeightState.READY
 
-    def fetch(self, weights: Weights, priority: Priority) -> None:
-        """Makes the host block valid, unless the weights are further already."""
+    def begin_fetch(self, weights: Weights, priority: Priority) -> None:
+        """Begins to fill the host block, unless the weights are further already."""
         if weights.state is WeightState.ABSENT:
             self.start_read(weights, self.require(weights), priority)
+
+    def fetch(self, weights: Weights, priority: Priority) -> None:
+        """Makes the host block valid, unless the weights are further already: those that arrive
+        from a feeder are waited for, and read if they do not come."""
+        if weights.state is WeightState.ARRIVING:
+            self.finish_arrival(weights, is_patient=True)
+        self.begin_fetch(weights, priority)
         if weights.state is WeightState.READING:
             self.finish_read(weights)
 
@@ -188,8 +205,6 @@ class WeightMoves:
         self.start_write(weights)
         self.finish_write(weights)
         self.drop_block(weights)
-        if weights.state is WeightState.READY:
-            weights.state = WeightState.ABSENT
 
     def drop_block(self, weights: Weights) -> None:
         """Frees the host block, whatever is in it."""
@@ -200,6 +215,8 @@ class WeightMoves:
         weights.block = None
         self.num_changes += 1
         self._count_absent(weights, 1)
+        if weights.state is WeightState.READY:
+            weights.state = WeightState.ABSENT
 
     def drop(self, weights: Weights) -> None:
         """Drops every copy of weights that rest elsewhere, also bytes that are newer. Raises
@@ -223,13 +240,24 @@ class WeightMoves:
         if failure is not None:
             raise failure
 
-    def drop_invalid(self, weights: Weights) -> None:
-        """Drops a block that was to be overwritten and was not."""
-        self.drop_block(weights)
-        if weights.state is WeightState.READY:
-            weights.state = WeightState.ABSENT
+    def discard(self, weights: Weights) -> None:
+        """Drops bytes that are out of date, of a unit that is not in use. No copy of bytes that
+        stay where they rest is under way any more."""
+        assert not weights.use_count and not weights.is_checked_out, weights.unit.name
+        self.finish_copy(weights)
+        if not weights.rests_on_host and not weights.rests_on_device:
+            self.drop(weights)
 
     # -- Device ----------------------------------------------------------------------------------
+
+    def fill(self, weights: Weights, feeder: Weights | None) -> None:
+        """Starts to fill the device region, where space was made: from the host block, or from a
+        feeder, which is in memory or is being read."""
+        if feeder is None:
+            self.attach(weights)
+        else:
+            self._start_arrival(weights, feeder, weights.region)
+            self.attached_nbytes += weights.unit.weight_nbytes
 
     def attach(self, weights: Weights) -> None:
         """Starts the copy from the block to the device, or the decoding there, where space was
@@ -294,12 +322,18 @@ class WeightMoves:
             and not weights.use_count
             and not weights.rests_on_device
         )
-        check_kept(weights)
+        weights.check_kept()
         self._device.detach(weights.region)  # A copy that is still under way reads the block.
         self._note_decoded(weights)
         self.decoding.drop(weights)
         self.attached_nbytes -= weights.unit.weight_nbytes
         weights.state = WeightState.ABSENT if weights.block is None else WeightState.READY
+
+    def take_off_device(self, weights: Weights) -> None:
+        """Ends ARRIVING and ATTACHED of a unit that is not in use."""
+        self.settle(weights)
+        if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
+            self.detach(weights)
 
     def finish_copy(self, weights: Weights) -> None:
         """The block may be changed or freed: no copy to the device reads it any more."""
@@ -310,10 +344,20 @@ class WeightMoves:
         weights.copying.wait()  # Over; drops the memory that the copy keeps.
         weights.copying = FINISHED
 
-    def start_arrival(self, weights: Weights, feeder: Weights) -> None:
-        """Starts to fill a unit's region. Its feeder is in memory, or is being read."""
-        self._start_arrival(weights, feeder, weights.region)
-        self.attached_nbytes += weights.unit.weight_nbytes
+    # -- Feeders ---------------------------------------------------------------------------------
+
+    def feeder_of(self, weights: Weights) -> Weights | None:
+        """The unit that feeds this one, which is ABSENT where it was read before it was written;
+        None: the weights come through their own host block."""
+        if weights.block is not None:
+            return None
+        index = self._source.feeder_of(weights.unit.index)
+        if index is None:
+            return None
+        feeder = self.weights[index]
+        if feeder.fills is None and self._source.take_outdated(weights.unit.index):
+            self.discard(feeder)
+        return feeder
 
     def _start_arrival(self, weights: Weights, feeder: Weights, region: Region | None) -> None:
         unit = weights.unit

@@ -22,15 +22,81 @@ and has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
+
+import torch
 
 from infinity.state.store import Transfer
 from infinity.state.units import Unit
-from infinity.streaming.weights.provider import Arrival
-from infinity.tiers.device import FINISHED, Copy, Region
+from infinity.tiers.device import FINISHED, Copy, Decoding, Region
 from infinity.tiers.host import Block
+
+
+class Arrival(Protocol):
+    """One unit's weights on their way into its device region."""
+
+    @property
+    def arrival(self) -> Copy:
+        """Into the region, once settled."""
+
+    @property
+    def departure(self) -> Copy:
+        """Over when the feeder's bytes are not read any more, once settled."""
+
+    def settle(self, *, is_patient: bool) -> bool:
+        """Returns whether the weights will arrive. If not, the region holds nothing.
+
+        Waits for the decision of all ranks, up to a limit; without `is_patient` it does not.
+        """
+
+
+class WeightProvider:
+    """Where a unit's weights come from. Here: from where they rest, through their host block.
+
+    `distributed.unshard.UnshardedWeights` fills a unit's device region from another unit, its
+    *feeder*, and from other ranks: `moves.py`, Note [Feeders]. Under the engine's lock.
+    """
+
+    # Weights that rest on the host may be changed where the model reads them. Other ranks read them
+    # at the block's own address.
+    may_change_attached = True
+
+    def __init__(self, *, is_outdated_by_step: bool = False) -> None:
+        self.is_outdated_by_step = is_outdated_by_step  # Fetched weights are outdated by a step.
+
+    def feeders(self) -> Mapping[int, int]:
+        """Returns units that are never used themselves, and the unit that each one feeds."""
+        return {}
+
+    def note_pass(self, *, is_training: bool) -> None:
+        """Announces a pass. Without `is_training` nothing may begin."""
+
+    def feeder_of(self, unit: int) -> int | None:
+        """The unit that feeds this one; None: these weights come through their host block now."""
+        del unit
+        return None
+
+    def take_outdated(self, unit: int) -> bool:
+        """Whether the feeder was written past the cache since the last call."""
+        del unit
+        return False
+
+    def begin(
+        self,
+        unit: int,
+        region: Region | None,
+        local: torch.Tensor,
+        reading: Transfer | None,
+        decoding: Decoding | None,
+    ) -> Arrival:
+        """Gives the region its memory, and begins to fill it. `local`: the feeder's bytes, which
+        are being read until `reading` is over. `decoding`: of the unit's stored bytes, if it has
+        any. Without a region, they go to its memory (`DeviceAdapter.stage`), which nobody else
+        uses."""
+        raise NotImplementedError
 
 
 class WeightState(Enum):
@@ -57,8 +123,7 @@ class Weights:
     """One unit's weights on their way.
 
     `WeightMoves` writes the residency (with its `WeightDecoding`: `decoded` and `is_decoding`),
-    `WeightCache` writes the uses of the unit, `CheckOuts` its check-outs. No other class writes a
-    field.
+    `WeightCache` writes the uses and the check-outs. No other class writes a field.
     """
 
     unit: Unit
@@ -98,9 +163,8 @@ class Weights:
         is_moved = self.copying.done() and (self.writing is None or self.writing.done())
         return is_idle and is_present and is_moved and self.block is not None
 
-
-def check_kept(weights: Weights) -> None:
-    """Calls the unit's check, once."""
-    check, weights.kept_check = weights.kept_check, None
-    if check is not None:
-        check()
+    def check_kept(self) -> None:
+        """Calls the check of the unit, once."""
+        check, self.kept_check = self.kept_check, None
+        if check is not None:
+            check()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.streaming.weights import evictor
+from infinity.streaming.weights import space
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.testing.models import TinyDecoder
 
@@ -29,7 +29,7 @@ def test_eviction_without_stored_weights_lists_no_ranges(
         raise AssertionError("a range was listed")
 
     monkeypatch.setattr(WeightMoves, "evict", count)
-    monkeypatch.setattr(evictor, "Evictable", refuse)
+    monkeypatch.setattr(space, "Evictable", refuse)
     torch.manual_seed(0)
     model = TinyDecoder()
     tiers = {"host": {"capacity": "640KiB"}, "nvme": [{"path": str(tmp_path)}]}

@@ -1,0 +1,328 @@
+"""Space for weights: which units leave the host or the device so that another unit fits.
+
+`eviction.py` has the rule. This file finds the candidates and lets them go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from infinity.errors import CapacityError
+from infinity.streaming.weights.access_order import NEVER, PassOrders
+from infinity.streaming.weights.eviction import Evictable, choose_neighbours, choose_victim
+from infinity.streaming.weights.moves import WeightMoves
+from infinity.streaming.weights.state import Weights, WeightState
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+from infinity.tiers.ranges import rounded_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMemory:
+    """The memory that is planned for weights.
+
+    `ahead_nbytes`: reads ahead; 0: nothing is fetched ahead. `device_nbytes`: the device's window
+    for weights that rest elsewhere; None: unlimited. `least_device_nbytes` of it are never lent:
+    the weights that nested modules use at once, and the largest unit, which is fetched ahead.
+    `decoded_nbytes`, `has_second_memory`: see `WeightDecoding.prepare`.
+    """
+
+    ahead_nbytes: int
+    device_nbytes: int | None = None
+    least_device_nbytes: int = 0
+    decoded_nbytes: int = 0
+    has_second_memory: bool = False
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """The units that should go for a read ahead of `unit`, one of which is needed before it; none
+    if nothing makes the space.
+
+    `predicted`, `num_changes`, `free_nbytes`: the order, and the blocks and free memory that the
+    choice was made among. `in_use`: units whose block could not go, and may be the better choice
+    when their use ends. `is_of_size`: the chosen blocks leave no new hole.
+    """
+
+    unit: int
+    chosen: list[int]
+    in_use: list[int]
+    is_of_size: bool
+    predicted: tuple[int, ...]
+    num_changes: int
+    free_nbytes: int
+
+
+class WeightSpace:
+    """Makes space by moves of idle units. Writes no field of `Weights`. Under the engine's lock."""
+
+    def __init__(
+        self,
+        moves: WeightMoves,
+        orders: PassOrders,
+        pool: HostPool,
+        device: DeviceAdapter,
+        memory: WeightMemory,
+    ) -> None:
+        self._moves = moves
+        self._weights = moves.weights
+        self._orders = orders
+        self._pool = pool
+        self._device = device
+        self._window_nbytes = memory.device_nbytes  # What weights may take now; None: unlimited.
+        self._least_nbytes = memory.least_device_nbytes
+        self._lent_nbytes = 0
+        # Stored blocks, tiles of them and decoded blocks have very different sizes.
+        self._has_stored = any(entry.unit.stored is not None for entry in self._weights)
+        self._refusal: _Refusal | None = None  # Of the last read ahead among stored weights.
+
+    # -- Device ------------------------------------------------------------------------------------
+
+    def fill(self, weights: Weights, feeder: Weights | None = None) -> None:
+        """Starts to fill the unit's region. Raises CapacityError if it does not fit beside the
+        units in use."""
+        nbytes = weights.unit.weight_nbytes
+        if not self._detach_idle(nbytes):
+            assert self._window_nbytes is not None
+            in_use = [other.unit.name for other in self._weights if other.use_count]
+            raise CapacityError(
+                "device",
+                needed_nbytes=nbytes,
+                available_nbytes=max(0, self._window_nbytes - self._moves.attached_nbytes),
+                key="tiers.device.capacity",
+                detail=f"parameters of {weights.unit.name!r} (in use: {', '.join(in_use)})",
+            )
+        self._moves.fill(weights, feeder)
+
+    def fill_ahead(self, weights: Weights, feeder: Weights | None) -> bool:
+        """Starts to fill the unit's region, or stages its bytes, if that drops no weights that are
+        needed sooner. Returns whether there may be space for more."""
+        nbytes, unit, order = weights.unit.weight_nbytes, weights.unit.index, self._orders.now
+        if self._window_nbytes is not None:
+            # All or nothing: units detached for one that does not fit would be fetched again.
+            least_distance = order.distance(unit)
+            later_nbytes = sum(
+                self._weights[index].unit.weight_nbytes
+                for index in self._idle_on_device(WeightState.ATTACHED)
+                if order.distance(index) > least_distance
+            )
+            needed_nbytes = self._moves.attached_nbytes + nbytes - later_nbytes
+            has_space = needed_nbytes <= self._window_nbytes
+        else:
+            has_space = True
+        if has_space and self._detach_idle(nbytes, nearer_than=unit):
+            self._moves.fill(weights, feeder)
+            return True
+        is_on_way = weights.state is WeightState.STAGED
+        if not is_on_way and self._moves.decoding.can_stage(weights.unit):
+            self._moves.stage(weights, feeder)
+        return False
+
+    def _detach_idle(self, wanted_nbytes: int, *, nearer_than: int | None = None) -> bool:
+        """Detaches the idle units whose next use is furthest away, and later than that of
+        `nearer_than`, until so much of the device window is free. Returns whether it is."""
+        while (
+            self._window_nbytes is not None
+            and self._moves.attached_nbytes + wanted_nbytes > self._window_nbytes
+        ):
+            idle = list(self._idle_on_device(WeightState.ATTACHED))
+            if not idle and nearer_than is None:
+                idle = list(self._idle_on_device(WeightState.ARRIVING))
+            victim = self._choose(idle, wanted_nbytes, nearer_than)
+            if victim is None:
+                return False
+            self._moves.take_off_device(self._weights[victim])
+        return True
+
+    def _idle_on_device(self, state: WeightState) -> Iterator[int]:
+        for weights in self._moves.there():
+            has_region = not weights.rests_on_device and weights is not self._moves.decoding.staged
+            is_idle = not weights.use_count and not weights.is_checked_out
+            if weights.state is state and is_idle and has_region:
+                yield weights.unit.index
+
+    def lend_device(self, nbytes: int) -> bool:
+        """Lends memory of the device window for anything but weights, until `end_device_loans`.
+        Returns False, and lends nothing, if the weights that are used together need it."""
+        if self._window_nbytes is None:
+            return True
+        in_use = sum(weights.unit.weight_nbytes for weights in self._weights if weights.use_count)
+        if self._window_nbytes - nbytes < self._least_nbytes + in_use:
+            return False
+        self._lend(nbytes)
+        if not self._detach_idle(0):
+            self._lend(-nbytes)
+            return False
+        return True
+
+    def _lend(self, nbytes: int) -> None:
+        if self._window_nbytes is not None:
+            self._lent_nbytes += nbytes
+            self._window_nbytes -= nbytes
+
+    def end_device_loans(self) -> None:
+        """Weights may take all of the device window again."""
+        self._lend(-self._lent_nbytes)
+
+    # -- Host --------------------------------------------------------------------------------------
+
+    def find_block(self, weights: Weights, *, only_free: bool = False) -> Block | None:
+        """Allocates a unit's host block, if that drops nothing that is needed sooner; with
+        `only_free` if it drops nothing."""
+        unit, nbytes = weights.unit, self._moves.nbytes[weights.unit.index]
+        label = f"parameters of {unit.name}"
+        at_top = self._moves.is_at_top(unit)
+        while (block := self._pool.try_allocate(nbytes, label, at_top=at_top)) is None:
+            if self._pool.is_tight or only_free or not self._make_space(nbytes, unit.index):
+                return None
+        return block
+
+    def is_stacked(self, weights: Weights) -> bool:
+        """Returns whether the block of an idle unit lies beside those in use, or need not: see
+        `tiers/pool.py`, Note [Tight budgets]. Called of a tight pool."""
+        block = weights.decoded or weights.block
+        is_there = weights.state in (WeightState.READY, WeightState.ATTACHED)
+        if block is None or not is_there:
+            return True
+        if weights.rests_on_host or not self._device.shares_host_memory:
+            return True
+        in_use = [w for w in self._moves.there() if w.use_count or w.is_checked_out]
+        kept = [kept for w in in_use for kept in (w.block, w.decoded) if kept is not None]
+        # The budget has the space of stored bytes, which may be dropped, beside the decoded ones.
+        nbytes = self._moves.nbytes[weights.unit.index]
+        spare_nbytes = 0 if weights.decoded is None else rounded_nbytes(nbytes)
+        return self._pool.is_stacked(block, kept, spare_nbytes)
+
+    def reclaim(self, wanted_nbytes: int) -> bool:
+        """Frees a block that is needed late, at last a feeder's. Returns whether there was one."""
+        if self.free_kept(wanted_nbytes):
+            return True
+        # Feeders whose block is free once the all-gather that they feed is cancelled.
+        feeding = [
+            weights.unit.index
+            for weights in self._moves.there()
+            if weights.fills is not None and weights.block is not None and not weights.rests_on_host
+        ]
+        victim = self._choose(feeding, wanted_nbytes)
+        if victim is None:
+            return False
+        arriving = self._weights[victim].fills
+        assert arriving is not None
+        self._moves.settle(arriving)
+        self._moves.evict(self._weights[victim])
+        return True
+
+    def free_kept(self, wanted_nbytes: int) -> bool:
+        """As `reclaim`, of a block that no all-gather is fed from."""
+        return self._make_space(wanted_nbytes) or self._free_one(wanted_nbytes)
+
+    def _make_space(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
+        """Frees what makes the wanted space, or, where all weights are blocks of similar sizes, one
+        block. Returns whether something was freed."""
+        make = self._free_neighbours if self._has_stored else self._free_one
+        return make(wanted_nbytes, nearer_than)
+
+    def _free_one(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
+        """Frees a block, of a unit that is used later than `nearer_than`. Returns whether there was
+        one."""
+        there = self._moves.there()
+        evictable = [weights.unit.index for weights in there if self._is_evictable(weights)]
+        droppable = [weights.unit.index for weights in there if self._is_droppable(weights)]
+        victim = self._choose(dict.fromkeys(droppable + evictable), wanted_nbytes, nearer_than)
+        if victim is None:
+            return False
+        self._free(victim, is_decoded=victim not in evictable)
+        return True
+
+    def _free_neighbours(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
+        """Frees neighbouring blocks, of units that are used later than `nearer_than`, which make
+        the wanted space. Returns whether there were some; else nothing is freed."""
+        if nearer_than is not None and self._is_refused(nearer_than):
+            return False
+        order = self._orders.now
+        limit = -1 if nearer_than is None else order.distance(nearer_than)
+        blocks = list(self._freeable(limit))
+        chosen = choose_neighbours(blocks, self._pool.holes(), wanted_nbytes)
+        needed = [block.unit for block in chosen if block.distance <= NEVER]
+        is_needed = any(order.distance(unit) <= limit for unit in needed)
+        if nearer_than is not None and (is_needed or not chosen):
+            idle, of_size = {block.unit for block in blocks}, rounded_nbytes(wanted_nbytes)
+            self._refusal = _Refusal(
+                nearer_than,
+                needed,
+                [w.unit.index for w in self._moves.there() if w.unit.index not in idle],
+                sum(block.range.nbytes for block in chosen) <= of_size,
+                order.order,
+                self._moves.num_changes,
+                self._pool.free_nbytes,
+            )
+            return False  # See eviction.py, Note [Reads ahead].
+        for block in chosen:
+            self._free(block.unit, is_decoded=block.is_decoded)
+        return bool(chosen)
+
+    def _is_refused(self, unit: int) -> bool:
+        """Whether the last refusal still holds, at the cost of the few units it names: the model
+        may have thousands of blocks, and every use asks."""
+        last, order = self._refusal, self._orders.now
+        if last is None or last.unit != unit or last.predicted is not order.order:
+            return False
+        is_changed = last.num_changes != self._moves.num_changes
+        if is_changed or self._pool.free_nbytes > last.free_nbytes:
+            return False
+        limit = order.distance(unit)
+        if last.chosen and all(order.distance(chosen) > limit for chosen in last.chosen):
+            return False
+        soonest = min((order.distance(u, beyond=limit) for u in last.chosen), default=-1)
+        for index in last.in_use[:]:
+            weights = self._weights[index]
+            if self._is_evictable(weights) or self._is_droppable(weights):
+                if not last.is_of_size or order.distance(index, beyond=limit) >= soonest:
+                    return False
+                last.in_use.remove(index)
+        return True
+
+    def _freeable(self, limit: int) -> Iterator[Evictable]:
+        """Yields the blocks that may be freed, with their uses beyond the limit. A decoded block
+        whose stored bytes are in memory, too, costs no read."""
+        order, there = self._orders.now, self._moves.there()
+        for weights in filter(self._is_droppable, there):
+            assert weights.decoded is not None
+            index, is_spare = weights.unit.index, weights.block is not None
+            distance = NEVER + 1 if is_spare else order.distance(index, beyond=limit)
+            yield Evictable(weights.decoded.range, index, distance, is_decoded=True)
+        for weights in filter(self._is_evictable, there):
+            assert weights.block is not None
+            index = weights.unit.index
+            yield Evictable(weights.block.range, index, order.distance(index, beyond=limit))
+
+    def _free(self, unit: int, *, is_decoded: bool) -> None:
+        (self._moves.detach if is_decoded else self._moves.evict)(self._weights[unit])
+
+    def _is_droppable(self, weights: Weights) -> bool:
+        """Whether the decoded block may be freed alone: not in use, and outside the zone."""
+        return weights.is_decoded_idle and not self._moves.decoding.is_in_zone(weights)
+
+    def _is_evictable(self, weights: Weights) -> bool:
+        """Whether the host block may be freed: not at rest there, not used by the device."""
+        if weights.block is None or weights.rests_on_host or weights.is_checked_out:
+            return False
+        if weights.fills is not None:
+            return False
+        if weights.unit.stored is not None:
+            # The decoded block is attached: the stored bytes are not in use.
+            return not weights.is_decoding
+        return weights.use_count == 0 or not self._device.shares_host_memory
+
+    def _choose(
+        self, candidates: Iterable[int], wanted_nbytes: int, nearer_than: int | None = None
+    ) -> int | None:
+        return choose_victim(
+            self._orders.now,
+            candidates,
+            nearer_than=nearer_than,
+            nbytes=self._moves.nbytes,
+            wanted_nbytes=wanted_nbytes,
+        )
