@@ -16,7 +16,7 @@ from infinity.state.budgets import Budgets
 from infinity.state.partition import Partition, Shard
 from infinity.state.placement import STATE_KINDS, StatePlacement
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
-from infinity.streaming.gradients.nonzero_rows import may_have_rows_of_zeros, most_picked_nbytes
+from infinity.streaming.gradients.resting_norms import may_have_rows_of_zeros, most_picked_nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ class StepSpec:
 
     def narrowed_nbytes(self, load: UnitLoad) -> int:
         """Returns how many bytes fewer a unit's gradients are where they stay in the dtype of the
-        weights (streaming/gradients/narrow.py)."""
+        weights (streaming/gradients/leaving.py)."""
         is_narrow = (
             not self.shares_host_memory
             and not self.updates_on_device

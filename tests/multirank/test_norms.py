@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.streaming.gradients.norm_tasks import THREAD_NAME
+from infinity.streaming.gradients.tensors import THREAD_NAME
 from tests.support.exhaustive import sampled
 
 from .models import loss_of

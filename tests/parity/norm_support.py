@@ -9,8 +9,7 @@ import torch
 
 import infinity
 from infinity.state.units import TensorSpec
-from infinity.streaming.gradients.norms import CompleteSums
-from infinity.streaming.gradients.sums import TensorGradient
+from infinity.streaming.gradients.tensors import CompleteSums, TensorGradient
 from tests.support.two_sides import Run
 
 

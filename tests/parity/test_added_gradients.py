@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.streaming.gradients.leaving import LeavingGradients
-from infinity.streaming.gradients.staging import GradientStaging
+from infinity.streaming.gradients.leaving import GradientStaging, LeavingGradients
 from infinity.streaming.gradients.store import GradientStore
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.streams import StreamCopy
@@ -53,7 +52,7 @@ def test_no_gradient_is_waited_for_while_a_staging_block_is_free(
     gradients: str, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies by the piece, of which there are more than two; the worker makes additions."""
-    monkeypatch.setattr("infinity.streaming.gradients.staging.STAGED_NBYTES", 16 << 10)
+    monkeypatch.setattr("infinity.streaming.gradients.leaving.STAGED_NBYTES", 16 << 10)
     taking, waits, added = threading.local(), [], []
     add, wait, end = GradientStore.add, StreamCopy.wait, LeavingGradients._end_oldest
 
@@ -81,7 +80,7 @@ def test_no_gradient_is_waited_for_while_a_staging_block_is_free(
 
 
 def test_two_staging_blocks_suffice(swap_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.streaming.gradients.staging.STAGED_NBYTES", 16 << 10)
+    monkeypatch.setattr("infinity.streaming.gradients.leaving.STAGED_NBYTES", 16 << 10)
     are_refused: list[bool] = []
     monkeypatch.setattr(GradientStaging, "take", limited_to(0, are_refused))
     compare(accumulating, late(swap_directory))

@@ -337,7 +337,7 @@ def test_clipping_reads_and_writes_no_gradient(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The factor waits for the update, which multiplies as it reads."""
-    from infinity.streaming.gradients.sums import TensorGradient
+    from infinity.streaming.gradients.tensors import TensorGradient
 
     run = offloaded(swap_directory)
     monkeypatch.setattr(TensorGradient, "apply_scale", lambda *_: pytest.fail("is written"))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.streaming.gradients.narrow import NarrowSums
+from infinity.streaming.gradients.leaving import NarrowSums
 from infinity.streaming.gradients.sums import UnitGradients
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
@@ -275,10 +275,12 @@ def test_sums_that_are_not_widened_are_found_out(
     """The comparison above can fail."""
     wide, _ = trained(twice, tmp_path, is_narrow=False)
 
-    def forget(sums: UnitGradients) -> None:
-        sums.narrow = None
+    end = UnitGradients.end_narrow
 
-    monkeypatch.setattr(UnitGradients, "widen", forget)
+    def forget(sums: UnitGradients, **unused: bool) -> None:
+        end(sums, widens=False)
+
+    monkeypatch.setattr(UnitGradients, "end_narrow", forget)
     narrow, _ = trained(twice, tmp_path, is_narrow=True)
     with pytest.raises(AssertionError):
         assert_same(wide, narrow)

@@ -15,14 +15,14 @@ from torch import nn
 
 import infinity
 from infinity.state.units import TensorFacts, TensorSpec, Unit, layout_unit
-from infinity.streaming.gradients import nonzero_rows, resting_norms
-from infinity.streaming.gradients.nonzero_rows import (
+from infinity.streaming.gradients import resting_norms
+from infinity.streaming.gradients.resting_norms import (
     COUNT_NBYTES,
     RowSearch,
     may_have_rows_of_zeros,
 )
-from infinity.streaming.gradients.norms import norm_of
 from infinity.streaming.gradients.store import GradientStore
+from infinity.streaming.gradients.tensors import norm_of
 from infinity.tiers.device import FINISHED, Copy
 from tests.support.two_sides import VOCABULARY, WIDTH, Run, compare, ids_of, plain_run, same_bits
 
@@ -43,8 +43,8 @@ ROW_NBYTES = 4 * WIDTH
 @pytest.fixture
 def is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix of the model is searched, which has few rows."""
-    monkeypatch.setattr(nonzero_rows, "_LEAST_NBYTES", 1)
-    monkeypatch.setattr(nonzero_rows, "_LEAST_RATIO", 2)
+    monkeypatch.setattr(resting_norms, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(resting_norms, "_LEAST_RATIO", 2)
 
 
 def spec_of(*shape: int, stride: tuple[int, ...] | None = None) -> TensorSpec:
@@ -96,7 +96,7 @@ def test_the_norm_of_the_rows_is_that_of_all(
     rows = search.pick()
     is_other = (table != 0).any(dim=1)
     if rows is None:
-        assert nonzero_rows._LEAST_RATIO * max(int(is_other.sum()), 1) > num_rows
+        assert resting_norms._LEAST_RATIO * max(int(is_other.sum()), 1) > num_rows
     else:
         assert torch.equal(rows[: is_other.sum()].isnan(), table[is_other].isnan())
         picked, expected = norm_of(rows.flatten(), spec), norm_of(table.flatten(), spec)
@@ -116,7 +116,7 @@ def test_only_the_rows_that_were_looked_up_leave_the_device(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, str]
 ) -> None:
     def nbytes_out(searched: str) -> list[int]:
-        monkeypatch.setattr(nonzero_rows, "_LEAST_RATIO", 2)
+        monkeypatch.setattr(resting_norms, "_LEAST_RATIO", 2)
         monkeypatch.setattr(resting_norms, "may_have_rows_of_zeros", lambda s: s.name == searched)
         run = resting(swap_directory, placement=others)
         counters, totals, seen = infinity.engine_of(run.model).counters, [0], []

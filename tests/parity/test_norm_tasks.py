@@ -16,9 +16,9 @@ import torch
 import infinity
 from infinity.config.cores import norm_threads
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming.gradients import norm_tasks
-from infinity.streaming.gradients.norm_tasks import THREAD_NAME
+from infinity.streaming.gradients import tensors
 from infinity.streaming.gradients.store import GradientStore
+from infinity.streaming.gradients.tensors import THREAD_NAME
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support import two_sides
 from tests.support.two_sides import Run, compare, config_of, make, offloaded, plain_run, same_bits
@@ -33,7 +33,7 @@ NUM_TENSORS = len(list(make().parameters()))
 
 @pytest.fixture(autouse=True)
 def some_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_tasks, "norm_threads", lambda own: NUM_THREADS)
+    monkeypatch.setattr(tensors, "norm_threads", lambda own: NUM_THREADS)
 
 
 def beside(directory: Path, **changes: Any) -> Run:
@@ -156,10 +156,10 @@ def reclaim_all(gradients: GradientStore, unit: Unit, spec: TensorSpec) -> None:
 
 
 def give_back(gradients: GradientStore, unit: Unit, spec: TensorSpec) -> None:
-    gradients._start_write(unit)
-    writing = gradients._sums[unit.index].writing
-    assert writing is not None
-    writing.wait()
+    sums = gradients._sums[unit.index]
+    gradients.in_blocks.start_write(sums)
+    assert sums.writing is not None
+    sums.writing.wait()
     gradients.give_back(unit)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import infinity
 from infinity.streaming.gradients.leaving import LeavingGradients
-from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.tensors import CompleteSums
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.two_sides import BLOCKS, Model, Run, Tied, loss_of, make, offloaded, plain_run
 

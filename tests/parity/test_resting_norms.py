@@ -13,10 +13,10 @@ import torch
 
 import infinity
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming.gradients import norm_tasks
-from infinity.streaming.gradients.norm_tasks import THREAD_NAME
+from infinity.streaming.gradients import tensors
 from infinity.streaming.gradients.resting_norms import RestingNorms
 from infinity.streaming.gradients.store import GradientStore
+from infinity.streaming.gradients.tensors import THREAD_NAME
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import covering, sampled
 from tests.support.two_sides import Run, compare, offloaded
@@ -29,7 +29,7 @@ STATE = dict.fromkeys(("parameters", "master", "moments"), "device")
 
 @pytest.fixture(autouse=True)
 def some_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_tasks, "norm_threads", lambda own: NUM_THREADS)
+    monkeypatch.setattr(tensors, "norm_threads", lambda own: NUM_THREADS)
 
 
 def resting(directory: Path, *, delay_s: float = 0.002, **changes: Any) -> Run:

@@ -33,7 +33,7 @@ from infinity.errors import ConfigError, CorruptionError, StorageError, Unsuppor
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.moments import moments_of
 from infinity.state.units import StateKind, TensorSpec
-from infinity.streaming.gradients.memory import in_memory_order
+from infinity.streaming.gradients.sums import in_memory_order
 
 _NAME = "infinity.checkpoint.import_dcp"
 # Prefixes of weights in files of other programs; the first one that has all weights is used.

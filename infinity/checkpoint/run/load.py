@@ -37,7 +37,7 @@ from infinity.errors import ConfigError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.streaming.gradients.memory import in_memory_order
+from infinity.streaming.gradients.sums import in_memory_order
 
 _MIXTURE = "the model is a mixture of two states now: do not train on, load another checkpoint"
 

@@ -17,7 +17,7 @@ import torch
 from infinity.ops.squares import SQUARES_NUMEL, num_roots, roots_of, sum_squares, tree_sum
 from infinity.state.partition import ShardSlice
 from infinity.state.units import STATE_GRANULE, TensorSpec
-from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.tensors import CompleteSums
 
 assert STATE_GRANULE % SQUARES_NUMEL == 0, "a partition cuts between granules"
 

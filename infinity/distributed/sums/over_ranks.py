@@ -26,8 +26,8 @@ from infinity.ops.host_sums import add_, multiplied_
 from infinity.state.partition import ShardSlice
 from infinity.state.store import StateStore
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming.gradients.norms import CompleteSums
 from infinity.streaming.gradients.store import GradientStore
+from infinity.streaming.gradients.tensors import CompleteSums
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 

@@ -29,10 +29,9 @@ from infinity.observe import Counters
 from infinity.ops.host_sums import copied
 from infinity.state.partition import Partition
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.streaming.gradients.memory import flat_of, in_memory_order
 from infinity.streaming.gradients.sink import GradientSink, Lend
 from infinity.streaming.gradients.store import GradientStore
-from infinity.streaming.gradients.sums import refuse_sparse
+from infinity.streaming.gradients.sums import flat_of, in_memory_order, refuse_sparse
 from infinity.streaming.passes import Passes
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool

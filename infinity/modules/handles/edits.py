@@ -30,7 +30,7 @@ from infinity.sizes import PAGE_NBYTES, align_down
 from infinity.state.store import StateStore
 from infinity.state.units import TensorSpec, Unit, weight_of
 from infinity.storage.checksums import digest as digest_of_pages
-from infinity.streaming.gradients.memory import in_memory_order
+from infinity.streaming.gradients.sums import in_memory_order
 from infinity.streaming.updates.masters import MasterWeights
 from infinity.streaming.updates.record import StepRunner
 from infinity.streaming.weights.cache import WeightCache

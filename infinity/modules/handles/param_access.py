@@ -25,7 +25,7 @@ from infinity.modules.handles.patches import refuse_swaps
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.state.units import TensorSpec
-from infinity.streaming.gradients.memory import in_memory_order
+from infinity.streaming.gradients.sums import in_memory_order
 from infinity.streaming.updates.masters import MasterWeights
 from infinity.streaming.updates.record import StepRunner
 from infinity.streaming.weights.cache import WeightCache

@@ -14,26 +14,69 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation, StateStore, Transfer
-from infinity.state.units import StateKind, TensorSpec, Unit
+from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.gradients.norms import CompleteSums
-from infinity.streaming.gradients.sums import (
-    SumBlocks,
-    SumState,
-    TensorGradient,
-    UnitGradients,
-    has_any,
-)
+from infinity.streaming.gradients.sums import SumState, UnitGradients
+from infinity.streaming.gradients.tensors import CompleteSums, TensorGradient, has_any
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
 _NUM_LEAVING = 2  # Sums that are on their way to the drive while others stay.
+
+
+class SumBlocks(Protocol):
+    """Host blocks that gradients of a unit are summed in: fp32 (state_numel,).
+
+    `to_come_nbytes`: blocks that were taken in the last step and not yet in this one.
+    `spare_nbytes`: returns the free memory that nobody needs; None: sums are written at once.
+    """
+
+    to_come_nbytes: int
+    spare_nbytes: Callable[[], int] | None = None
+
+    def take(self, unit: Unit) -> Block:
+        """Returns a host block for the fp32 sums of a unit. Raises CapacityError."""
+
+    def give_back(self, block: Block) -> None:
+        """Frees a block from `take`."""
+
+    def end_step(self) -> None:
+        """The next step is expected to take the blocks that this one has taken."""
+
+
+class PooledSumBlocks(SumBlocks):
+    """Takes each block from the pool when it is needed."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self.to_come_nbytes = 0
+        self._expected: dict[int, int] = {}  # Bytes by unit, not yet taken in this step.
+        self._taken: dict[int, int] = {}
+
+    @override
+    def take(self, unit: Unit) -> Block:
+        nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
+        block = self._pool.require(nbytes, f"gradients of {unit.name}")
+        self._taken[unit.index] = nbytes
+        self.to_come_nbytes -= self._expected.pop(unit.index, 0)
+        return block
+
+    @override
+    def give_back(self, block: Block) -> None:
+        self._pool.free(block)
+
+    @override
+    def end_step(self) -> None:
+        self._expected, self._taken = self._taken, {}
+        self.to_come_nbytes = sum(self._expected.values())
 
 
 class SumsInBlocks:
@@ -64,6 +107,7 @@ class SumsInBlocks:
         # by the updater, which alone knows.
         self.awaits_update: Callable[[int], bool] = lambda _: False
         self._lent: dict[Unit, UnitGradients] = {}  # The oldest first.
+        self._due: dict[Unit, UnitGradients] = {}  # DUE, in the order of their writes.
         all_nbytes = [
             unit.nbytes(StateKind.GRADIENTS)
             for unit in store.units
@@ -109,9 +153,35 @@ class SumsInBlocks:
     def _is_needed(self, unit: Unit) -> bool:
         return self.awaits_update(unit.index) or has_any(self._tensors, unit)
 
+    def await_more(self, sums: UnitGradients) -> None:
+        """DUE -> ON_HOST, for another gradient; another state stays."""
+        self._due.pop(sums.unit, None)
+        sums.await_more()
+
+    def make_due(self, sums: UnitGradients) -> None:
+        """The unit's backward is over: ON_HOST -> DUE, unless the sum may stay."""
+        if not self.may_stay():
+            sums.make_due()
+            self._due[sums.unit] = sums
+
+    def start_due(self, leaving: Callable[[], list[Unit]]) -> None:
+        """Starts the writes of sums that are DUE and complete. `leaving`: returns the units that
+        gradients are on their way to."""
+        if self._due:
+            units = leaving()
+            for sums in [sums for unit, sums in self._due.items() if unit not in units]:
+                self.start_write(sums)
+
+    def start_writes(self) -> None:
+        """Starts the writes of all sums that may not stay. No gradient is on its way."""
+        for sums in list(self._lent.values()):
+            if not self.may_stay():
+                self.start_write(sums)
+
     def start_write(self, sums: UnitGradients) -> None:
-        """ON_HOST -> WRITING, if somebody needs the sum; another state stays. No gradient is on its
-        way to it."""
+        """ON_HOST or DUE -> WRITING, or ON_HOST if nobody needs the sum; another state stays. No
+        gradient is on its way to it."""
+        self.await_more(sums)
         if sums.state is SumState.ON_HOST and self._is_needed(sums.unit):
             assert sums.array is not None and sums.block is not None
             self._norms.note_leaving(sums.unit, self._tensors, sums.array)
@@ -154,6 +224,7 @@ class SumsInBlocks:
 
     def _take_from(self, sums: UnitGradients) -> Block:
         del self._lent[sums.unit]
+        self._due.pop(sums.unit, None)
         was_written = sums.state is SumState.WRITING
         block = sums.give_up_block()
         self._written_nbytes -= was_written * block.nbytes

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from infinity.state.units import TensorSpec, Unit
-from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.tensors import CompleteSums
 
 Lend = Callable[[int], bool]
 
@@ -21,7 +21,7 @@ class GradientSink(Protocol):
     """
 
     norms: CompleteSums  # Has the norms of complete sums computed.
-    narrow_units: Set[int] = frozenset()  # Units with sums in bf16: `narrow.py`.
+    narrow_units: Set[int] = frozenset()  # Units with sums in bf16: `NarrowSums`.
 
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
         """Adds one gradient to the sum: any floating dtype, the parameter's shape, any device."""

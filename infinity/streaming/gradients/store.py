@@ -16,25 +16,27 @@ import torch
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation, StateStore
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
-from infinity.streaming.gradients.blocks import SumsInBlocks
-from infinity.streaming.gradients.device_sums import DeviceSums
-from infinity.streaming.gradients.leaving import LeavingGradient, LeavingGradients
-from infinity.streaming.gradients.memory import flat_of, in_memory_order, put, shaped
-from infinity.streaming.gradients.narrow import NarrowSums
-from infinity.streaming.gradients.norms import CompleteSums
+from infinity.streaming.gradients.blocks import PooledSumBlocks, SumBlocks, SumsInBlocks
+from infinity.streaming.gradients.leaving import (
+    DeviceSums,
+    GradientStaging,
+    LeavingGradient,
+    LeavingGradients,
+    NarrowSums,
+)
 from infinity.streaming.gradients.resting_norms import RestingNorms
 from infinity.streaming.gradients.sink import GradientSink, Lend
-from infinity.streaming.gradients.staging import GradientStaging
 from infinity.streaming.gradients.sums import (
-    PooledSumBlocks,
-    SumBlocks,
     SumState,
-    TensorGradient,
     UnitGradients,
-    has_any,
+    flat_of,
+    in_memory_order,
+    put,
     refuse_sparse,
+    shaped,
     sums_of,
 )
+from infinity.streaming.gradients.tensors import CompleteSums, TensorGradient, has_any
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -59,8 +61,6 @@ class GradientStore(GradientSink):
         self._counters = counters
         self._sums = {unit.index: sums_of(unit, store) for unit in store.units}
         self._tensors: defaultdict[TensorSpec, TensorGradient] = defaultdict(TensorGradient)
-        # Orders of work, each a subset of the units; their states are in `_sums`.
-        self._due: dict[Unit, UnitGradients] = {}  # DUE, in the order of their writes.
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
         # Ends an update that reads a sum without the lock. Set by the updater.
@@ -95,7 +95,7 @@ class GradientStore(GradientSink):
         first = not known.is_present
         known.note_added(counts=self.norms.counts)
         if spec.numel == 0:
-            known.is_present = True
+            known.note_there()
             return
         gradient = gradient.detach() if gradient.requires_grad else gradient  # Not recorded.
         if sums.on_device is not None:
@@ -106,26 +106,26 @@ class GradientStore(GradientSink):
                 self._resting.note(spec, known, flat)
         elif is_on_host or self._device.shares_host_memory:
             if sums.state is SumState.DUE:
-                self._await_more(sums)
+                self.in_blocks.await_more(sums)
             if (not first or self.leaving.num_additions) and self.leaving.has(spec):
                 self.leaving.end_all()  # The last one may be on its way to this place.
             if sums.narrow is not None:
                 self.narrow.widen(sums)
-            if self._scaled or (place := sums.known_place(spec)) is None:
-                place = sums.place(spec, self._array(unit))
-            put(place, gradient, first=first)
+            if self._scaled or not sums.is_open:
+                self._array(unit)
+            place = sums.add(spec, gradient, first=first)
             if known.is_due:
                 self.norms.note(spec, known, in_memory_order(place, spec))
         else:
             self._take_off_device(sums, spec, in_memory_order(gradient, spec), first=first)
             return
-        known.is_present = True
+        known.note_there()
 
     def note_complete(self, unit: Unit, spec: TensorSpec) -> None:
         """No further gradient is expected in a sum of which `norms` does not count gradients. The
         norm of a sum in host memory is due; that of one on its way there, when it comes."""
         known, sums = self._tensors[spec], self._sums[unit.index]
-        known.is_due = known.was_norm_needed
+        known.note_complete()
         array = sums.array if sums.on_host is None else sums.on_host
         if known.is_due and array is not None and not self.leaving.has(spec):
             self.norms.note(spec, known, flat_of(array, spec))
@@ -136,11 +136,8 @@ class GradientStore(GradientSink):
         """Sets the sum of this step: any float dtype, the parameter's shape. `is_other`: the stamp
         changes, so that callers see another gradient from now on."""
         self.finish_copies()
-        known = self._tensors[spec]
-        number = known.number
-        self.forget(spec)
-        if not is_other:
-            known.number = number
+        self._tensors[spec].forget(is_other=is_other)
+        self._scaled.discard(spec)
         self.add(unit, spec, value.cpu(), is_on_host=True)
         self.write_out(unit)
 
@@ -149,16 +146,11 @@ class GradientStore(GradientSink):
         known = self._tensors[spec]
         return known.stamp if known.is_present else None
 
-    def _await_more(self, sums: UnitGradients) -> None:
-        """Takes a sum that may be due to be written back, for another gradient."""
-        self._due.pop(sums.unit, None)
-        sums.await_more()
-
     def _take_off_device(
         self, sums: UnitGradients, spec: TensorSpec, flat: torch.Tensor, *, first: bool
     ) -> None:
         unit, known = sums.unit, self._tensors[spec]
-        self._await_more(sums)
+        self.in_blocks.await_more(sums)
         if flat.dtype.itemsize > STATE_ITEM_NBYTES:
             flat = flat.float()
         if first and self.device_sums.is_open(unit):
@@ -172,7 +164,7 @@ class GradientStore(GradientSink):
             self._send(unit, spec, flat, place)
         else:
             self._send_to_sum(unit, spec, flat, place)
-        known.is_present = True
+        known.note_there()
 
     def sum_on_device(self, units: Iterable[Unit], lend: Lend | None = None) -> int:
         """See `GradientSink`."""
@@ -201,7 +193,7 @@ class GradientStore(GradientSink):
     def _send_sums(self, unit: Unit) -> None:
         for spec, flat in self.device_sums.take(unit).items():
             self._send(unit, spec, flat, flat_of(self._array(unit), spec))
-            self._tensors[spec].is_present = True
+            self._tensors[spec].note_there()
 
     def _send(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor) -> None:
         """Starts copying a gradient from the device to its place on the host."""
@@ -211,9 +203,7 @@ class GradientStore(GradientSink):
     def _take_in_copies(self) -> None:
         """Notes what has come, and starts writing what was due and is complete. Never waits."""
         self.leaving.end_there()
-        leaving = self.leaving.units()
-        for unit in [unit for unit in self._due if unit not in leaving]:
-            self._start_write(unit)
+        self.in_blocks.start_due(self.leaving.units)
 
     def _note_there(self, leaving: LeavingGradient) -> None:
         known, place = self._tensors[leaving.spec], leaving.place
@@ -280,16 +270,8 @@ class GradientStore(GradientSink):
             self._end_sums([unit])
         sums = self._sums[unit.index]
         if sums.state in (SumState.ON_HOST, SumState.DUE):
-            if not self.in_blocks.may_stay():
-                sums.make_due()
-                self._due[unit] = sums
+            self.in_blocks.make_due(sums)
             self._take_in_copies()
-
-    def _start_write(self, unit: Unit) -> None:
-        """All its copies are over."""
-        sums = self._sums[unit.index]
-        self._await_more(sums)
-        self.in_blocks.start_write(sums)
 
     def next_wait(self) -> Callable[[], None] | None:
         """See `GradientSink.next_wait`."""
@@ -301,12 +283,7 @@ class GradientStore(GradientSink):
         self._end_sums()
         self.finish_copies()
         self._staging.release()
-        self._write_blocks()
-
-    def _write_blocks(self) -> None:
-        for unit in self.in_blocks.units():
-            if not self.in_blocks.may_stay():
-                self._start_write(unit)
+        self.in_blocks.start_writes()
 
     def drop_block(self, unit: Unit) -> None:
         """Gives the unit's host block back, without a write; its gradients were forgotten."""
@@ -324,7 +301,6 @@ class GradientStore(GradientSink):
             return False
         self.end_readers()
         self.leaving.end_all()
-        self._await_more(sums)
         self.in_blocks.reclaim(sums)
         return True
 
@@ -339,7 +315,7 @@ class GradientStore(GradientSink):
         """Every sum is complete, and stays in its block or is on its way to where it rests."""
         self.finish_copies()
         self._resting.advance()
-        self._write_blocks()
+        self.in_blocks.start_writes()
         self.blocks.end_step()
         while self._pool.is_tight and self.reclaim():
             pass
@@ -396,7 +372,7 @@ class GradientStore(GradientSink):
         else `norms` measures of it."""
         known = self._tensors[spec]
         assert known.is_present
-        known.is_norm_needed = True
+        known.need_norm()
         if spec.numel == 0:
             return torch.zeros(())
         if known.scale is not None:
@@ -405,10 +381,8 @@ class GradientStore(GradientSink):
         if known.norm is None and known.task is None:
             on_device = self.resting_on_device(unit) if self.norms.is_on_device else None
             flat = self.view(unit, spec) if on_device is None else flat_of(on_device, spec)
-            if flat.dtype is torch.bfloat16 and not self.norms.takes_bf16:
-                flat = flat.float()
             if known.task is None:  # Else the sum has come with the view.
-                known.norm = self.norms.measure(flat, spec)
+                self.norms.measure_now(spec, known, flat)
         return known.finished_norm()
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
@@ -470,10 +444,7 @@ class GradientStore(GradientSink):
         if not known.is_present or spec.numel == 0:
             return
         self.finish_copies()
-        number = known.number
-        known.forget()
-        known.is_present, known.number = True, number
-        known.num_changes += 1
+        known.become_zeros()
         self._scaled.discard(spec)
         array = self._sums[unit.index].on_device
         flat_of(self._array(unit) if array is None else array, spec).zero_()

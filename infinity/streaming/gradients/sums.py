@@ -13,28 +13,51 @@ A unit's sum is, at any moment, in one of these states:
 
 Only a sum that rests on NVMe, or that rests nowhere, leaves AT_REST: a sum that rests on the host
 or on a device is made in its place. Before any of this, gradients of several micro-batches may be
-summed on the device (`device_sums.py`): they leave it for the place on the host in one copy.
+summed on the device (`leaving.py`): they leave it for the place on the host in one copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
 import torch
-from typing_extensions import override
 
 from infinity.errors import UnsupportedError
+from infinity.ops.host_sums import LEAST_NBYTES, add_, copy_
 from infinity.state.store import DeviceLocation, StateStore, Transfer
-from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
-from infinity.streaming.gradients.memory import flat_of, shaped
-from infinity.streaming.gradients.norm_tasks import NormTask
+from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
 
 _WIDENED_NUMEL = 1 << 20  # Elements that are widened at a time.
+
+
+def flat_of(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A tensor's elements in its unit's array of state."""
+    return array[spec.state_offset : spec.state_offset + spec.numel]
+
+
+def shaped(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Returns a view of flat memory with shape and stride of the parameter."""
+    return flat.as_strided(spec.facts.shape, spec.facts.stride)
+
+
+def in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A tensor's elements as they lie in memory when it has the parameter's strides: flat."""
+    if gradient.stride() != spec.facts.stride:
+        laid_out = torch.empty_strided(
+            spec.facts.shape, spec.facts.stride, dtype=gradient.dtype, device=gradient.device
+        )
+        gradient = laid_out.copy_(gradient)
+    return gradient.as_strided((spec.numel,), (1,))
+
+
+def put(target: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
+    """Copies a gradient to `target`, or adds it if it is not the first one there."""
+    if target.nbytes < LEAST_NBYTES:  # torch's, and no call of Python more.
+        _ = target.copy_(gradient) if first else target.add_(gradient)
+    else:
+        _ = copy_(target, gradient) if first else add_(target, gradient)
 
 
 def refuse_sparse(spec: TensorSpec, gradient: torch.Tensor) -> None:
@@ -56,90 +79,8 @@ class SumState(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class TensorGradient:
-    """The facts about one parameter's gradient."""
-
-    is_present: bool = False
-    # Of the present sum, see `CompleteSums.measure`; None: unknown. While `task` computes it, the
-    # task reads the sum: Note [Who reads a sum].
-    norm: torch.Tensor | None = None
-    task: NormTask | None = None
-    is_due: bool = False  # The norm will be needed, and no further gradient is expected.
-    # What is read of the sum is its product with this fp32 value, which no reader has applied yet.
-    scale: float | None = None
-    number: int = 0  # Which gradient of the parameter, counted from the first.
-    num_changes: int = 0
-    # Gradients in the present sum, and in the last one; whether norms of them were needed.
-    num_added: int = 0
-    num_expected: int = 0
-    is_norm_needed: bool = False
-    was_norm_needed: bool = False
-
-    @property
-    def stamp(self) -> tuple[int, int]:
-        """Another one for each content."""
-        return self.number, self.num_changes
-
-    def note_added(self, *, counts: bool) -> None:
-        """A gradient is about to be added to the sum. `counts`: see `CompleteSums`."""
-        self.num_changes += 1
-        self.norm = None
-        if self.task is not None:
-            self.end_task()
-        self.num_added += 1
-        is_like_last = counts and self.num_added == self.num_expected
-        self.is_due = is_like_last and self.was_norm_needed
-
-    def note_scaled(self, scale: float) -> None:
-        """The gradient is the product of the sum with `scale` from now on."""
-        assert self.is_present and self.scale is None
-        self.num_changes += 1
-        self.norm = None
-        self.end_task()
-        self.scale = scale
-
-    def apply_scale(self, flat: torch.Tensor) -> None:
-        """Multiplies the sum, fp32 (numel,), by its scale, if it has one. Nobody reads the sum."""
-        if self.scale is not None:
-            self.end_task()
-            self.norm = None
-            flat.mul_(self.scale)
-            self.scale = None
-
-    def finish_task(self) -> None:
-        """Takes the norm from the task that computes it, if there is one. Waits, or computes it.
-        Raises what the task has raised; the norm is unknown then."""
-        if self.task is not None:
-            task, self.task = self.task, None
-            self.norm = task.result()
-
-    def finished_norm(self) -> torch.Tensor:
-        """Returns the norm, which is known or on its way; see `finish_task`."""
-        self.finish_task()
-        assert self.norm is not None
-        return self.norm
-
-    def end_task(self) -> None:
-        """Nobody reads the sum any more, and its norm is not needed. Waits for who does."""
-        if self.task is not None:
-            self.task.end()
-            self.task = None
-
-    def forget(self) -> None:
-        """The parameter has no gradient; the next one is another."""
-        if self.task is not None:
-            self.end_task()
-        if self.num_added:
-            self.num_expected, self.num_added = self.num_added, 0
-            self.was_norm_needed, self.is_norm_needed = self.is_norm_needed, False
-        self.is_present, self.norm, self.scale = False, None, None
-        self.is_due = False
-        self.number += 1
-
-
-@dataclass(eq=False, slots=True)
 class UnitGradients:
-    """One unit's sum on its way. Written by `GradientStore` alone."""
+    """One unit's sum on its way. Only its methods write its fields."""
 
     unit: Unit
     # Where the unit's gradients rest: fp32 (state_numel,) that the host can add to, or a device's.
@@ -153,30 +94,38 @@ class UnitGradients:
     writing: Transfer | None = None  # While WRITING.
     _places: dict[TensorSpec, torch.Tensor] = field(default_factory=dict)  # Of the array.
 
-    def known_place(self, spec: TensorSpec) -> torch.Tensor | None:
-        """Returns the result of `place` if it is known and the host may add to it at once."""
-        is_open = self.on_host is not None or self.state is SumState.ON_HOST
-        return self._places.get(spec) if is_open else None
+    @property
+    def is_open(self) -> bool:
+        """Whether the host may add to the sum at once."""
+        return self.on_host is not None or self.state is SumState.ON_HOST
 
-    def place(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of one tensor in the parameter's shape and strides. `array`: `on_host` or
-        the block's; its views are kept as long as it, because every gradient asks for one."""
+    def add(self, spec: TensorSpec, gradient: torch.Tensor, *, first: bool) -> torch.Tensor:
+        """Copies a gradient to its place on the host, or adds it if it is not the first one there.
+        Returns the place: the parameter's shape and strides. The views are kept as long as the
+        array, because every gradient asks for one."""
         place = self._places.get(spec)
         if place is None:
+            array = self.array if self.on_host is None else self.on_host
+            assert array is not None
             place = self._places[spec] = shaped(flat_of(array, spec), spec)
+        put(place, gradient, first=first)
         return place
 
-    def narrow_form(self) -> torch.Tensor:
-        """Returns the memory of `narrow`. A widening of it in order overwrites what is widened."""
+    def begin_narrow(self) -> None:
+        """The gradients that come are kept in bf16. A widening in order overwrites what is
+        widened."""
         assert self.on_host is not None
-        return self.on_host.view(torch.bfloat16)[self.on_host.numel() :]
+        self.narrow = self.on_host.view(torch.bfloat16)[self.on_host.numel() :]
 
-    def widen(self) -> None:
-        """Writes the gradients of `narrow` to `on_host`, over them. Nobody reads them."""
-        assert self.on_host is not None and self.narrow is not None
-        sources, targets = (array.split(_WIDENED_NUMEL) for array in (self.narrow, self.on_host))
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source.float())  # A copy first: at the end they overlap.
+    def end_narrow(self, *, widens: bool) -> None:
+        """Ends the form in bf16. With `widens` its gradients are written to `on_host`, over them.
+        Nobody reads them."""
+        if widens:
+            assert self.on_host is not None and self.narrow is not None
+            narrow, wide = (a.split(_WIDENED_NUMEL) for a in (self.narrow, self.on_host))
+            for source, target in zip(narrow, wide, strict=True):
+                target.copy_(source.float())  # A copy first: at the end they overlap.
+        self.narrow = None
 
     def lend(self, block: Block, array: torch.Tensor) -> None:
         """AT_REST -> ON_HOST; the array has the sum."""
@@ -213,11 +162,6 @@ class UnitGradients:
         return block
 
 
-def has_any(tensors: Mapping[TensorSpec, TensorGradient], unit: Unit) -> bool:
-    """Whether a tensor of the unit has a gradient."""
-    return any(tensors[spec].is_present for spec in unit.trainable())
-
-
 def sums_of(unit: Unit, store: StateStore) -> UnitGradients:
     """Returns a unit's sum at rest, where the store has it."""
     on_host = store.host_view(unit, StateKind.GRADIENTS)
@@ -227,50 +171,3 @@ def sums_of(unit: Unit, store: StateStore) -> UnitGradients:
         None if on_host is None else on_host.view(torch.float32),
         location.memory.view(torch.float32) if isinstance(location, DeviceLocation) else None,
     )
-
-
-class SumBlocks(Protocol):
-    """Host blocks that gradients of a unit are summed in: fp32 (state_numel,).
-
-    `to_come_nbytes`: blocks that were taken in the last step and not yet in this one.
-    `spare_nbytes`: returns the free memory that nobody needs; None: sums are written at once.
-    """
-
-    to_come_nbytes: int
-    spare_nbytes: Callable[[], int] | None = None
-
-    def take(self, unit: Unit) -> Block:
-        """Returns a host block for the fp32 sums of a unit. Raises CapacityError."""
-
-    def give_back(self, block: Block) -> None:
-        """Frees a block from `take`."""
-
-    def end_step(self) -> None:
-        """The next step is expected to take the blocks that this one has taken."""
-
-
-class PooledSumBlocks(SumBlocks):
-    """Takes each block from the pool when it is needed."""
-
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        self.to_come_nbytes = 0
-        self._expected: dict[int, int] = {}  # Bytes by unit, not yet taken in this step.
-        self._taken: dict[int, int] = {}
-
-    @override
-    def take(self, unit: Unit) -> Block:
-        nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
-        block = self._pool.require(nbytes, f"gradients of {unit.name}")
-        self._taken[unit.index] = nbytes
-        self.to_come_nbytes -= self._expected.pop(unit.index, 0)
-        return block
-
-    @override
-    def give_back(self, block: Block) -> None:
-        self._pool.free(block)
-
-    @override
-    def end_step(self) -> None:
-        self._expected, self._taken = self._taken, {}
-        self.to_come_nbytes = sum(self._expected.values())
