@@ -324,7 +324,7 @@ def _activation_stores(
     def store(order: Sequence[str], memory: InputMemory) -> ActivationStore:
         return ActivationStore(
             order, pool=pool, device=tiers.device, volume=tiers.volume, counters=tiers.counters,
-            inputs=memory, free_kept=weight_cache.free_kept,
+            inputs=memory, free_kept=weight_cache.space.free_kept,
         )  # fmt: skip
 
     placement = config.placement
@@ -413,11 +413,11 @@ def _add_reclaimers(
     pool.add_reclaimer(lambda _: gradients.reclaim())
     pool.add_reclaimer(lambda _: any(store.reclaim() for store in stores))
     pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True, drops=True))
-    pool.add_reclaimer(weight_cache.reclaim)
+    pool.add_reclaimer(weight_cache.space.reclaim)
     # A byte of these is written and read again, one of kept weights is only read.
     pool.add_reclaimer(lambda _: any(store.spill() for store in stores))
     pool.add_reclaimer(lambda _: updater.reclaim())
-    pool.add_reclaimer(lambda _: weight_cache.give_up_zone())
+    pool.add_reclaimer(lambda _: weight_cache.space.give_up_zone())
 
 
 def _params(

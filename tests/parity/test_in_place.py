@@ -171,7 +171,7 @@ def test_memory_for_decoded_weights_is_given_up_while_they_are_in_use(
         given_up: list[bool] = []
         mlp = model.get_submodule("base_model.model.model.layers.1.mlp")
         mlp.register_forward_pre_hook(
-            lambda *_: given_up.append(engine.weight_cache.give_up_zone())
+            lambda *_: given_up.append(engine.weight_cache.space.give_up_zone())
         )
         seen = train(model, infinity.AdamW(model, lr=1e-2))
         assert given_up[0] and not any(given_up[1:]) and decoding._zone is None

@@ -100,9 +100,9 @@ def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
     weight_cache.begin_pass("train")
     weight_cache.acquire(0, Priority.FORWARD)
     assert weight_cache.weights[1].state is WeightState.ARRIVING and stub.num_lent == 2
-    assert weight_cache.reclaim(4) and weight_cache.reclaim(4)
+    assert weight_cache.space.reclaim(4) and weight_cache.space.reclaim(4)
     assert stub.num_lent == 0 and not stub.patience[-1]
-    assert not weight_cache.reclaim(4)
+    assert not weight_cache.space.reclaim(4)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ class ModelPasses:
                 self.reset()
                 self._uses.backward_ended()
                 with self._lock:
-                    self._weight_cache.end_device_loans()
+                    self._weight_cache.space.end_device_loans()
                     self._gradients.end_accumulating()
 
     def _sum_outside_blocks(self) -> None:

@@ -283,7 +283,7 @@ class UnitUses:
         sums take memory of the device window. Returns the bytes for which there is none."""
         with self._lock:
             return self._gradients.sum_on_device(
-                (self._units[unit] for unit in units), self._weight_cache.lend_device
+                (self._units[unit] for unit in units), self._weight_cache.space.lend_device
             )
 
     def end_of_block(self, units: list[int]) -> None:

@@ -43,7 +43,7 @@ _NEAR = 2
 class WeightCache:
     """Fetches weights before use, keeps those that are used soonest, evicts the others.
 
-    The only writer of uses and check-outs of `Weights`.
+    The only writer of uses and check-outs of `Weights`. `space`: makes space, also for others.
     """
 
     def __init__(
@@ -73,19 +73,11 @@ class WeightCache:
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
         self._window_nbytes = 0 if is_all_there else memory.ahead_nbytes
-        self._space = WeightSpace(self._moves, self._orders, pool, device, memory)
+        self.space = WeightSpace(self._moves, self._orders, pool, device, memory)
         self._attached: dict[int, torch.Tensor] = {}  # By unit: the bytes of its region.
         self._moves.decoding.prepare(
             memory.decoded_nbytes, has_second_memory=memory.has_second_memory
         )
-        # Of the pool, when it is out of memory: frees a block that is needed late; frees one of
-        # weights that are kept for later, after their own transfer. Each returns whether it did.
-        self.reclaim = self._space.reclaim
-        self.free_kept = self._space.free_kept
-        # Host memory that is for decoded weights alone.
-        self.give_up_zone = self._moves.decoding.give_up_zone
-        self.lend_device = self._space.lend_device
-        self.end_device_loans = self._space.end_device_loans
 
     # -- Uses ------------------------------------------------------------------------------------
 
@@ -181,16 +173,16 @@ class WeightCache:
         feeder = self._moves.feeder_of(weights) if is_absent else None
         if feeder is not None:
             self._moves.begin_fetch(feeder, priority)
-            self._space.fill(weights, feeder)
+            self.space.fill(weights, feeder)
         self._moves.fetch(weights, priority)
         if weights.state is not WeightState.ATTACHED:
             assert not weights.awaits_update
-            self._space.fill(weights)
+            self.space.fill(weights)
 
     def _restack(self, weights: Weights) -> None:
         """Moves the block of an idle unit, which is about to be in use, to those in use: see
         Note [Tight budgets]. Raises StorageError if a write has failed."""
-        if self._space.is_stacked(weights):
+        if self.space.is_stacked(weights):
             return
         if weights.state is WeightState.ATTACHED:
             self._moves.detach(weights)
@@ -223,7 +215,7 @@ class WeightCache:
             if is_absent and not self._read_ahead(read, priority, ahead_nbytes):
                 return
             if has_device_space and feeder is not None and weights.state is WeightState.ABSENT:
-                has_device_space = self._space.fill_ahead(weights, feeder)
+                has_device_space = self.space.fill_ahead(weights, feeder)
             if weights.state is WeightState.READING and weights.reading and weights.reading.done():
                 try:
                     self._moves.finish_read(weights)
@@ -246,7 +238,7 @@ class WeightCache:
         `ahead_nbytes`: of the uses until then, with its own."""
         is_near = ahead_nbytes <= _NEAR * self._moves.nbytes[weights.unit.index]
         waits = self._inputs.are_returning and not is_near
-        block = self._space.find_block(weights, only_free=waits)
+        block = self.space.find_block(weights, only_free=waits)
         if block is None:
             return False
         self._moves.start_read(weights, block, priority)
@@ -257,7 +249,7 @@ class WeightCache:
         if weights.is_checked_out or weights.awaits_update:
             return True
         try:
-            return self._space.fill_ahead(weights, None)
+            return self.space.fill_ahead(weights, None)
         except torch.OutOfMemoryError:
             return False  # The computation may still have enough.
 

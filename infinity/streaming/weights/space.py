@@ -196,7 +196,8 @@ class WeightSpace:
         return self._pool.is_stacked(block, kept, spare_nbytes)
 
     def reclaim(self, wanted_nbytes: int) -> bool:
-        """Frees a block that is needed late, at last a feeder's. Returns whether there was one."""
+        """Frees a block that is needed late, at last a feeder's. Returns whether there was one.
+        Called by the pool when it is out of memory."""
         if self.free_kept(wanted_nbytes):
             return True
         # Feeders whose block is free once the all-gather that they feed is cancelled.
@@ -215,8 +216,14 @@ class WeightSpace:
         return True
 
     def free_kept(self, wanted_nbytes: int) -> bool:
-        """As `reclaim`, of a block that no all-gather is fed from."""
+        """As `reclaim`, of a block that no all-gather is fed from: one of weights that are kept for
+        later, after their own transfer."""
         return self._make_space(wanted_nbytes) or self._free_one(wanted_nbytes)
+
+    def give_up_zone(self) -> bool:
+        """Frees host memory that is for decoded weights alone. Called by the pool when nobody else
+        has space to free. Returns whether there was any."""
+        return self._moves.decoding.give_up_zone()
 
     def _make_space(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
         """Frees what makes the wanted space, or, where all weights are blocks of similar sizes, one
