@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from infinity.distributed.collective import collectives as collectives_module
 from infinity.distributed.collective.collectives import Collectives
-from infinity.distributed.collective.order import Verb
+from infinity.distributed.collective.order import AgreedLog, LogEntry, Verb
 from infinity.distributed.collective.process_groups import DeviceGroups
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
@@ -26,12 +27,13 @@ class Silent:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.told: list[bytes] = []
 
     def check(self) -> None:
         pass
 
     def tell(self, rank: int, content: bytes) -> None:
-        pass
+        self.told.append(content)
 
     def abort(self, cause: str) -> None:
         pass
@@ -183,6 +185,20 @@ def test_ranks_that_propose_in_vain_pause_for_some_steps() -> None:
         False,
     ]
     collectives.close()
+
+
+@pytest.mark.parametrize("log_step", [4, 5])
+def test_an_operation_of_an_earlier_log_asks_no_rank_to_play_this_one(log_step: int) -> None:
+    transport: Any = Silent(2)
+    collectives = Collectives(
+        transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
+    )
+    collectives._log, collectives._log_step = AgreedLog([LogEntry((0, 1, 0))]), 5
+    slow: Any = SimpleNamespace(done=lambda: False)
+    collectives._under_way.append((log_step, slow))
+    collectives._waits_since_s = float("-inf")
+    collectives._watch()
+    assert [content[0] for content in transport.told] == [Verb.PLAY] * (log_step == 5)
 
 
 def done(step: int) -> bytes:

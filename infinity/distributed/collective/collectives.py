@@ -127,8 +127,9 @@ class Collectives:
         self._played = (0, 0)  # Step, and entries that another rank wants to be issued.
         self._stand_ins: dict[int, Callable[[Key, int], Copy]] = {}  # By kind.
         self._unanimous: set[int] = set()  # Kinds that are of no use without every rank.
-        # Operations of the log that other ranks may not have entered yet, of the thread.
-        self._under_way: deque[Copy] = deque()
+        # Operations of a log that other ranks may not have entered yet, with the log's step. Of the
+        # thread.
+        self._under_way: deque[tuple[int, Copy]] = deque()
         self._waits_since_s = 0.0
         self._patience_s: float | None = None  # None: PATIENCE_S.
 
@@ -192,12 +193,13 @@ class Collectives:
     @property
     def is_on(self) -> bool:
         """Whether operations are proposed in this step. The same on all ranks."""
+        # GIL: the training thread alone changes them.
         return self._paused_steps == 0 and not self._is_aside
 
     @property
     def is_in_lockstep(self) -> bool:
         """Whether a rank may stand in for a proposal in this step. The same on all ranks."""
-        return self._log is not None
+        return self._log is not None  # GIL: the training thread alone changes it.
 
     def stand_in(
         self, kind: int, act: Callable[[Key, int], Copy], *, is_unanimous: bool = False
@@ -460,11 +462,12 @@ class Collectives:
             return False
         assert proposal.act is not None
         copy = proposal.act()
-        if copy is not None and self._log is not None:
-            if not self._under_way:
-                self._waits_since_s = time.monotonic()
-            self._under_way.append(copy)
         with self._changed:
+            # No other log takes its place before `_num_begun` falls.
+            if copy is not None and self._log is not None:
+                if not self._under_way:
+                    self._waits_since_s = time.monotonic()
+                self._under_way.append((self._log_step, copy))
             proposal.act, proposal.is_issued = None, True
             self._num_begun -= 1
             self._changed.notify_all()
@@ -482,13 +485,14 @@ class Collectives:
         """Asks the ranks to play if an operation of the log waits for one of them: its training
         thread may wait elsewhere for this rank."""
         now_s = time.monotonic()
-        while self._under_way and _is_over(self._under_way[0]):
+        while self._under_way and _is_over(self._under_way[0][1]):
             self._under_way.popleft()
             self._waits_since_s = now_s
         patience_s = PATIENCE_S if self._patience_s is None else self._patience_s
         if self._under_way and now_s - self._waits_since_s > patience_s:
             with self._changed:
-                if self._log is not None:
+                # One of an earlier log has been issued by all ranks: it is only slow.
+                if self._log is not None and self._under_way[0][0] == self._log_step:
                     self._patience_s, self._waits_since_s = _WATCH_S, now_s
                     self._ask_to_play(self._log.head)
 

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from infinity.distributed.collective.process_groups import GroupOperations
 from infinity.ops.mean import write_mean
 from infinity.sizes import MIB, align_up
 from infinity.tiers.device import Decoding, Region, ResizedRegion, all_of
@@ -38,20 +39,6 @@ from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
 _ROUNDS_NBYTES = (256 * MIB, 128 * MIB, 64 * MIB, 32 * MIB)
 _SHARE_OF_DEVICE = 64  # Buffers take at most this part of a device's capacity, or are the least.
 _ALIGNED_NBYTES = 512
-
-
-class Operations(Protocol):
-    """Collective operations on tensors of the device, issued in the stream that is current."""
-
-    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Gathers every rank's `source`, uint8 (n,), in `target`, uint8 (count * n,), in rank
-        order.
-        """
-
-    def all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Sends row r of `source` to row `rank` of rank r's `target`: both (count, n), of one
-        dtype.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +139,7 @@ class SumLayout:
 class _Gathers(NamedTuple):
     """The gathers of one process group: its ranks, and the bytes of each in a round."""
 
-    operations: Operations
+    operations: GroupOperations
     num_ranks: int
     part_nbytes: int
 
@@ -168,10 +155,10 @@ class DeviceExchange:
     def __init__(
         self,
         device: StreamDevice,
-        gathers: Operations,
-        sums: Operations,
+        gathers: GroupOperations,
+        sums: GroupOperations,
         buffers: Buffers,
-        node_gathers: Operations | None = None,
+        node_gathers: GroupOperations | None = None,
     ) -> None:
         self._device = device
         self._sums = sums

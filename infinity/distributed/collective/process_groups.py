@@ -47,7 +47,7 @@ class DeviceGroups:
     @property
     def is_aborted(self) -> bool:
         """Whether `abort` was called: an operation may wait for ever."""
-        return self._is_aborted
+        return self._is_aborted  # GIL: it becomes true once.
 
     def leave(self) -> None:
         """Shuts the groups down, which frees the memory of their communicators, after all ranks
@@ -200,7 +200,7 @@ def _watchdog_that_ends_no_process() -> Iterator[None]:
 
 
 class GroupOperations:
-    """The operations of one process group: an `exchange.Operations`. Made by `Collectives`.
+    """The operations of one process group: as `DeviceExchange` needs them. Made by `Collectives`.
 
     `count` is the number of its ranks; `told` surrounds each operation.
     """

@@ -35,18 +35,26 @@ class AllGather:
     departure: Copy = FINISHED
 
     def __init__(
-        self, collectives: Collectives, key: Key, issue: Callable[[], tuple[Copy, Copy]]
+        self,
+        collectives: Collectives,
+        key: Key,
+        issue: Callable[[], tuple[Copy, Copy]],
+        may_wait: Callable[[], bool] | None = None,
     ) -> None:
+        """`may_wait`: whether `settle` may wait for other ranks; None: it may."""
+
         def act() -> Copy:
             self.arrival, self.departure = issue()
             return self.arrival
 
         self._collectives = collectives
+        self._may_wait = may_wait
         self._proposal = collectives.propose(key, act)
 
     def settle(self, *, is_patient: bool = True) -> bool:
         """See `Arrival.settle`."""
-        return self._collectives.settle(self._proposal, is_patient=is_patient)
+        may_wait = self._may_wait is None or self._may_wait()
+        return self._collectives.settle(self._proposal, is_patient=is_patient and may_wait)
 
 
 class DeviceUnshard:
@@ -104,8 +112,9 @@ class DeviceUnshard:
         local: torch.Tensor,
         reading: Transfer | None,
         decoding: Decoding | None,
+        may_wait: Callable[[], bool],
     ) -> AllGather:
-        """See `WeightProvider.begin`."""
+        """See `WeightProvider.begin`; `may_wait`: of `AllGather`."""
         ranges = self._ranges(unit)
         is_of_node = self._partition.is_of_node(unit)
         if region is not None:
@@ -127,7 +136,7 @@ class DeviceUnshard:
             )
 
         try:
-            return AllGather(self._collectives, (_GATHERING, unit, 0), issue)
+            return AllGather(self._collectives, (_GATHERING, unit, 0), issue, may_wait)
         except BaseException:
             if region is not None:
                 self._exchange.give_back(region)  # The unit stays absent: the next use takes it.
@@ -216,28 +225,7 @@ class UnshardedWeights(WeightProvider):
         reading: Transfer | None,
         decoding: Decoding | None,
     ) -> Arrival:
-        return _InTraining(self._unshard.begin(unit, region, local, reading, decoding), self)
-
-    @property
-    def is_training(self) -> bool:
-        """Whether a training pass runs."""
-        return self._is_training
-
-
-class _InTraining:
-    """An all-gather that waits for other ranks only in a training pass."""
-
-    def __init__(self, gather: Arrival, source: UnshardedWeights) -> None:
-        self._gather = gather
-        self._source = source
-
-    @property
-    def arrival(self) -> Copy:
-        return self._gather.arrival
-
-    @property
-    def departure(self) -> Copy:
-        return self._gather.departure
-
-    def settle(self, *, is_patient: bool) -> bool:
-        return self._gather.settle(is_patient=is_patient and self._source.is_training)
+        # It waits for other ranks only in a training pass.
+        return self._unshard.begin(
+            unit, region, local, reading, decoding, lambda: self._is_training
+        )

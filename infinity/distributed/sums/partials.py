@@ -93,7 +93,7 @@ class PartialGradients:
     @property
     def kept_nbytes(self) -> int:
         """The bytes in memory."""
-        return self._kept_nbytes
+        return self._kept_nbytes  # GIL: a figure for tests and messages.
 
     # -- In ----------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class RankFailures:
 
     def check(self) -> None:
         """Raises RankError when a rank is known to be gone."""
-        if self.first is not None:
+        if self.first is not None:  # GIL: it is set once, and never changed.
             raise self.first.again()
 
     @property
@@ -107,9 +107,11 @@ class RankFailures:
             self.note(RankError(self._me.number, f"{self._me} failed: {cause}"))
 
     def await_told(self) -> None:
-        """Waits until the first failure is sent."""
+        """Waits until the first failure is sent. Not under a lock that another thread may need."""
         deadline_s = time.monotonic() + _TELLING_S
-        for thread in list(self._telling):
+        with self.changed:
+            telling = list(self._telling)
+        for thread in telling:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def note(self, error: RankError, *, is_alive: bool = False) -> None:
