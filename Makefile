@@ -11,7 +11,7 @@ PYTHON := .venv/bin/python
 # compile the package again, and every worker the tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test exhaustive witness docs quick lint types format setup gpu clean
+.PHONY: demo test exhaustive witness affected docs quick lint types format setup gpu clean
 
 demo:
 	scripts/setup.sh hf
@@ -29,6 +29,10 @@ exhaustive: setup
 # Seeded runs leave what they left at the last commit that changed scripts/witness.json.
 witness: setup
 	$(PYTHON) scripts/witness.py
+
+# Tests of what has changed since main, by tests/INDEX.json (scripts/test_index.py makes it).
+affected: setup
+	$(PYTHON) -m pytest -q $$($(PYTHON) scripts/test_index.py --affected) tests/tidy
 
 # A warning is an error. A test of the suite builds the site, too.
 docs: setup

@@ -16,8 +16,9 @@ from infinity.errors import CapacityError, NonFiniteError
 from infinity.optimizers.clipping import clip_grad_norm_
 from infinity.streaming.updates.updater import Updater
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support import two_sides
 from tests.support.exhaustive import sampled
-from tests.support.two_sides import Model, Run, idle_drives, loss_of, make
+from tests.support.two_sides import Model, Run, idle_drives, loss_of, make, plain_run
 
 SMALL, LARGE = 1e-3, 1e6
 CLIPPED = (SMALL, 0.5, LARGE)
@@ -209,11 +210,8 @@ def steps_with(run: Run, clip: Clip, operations: Iterable[Program]) -> list[torc
     return found
 
 
-def plain(program: Program, **options: Any) -> list[torch.Tensor]:
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    run = Run(model, optimizer, is_plain=True)
-    return [*program(run, nn.utils.clip_grad_norm_), *run.values().values()]
+def plain(program: Program) -> list[torch.Tensor]:
+    return plain_run(lambda run: program(run, nn.utils.clip_grad_norm_))
 
 
 # By the name of a placement: (tier of state, tier of gradients, whether a device computes).
@@ -230,16 +228,13 @@ def offloaded(
     directory: Path, place: str = "on drives", updates: str = "both_passes", **options: Any
 ) -> Run:
     state, gradients, is_beside = PLACES[place]
-    placement = dict.fromkeys(("parameters", "master", "moments"), state)
-    config: dict[str, Any] = {
-        "tiers": {
-            "host": {"capacity": "16MiB", "huge_pages": False}, "nvme": [{"path": str(directory)}],
-        },
-        "placement": placement | {"gradients": gradients},
-        "schedule": {"updates": updates, "update_chunk": "64KiB"},
-    }  # fmt: skip
-    model = infinity.offload(make(), config, device=SimulatedDevice() if is_beside else None)
-    return Run(model, infinity.AdamW(model, lr=1e-2, **options), is_plain=False)
+    run = two_sides.offloaded(
+        directory, device=SimulatedDevice() if is_beside else None, gradients=gradients,
+        placement=dict.fromkeys(("parameters", "master", "moments"), state),
+        schedule={"updates": updates},
+    )  # fmt: skip
+    run.optimizer = infinity.AdamW(run.model, lr=1e-2, **options)
+    return run
 
 
 def ours(program: Program, run: Run, clip: Clip = clip_grad_norm_) -> list[torch.Tensor]:

@@ -12,8 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
@@ -21,7 +20,8 @@ from infinity.modules.reading import empty_weights
 from tests.support.bits import assert_same
 from tests.support.offloading import offloaded, swap_config
 
-IDS = torch.arange(24).view(2, 12)
+from .small_models import base_at, llama, plain_adamw, train, values
+
 WITH_EMBEDDING = ["q_proj", "embed_tokens"]
 
 ADAPTERS: dict[str, Callable[[], Any]] = {
@@ -49,48 +49,9 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def llama(is_tied: bool) -> Any:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-            vocab_size=64, tie_word_embeddings=is_tied,
-        )
-    )  # fmt: skip
-
-
 def adapted(model: Any, kind: str) -> Any:
     torch.manual_seed(3)
     return peft.get_peft_model(model, ADAPTERS[kind]())
-
-
-def base_at(path: Path, is_tied: bool) -> Path:
-    torch.manual_seed(5)
-    model = llama(is_tied)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(path)
-    return path
-
-
-def train(model: Any, optimizer: Any, steps: int = 2) -> list[Tensor]:
-    losses = []
-    for _ in range(steps):
-        loss = model.train()(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
-def values(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def plain_adamw(model: Any) -> Any:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-2, fused=True)
 
 
 def without_memory(is_tied: bool) -> Any:
@@ -106,7 +67,7 @@ def test_an_adapter_of_an_embedding_trains_saves_and_merges_as_pefts(
 ) -> None:
     """`over`: a base in memory, one whose small weights keep their constructor's values until
     `offload`, or one without memory."""
-    base = base_at(tmp_path / "base", is_tied)
+    base = base_at(tmp_path / "base", lambda: llama(is_tied))
     plain = adapted(LlamaForCausalLM.from_pretrained(base), kind)
     if over == "nothing":
         monkeypatch.setattr(empty_weights, "_KEPT_NBYTES", 0)
@@ -134,7 +95,7 @@ def test_an_adapter_of_an_embedding_trains_saves_and_merges_as_pefts(
 def test_a_resumed_adapter_of_an_embedding_goes_on_with_the_same_bits(
     kind: str, tmp_path: Path
 ) -> None:
-    base = base_at(tmp_path / "base", True)
+    base = base_at(tmp_path / "base", lambda: llama(True))
     plain = adapted(LlamaForCausalLM.from_pretrained(base), kind)
     expected = train(plain, plain_adamw(plain), 4)
     losses = []
@@ -159,7 +120,7 @@ def test_a_merge_leaves_the_configuration_that_peft_leaves(
     kind: str, is_gathered: bool, tmp_path: Path
 ) -> None:
     """PEFT compares addresses to find out whether the embeddings are still tied."""
-    base = base_at(tmp_path / "base", True)
+    base = base_at(tmp_path / "base", lambda: llama(True))
     plain = adapted(LlamaForCausalLM.from_pretrained(base), kind)
     model = adapted(LlamaForCausalLM.from_pretrained(base), kind)
     with offloaded(model, swap_config(tmp_path / "swap")):
@@ -173,7 +134,7 @@ def test_a_merge_leaves_the_configuration_that_peft_leaves(
 
 
 def test_a_merge_into_weights_that_rest_in_their_files_is_refused(tmp_path: Path) -> None:
-    base = base_at(tmp_path / "base", False)
+    base = base_at(tmp_path / "base", llama)
     model = adapted(without_memory(False), "lora drawn")
     with (
         offloaded(model, swap_config(tmp_path / "swap"), weights=base),
@@ -188,7 +149,7 @@ def test_a_prompt_of_words_of_a_base_to_come_is_refused_unless_it_is_loaded(
     is_loaded: bool, tmp_path: Path
 ) -> None:
     """PEFT would take the words' values from what the constructor drew."""
-    base = base_at(tmp_path / "base", False)
+    base = base_at(tmp_path / "base", llama)
 
     def prompted(model: Any) -> Any:
         return peft.get_peft_model(

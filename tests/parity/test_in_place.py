@@ -7,21 +7,18 @@ gradients, adapters and moments have the same bits.
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.streams import StreamDevice
 from tests.support.bits import assert_same
-from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .in_place import MICRO_BATCHES, STEPS, Base, at_least, batches, config_of, loss_of, over, train
 
@@ -176,86 +173,3 @@ def test_memory_for_decoded_weights_is_given_up_while_they_are_in_use(
         seen = train(model, infinity.AdamW(model, lr=1e-2))
         assert given_up[0] and not any(given_up[1:]) and decoding._zone is None
     assert_same(seen, base.expected)
-
-
-@pytest.mark.parametrize("num_blocks", [9, 13])
-def test_memory_saves_the_reads_of_what_it_keeps(num_blocks: int, tmp_path: Path) -> None:
-    """A sweep there and back over 16 blocks: what remains of the budget beside one block as stored
-    and one as decoded is not read, in either direction."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=16, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64, tie_word_embeddings=False,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "b")
-    with infinity.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = peft.get_peft_model(model, lora)
-    base_nbytes = (tmp_path / "b" / "model.safetensors").stat().st_size
-    settings = config_of(tmp_path, tiers={"host": {"capacity": num_blocks * base_nbytes // 16}})
-    infinity.offload(model, settings, weights=tmp_path / "b")
-    try:
-        engine = infinity.engine_of(model)
-        unit_nbytes = max(unit.stored.nbytes for unit in engine.store.units if unit.stored)
-        kept_nbytes = engine.weight_cache._window_nbytes
-        assert kept_nbytes >= (num_blocks - 5) * unit_nbytes
-        ids = torch.arange(8).view(1, -1)
-        for _ in range(3):
-            before = engine.counters.snapshot().get("shard_read_nbytes", 0)
-            infinity.forward_backward(model, lambda each: loss_of(model, each), [ids])
-        read_nbytes = engine.counters.snapshot()["shard_read_nbytes"] - before
-        saved_nbytes = 2 * base_nbytes - read_nbytes
-        assert saved_nbytes >= 2 * (kept_nbytes - unit_nbytes)
-    finally:
-        infinity.close(model)
-
-
-def kernel_read_nbytes() -> int:
-    """Bytes that the kernel has fetched from drives for this process (proc(5))."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"])
-
-
-def test_every_step_over_tiled_experts_reads_the_base_twice_less_what_is_kept(
-    tmp_path: Path,
-) -> None:
-    """In a budget of a third of the base, for one micro-batch and for two. Tiles are read ahead
-    in all but the first step, and a tile that is read ahead is not evicted for a decoded one."""
-    sizes = {"num_hidden_layers": 4, "hidden_size": 256, "moe_intermediate_size": 256}
-    base = tmp_path / "base"
-    plain = tiny_causal_lm("deepseek-v3", n_routed_experts=32, **sizes)
-    write_quantized(plain, base, "int4")
-    base_nbytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
-    budget_nbytes = base_nbytes // 3
-    reads: list[list[int]] = []
-    for num_micro_batches in (1, 2):
-        with infinity.init_empty_weights():
-            architecture = AutoConfig.from_pretrained(base)
-            model = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
-        lora = peft.LoraConfig(r=2, target_modules=["o_proj"])
-        model = peft.get_peft_model(model, lora)
-        config = config_of(
-            tmp_path,
-            tiers={"host": {"capacity": budget_nbytes}}, schedule={"tile": "512KiB"},
-            placement=dict.fromkeys(("master", "moments", "gradients", "activations"), "host"),
-        )  # fmt: skip
-        infinity.offload(model, config, weights=base)
-        try:
-            engine = infinity.engine_of(model)
-            ids = torch.arange(48).view(1, -1)
-            counts, by_kernel = [0], kernel_read_nbytes()
-            for _ in range(3):
-                infinity.forward_backward(model, partial(loss_of, model), [ids] * num_micro_batches)
-                counts.append(int(engine.counters.snapshot()["shard_read_nbytes"]))
-            kept_nbytes = engine.weight_cache._window_nbytes
-            by_kernel = kernel_read_nbytes() - by_kernel
-        finally:
-            infinity.close(model)
-        if by_kernel:  # A file system in memory has no drive.
-            assert by_kernel == pytest.approx(counts[-1], rel=0.01)
-        reads.append([after - before for before, after in pairwise(counts)])
-    assert kept_nbytes > base_nbytes // 10
-    # At least half of what could be kept is kept, in each direction.
-    assert max(reads[0]) <= 2 * base_nbytes - kept_nbytes, reads
-    assert reads[0] == pytest.approx(reads[1], rel=0.01), "whatever the number of micro-batches"

@@ -9,13 +9,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
 )
 
@@ -27,16 +25,7 @@ from tests.support.bits import assert_same
 from tests.support.exhaustive import in_turn
 from tests.support.offloading import offloaded, swap_config
 
-NUM_TOKENS = 64
-
-
-def llama(is_tied: bool) -> Any:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-            vocab_size=NUM_TOKENS, tie_word_embeddings=is_tied,
-        )
-    )  # fmt: skip
+from .small_models import NUM_TOKENS, base_at, llama, plain_adamw, train, values
 
 
 def gpt2(is_tied: bool) -> Any:
@@ -59,7 +48,7 @@ def bert(is_tied: bool) -> Any:
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: llama(False),
+    "llama": llama,
     "llama tied": lambda: llama(True),
     "gpt2": lambda: gpt2(False),
     "gpt2 tied": lambda: gpt2(True),
@@ -73,15 +62,6 @@ def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "left out":
         monkeypatch.setattr(empty_weights, "_KEPT_NBYTES", 0)
     return str(request.param)
-
-
-def base_at(path: Path, make: Callable[[], Any]) -> Any:
-    model = make()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(path)
-    return type(model)
 
 
 def with_values(make: Callable[[], Any], base: Path) -> Any:
@@ -104,35 +84,14 @@ def resized(model: Any, num_tokens: int, mean_resizing: bool) -> Any:
     return model
 
 
-def values(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def train(model: Any, optimizer: Any) -> list[Tensor]:
-    losses = []
-    for _ in range(2):
-        ids = torch.arange(24).view(2, 12)
-        loss = model.train()(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
-def plain_adamw(model: Any) -> Any:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-2, fused=True)
-
-
 @pytest.mark.parametrize("mean_resizing", [False, True], ids=["drawn", "mean"])
 @pytest.mark.parametrize(("kind", "num_tokens"), in_turn(MODELS, [NUM_TOKENS + 5, NUM_TOKENS - 4]))
 def test_a_resized_model_trains_as_one_that_was_resized_in_memory(
     kind: str, num_tokens: int, mean_resizing: bool, size: str, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
-    kind_of_model = base_at(base, MODELS[kind])
-    plain = resized(kind_of_model.from_pretrained(base), num_tokens, mean_resizing)
+    base_at(base, MODELS[kind])
+    plain = resized(type(MODELS[kind]()).from_pretrained(base), num_tokens, mean_resizing)
     model = resized(with_values(MODELS[kind], base), num_tokens, mean_resizing)
     with offloaded(model, swap_config(tmp_path / "swap"), weights=base):
         assert_same(values(plain), values(model))

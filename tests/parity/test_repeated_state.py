@@ -260,30 +260,6 @@ def rescaled(model: nn.Module, factor: float) -> Any:
             layer.scale = scale
 
 
-def test_an_attribute_that_is_set_for_a_call_is_that_of_its_micro_batch(
-    swap_directory: Path,
-) -> None:
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        with rescaled(model, 1.0 + float(x[0, 0].abs())):
-            return square(model, x)
-
-    check(lambda: Model(Scaled), swap_directory, loss_of)
-
-
-def test_a_forward_that_is_replaced_for_a_loss_is_that_of_its_micro_batch(
-    swap_directory: Path,
-) -> None:
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        original, factor = model.forward, 1.0 + float(x[0, 0].abs())
-        try:
-            model.forward = lambda x: original(x) * factor  # type: ignore[method-assign]
-            return square(model, x)
-        finally:
-            model.forward = original  # type: ignore[method-assign]
-
-    check(lambda: Model(Block), swap_directory, loss_of)
-
-
 class Keeps(Block):
     """Leaves a detached tensor behind, which the loss reads."""
 
@@ -294,14 +270,35 @@ class Keeps(Block):
         return y
 
 
-def test_a_loss_reads_what_the_block_has_kept_of_its_own_micro_batch(swap_directory: Path) -> None:
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        found = square(model, x)
-        kept = [block.last for block in model.modules() if isinstance(block, Keeps)]
-        assert all(last is not None for last in kept)
-        return found * sum(last.mean() for last in kept if last is not None)
+def with_an_attribute(model: nn.Module, x: Tensor) -> Tensor:
+    with rescaled(model, 1.0 + float(x[0, 0].abs())):
+        return square(model, x)
 
-    check(lambda: Model(Keeps), swap_directory, loss_of)
+
+def with_another_forward(model: nn.Module, x: Tensor) -> Tensor:
+    original, factor = model.forward, 1.0 + float(x[0, 0].abs())
+    try:
+        model.forward = lambda x: original(x) * factor  # type: ignore[method-assign]
+        return square(model, x)
+    finally:
+        model.forward = original  # type: ignore[method-assign]
+
+
+def of_what_blocks_kept(model: nn.Module, x: Tensor) -> Tensor:
+    found = square(model, x)
+    kept = [block.last for block in model.modules() if isinstance(block, Keeps)]
+    assert all(last is not None for last in kept)
+    return found * sum(last.mean() for last in kept if last is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [(Scaled, with_an_attribute), (Block, with_another_forward), (Keeps, of_what_blocks_kept)],
+)
+def test_what_a_loss_sets_or_reads_is_that_of_its_micro_batch(
+    kind: type[Block], loss: Loss, swap_directory: Path
+) -> None:
+    check(lambda: Model(kind), swap_directory, loss)
 
 
 # -- What is refused -------------------------------------------------------------------------------
@@ -321,10 +318,6 @@ class ReadsOutside(Block):
     def change(self, y: Tensor) -> Tensor:
         OUTSIDE[0] += 1
         return y * OUTSIDE[0]
-
-
-def test_a_repeated_forward_that_differs_is_found_before_the_step(swap_directory: Path) -> None:
-    refused(Model(ReadsOutside), swap_directory, r"blocks\.2 gave another tensor as its output 0")
 
 
 class ReadsLate(Block):
@@ -365,36 +358,6 @@ def test_a_checksum_sees_rows_that_are_exchanged(dtype: torch.dtype) -> None:
     assert checksums([values.t().contiguous().t(), None]) == [first, None]
 
 
-def test_a_hook_of_a_program_is_refused_and_named(swap_directory: Path) -> None:
-    model = Model(Block)
-    model.blocks[1].register_forward_hook(lambda *_: None)
-    refused(model, swap_directory, r"blocks\.1 has the forward hook .*test_repeated_state.*lambda")
-
-
-def test_a_hook_that_is_registered_for_one_call_is_refused(swap_directory: Path) -> None:
-    """As PEFT does for aLoRA, Poly and X-LoRA."""
-
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        handle = model.get_submodule("blocks.0").register_forward_pre_hook(lambda *_: None)
-        try:
-            return square(model, x)
-        finally:
-            handle.remove()
-
-    refused(Model(Block), swap_directory, "has the forward hook", loss_of)
-
-
-def test_a_model_that_is_called_in_a_backward_is_refused(swap_directory: Path) -> None:
-    """As cached losses of sentence-transformers do."""
-
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        loss = square(model, x).detach().requires_grad_()
-        loss.register_hook(lambda gradient: square(model, x).backward())
-        return loss * 1
-
-    refused(Model(Block), swap_directory, "called in a backward", loss_of)
-
-
 class Hooked(Model):
     """Scales a gradient between blocks; `has_residual`: the gradient comes in parts."""
 
@@ -423,13 +386,6 @@ class Twice(Model):
         return super().forward(super().forward(x).expand(-1, WIDTH))
 
 
-@pytest.mark.parametrize("kind", [BatchNorm, Counts, Noise])
-def test_state_of_a_block_that_a_micro_batch_calls_twice_is_refused(
-    kind: type[Block], swap_directory: Path
-) -> None:
-    refused(Twice(kind), swap_directory, "calls it more than once")
-
-
 class Steps(Model):
     step = 0
 
@@ -438,5 +394,53 @@ class Steps(Model):
         return super().forward(x) * self.step
 
 
-def test_a_count_outside_of_blocks_is_refused(swap_directory: Path) -> None:
-    refused(Steps(Block), swap_directory, "step was 0 before a micro-batch and 1 after it")
+def hooked_by_a_program() -> nn.Module:
+    model = Model(Block)
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_a_hook_for_one_call(model: nn.Module, x: Tensor) -> Tensor:
+    """As PEFT does for aLoRA, Poly and X-LoRA."""
+    handle = model.get_submodule("blocks.0").register_forward_pre_hook(lambda *_: None)
+    try:
+        return square(model, x)
+    finally:
+        handle.remove()
+
+
+def called_in_a_backward(model: nn.Module, x: Tensor) -> Tensor:
+    """As cached losses of sentence-transformers do."""
+    loss = square(model, x).detach().requires_grad_()
+    loss.register_hook(lambda gradient: square(model, x).backward())
+    return loss * 1
+
+
+# What makes the model, its loss, and the words of the refusal.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
+    "another output": (
+        lambda: Model(ReadsOutside), square, r"blocks\.2 gave another tensor as its output 0",
+    ),
+    "a hook of the program": (
+        hooked_by_a_program, square,
+        r"blocks\.1 has the forward hook .*test_repeated_state.*lambda",
+    ),
+    "a hook for one call": (
+        lambda: Model(Block), with_a_hook_for_one_call, "has the forward hook",
+    ),
+    "a call in a backward": (lambda: Model(Block), called_in_a_backward, "called in a backward"),
+    "statistics of two calls": (lambda: Twice(BatchNorm), square, "calls it more than once"),
+    "counts of two calls": (lambda: Twice(Counts), square, "calls it more than once"),
+    "numbers of two calls": (lambda: Twice(Noise), square, "calls it more than once"),
+    "a count outside of blocks": (
+        lambda: Steps(Block), square, "step was 0 before a micro-batch and 1 after it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_repeated_is_refused_before_the_step(
+    what: str, swap_directory: Path
+) -> None:
+    make, loss, words = REFUSED[what]
+    refused(make(), swap_directory, words, loss)
