@@ -402,7 +402,7 @@ def _add_reclaimers(
 ) -> None:
     """Tells the pool which parts give up blocks, in the order in which it asks them."""
     updater, gradients = step.updater, step.gradients
-    pool.add_lender(gradients.give_back_forgotten)
+    pool.add_lender(lambda: gradients.reclaim(waits=False))
     pool.add_lender(updater.give_back_spare)
     pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True))
     if config.schedule.updates == "at_step" or step.ranks.num_ranks > 1:

@@ -42,7 +42,6 @@ from infinity.modules.autograd.hooks import (
 )
 from infinity.modules.autograd.model_passes import ModelPasses
 from infinity.modules.autograd.param import OffloadedParam, ParamTable, increment_versions
-from infinity.modules.autograd.step_forecasts import StepForecasts
 from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.handles import patches
@@ -137,7 +136,6 @@ class Engine:
             self.store.units, self.weight_cache, self.gradients, self.updater, self.passes,
             self._tracer, self._param_table, self._changes, self._lock,
         )  # fmt: skip
-        self._uses.forecast = StepForecasts(self.params, self.gradients)
         self._backwards = BackwardCalls(self._uses)
         self._grads = ParamGrads(
             self.gradients, self.updater, self.weight_cache, self._tracer, self._param_table,

@@ -141,7 +141,7 @@ def test_a_forgotten_gradient_is_written_before_its_memory_goes_if_an_update_awa
         """As somebody who needs all memory."""
         pending = [unit for unit in engine.gradients.in_blocks.units() if is_pending(unit.index)]
         before = moved.num_writes
-        while engine.gradients.give_back_forgotten():
+        while engine.gradients.reclaim(waits=False):
             pass
         assert engine.gradients.in_blocks.units() == pending and moved.num_writes == before
         while engine.gradients.reclaim():

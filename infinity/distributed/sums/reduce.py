@@ -407,7 +407,9 @@ class DistributedGradients(GradientSink):
         self.owned.write_out_all()
 
     @override
-    def reclaim(self) -> bool:
+    def reclaim(self, *, waits: bool = True) -> bool:
+        if not waits:
+            return False
         # Sums that will be sent wait for all their parts, also when memory is short.
         are_sent = self._partition.shards_gradients
         return (not are_sent and self.local.reclaim()) or self.owned.reclaim()

@@ -108,8 +108,8 @@ class ParamGrads:
                 self._bring_up_to_date(param)
             if is_sum:
                 self._gradients.forget(param.spec)
-            narrow_units = self._gradients.narrow_units
-            if narrow_units and self._gradients.widens(param.unit, param.spec):
+            is_narrow = param.unit.index in self._gradients.narrow_units
+            if is_narrow and self._gradients.has(param.spec):  # The unit's sums become wide.
                 self._updater.withdraw(param.unit.index)
             self._gradients.add(param.unit, param.spec, gradient)
             if self._updater.follows_gradients:

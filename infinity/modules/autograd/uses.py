@@ -22,8 +22,9 @@ from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.observe import Tracer, Track
+from infinity.ops.optimizers import Settings
 from infinity.private.torch import is_any_autocast_enabled, peek_interpreter_stack
-from infinity.state.units import Unit
+from infinity.state.units import TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
@@ -41,10 +42,6 @@ def _drop_casts(passes: Passes) -> None:
         passes.is_graded = True
     elif not (passes.is_graded or passes.is_layer_major) and torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
-
-
-def _unknown(_: Unit) -> StepRecord | None:
-    return None
 
 
 OnTile = Callable[[list[int], bool], None]  # See `UnitUses.tiles_stop`.
@@ -79,8 +76,6 @@ class UnitUses:
         # By the backward that is running, in its order: that of their writes and early updates.
         self._left: dict[int, None] = {}
         self.is_closed = False
-        # Returns the step that is expected of a unit: `StepForecasts`, once the engine has it.
-        self.forecast: Callable[[Unit], StepRecord | None] = _unknown
         self.on_tile: OnTile | None = None
         self.is_parameter_memory = param_table.is_parameter_memory
 
@@ -102,9 +97,6 @@ class UnitUses:
         caller delays interrupts.
 
         `is_of_pass`: a hooked module begins its pass; without it nothing is fetched ahead.
-
-        Work of other units rides along: a backward starts to write the gradients of the units that
-        it has left, and updates of the optimizer move along.
         """
         self._process.refuse_others()
         done: list[int] = []
@@ -112,9 +104,7 @@ class UnitUses:
         try:
             with self._lock:
                 begun_ns = time.monotonic_ns()
-                self._gradients.take_in()  # What other ranks gave is summed.
-                if priority is Priority.BACKWARD and not self._passes.is_layer_major:
-                    self._write_out_left(but=units)
+                self._move_gradients(but=units)
                 # All updates first: the optimizer's ring needs one range of free memory.
                 for unit in units:
                     self._update(unit)
@@ -123,7 +113,7 @@ class UnitUses:
                         self._param_table.show_parameters(unit)
                         self._changes.begin_use(unit)
                     done.append(unit)
-                self._updater.advance()
+                self._move_updates()
         except BaseException:
             self.leave(done)
             raise
@@ -158,7 +148,7 @@ class UnitUses:
                         self._weight_cache.write_behind(unit)
                 except BaseException as error:  # The uses of the others end, too.
                     refusal = refusal or error
-            self._updater.advance()
+            self._move_updates()
         if self._tracer.is_on:
             self._tracer.span(Track.ENGINE, "leave", begun_ns, time.monotonic_ns())
         if refusal is not None:
@@ -232,21 +222,51 @@ class UnitUses:
         if replaced:
             self._changes.refuse_saved(replaced, [*nodes.inner, *nodes.exits])
 
-    # -- Backward --------------------------------------------------------------------------------
+    # -- Work of other units that rides along ------------------------------------------------------
 
-    def _write_out_left(self, but: list[int]) -> None:
-        for unit in self._left:
-            if unit not in but:
-                self._write_out(unit)
-        self._left.clear()
+    # Gradients and updates have no thread of their own where the device computes on the host. They
+    # move a step whenever the thread that trains comes by, under the engine's lock, which it holds.
+
+    def _move_gradients(self, but: list[int]) -> None:
+        """Sums what other ranks gave. In a backward, starts to write the gradients of the units
+        that it has left, but for those that it enters again."""
+        self._gradients.take_in()
+        if (
+            self._left
+            and not self._passes.is_layer_major
+            and current_backward() != OUTSIDE_BACKWARD
+        ):
+            for unit in self._left:
+                if unit not in but:
+                    self._write_out(unit)
+            self._left.clear()
+
+    def _move_updates(self) -> None:
+        """Moves a pending or an early update along, of any unit."""
+        self._updater.advance()
 
     def _write_out(self, unit: int) -> None:
         """The gradients of a unit are complete, as far as this backward goes."""
         self._gradients.write_out(self._units[unit])
         if self._updater.note_left(unit):
-            record = self.forecast(self._units[unit])
+            record = self._expected_step(unit)
             if record is not None:
                 self._updater.begin_early(unit, record)
+
+    def _expected_step(self, unit: int) -> StepRecord | None:
+        """Returns the settings of the unit's next step, if it comes now and clips nothing: of the
+        parameters that have a gradient. None without one, or if one has no optimizer."""
+        settings: dict[TensorSpec, Settings] = {}
+        for param in self._param_table.of_unit(unit):
+            if not self._gradients.has(param.spec):
+                continue
+            optimizer = None if param.optimizer is None else param.optimizer()
+            if optimizer is None:
+                return None
+            settings[param.spec] = optimizer.next_settings(param)
+        return StepRecord(settings, {}) if settings else None
+
+    # -- Backward --------------------------------------------------------------------------------
 
     def backward_started(self) -> None:
         """A backward has reached the first hooked module."""
@@ -270,7 +290,7 @@ class UnitUses:
         """The host may be far ahead of a device here. Units are updated early meanwhile."""
         with self._lock:
             wait = self._gradients.next_wait()
-            self._updater.advance()
+            self._move_updates()
             return wait
 
     def begin_block_backward(self, units: list[int]) -> None:
@@ -292,4 +312,4 @@ class UnitUses:
             for unit in dict.fromkeys([*self._left, *units]):  # Tiles have units of their own.
                 self._write_out(unit)
             self._left.clear()
-            self._updater.advance()
+            self._move_updates()

@@ -21,15 +21,12 @@ class GradientSink(Protocol):
     """
 
     norms: CompleteSums  # Has the norms of complete sums computed.
-    narrow_units: Set[int] = frozenset()  # Units with sums in bf16: `NarrowSums`.
+    # Units with sums in bf16: `NarrowSums`. A further gradient of a tensor widens them: an early
+    # update with them is taken back before.
+    narrow_units: Set[int] = frozenset()
 
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
         """Adds one gradient to the sum: any floating dtype, the parameter's shape, any device."""
-
-    def widens(self, unit: Unit, spec: TensorSpec) -> bool:
-        """Whether `add` changes the form of the unit's sums, one of `narrow_units`. Whoever updates
-        early with them takes that back before."""
-        return unit.index in self.narrow_units and self.has(spec)
 
     def put(
         self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
@@ -96,13 +93,10 @@ class GradientSink(Protocol):
         of which this rank has a part."""
 
     # Memory.
-    def give_back_forgotten(self) -> bool:
-        """Frees a host block whose content nobody needs, without a wait. Returns False if there is
-        none. Over ranks it is the place of the next sum, and stays."""
-        return False
-
-    def reclaim(self) -> bool:
-        """Frees one block of host memory. Returns False if there is none to free."""
+    def reclaim(self, *, waits: bool = True) -> bool:
+        """Frees one block of host memory. Returns False if there is none to free. Without `waits`
+        only one whose content nobody needs; over ranks it is the place of the next sum, and
+        stays."""
 
     def prepare_step(self) -> None:
         """Makes every gradient complete for `optimizer.step()`. Does not wait for writes; blocks

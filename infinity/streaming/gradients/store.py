@@ -289,9 +289,11 @@ class GradientStore(GradientSink):
         """Gives the unit's host block back, without a write; its gradients were forgotten."""
         self.in_blocks.drop(self._sums[unit.index])
 
-    def reclaim(self) -> bool:
+    def reclaim(self, *, waits: bool = True) -> bool:
         """Frees the staging blocks, a block of sums that are measured, or a block of sums, waiting
-        for its write. False when there is none."""
+        for its write. False when there is none. Without `waits`: see `GradientSink`."""
+        if not waits:
+            return self.in_blocks.give_back_forgotten(self.leaving.units)
         if self.leaving.num_additions:
             self.leaving.end_all()
         if self._staging.release() or self._resting.reclaim():
@@ -303,10 +305,6 @@ class GradientStore(GradientSink):
         self.leaving.end_all()
         self.in_blocks.reclaim(sums)
         return True
-
-    def give_back_forgotten(self) -> bool:
-        """See `GradientSink`."""
-        return self.in_blocks.give_back_forgotten(self.leaving.units)
 
     def _is_in_use(self, unit: Unit) -> bool:
         return unit is self._in_use
