@@ -131,6 +131,7 @@ class SumsInBlocks:
             try:
                 kind, what = StateKind.GRADIENTS, f"gradients of {unit.name} are added to"
                 reading = self._store.read(unit, kind, block, priority=Priority.STATE)
+                # The lock is held: another thread must not add a gradient before this sum is here.
                 with self._counters.timed("read_wait_s", what, (reading,)):
                     reading.wait()
             except BaseException:

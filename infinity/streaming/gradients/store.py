@@ -301,7 +301,7 @@ class GradientStore(GradientSink):
         sums = self.in_blocks.cheapest()
         if sums is None:
             return False
-        self.end_readers()
+        self.end_readers()  # First: an update without the lock may read the block.
         self.leaving.end_all()
         self.in_blocks.reclaim(sums)
         return True
@@ -354,6 +354,8 @@ class GradientStore(GradientSink):
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:
         """Gradients that are not where they rest, or not in that form: those that rest on NVMe in
         their host block, fp32 (state_numel,), or narrow ones, bf16; or None."""
+        # GIL: over ranks the thread of updates asks without the lock, of units whose block
+        # `_is_in_use` holds, so neither field changes meanwhile.
         sums = self._sums[unit.index]
         return sums.array if sums.narrow is None else sums.narrow
 

@@ -156,6 +156,7 @@ class WeightMoves:
             if not weights.reading.done():
                 self._counters.add("fetches_late", 1)
                 what = f"{weights.unit.name} needs its parameters"
+                # The lock is held: no other thread may free or fill the block meanwhile.
                 with self._counters.timed("read_wait_s", what, (weights.reading,)):
                     weights.reading.wait()
             else:
