@@ -199,3 +199,19 @@ def test_a_message_is_one_that_the_package_has(message: str) -> None:
         return
     pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("...")))
     assert any(pattern.search(text) for text in literals()), "no error has these words"
+
+
+# -- Owners ----------------------------------------------------------------------------------------
+
+OWNERS = re.findall(r"`(\w+)` \(`([\w/]+\.py)`\)", (DOCS / "ARCHITECTURE.md").read_text())
+
+
+def test_the_architecture_names_owners() -> None:
+    assert len(OWNERS) > 40
+    assert len(set(OWNERS)) == len(OWNERS)
+
+
+@pytest.mark.parametrize(("name", "file"), OWNERS)
+def test_an_owner_of_state_is_a_class_of_its_file(name: str, file: str) -> None:
+    tree = ast.parse((ROOT / "infinity" / file).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
