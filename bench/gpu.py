@@ -30,7 +30,7 @@ The questions, each beside a ceiling or a counterpart of the same run:
 Half an hour is expected on an H200 with 128 GiB of host memory. `--short` measures with half of the
 layers. Everything is tiny with `--small`, which also runs without a GPU, to try the program and not
 to measure.
-`--only` asks some of the questions. docs/GPU.md has them in the order of a first day.
+`--only` asks some of the questions. bench/README.md has them in the order of a first day.
 """
 
 from __future__ import annotations

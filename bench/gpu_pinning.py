@@ -7,7 +7,7 @@ shared arena (several ranks of a machine have those), one registration instead o
 PyTorch's own pinned memory, which is populated and page-locked at once. Of the first arena, copies
 are also timed before it is registered: how fast they are, and how much of that time the host is
 held up, decide what an arena that is not page-locked would cost
-(docs/design/0021-page-locked-or-refused.md).
+(docs/design/0008-on-a-device.md).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ After `optimizer.step()` a thread of this rank updates the shards, one at a time
 (`shard_updates.py`). Every other thread that needs a shard waits here until that shard is updated:
 the threads that serve other ranks, the thread of the own shard, and the training thread. The
 updating thread waits for drives only, never for another rank or for the engine's lock. Every wait
-here therefore ends, whatever the other ranks do (docs/design/0015-deferred-over-ranks.md).
+here therefore ends, whatever the other ranks do (docs/design/0003-updates.md).
 
 While it has nothing else to read, the thread may read the state of *expected* shards: of those that
 it will probably update in the next backward or after the next step.

@@ -1,6 +1,6 @@
 """Barriers and collective sections: the interface of the engine to the ranks that train together.
 
-docs/design/0005-one-sided-exchange.md explains why there are few barriers.
+docs/design/0005-between-ranks.md explains why there are few barriers.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class StepSpec:
     @property
     def defers(self) -> bool:
         """Whether updates follow the step. Over ranks a thread makes them, which does so only for
-        assembled weights and for state that the host can address (design/0015)."""
+        assembled weights and for state that the host can address (design/0003)."""
         shared = [unit for unit in self.units if unit.sharded is not NOT_SHARDED]
         if not shared or not self.is_deferred:
             return self.is_deferred

@@ -41,7 +41,7 @@ class UnitUpdates:
         return max(0.0, job.weights_cache_nbytes - self._all_fetched_nbytes - kept_nbytes)
 
     def can_go_back(self, load: UnitLoad) -> bool:
-        """Whether the unit can be updated before the step decides (design/0014)."""
+        """Whether the unit can be updated before the step decides (design/0003)."""
         if not load.update_nbytes or load.changes_on_device:
             return False
         is_on_nvme = load.weights == "nvme" or bool(load.state_write_nbytes.get("nvme"))
@@ -65,7 +65,7 @@ class UnitUpdates:
     def at_step(self, unit: int) -> None:
         """Adds the update of a unit, if it has one, inside `optimizer.step()`.
 
-        Assembled weights are updated past the weight cache (design/0015), so shards are read.
+        Assembled weights are updated past the weight cache (design/0003), so shards are read.
         """
         load = self._log.job.units[unit]
         if not load.update_nbytes:
@@ -82,7 +82,7 @@ class UnitUpdates:
     def of_shard(self, unit: int, ready: int, *, is_kept: bool, is_early: bool) -> int:
         """Adds the update of this rank's shard by a thread beside the passes, after `ready`: the
         decision, or with `is_early` the sum that the update reads. The thread reads and writes
-        weights where they rest (design/0015), unless they are kept in memory."""
+        weights where they rest (design/0003), unless they are kept in memory."""
         load, begins = self._log.job.units[unit], ready
         if load.weights == "nvme" and not is_kept:
             last = self._log.written.weights.get(unit)
@@ -93,7 +93,7 @@ class UnitUpdates:
 
     def publish(self, units: Iterable[int], after: Sequence[int | None]) -> int | None:
         """Adds the copies home of weights on the host that shards' early updates have made beside
-        their home (design/0015). Returns their end, if there are any."""
+        their home (design/0003). Returns their end, if there are any."""
         loads = [self._log.job.units[unit] for unit in units]
         moved_nbytes = 2 * sum(
             load.written_nbytes

@@ -154,7 +154,7 @@ def pin(
     """Page-locks the arena for the device: without it copies are neither asynchronous nor fast.
 
     The arena is registered in parts of `registered_nbytes`, whose ends no block crosses
-    (tiers/ranges.py). All of it or nothing: after a refusal no page is locked; design note 0021 has
+    (tiers/ranges.py). All of it or nothing: after a refusal no page is locked; design note 0008 has
     the reasons. Takes seconds to minutes, which the log shows.
     `runtime`: `torch.cuda.cudart()`, whose functions return the error and raise nothing.
     Source: CUDA Runtime API, cudaHostRegister.

@@ -14,7 +14,7 @@
 The binding does not split operations, repeats none, and judges no completion. It shares no code
 with the storage engine: `infinity doctor` asks the kernel through it, benchmarks measure the
 ceiling of a raw ring with it, tests compare the engine with it. Training never uses it. See
-docs/URING.md, io_uring(7), io_uring_setup(2), io_uring_enter(2).
+docs/BENCH.md, io_uring(7), io_uring_setup(2), io_uring_enter(2).
 """
 
 from infinity.uring.binding import RingError, is_built

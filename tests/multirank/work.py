@@ -1,7 +1,7 @@
 """What ranks do in the tests: one loop, over an offloaded model or over a plain one.
 
 `expected` trains plain PyTorch in one process and adds up what each rank would have given, in the
-order that docs/design/0005-one-sided-exchange.md promises; then every number of ranks can be
+order that docs/design/0005-between-ranks.md promises; then every number of ranks can be
 compared bit by bit.
 """
 

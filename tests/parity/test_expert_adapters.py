@@ -1,7 +1,7 @@
 """PEFT's adapters on packed experts (`target_parameters`), computed as factors.
 
 Two comparisons. With PEFT's own computation, which adds the adapter to the weights first: equal to
-rounding (docs/design/0011-experts.md), and to the bit where the adapter is zero. With the factored
+rounding (docs/design/0007-tiles.md), and to the bit where the adapter is zero. With the factored
 computation in memory (`infinity.factored_experts`), the definition of exact: the offloaded model
 has its bits, whole or in tiles of any number of experts.
 """

@@ -110,7 +110,7 @@ def test_a_unit_whose_decoding_had_no_memory_is_decoded_in_its_next_use(
 
 @pytest.mark.parametrize("base", FEW, indirect=True)
 def test_tiles_in_place_train_as_tiles_of_copied_weights(base: Base, tmp_path: Path) -> None:
-    """Tiles round as tiles do (docs/design/0007-tiling.md); where they rest changes no bit."""
+    """Tiles round as tiles do (docs/design/0007-tiles.md); where they rest changes no bit."""
     seen = []
     for frozen in ("copy", "checkpoint"):
         config = config_of(tmp_path, placement={"frozen": frozen}, schedule={"tile": "64KiB"})

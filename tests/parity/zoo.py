@@ -853,7 +853,7 @@ other("patchtst", "time-series", "PatchTSTForPrediction",
 
 def adapter(name: str, base: str, make_config: Callable[[], Any], *, unused: bool = False) -> Entry:
     """Register `base` of the zoo with a PEFT adapter attached; the base weights are frozen.
-    Adapters on packed experts are factors, as in the offloaded model (docs/design/0011-experts.md).
+    Adapters on packed experts are factors, as in the offloaded model (docs/design/0007-tiles.md).
     """
     entry = ZOO[base]
 

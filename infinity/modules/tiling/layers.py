@@ -3,7 +3,7 @@
 Note [Same bits]
   No sum of a forward or of a weight's gradient is split: each element is computed as in the full
   operator. Only the gradient of a linear layer's input is a sum over tiles, from the last tile to
-  the first. See docs/design/0007-tiling.md.
+  the first. See docs/design/0007-tiles.md.
 
 Note [One tile at a time]
   The output is allocated once, and every tile writes its columns into it. One tile's own output

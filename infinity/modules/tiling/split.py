@@ -5,7 +5,7 @@ experts over the experts. The module object stays, with its hooks and all refere
 class becomes a tiled class (`modules/tiling/layers.py`, `modules/tiling/experts.py`). Its
 parameters are replaced by `tiles`, a list of modules of the same kind with some of the rows. Each
 tile is a hooked module and a unit (`modules/reading/discover.py`), so the usual hooks fetch it. A
-tied weight is split once, and its tiles are tied. See docs/design/0007-tiling.md.
+tied weight is split once, and its tiles are tied. See docs/design/0007-tiles.md.
 """
 
 from __future__ import annotations
