@@ -107,7 +107,7 @@ def offload(
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"expected a torch.nn.Module to offload, got {type(model).__name__}; put several "
-            "models in an nn.ModuleList, or offload each with a swap directory of its own"
+            "models in an nn.ModuleList, or offload each with its own swap directory"
         )
     resolved = SwapConfig.load(config)
     plan = _load_plan(model, weights, resume, ignore)

@@ -74,8 +74,8 @@ def draw_step(path: Path) -> None:
         ),
         replace(
             second,
-            title=f"After: transfers and updates beside compute: {duration(after.step.step_s)}, "
-            f"{ratio:.2f} times what compute alone takes",
+            title="After: transfers and updates while the model computes: "
+            f"{duration(after.step.step_s)}, {ratio:.2f} times what compute alone takes",
             time_label=f"seconds (simulated; {after.hardware.name}; "
             f"{after.batch.tokens_per_step:,} tokens a step)",
         ),

@@ -197,7 +197,7 @@ class PendingShards:
             )
         cause = str(self._failure) or type(self._failure).__name__
         error = InfinityError(
-            "an update beside training has failed, so the parameters may be a mixture of two "
+            "an update during training has failed, so the parameters may be a mixture of two "
             f"steps; start again from a checkpoint. The cause was: {cause}"
         )
         error.__cause__ = self._failure

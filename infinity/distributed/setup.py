@@ -274,7 +274,7 @@ def exchanges_on_devices(config: SwapConfig, *, has_own_memory: bool, has_nccl: 
     wanted = config.distributed.exchange
     if wanted == "collective" and not has_own_memory:
         raise ConfigError(
-            'distributed.exchange: "collective" is between devices with memory of their own, and '
+            'distributed.exchange: "collective" needs devices with their own memory, and '
             'this one computes on host memory; set it to "auto" or "one_sided"'
         )
     return wanted == "collective" or (wanted == "auto" and has_nccl)

@@ -245,7 +245,7 @@ class ShardUpdates:
                     self._update_early(self._early[shard])
         except BaseException as error:
             self._pending.fail(error)
-            self._tell(f"in an update beside training: {type(error).__name__}: {error}")
+            self._tell(f"in an update during training: {type(error).__name__}: {error}")
 
     def _update(self, update: UnitUpdate) -> None:
         shard = update.unit.index

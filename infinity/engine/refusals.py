@@ -46,8 +46,8 @@ def refuse_model(model: nn.Module, *, has_weights: bool) -> None:
             )
         if parameter._post_accumulate_grad_hooks:
             raise UnsupportedError(
-                f"{name!r} has a hook after the accumulation of its gradient, which has left for "
-                "its tier by then; remove the hook, or use register_hook"
+                f"{name!r} has a hook after the accumulation of its gradient, but the gradient "
+                "leaves for its tier before that; remove the hook, or use register_hook"
             )
     refuse_without_values(model)
     refuse_values_to_come(model)

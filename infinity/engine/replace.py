@@ -147,6 +147,6 @@ def _refusal(engine: Engine, path: str, names: list[str]) -> SwapLockedError:
         pid=os.getpid(),
         detail=f"the swap directory is in use by this process, for the "
         f"{type(engine.model).__name__} that `{place or 'another call'}` offloaded; give every "
-        f"model a directory of its own, or end that one with `infinity.engine_of({name}).close()`"
+        f"model its own directory, or end that one with `infinity.engine_of({name}).close()`"
         f" ({whose})",
     )

@@ -1,4 +1,5 @@
-"""Counters: bytes moved, seconds waited, memory in use. No logic depends on them.
+"""Counters: bytes moved, seconds waited, memory in use. No result depends on them; the
+policy of early updates reads the seconds waited.
 
 Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only grows:
 

@@ -169,8 +169,8 @@ def pin(
             raise UnsupportedError(
                 f"the driver refused to page-lock {format_nbytes(nbytes)} of the host arena after "
                 f"{format_nbytes(done_nbytes)} of {format_nbytes(arena.capacity_nbytes)}: "
-                f"{_words(runtime, code)}. It needs kernel memory for its page tables beside the "
-                f"pages themselves ({format_nbytes(available_memory_nbytes())} are available now); "
+                f"{_words(runtime, code)}. It needs kernel memory for its page tables as well "
+                f"as for the pages ({format_nbytes(available_memory_nbytes())} are available now); "
                 f"lower tiers.host.capacity{_most(done_nbytes)}, and give state that does not fit "
                 "then a drive (tiers.nvme, placement). The limit of ulimit -l does not apply here"
             )

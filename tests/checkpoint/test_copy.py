@@ -198,7 +198,7 @@ def test_a_copy_that_is_given_up_leaves_its_step_in_the_swap_directory(tmp_path,
         assert save(each, far).wait().name == "step-00000003"  # The newer one takes its place.
         expected = each.steps(3, 4)
         last = save(each, far)
-        with pytest.raises(ConfigError, match="is there already"):
+        with pytest.raises(ConfigError, match="already exists"):
             save(each, far, step=3)
     assert last.done() and last.wait().exists()
     with run("bf16", tmp_path / "again", seed=5) as resumed:

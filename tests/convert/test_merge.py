@@ -219,4 +219,4 @@ def test_the_command_writes_a_new_directory_only(tmp_path) -> None:
     assert json.loads(done.stdout)["nbytes"] == sum(value.nbytes for value in weights(out).values())
     assert (out / "tokenizer.json").exists()
     again = CliRunner().invoke(app, [*arguments, str(out)])
-    assert again.exit_code == 2 and "is there already" in again.stderr
+    assert again.exit_code == 2 and "already exists" in again.stderr

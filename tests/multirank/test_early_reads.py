@@ -328,7 +328,7 @@ def test_bytes_that_early_updates_cannot_read_end_all_ranks_and_leave_the_last_c
     (_, of_other), (_, of_victim) = found
     for other, victim in zip(of_other, of_victim, strict=True):
         assert victim.failed is not None and "[Errno 5] read of " in victim.failed
-        assert victim.failed in victim.error and "update beside training" in victim.error
+        assert victim.failed in victim.error and "update during training" in victim.error
         assert victim.failed in other.error and other.error.startswith("RankError: rank 1 ")
         assert list(victim.made.values()).count(False) == 1, "an early update was begun, not made"
         assert other.failed is None and other.made and all(other.made.values())

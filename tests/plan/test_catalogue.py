@@ -58,7 +58,7 @@ def test_a_table_has_a_row_for_each_model_and_a_column_for_each_machine(tmp_path
     assert plan(*options, "--write", file).exit_code == 0
     assert "| qwen3-8b | " in file.read_text()
     again = plan(*options, "--write", file)
-    assert again.exit_code == 2 and "is there already" in again.stderr
+    assert again.exit_code == 2 and "already exists" in again.stderr
     (only,) = json.loads(plan(*options, "--json").stdout)
     assert only["model"] == "qwen3-8b" and only["binding"]
 

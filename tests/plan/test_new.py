@@ -239,7 +239,7 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path, machine: Path) ->
     file = tmp_path / "run.toml"
     file.write_text("mine")
     result = run(directory, "--hardware", machine, "-o", file)
-    assert result.exit_code == 2 and "is there already" in result.stderr
+    assert result.exit_code == 2 and "already exists" in result.stderr
     assert file.read_text() == "mine"
 
 

@@ -176,7 +176,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_is_in_nobodys_way(job):
     assert metrics(job) == expected
     assert (directory / f"{newest.name}.damaged").is_dir()
     assert newest.is_dir(), "and there is a whole one again"
-    with pytest.raises(ConfigError, match=rf"{newest.name} is there already and whole"):
+    with pytest.raises(ConfigError, match=rf"{newest.name} already exists and is whole"):
         run(job, *options, resume_from=older)
 
 

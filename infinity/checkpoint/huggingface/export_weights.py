@@ -182,7 +182,7 @@ def plan_export(model: nn.Module, *, max_shard_nbytes: int, master: bool = False
         raise ConfigError(f"max_shard_nbytes={max_shard_nbytes} must be positive")
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            "a PEFT model has no full checkpoint of its own; merge the adapter first "
+            "a PEFT model has no full checkpoint; merge the adapter first "
             "(merge_and_unload), or save it with save_pretrained"
         )
     saved = {

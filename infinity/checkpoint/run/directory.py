@@ -216,7 +216,7 @@ def refuse_later(directory: Path, step: int) -> None:
     checkpoints = list_checkpoints(directory)
     if checkpoints and step_of(checkpoints[-1]) >= step:
         raise ConfigError(
-            f"{checkpoints[-1]} is there already, expected none of step {step} or later: resume "
+            f"{checkpoints[-1]} already exists, expected none of step {step} or later: resume "
             "from it, remove it, or use another directory"
         )
 
@@ -297,7 +297,7 @@ def locked(directory: Path) -> Iterator[None]:
             if error.errno == errno.EWOULDBLOCK:
                 raise ConfigError(
                     f"{directory}: another process is writing a checkpoint there; "
-                    "give every run a directory of its own"
+                    "give every run its own directory"
                 ) from None
             raise StorageError(error.errno or 0, operation="lock", path=str(directory)) from None
         yield

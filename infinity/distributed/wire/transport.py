@@ -428,7 +428,9 @@ class PeerTransport:
     def _end_of(self, peer: Peer) -> InfinityError:
         """Returns why no message goes to a rank any more."""
         if self.failures.is_closing:
-            return self.failures.first or InfinityError("the links are closed")
+            return self.failures.first or InfinityError(
+                "the connections to the other ranks are closed"
+            )
         return self.failures.first or RankError(peer.number, f"{peer} has closed its engine")
 
     def _finish(self, message: Message, error: BaseException | None) -> None:

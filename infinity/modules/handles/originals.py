@@ -222,7 +222,7 @@ def _refuse_shared(tensor: _Spanned, parameter: _Spanned) -> None:
     if tensor.is_parameter:
         raise UnsupportedError(
             f"parameters {tensor.name!r} and {parameter.name!r} share memory, and each of them "
-            "gets a place of its own on the tiers; tie them before infinity.offload by one "
+            "gets its own place on the tiers; tie them before infinity.offload by one "
             "nn.Parameter that both modules have (a.weight = b.weight), or give one a clone "
             "(nn.Parameter(weight.detach().clone()))"
         )

@@ -266,6 +266,6 @@ def storage_strides(
     raise UnsupportedError(
         f"expected a parameter that fills its memory, got {found.name!r} with shape "
         f"{tuple(parameter.shape)} and strides {parameter.stride()}, a view with gaps or overlaps; "
-        "give it memory of its own before infinity.offload: "
+        "give it its own memory before infinity.offload: "
         "nn.Parameter(weight.detach().contiguous(), requires_grad=weight.requires_grad)"
     )

@@ -76,7 +76,7 @@ def bench(
     ] = None,
     no_fio: _NoFio = False,
 ) -> None:
-    """Measure drives, host memory and device beside ceilings taken in the same run.
+    """Measure drives, host memory and device, each with a ceiling measured in the same run.
 
     Without CONFIG and --path, the drive of the working directory is measured. Exit code 1 means
     that wrong bytes were read.

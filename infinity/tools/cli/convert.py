@@ -288,7 +288,7 @@ def spread(
 
     `infinity spread DIR --over /nvme0 /nvme1 /nvme2`. Consecutive shards go to different drives;
     DIR keeps links, and programs open it as before. What is interrupted, by a power cut too, loads
-    as it is, and goes on when it is repeated.
+    as it is, and a repeated call continues.
     """
     from infinity.config.paths import refuse_no_directory
 

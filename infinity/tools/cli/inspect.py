@@ -40,8 +40,7 @@ def inspect(
         bool,
         typer.Option(
             "--remove-stale",
-            help="Of a swap directory: remove what a job that is gone has left, its committed step "
-            "included.",
+            help="Remove what an ended job left in a swap directory, its committed step included.",
         ),
     ] = False,
 ) -> None:

@@ -49,7 +49,7 @@ class NewOptions:
     )] = False
     swap: Annotated[list[Path] | None, typer.Option(
         metavar="DIR", help="A directory on a drive for state that memory has no space for; one "
-        "per drive. Default: beside the file.",
+        "per drive. Default: next to the file.",
     )] = None
     sequence: Annotated[int | None, typer.Option(
         metavar="N", min=2, help="Tokens of a sequence; by default as many as the data need."
@@ -142,7 +142,7 @@ def _refuse(asked: NewOptions) -> None:
     if file.suffix != ".toml":
         raise ConfigError(f"--write {file}: expected a name that ends in .toml")
     if file.exists() or file.is_symlink():
-        raise ConfigError(f"{file} is there already; give another name with -o, or remove it")
+        raise ConfigError(f"{file} already exists; give another name with -o, or remove it")
     if not file.resolve().parent.is_dir():
         raise ConfigError(f"--write {file}: {file.parent} is no directory; make it first")
 

@@ -241,7 +241,7 @@ def _print_table(asked: PlanOptions) -> None:
     if file is not None and file.suffix not in (".md", ".json"):
         raise ConfigError(f"--write {file}: expected a name that ends in .md or .json")
     if file is not None and file.exists():
-        raise ConfigError(f"{file} is there already; give another name, or remove it")
+        raise ConfigError(f"{file} already exists; give another name, or remove it")
     from rich.console import Console
     from rich.progress import track
 

@@ -179,9 +179,9 @@ def _aside_values(name: str, encoding: Encoding, infos: Sequence[TensorInfo]) ->
 
 
 def check_target(out: Path, nbytes: int) -> None:
-    """Raises ConfigError if `out` is there already, StorageError if its file system is too full."""
+    """Raises ConfigError if `out` already exists, StorageError if its file system is too full."""
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        raise ConfigError(f"{out} is there already; expected the name of a new directory")
+        raise ConfigError(f"{out} already exists; expected the name of a new directory")
     parent = out.absolute().parent
     if not parent.is_dir():
         raise ConfigError(f"{parent} does not exist; make it first")

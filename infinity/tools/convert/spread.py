@@ -359,7 +359,7 @@ def _refuse_taken(moves: Sequence[ShardMove]) -> None:
         there, own = move.place.stat(), move.source.stat()
         if (there.st_size, there.st_mtime_ns) != (own.st_size, own.st_mtime_ns):
             raise ConfigError(
-                f"{move.place} is there already and is another file; remove it, or name another "
+                f"{move.place} already exists and is another file; remove it, or name another "
                 "directory"
             )
 

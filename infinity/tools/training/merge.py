@@ -167,7 +167,7 @@ def _refuse_tied(tied: list[list[str]], layers: dict[str, list[Any]]) -> None:
                 + (
                     "Merge it in memory by merge_and_unload, which unties them"
                     if is_replaced
-                    else "Use the adapter beside its base (PEFT), or train it over a base with "
+                    else "Use the adapter with its base (PEFT), or train it over a base with "
                     "tie_word_embeddings = false"
                 )
             )

@@ -116,7 +116,7 @@ def _refuse_metrics(config: SwapConfig, *, is_new: bool) -> None:
             )
     if is_new and os.path.lexists(path) and not is_metrics(path):
         raise ConfigError(
-            f"output.metrics: {path} is there already and has no lines of metrics; expected the "
+            f"output.metrics: {path} already exists and has no lines of metrics; expected the "
             "name of a new file, or of one that a run wrote. Remove it, or name another"
         )
 
@@ -183,8 +183,8 @@ def _flock(fd: int, directory: Path) -> None:
             raise
         holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
         raise ConfigError(
-            f"output.directory: {directory} is in use by {holder}; give every run an output "
-            "directory of its own, or end that process"
+            f"output.directory: {directory} is in use by {holder}; give every run its own "
+            "output directory, or end that process"
         ) from None
 
 

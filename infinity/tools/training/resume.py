@@ -71,7 +71,7 @@ def plan_resume(
         if newest.parent in config.commit_directories:
             raise ConfigError(
                 f"{newest.parent}: the swap directory has committed step {step_of(newest)} of a "
-                "run; go on from it with --resume, give this run a swap directory of its own, or "
+                "run; go on from it with --resume, give this run its own swap directory, or "
                 f"remove it with `infinity inspect {newest.parent.parent} --remove-stale`"
             )
         raise ConfigError(
@@ -87,7 +87,7 @@ def _refuse_later(place: Path, loaded: Loaded) -> None:
     _, complete = damaged_after(place, loaded.step)
     if complete is not None:
         raise ConfigError(
-            f"{complete} is there already and whole, expected none later than step {loaded.step}: "
+            f"{complete} already exists and is whole, expected none later than step {loaded.step}: "
             "resume from it, remove it, or use another directory"
         )
 

@@ -47,7 +47,7 @@ def choices(config: SwapConfig) -> list[AutoValue]:
     if config.adapter and config.train and config.schedule.micro_batch is None:
         reason = "a step of an adapter fetches each block once for all its batches"
         found.append(AutoValue("schedule.micro_batch", str(config.train.batch_size), reason))
-    reason = "what an adapter has is small beside its base: memory first, drives for the rest"
+    reason = "an adapter is small: memory first, drives for the rest"
     tiers = " and ".join(_ADAPTER_TIERS)
     found += [AutoValue(f"placement.{k}", tiers, reason) for k in _kinds_of_adapter(config)]
     if config.data is not None and config.data.tokenizer == "auto":
