@@ -19,9 +19,8 @@ from rich.console import Console
 from infinity.checkpoint.run import save as state_save
 from infinity.checkpoint.run.copy import Orders, copy_checkpoint
 from infinity.config import SwapConfig
-from infinity.config.source import read_file
+from infinity.config.source import override, read_file
 from infinity.errors import ConfigError, CorruptionError, StorageError
-from infinity.tools.cli.train import override
 from infinity.tools.training import program
 from infinity.tools.training.report import Summary
 from infinity.tools.training.run import Run
