@@ -40,7 +40,6 @@ from infinity.engine.open_tiers import OpenTiers, open_tiers
 from infinity.engine.refusals import refuse_model
 from infinity.engine.update_rates import place_updates
 from infinity.errors import InfinityError
-from infinity.modules.autograd.hooks import HookedModule
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.originals import Originals
@@ -187,7 +186,7 @@ def _engine(
         model,
         config,
         _params(parts.weight_cache, laid_out.layout, laid_out.units),
-        _hooked_modules(laid_out.layout),
+        laid_out.layout.hooked_modules,
         tiled_params,
         store=parts.store,
         pool=parts.pool,
@@ -446,11 +445,3 @@ def _params(
                 found.name, unit, spec, handle, compute, found.registrations, found.parameter
             )
     return [by_parameter[id(parameter)] for parameter in layout.root.parameters()]
-
-
-def _hooked_modules(layout: ModelLayout) -> list[HookedModule]:
-    needed = layout.module_units()
-    return [
-        HookedModule(found.name, found.module, units, found.is_block)
-        for found, units in zip(layout.hooked_modules, needed, strict=True)
-    ]

@@ -36,7 +36,6 @@ from infinity.modules.accumulate.layer_major import ScheduleParts
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.hooks import (
     BackwardCalls,
-    HookedModule,
     OwnHook,
     Unscriptable,
 )
@@ -52,6 +51,7 @@ from infinity.modules.handles.originals import Originals
 from infinity.modules.handles.param_access import ParamAccess
 from infinity.modules.handles.unmanaged_params import UnmanagedParams
 from infinity.modules.interrupts import uninterrupted
+from infinity.modules.reading.discover import HookedModule
 from infinity.modules.tiling.split import tiles_of
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.observe import Counters, Track

@@ -309,17 +309,17 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
     routed = getattr(text_config, "num_experts_per_tok", None)
     is_frozen = any(not unit.state_numel for unit in units)
     hooked_modules = []
-    for hooked, needed in zip(layout.hooked_modules, layout.module_units(), strict=True):
+    for hooked in layout.hooked_modules:
         is_block = any(True for _ in hooked.module.children())
         # A table that rows are taken from multiplies nothing.
         is_table = isinstance(hooked.module, torch.nn.Embedding)
         active = {True: 0, False: 0}  # By whether they are trained.
-        for tensor in (tensor for unit in needed for tensor in units[unit].tensors):
+        for tensor in (tensor for unit in hooked.units for tensor in units[unit].tensors):
             if not is_table:
                 active[tensor.facts.is_trainable] += _active(tensor.facts.shape, routed)
         hooked_modules.append(
             ModuleWork(
-                tuple(needed),
+                tuple(hooked.units),
                 active[False] if is_frozen else active[True],
                 2 * hidden if is_block else 0,
                 trained_params=active[True] if is_frozen else None,

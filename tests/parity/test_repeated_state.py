@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import UnsupportedError
-from infinity.modules.accumulate.proof import Proof, Repeats, checksums
+from infinity.modules.accumulate.proof import Proof, checksums
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 
@@ -338,11 +338,10 @@ def test_one_element_of_one_micro_batch_is_found(swap_directory: Path) -> None:
 
 
 def test_one_micro_batch_is_compared_in_later_windows() -> None:
-    repeats = Repeats()
+    proof = Proof()
     seen = []
     for _ in range(14):
-        proof = Proof(repeats)
-        proof.num_micro_batches = 3
+        proof.begin(3)
         seen.append([number for number in range(3) if proof.is_compared(number)])
         proof.end()
     assert seen[:8] == [[0, 1, 2]] * 8

@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import nn
 
-from infinity.modules.accumulate.proof import Repeats
+from infinity.modules.accumulate.proof import Proof
 
 _CONTAINERS = (list, dict, set, OrderedDict, deque, numpy.ndarray)
 _GENERATORS = (
@@ -59,8 +59,8 @@ class Before(NamedTuple):
 class BlockState:
     """The state of one block. Used by one running thread at a time."""
 
-    def __init__(self, name: str, block: nn.Module, repeats: Repeats) -> None:
-        self._repeats = repeats
+    def __init__(self, name: str, block: nn.Module, proof: Proof) -> None:
+        self._proof = proof
         self._buffers: list[_StatePlace] = []
         self._containers: list[_StatePlace] = []
         self._generators: list[_GeneratorState] = []
@@ -96,7 +96,7 @@ class BlockState:
             values: list[tuple[_StatePlace, Any]] = []
             for place, buffer, version, clone in buffers:
                 if buffer._version != version or self._was_written(place, buffer, clone):
-                    self._repeats.written.add(place.label)
+                    self._proof.written.add(place.label)
                     values.append((place, clone))
             values += [(at, before) for at, now, before in containers if not is_alike(now, before)]
             return Before(values, [pair for pair in states if not is_alike(pair[0].get(), pair[1])])
@@ -105,9 +105,9 @@ class BlockState:
 
     def _was_written(self, place: _StatePlace, buffer: torch.Tensor, clone: torch.Tensor) -> bool:
         """Whether a buffer was written through `.data`, which leaves its version as it was."""
-        if place.label in self._repeats.written:
+        if place.label in self._proof.written:
             return True
-        if not self._repeats.is_young and buffer.device.type != "cpu":
+        if not self._proof.is_young and buffer.device.type != "cpu":
             return False  # A comparison waits for the device.
         return buffer.shape == clone.shape and not torch.equal(_bytes_of(buffer), _bytes_of(clone))
 

@@ -18,12 +18,12 @@ from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.block_state import Before, BlockState
 from infinity.modules.accumulate.experts import SuspendedExperts
 from infinity.modules.accumulate.module_state import Attributes
-from infinity.modules.accumulate.proof import Repeats
+from infinity.modules.accumulate.proof import Proof
 from infinity.modules.autograd.forward_nodes import nodes_since
-from infinity.modules.autograd.hooks import HookedModule
 from infinity.modules.autograd.outputs import tensors_in
 from infinity.modules.autograd.threads import Modes
 from infinity.modules.handles.handle import Handle
+from infinity.modules.reading.discover import HookedModule
 from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.layers import Tiled
 
@@ -40,11 +40,11 @@ class RunningBlock:
     order: int = -1  # Counts blocks in the order in which a fiber first reached them.
 
     @classmethod
-    def of(cls, hooked: HookedModule, repeats: Repeats) -> RunningBlock:
+    def of(cls, hooked: HookedModule, proof: Proof) -> RunningBlock:
         """Returns the block of a hooked module."""
         tiled = [module for module in hooked.module.modules() if isinstance(module, Tiled)]
         experts = [module for module in tiled if isinstance(module, TiledExperts)]
-        state = BlockState(hooked.name, hooked.module, repeats)
+        state = BlockState(hooked.name, hooked.module, proof)
         return cls(hooked, hooked.module.forward, len(tiled) > len(experts), experts, state)
 
 

@@ -41,7 +41,6 @@ from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.experts_call import (
     ExpertsCall,
     Runner,
-    RunnerOfOne,
     go_backward,
     go_forward,
 )
@@ -96,7 +95,7 @@ class _Here(threading.local):
 
 
 class ExpertsSchedule(Runner):
-    """Runs the calls of tiled experts of all micro-batches together. See `Runner`.
+    """Runs the calls of tiled experts of all micro-batches together, and others as `Runner`.
 
     `results` has outputs and gradients between the forward and the backward of a block, `waiting`
     what waits while a tile runs for another micro-batch. Both are of this rank: ranks that compute
@@ -116,7 +115,6 @@ class ExpertsSchedule(Runner):
         self._waiting = waiting
         self._stop = stop
         self._here = _Here()
-        self._alone = RunnerOfOne()  # Outside of blocks.
         self._suspended: dict[
             ExpertsCall, SuspendedExperts
         ] = {}  # While the block's backward runs.
@@ -156,7 +154,7 @@ class ExpertsSchedule(Runner):
     def forward(self, call: ExpertsCall) -> torch.Tensor:
         position = self._here.position
         if position is None or (position.is_repeated and not call.is_graded):
-            return self._alone.forward(call)
+            return super().forward(call)
         if not position.is_repeated:
             self._wait_for_tiles(call, position)
             out = call.arguments.sum()
@@ -225,7 +223,7 @@ class ExpertsSchedule(Runner):
     ) -> Sequence[torch.Tensor | None]:
         suspended = self._suspended.get(call)
         if suspended is None:
-            return self._alone.backward(call, gradient, needs)
+            return super().backward(call, gradient, needs)
         assert suspended.gradients is not None, "a backward has come to experts before its probe"
         return [
             None if gradient is None else self._inputs.restore(gradient)

@@ -75,7 +75,7 @@ from infinity.modules.accumulate.of_transformers import (
     refuse_caches,
     without_caches_and_checkpointing,
 )
-from infinity.modules.accumulate.proof import Proof, Repeats
+from infinity.modules.accumulate.proof import Proof
 from infinity.modules.accumulate.purity import refuse_hooks
 from infinity.modules.autograd.hooks import ModuleHooks
 from infinity.modules.autograd.uses import UnitUses
@@ -105,7 +105,7 @@ class ScheduleParts:
     device: torch.device
     tile_micro_batches: int
     outside_blocks: Sequence[int]  # The units that several blocks, or modules outside, use.
-    repeats: Repeats = field(default_factory=Repeats)
+    proof: Proof = field(default_factory=Proof)
 
 
 class LayerMajorSchedule:
@@ -117,13 +117,13 @@ class LayerMajorSchedule:
         self._model = model
         self._uses = uses
         self._hooks = hooks
-        self._blocks = [RunningBlock.of(block.hooked, parts.repeats) for block in hooks]
+        self._blocks = [RunningBlock.of(block.hooked, parts.proof) for block in hooks]
         self._tile_micro_batches = parts.tile_micro_batches
         self._activations = parts.inputs
         self._device = parts.device
         self._random = Random(parts.device)
         self._attributes = ModuleState(model)
-        self._proof = Proof(parts.repeats)
+        self._proof = parts.proof
         self._experts = ExpertsSchedule(uses, parts.results, parts.waiting, self._stop_at_experts)
         self._at_experts: dict[Fiber, ExpertsCall] = {}
         self._runs = BlockRuns(
@@ -155,7 +155,7 @@ class LayerMajorSchedule:
                 self._blocks_suspended(),
                 self._attributes.watched(),
             ):
-                self._proof.num_micro_batches = len(forwards)
+                self._proof.begin(len(forwards))
                 states = self._random.fresh(len(forwards))
                 for number, (forward, state) in enumerate(zip(forwards, states, strict=True)):
                     attributes_now = self._attributes.now()

@@ -20,32 +20,29 @@ _NUM_YOUNG = 8
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Repeats:
-    """What the engine has seen of the repeated forwards of a model. One for an engine."""
+class Proof:
+    """Compares the forwards of windows, calls of `forward_backward`: of all micro-batches in the
+    first windows, later of one, which changes from window to window. An engine has one."""
 
     def __init__(self) -> None:
-        self.num_windows = 0  # Calls of `forward_backward` that have ended.
         self.written: set[str] = set()  # Names of buffers that blocks have written.
+        self._num_windows = 0  # That have ended.
+        self._num_micro_batches = 1
+        self._pairs: list[tuple[str, Checksums, Checksums]] = []
 
     @property
     def is_young(self) -> bool:
         """Whether the first windows run, in which everything is compared."""
-        return self.num_windows < _NUM_YOUNG
+        return self._num_windows < _NUM_YOUNG
 
-
-class Proof:
-    """Compares the forwards of one call of `forward_backward`: of all micro-batches in the first
-    calls, later of one, which changes from call to call."""
-
-    def __init__(self, repeats: Repeats) -> None:
-        self._repeats = repeats
-        self._pairs: list[tuple[str, Checksums, Checksums]] = []
-        self.num_micro_batches = 1
+    def begin(self, num_micro_batches: int) -> None:
+        """Begins a window."""
+        self._num_micro_batches = num_micro_batches
+        self._pairs.clear()
 
     def is_compared(self, micro_batch: int) -> bool:
         """Whether the outputs of the micro-batch with this number are compared."""
-        turn = self._repeats.num_windows % self.num_micro_batches
-        return self._repeats.is_young or micro_batch == turn
+        return self.is_young or micro_batch == self._num_windows % self._num_micro_batches
 
     def compare(self, block: str, first: Checksums, outputs: Sequence[Any]) -> None:
         """Notes the outputs of a repeated forward, and the checksums of those of the first one."""
@@ -54,7 +51,7 @@ class Proof:
     def end(self) -> None:
         """Raises UnsupportedError for the first block whose forwards differ. Waits for the
         device."""
-        self._repeats.num_windows += 1
+        self._num_windows += 1
         pairs, self._pairs = self._pairs, []
         for block, first, repeated in pairs:
             if [s is None for s in first] != [s is None for s in repeated]:

@@ -21,7 +21,7 @@ from infinity.modules.accumulate.boundary import is_activation
 from infinity.modules.accumulate.fiber import Random
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.of_transformers import CapturedTensors
-from infinity.modules.accumulate.proof import Repeats
+from infinity.modules.accumulate.proof import Proof
 from infinity.modules.accumulate.purity import describe, foreign_hook, replaced_forward
 from infinity.modules.autograd.forward_nodes import ACCUMULATES, behind, walk
 from infinity.modules.autograd.outputs import tensors_in
@@ -73,7 +73,7 @@ class Trial:
     def micro_batch(self) -> Iterator[None]:
         """Looks at one micro-batch, from its forward to the end of its backward."""
         attributes = ModuleState(self._model, on_hook=self._note_hook)
-        changed = BlockState("", self._model, Repeats()).watch()
+        changed = BlockState("", self._model, Proof()).watch()
         states = self._random.state()
         self._calls.clear()
         self._num_losses = 0

@@ -50,6 +50,7 @@ from infinity.modules.autograd.threads import (
 )
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED
+from infinity.modules.reading.discover import HookedModule
 from infinity.private.torch import (
     current_autograd_node,
     get_sequence_nr,
@@ -58,16 +59,6 @@ from infinity.private.torch import (
     will_engine_execute_node,
 )
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class HookedModule:
-    """A module that needs units while it runs. `is_block`: it is one of a list of equal modules."""
-
-    name: str
-    module: nn.Module
-    units: list[int]
-    is_block: bool = False
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -22,7 +22,6 @@ from infinity.modules.accumulate.layer_major import LayerMajorSchedule, Schedule
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.hooks import (
     BackwardCalls,
-    HookedModule,
     ModuleHooks,
     OwnHook,
     outside_graphs,
@@ -30,6 +29,7 @@ from infinity.modules.autograd.hooks import (
 from infinity.modules.autograd.threads import Turns
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
+from infinity.modules.reading.discover import HookedModule
 from infinity.sizes import format_nbytes
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.inputs.activations import InputStore

@@ -93,15 +93,6 @@ class Owner(Original, Protocol):
         """Adds a gradient that autograd has delivered to the handle itself."""
 
 
-class Alias(Protocol):
-    """A tensor that shows the memory of a parameter or of its gradient."""
-
-    is_gradient: bool
-
-    def lose(self) -> None:
-        """Keeps the present content, because the parameter is about to get other memory."""
-
-
 class Handle(StandIn):
     """A released parameter; or a gradient on a tier (`is_gradient`); or the `.data` of a parameter
     (`is_data`), also as a value of a state dictionary (`is_state`). See Note [State values]."""
@@ -114,7 +105,7 @@ class Handle(StandIn):
     kept: torch.Tensor | None = None  # The old values, after the parameter or `.grad` got others.
     number: int = 0  # Numbers the gradients of one parameter.
     memory: torch.Tensor | None = None  # Of a state value: a mirror, once somebody asked for it.
-    aliases: weakref.WeakValueDictionary[int, Alias] | None = None
+    aliases: weakref.WeakValueDictionary[int, Origin | Handle] | None = None
 
     # The metaclass of nn.Parameter reads this attribute in isinstance() for tensor subclasses.
     _is_param = True
@@ -157,23 +148,23 @@ class Handle(StandIn):
         self.owner.module_handle(self.name_in_model).note_alias(handle)
         return handle
 
-    def note_alias(self, alias: Alias) -> None:
-        """Registers a tensor that shows this parameter's memory. `alias.lose` runs when the memory
-        is replaced."""
+    def note_alias(self, alias: Origin | Handle) -> None:
+        """Registers a tensor that shows this parameter's memory, or that of its gradient.
+        `alias.lose` runs when the memory is replaced."""
         if self.aliases is None:
             self.aliases = weakref.WeakValueDictionary()
         self.aliases[id(alias)] = alias
 
     def lose_aliases(self, kind: type | tuple[type, ...] = object, *, is_gradient: bool) -> None:
-        """Makes the aliases keep their content; see `Alias.lose`."""
-        aliases: MutableMapping[int, Alias] = self.aliases or {}
+        """Makes the aliases keep their content."""
+        aliases: MutableMapping[int, Origin | Handle] = self.aliases or {}
         for key, alias in list(aliases.items()):
             if alias.is_gradient == is_gradient and isinstance(alias, kind):
                 alias.lose()
                 del aliases[key]
 
     def lose(self) -> None:
-        """See `Alias.lose`."""
+        """Keeps the present content, because the parameter is about to get other memory."""
         stamp = self.owner.stamp(self.name_in_model, is_gradient=self.is_gradient)
         if not self.is_gradient or (stamp is not None and stamp[0] == self.number):
             self.kept = self.clone()

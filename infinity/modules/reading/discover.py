@@ -49,12 +49,13 @@ class FoundParam:
 
 
 @dataclass(eq=False, slots=True)
-class FoundModule:
-    """A module, and its name in the model."""
+class HookedModule:
+    """A module that needs units while it runs."""
 
     name: str
     module: nn.Module
     is_block: bool  # One of a list of equal modules, or named as a block by the user.
+    units: list[int] = field(default_factory=list)  # In their order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +63,15 @@ class ModelLayout:
     """The hooked modules of a model, and its parameters grouped into units, in model order."""
 
     root: nn.Module
-    hooked_modules: list[FoundModule]
+    hooked_modules: list[HookedModule]
     units: list[tuple[str, list[FoundParam]]]
-
-    def module_units(self) -> list[list[int]]:
-        """Returns, for every hooked module, the indexes of the units it needs, in unit order."""
-        needed: list[list[int]] = [[] for _ in self.hooked_modules]
-        for index, (_, members) in enumerate(self.units):
-            for hooked in members[0].hooked_modules:
-                needed[hooked].append(index)
-        return needed
 
     def held_nbytes(self, nbytes_of_unit: Sequence[int]) -> int:
         """Returns the most weight bytes that nested hooked modules use at the same time."""
-        needed = self.module_units()
-        index_of = {id(hooked.module): index for index, hooked in enumerate(self.hooked_modules)}
+        needed = {id(hooked.module): frozenset(hooked.units) for hooked in self.hooked_modules}
 
         def most(module: nn.Module, in_use: frozenset[int]) -> int:
-            index = index_of.get(id(module))
-            if index is not None:
-                in_use = in_use | frozenset(needed[index])
+            in_use = in_use | needed.get(id(module), frozenset())
             here = sum(nbytes_of_unit[unit] for unit in in_use)
             return max([here, *(most(child, in_use) for child in module.children())])
 
@@ -90,7 +80,6 @@ class ModelLayout:
     def units_by_block(self) -> tuple[list[int], list[set[int]]]:
         """Returns the units that are used outside blocks or by several blocks, and the units of
         each single block with the tiles in it."""
-        needed = self.module_units()
         index_of = {id(hooked.module): index for index, hooked in enumerate(self.hooked_modules)}
         users: defaultdict[int, set[int | None]] = defaultdict(set)
 
@@ -99,7 +88,7 @@ class ModelLayout:
             if index is not None:
                 if block is None and self.hooked_modules[index].is_block:
                     block = index
-                for unit in needed[index]:
+                for unit in self.hooked_modules[index].units:
                     users[unit].add(block)
             for child in module.children():
                 walk(child, block)
@@ -138,7 +127,9 @@ def discover_units(
             kind = "frozen adapter"
         groups.setdefault((tuple(param.hooked_modules), kind), []).append(param)
     units = []
-    for (used_by, kind), members in groups.items():
+    for number, ((used_by, kind), members) in enumerate(groups.items()):
+        for hooked in used_by:
+            hooked_modules[hooked].units.append(number)
         name = _unit_name(members, hooked_modules)
         # Names of units are unique, because a commit finds a unit by its name.
         is_second = any((used_by, other) in groups for other in _KINDS[: _KINDS.index(kind)])
@@ -188,7 +179,7 @@ class _Walk:
     """Everything that `_visit` has found so far. `places` has, by the id of a module, its index
     among `hooked_modules`; `found` is by the id of a parameter, `seen` has ids of modules."""
 
-    hooked_modules: list[FoundModule]
+    hooked_modules: list[HookedModule]
     places: dict[int, int]
     found: dict[int, FoundParam]
     seen: set[int]
@@ -213,7 +204,7 @@ def _visit(
             hooked = walk.places.setdefault(id(module), len(walk.hooked_modules))
             if hooked == len(walk.hooked_modules):
                 walk.hooked_modules.append(
-                    FoundModule(name or type(module).__name__, module, starts_block)
+                    HookedModule(name or type(module).__name__, module, starts_block)
                 )
             if starts_block:
                 block = hooked
@@ -241,7 +232,7 @@ def _never(name: str, module: nn.Module) -> bool:
     return False
 
 
-def _unit_name(members: list[FoundParam], hooked_modules: list[FoundModule]) -> str:
+def _unit_name(members: list[FoundParam], hooked_modules: list[HookedModule]) -> str:
     first = members[0]
     if len(first.hooked_modules) == 1:
         return hooked_modules[first.hooked_modules[0]].name

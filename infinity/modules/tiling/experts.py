@@ -37,7 +37,6 @@ from infinity.modules.tiling.experts_call import (
     ExpertsNode,
     Recipe,
     Runner,
-    RunnerOfOne,
     anchored,
 )
 from infinity.modules.tiling.layers import Tiled, tensor_of
@@ -48,7 +47,7 @@ from infinity.private.torch import DropoutNd
 class TiledExperts(Tiled):
     """The forward of every class that `tiled_class` makes."""
 
-    runner: Runner = RunnerOfOne()
+    runner: Runner = Runner()
 
     @override
     def forward(

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -271,11 +271,13 @@ def _deliver(parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]
             hook(parameter)
 
 
-class Runner(Protocol):
-    """Takes calls through the tiles."""
+class Runner:
+    """Takes calls through the tiles, one by one."""
 
     def forward(self, call: ExpertsCall) -> torch.Tensor:
         """Returns the output."""
+        go_forward([call])
+        return call.arguments.sum()
 
     def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
         """Takes the output when it is a part of the graph."""
@@ -284,24 +286,6 @@ class Runner(Protocol):
         self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of hidden states, routing weights and factors."""
-
-
-class RunnerOfOne(Runner):
-    """Takes one call through the tiles."""
-
-    @override
-    def forward(self, call: ExpertsCall) -> torch.Tensor:
-        go_forward([call])
-        return call.arguments.sum()
-
-    @override
-    def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
-        return None
-
-    @override
-    def backward(
-        self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
         call.begin_backward(gradient, needs)
         go_backward([call], is_for_leaves=call.is_for_leaves)
         return call.arguments.gradients()
