@@ -127,7 +127,7 @@ class Engine:
         self._process = OwnProcess()
         self._unmanaged_params = UnmanagedParams(self.model)
         self._lock = threading.RLock()
-        self._param_table = ParamTable(self.model, self.params)
+        self._param_table = ParamTable(self.model, self.params, self.tiled_params)
         self._changes = WeightEdits(
             self.store, self.weight_cache, self.updater, self.masters, self._param_table,
             self._lock, is_sharded=self.ranks.partition is not None,
@@ -142,7 +142,7 @@ class Engine:
             self._backwards, self._lock,
         )  # fmt: skip
         self.handle_ops = HandleOps(
-            self, self.store.units, self.pool, self.passes, self.counters, self._param_table,
+            self, self.pool, self.passes, self.counters, self._param_table,
             self._uses, self._changes, self._backwards, self._grads, self.ranks.setting,
         )  # fmt: skip
         self._removable: list[Any] = []
@@ -156,7 +156,7 @@ class Engine:
             ),
         )  # fmt: skip
         self._access = ParamAccess(
-            self._param_table, self.tiled_params, self._uses, self._changes, self._grads,
+            self._param_table, self._uses, self._changes, self._grads,
             self.masters, self.updater, self.weight_cache, self._lock,
             setting=self.ranks.setting, reset=self._model_passes.reset,
         )  # fmt: skip
@@ -167,7 +167,6 @@ class Engine:
             self.gradients.norms.measure_beside(self.device.begin_thread)
             self.updater.start_worker(self._lock, self.device.begin_thread, self.resources)
         for param in self.params:
-            param.handle.owner = self.handle_ops
             param.mark(self)
 
     # -- Attaching to the model ------------------------------------------------------------------
@@ -254,7 +253,7 @@ class Engine:
 
     def handle(self, name: str) -> Handle:
         """Returns the handle of a parameter by its name in the user's model."""
-        return self._access.handle(name)
+        return self._param_table.handle(name)
 
     def spec(self, name: str) -> TensorSpec:
         """Returns shape, stride, dtype and offset of an untiled parameter or of a tile."""

@@ -91,8 +91,8 @@ def _model(config: SwapConfig, case: Case) -> PlannedModel:
         name=case.model,
         units=units,
         hooked_modules=tuple(
-            ModuleWork(tuple(needed), 1, int(hooked.is_block))
-            for hooked, needed in zip(layout.hooked_modules, layout.module_units(), strict=True)
+            ModuleWork(tuple(hooked.units), 1, int(hooked.is_block))
+            for hooked in layout.hooked_modules
         ),
         held_nbytes=layout.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
         num_params=1,

@@ -146,7 +146,9 @@ def test_the_same_units_as_the_engine_makes() -> None:
             layout_unit(index, name, [facts_of(each, dtypes) for each in members])
             for index, (name, members) in enumerate(layout.units)
         )
-        hooked_modules = tuple(ModuleWork(tuple(needed), 10**6) for needed in layout.module_units())
+        hooked_modules = tuple(
+            ModuleWork(tuple(hooked.units), 10**6) for hooked in layout.hooked_modules
+        )
         held_nbytes = layout.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
         return PlannedModel("", units, hooked_modules, held_nbytes, 0, 64)
 

@@ -7,11 +7,13 @@ live as long as the engine, so autograd, optimizers and hooks may keep reference
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from types import EllipsisType
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,7 +21,10 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.modules.handles.handle import Handle
 from infinity.modules.reading.discover import Registration
+from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.state.units import TensorSpec, Unit
+
+Rows: TypeAlias = slice | EllipsisType  # Of a tiled parameter; all of another one.
 
 _version_of = attrgetter("_version")
 
@@ -145,11 +150,20 @@ class _UnitParams:
 
 
 class ParamTable:
-    """All parameters of one model. Lookups from any thread; `show_*` under the engine's lock."""
+    """All parameters of one model. Lookups from any thread; `show_*` under the engine's lock.
 
-    def __init__(self, model: nn.Module, params: Iterable[OffloadedParam]) -> None:
+    tiled: the parameters that are split into some of `params`, by name
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[OffloadedParam],
+        tiled: Mapping[str, TiledParam],
+    ) -> None:
         self._model = model
         self.params = list(params)
+        self.tiled = tiled
         self._by_name = {param.name: param for param in self.params}
         self._by_tensor = {
             id(tensor): param for param in self.params for tensor in (param.handle, param.compute)
@@ -234,8 +248,12 @@ class ParamTable:
             return []  # Mostly.
         return [param for param in here.params if now[param.number] != then[param.number]]
 
-    def replace_handle(self, param: OffloadedParam, handle: Handle) -> None:
+    def replace_handle(self, name: str, handle: Handle) -> None:
         """Makes another object, which has taken the content of the handle, the handle."""
+        if name in self.tiled:
+            self.tiled[name].tensor = handle
+            return
+        param = self.named(name)
         before, param.handle = param.handle, handle
         del self._by_tensor[id(before)]
         self._by_tensor[id(handle)] = param
@@ -257,6 +275,23 @@ class ParamTable:
         if param is None:
             raise InfinityError(f"no parameter {name!r}; see engine.parameter_names()")
         return param
+
+    def handle(self, name: str) -> Handle:
+        """Returns the handle of a parameter by its name in the user's model."""
+        if name not in self.tiled:
+            return self.named(name).handle
+        tensor = self.tiled[name].tensor
+        assert isinstance(tensor, Handle)
+        return tensor
+
+    def parts(self, name: str) -> list[tuple[OffloadedParam, Rows]]:
+        """Returns a parameter, or each tile of a tiled one, with its rows."""
+        if name not in self.tiled:
+            return [(self.named(name), ...)]
+        tiled = self.tiled[name]
+        rows = itertools.starmap(slice, itertools.pairwise(tiled.starts))
+        params = [self.named(handle.name_in_model) for handle in tiled.handles]
+        return list(zip(params, rows, strict=True))
 
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is a compute parameter or a view of one."""

@@ -33,10 +33,8 @@ from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.handles.handle import Handle, find_handles, replace_handles
 from infinity.modules.handles.handle_tensor import Owner
 from infinity.modules.handles.mirrors import mirrored
-from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.observe import Counters
 from infinity.private.torch import DisableTorchFunctionSubclass, get_sequence_nr
-from infinity.state.units import Unit
 from infinity.streaming.passes import Passes
 from infinity.tiers.pool import HostPool
 
@@ -62,12 +60,12 @@ class _Lent:
 
 
 class HandleOps(Owner):
-    """The owner of every handle of one engine: see `handle.Owner`."""
+    """The owner of every handle of one engine, and of the mirrors of their bytes. A handle stands
+    for one parameter, or for the tiles of one."""
 
     def __init__(
         self,
         engine: object,
-        units: Sequence[Unit],
         pool: HostPool,
         passes: Passes,
         counters: Counters,
@@ -82,7 +80,6 @@ class HandleOps(Owner):
         self._counters = counters
         self._passes = passes
         self._pool = pool
-        self._units = units
         self._setting_on_ranks = setting
         self._param_table = param_table
         self._uses = uses
@@ -91,6 +88,8 @@ class HandleOps(Owner):
         self._grads = grads
         self._warned: set[str] = set()
         self._initialising: list[int] | None = None  # Units in use by initialisation, oldest first.
+        for param in param_table.params:
+            param.handle.owner = self
 
     def param_of(self, tensor: torch.Tensor) -> OffloadedParam:
         """Returns the parameter of a handle or compute parameter."""
@@ -102,65 +101,78 @@ class HandleOps(Owner):
             )
         return param
 
+    def _params(self, handle: Handle) -> list[OffloadedParam]:
+        return [param for param, _ in self._param_table.parts(handle.name_in_model)]
+
+    @override
+    def is_tiled(self, handle: Handle) -> bool:
+        return handle.name_in_model in self._param_table.tiled
+
+    @override
+    def tiles_of(self, handle: Handle) -> list[Handle]:
+        return [param.handle for param in self._params(handle)]
+
+    @override
+    def module_handle(self, name: str) -> Handle:
+        return self._param_table.handle(name)
+
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
         """Sets requires_grad of a handle. A parameter that was frozen at offload may become
         trainable, as an adapter does that is activated for evaluation; its gradient is refused."""
-        param = self._known(handle)
-        param.compute.requires_grad_(is_trainable)
+        for param in self._params(handle):
+            param.compute.requires_grad_(is_trainable)
+            with DisableTorchFunctionSubclass():
+                param.handle.requires_grad_(is_trainable)
         with DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
 
     @override
     def shown(self, handle: Handle) -> torch.Tensor | None:
-        param = self._known(handle)
+        if self.is_tiled(handle):
+            return None
+        param = self._param_table.named(handle.name_in_model)
         return param.compute if param.showing.is_of_parameters else None
+
+    @override
+    def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
+        return [param.compute for param in self._params(handle)]
+
+    @override
+    def increment_version(self, handle: Handle) -> None:
+        increment_versions(self._params(handle))
 
     # -- Gradients -------------------------------------------------------------------------------
 
     @override
     def gradient_of(self, handle: Handle) -> torch.Tensor | None:
-        param = self._known(handle)
-        if not self._grads.has(param):
+        stamp = self.stamp(handle.name_in_model, is_gradient=True)
+        if stamp is None:
             return None
-        gradient = Handle.make(self, param.name, handle, is_gradient=True)
-        param.handle.note_alias(gradient)
-        stamp = self._grads.stamp(param)
-        gradient.number = 0 if stamp is None else stamp[0]
+        gradient = Handle.make(self, handle.name_in_model, handle, is_gradient=True)
+        self.module_handle(handle.name_in_model).note_alias(gradient)
+        gradient.number = stamp[0]
         return gradient
 
+    @override
     def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
-        """Makes `value` the sum of gradients."""
         self._refuse_closed(handle.name_in_model)
-        self._grads.put(self._known(handle), value, is_other=is_other)
-
-    @override
-    def forget_gradient(self, handle: Handle) -> None:
-        self._grads.forget(self._known(handle))
-
-    @override
-    def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
-        return [self._known(handle).compute]
-
-    @override
-    def increment_version(self, handle: Handle) -> None:
-        increment_versions([self._known(handle)])
+        for param, rows in self._param_table.parts(handle.name_in_model):
+            self._grads.put(param, value[rows], is_other=is_other)
 
     @override
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
-        self._grads.take(self._known(handle), gradient)
-
-    def zero_gradient(self, handle: Handle) -> None:
-        """Sets the gradient that `handle` stands for to zeros."""
-        self._grads.zero(self._param_table.named(handle.name_in_model))
-
-    def _known(self, handle: Handle) -> OffloadedParam:
-        param = self._param_table.find(handle)
-        assert param is not None, handle
-        return param
+        for param, rows in self._param_table.parts(handle.name_in_model):
+            self._grads.take(param, gradient[rows])
 
     @override
-    def module_handle(self, name: str) -> Handle:
-        return self._param_table.named(name).handle
+    def forget_gradient(self, handle: Handle) -> None:
+        for param in self._params(handle):
+            self._grads.forget(param)
+
+    @override
+    def zero_gradient(self, handle: Handle) -> None:
+        for param in self._params(handle):
+            self._grads.zero(param)
 
     def _refuse_closed(self, name: str) -> None:
         if self._uses.is_closed:
@@ -182,8 +194,10 @@ class HandleOps(Owner):
         """
         handles = find_handles((args, kwargs))
         for handle in handles:
-            if isinstance(handle.owner, TiledParam) and handle.kept is None:
-                return handle.owner.compute_with(function, args, kwargs, changes=changes)
+            if handle.kept is None and handle.owner.is_tiled(handle):
+                if handle.owner is not self:
+                    return handle.owner.compute_with(function, args, kwargs, changes=changes)
+                return self._with_rows(handle.name_in_model, function, args, kwargs, changes)
         own = {id(h): h for h in handles if h.owner is self and h.kept is None}
         params = {key: self._param_behind(handle) for key, handle in own.items()}
         changed = [h for h in changes if id(h) in own and not h.is_gradient]
@@ -216,6 +230,55 @@ class HandleOps(Owner):
                 by_compute = {id(loan.tensor): loan.param.handle for loan in lent.values()}
                 return by_compute.get(id(answer), answer)
             return self._shown(units, answer, first, lent.values())
+
+    def _with_rows(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        changes: Sequence[Handle],
+    ) -> Any:
+        """Runs `function` on a copy of all rows of a tiled parameter, and writes changed rows back
+        to the tiles. Handles of other parameters fetch their bytes when the function reaches
+        them."""
+        lent: dict[int, tuple[Handle, torch.Tensor, int]] = {}
+
+        def real(handle: Handle) -> torch.Tensor:
+            if handle.kept is not None:
+                return handle.kept
+            if handle.owner is not self or handle.name_in_model != name:
+                return handle
+            if id(handle) not in lent:
+                copy = self._copy_of_rows(handle)
+                lent[id(handle)] = handle, copy, copy._version
+            return lent[id(handle)][1]
+
+        answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
+        for handle, copy, version in lent.values():
+            if copy._version != version or any(handle is change for change in changes):
+                if copy.requires_grad and torch.is_grad_enabled():
+                    raise RuntimeError(
+                        "a leaf Variable that requires grad is being used in an in-place operation."
+                    )
+                values = copy.detach().contiguous().view(-1).view(torch.uint8)
+                self.write_bytes(name, 0, values, is_gradient=handle.is_gradient)
+                if answer is copy:
+                    return handle
+            answer = mirrored(
+                answer, copy, self.module_handle(name).note_alias, self, name,
+                is_gradient=handle.is_gradient, is_copy=True,
+            )  # fmt: skip
+        return answer
+
+    def _copy_of_rows(self, handle: Handle) -> torch.Tensor:
+        tiled = self._param_table.tiled[handle.name_in_model]
+        if not handle.is_gradient:
+            return tiled.read().detach() if handle.is_data else tiled.read()
+        stamp = self.stamp(tiled.name, is_gradient=True)
+        if stamp is None or stamp[0] != handle.number:
+            raise _gone(tiled.name)
+        return tiled.read_gradient()
 
     def _param_behind(self, handle: Handle) -> OffloadedParam:
         if handle.is_gradient or handle.is_data:
@@ -273,11 +336,7 @@ class HandleOps(Owner):
         is_same = stamp is None or stamp[0] == handle.number
         gradient = self._grads.read(param) if is_same else None
         if gradient is None:
-            raise InfinityError(
-                f"the gradient of {handle.name_in_model!r} is not there any more: it was "
-                "dropped (zero_grad) after `.grad` was taken. Clone a gradient that is to "
-                "be kept"
-            )
+            raise _gone(handle.name_in_model)
         return gradient.to(handle.device)
 
     def _note_fault(self, names: list[str], function: Callable[..., Any]) -> None:
@@ -304,31 +363,49 @@ class HandleOps(Owner):
 
     @override
     def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
-        param = self._param_table.named(name)
-        if is_gradient:
-            return self._grads.stamp(param)
-        return 0, param.compute._version, param.changes
+        found: list[tuple[int, ...]] = []
+        for param, _ in self._param_table.parts(name):
+            own = (0, param.compute._version, param.changes)
+            stamp = self._grads.stamp(param) if is_gradient else own
+            if stamp is None:
+                return None
+            found.append(stamp)
+        return sum(stamp[0] for stamp in found), *(n for stamp in found for n in stamp[1:])
 
     @override
     def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
-        param = self._param_table.named(name)
-        stop = start + into.numel()
+        for param, place, part in self._ranges(name, start, into, is_gradient=is_gradient):
+            self._read_bytes(param, place, part, is_gradient=is_gradient)
+
+    def _read_bytes(
+        self, param: OffloadedParam, place: slice, into: torch.Tensor, *, is_gradient: bool
+    ) -> None:
         if is_gradient:
             gradient = self._grads.read(param)
             assert gradient is not None
-            into.copy_(_bytes_of(gradient, param)[start:stop])
+            into.copy_(_bytes_of(gradient, param)[place])
             return
-        self._refuse_closed(name)
+        self._refuse_closed(param.name)
         with self._uses.using([param.unit.index]):
-            into.copy_(_bytes_of(param.compute, param)[start:stop])
+            into.copy_(_bytes_of(param.compute, param)[place])
 
     @override
     def write_bytes(
         self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
     ) -> None:
-        param = self._param_table.named(name)
-        place = slice(start, start + values.numel())
-        self._refuse_closed(name)
+        is_tiled = name in self._param_table.tiled
+        for param, place, part in self._ranges(name, start, values, is_gradient=is_gradient):
+            if is_tiled:
+                before = torch.empty_like(part)
+                self._read_bytes(param, place, before, is_gradient=is_gradient)
+                if torch.equal(before, part):
+                    continue  # This tile is not written.
+            self._write_bytes(param, place, part, is_gradient=is_gradient)
+
+    def _write_bytes(
+        self, param: OffloadedParam, place: slice, values: torch.Tensor, *, is_gradient: bool
+    ) -> None:
+        self._refuse_closed(param.name)
         if is_gradient:
             gradient = self._grads.read(param)
             assert gradient is not None
@@ -340,6 +417,18 @@ class HandleOps(Owner):
             self._edits.lend_params([param])
             _bytes_of(param.compute, param)[place] = values
             increment_versions([param])
+
+    def _ranges(
+        self, name: str, start: int, content: torch.Tensor, *, is_gradient: bool
+    ) -> Iterator[tuple[OffloadedParam, slice, torch.Tensor]]:
+        """Yields every parameter with some of the content, the place there, and that part."""
+        stop, first = start + content.numel(), 0
+        for param, _ in self._param_table.parts(name):
+            end = first + param.spec.numel * (4 if is_gradient else param.compute.element_size())
+            low, high = max(start, first), min(stop, end)
+            if low < high:
+                yield param, slice(low - first, high - first), content[low - start : high - start]
+            first = end
 
     # -- Initialisation --------------------------------------------------------------------------
 
@@ -383,11 +472,18 @@ class HandleOps(Owner):
         return len(units) <= _INITIALISING_UNITS and is_safe
 
     def _has_master(self, unit: int) -> bool:
-        return self._units[unit].master_dtype is not None
+        return any(p.unit.master_dtype is not None for p in self._param_table.of_unit(unit))
 
     def _release_unit(self, unit: int) -> None:
         self._edits.expect([unit])
         self._uses.leave([unit])
+
+
+def _gone(name: str) -> InfinityError:
+    return InfinityError(
+        f"the gradient of {name!r} is not there any more: it was dropped (zero_grad) after `.grad` "
+        "was taken. Clone a gradient that is to be kept"
+    )
 
 
 def _bytes_of(tensor: torch.Tensor, param: OffloadedParam) -> torch.Tensor:

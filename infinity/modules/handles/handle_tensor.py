@@ -47,7 +47,13 @@ from infinity.private.torch import DisableTorchFunctionSubclass, make_wrapper_su
 
 
 class Owner(Original, Protocol):
-    """The object that serves handles: `HandleOps`, or the `TiledParam` of tiles."""
+    """The object that serves handles, which are below it: `HandleOps`."""
+
+    def is_tiled(self, handle: Handle) -> bool:
+        """Whether the handle stands for tiles."""
+
+    def tiles_of(self, handle: Handle) -> list[Handle]:
+        """Returns the handles of the tiles that a handle stands for, or that of the parameter."""
 
     def compute_with(
         self,

@@ -6,7 +6,7 @@ A tiled parameter has a name of its own; its tiles have names, too. Each method 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,7 +23,6 @@ from infinity.modules.handles.handle_tensor import is_value_of, plain_value, ref
 from infinity.modules.handles.originals import Originals
 from infinity.modules.handles.patches import refuse_swaps
 from infinity.modules.interrupts import uninterrupted
-from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.state.units import TensorSpec
 from infinity.streaming.gradients.sums import in_memory_order
 from infinity.streaming.updates.masters import MasterWeights
@@ -41,7 +40,6 @@ class ParamAccess:
     def __init__(
         self,
         param_table: ParamTable,
-        tiled_params: Mapping[str, TiledParam],
         uses: UnitUses,
         edits: WeightEdits,
         grads: ParamGrads,
@@ -54,7 +52,6 @@ class ParamAccess:
         reset: Callable[[], None],
     ) -> None:
         self._param_table = param_table
-        self._tiled_params = tiled_params
         self._uses = uses
         self._edits = edits
         self._grads = grads
@@ -68,35 +65,21 @@ class ParamAccess:
     def tile_rows(self, name: str) -> list[tuple[str, int, int]]:
         """Returns (name, first row, end) of every tile of a parameter; one entry if it is not
         tiled."""
-        tiled = self._tiled_params.get(name)
+        tiled = self._param_table.tiled.get(name)
         if tiled is None:
             shape = self.spec(name).facts.shape
             return [(name, 0, shape[0] if shape else 1)]
         names = [handle.name_in_model for handle in tiled.handles]
         return list(zip(names, tiled.starts, tiled.starts[1:], strict=False))
 
-    def handle(self, name: str) -> Handle:
-        """Returns the handle of a parameter by its name in the user's model."""
-        tiled = self._tiled_params.get(name)
-        tensor = self._param_table.named(name).handle if tiled is None else tiled.tensor
-        assert isinstance(tensor, Handle)
-        return tensor
-
     def follow(self, originals: Originals) -> None:
         """Makes the user's own parameters the handles; see `Originals.follow`."""
         self._param_table.refresh(is_referenced=False)
-        originals.follow(self.handle, self._replace_handle)
+        originals.follow(self._param_table.handle, self._param_table.replace_handle)
         self._param_table.refresh()
         params = self._param_table.params
         own = [tensor for param in params for tensor in (param.handle, param.compute)]
-        refuse_swaps([*own, *(tiled.tensor for tiled in self._tiled_params.values())])
-
-    def _replace_handle(self, name: str, handle: Handle) -> None:
-        tiled = self._tiled_params.get(name)
-        if tiled is None:
-            self._param_table.replace_handle(self._param_table.named(name), handle)
-        else:
-            tiled.tensor = handle
+        refuse_swaps([*own, *(tiled.tensor for tiled in self._param_table.tiled.values())])
 
     def spec(self, name: str) -> TensorSpec:
         """Returns shape, stride, dtype and offset of an untiled parameter or of a tile."""
@@ -104,7 +87,7 @@ class ParamAccess:
 
     def read_gradient(self, name: str) -> torch.Tensor | None:
         """Returns a copy of the gradient summed so far (fp32, on the host), or None."""
-        if name in self._tiled_params:
+        if name in self._param_table.tiled:
             parts = [self.read_gradient(tile) for tile, _, _ in self.tile_rows(name)]
             there = [part for part in parts if part is not None]
             return torch.cat(there) if len(there) == len(parts) else None
@@ -112,7 +95,7 @@ class ParamAccess:
 
     def read(self, name: str, *, master: bool = False) -> torch.Tensor:
         """Returns a copy on the host: in the compute dtype, or (`master`) the fp32 master value."""
-        if name in self._tiled_params:
+        if name in self._param_table.tiled:
             tiles = self.tile_rows(name)
             return torch.cat([self.read(tile, master=master) for tile, _, _ in tiles])
         param = self._param_table.named(name)
@@ -133,7 +116,7 @@ class ParamAccess:
         """Replaces the value of a parameter and its master. Any dtype; the shape of the
         parameter."""
         tensor = plain_value(tensor)
-        tiled = self._tiled_params.get(name)
+        tiled = self._param_table.tiled.get(name)
         shape = tuple(self.spec(name).facts.shape if tiled is None else tiled.tensor.shape)
         if tuple(tensor.shape) != shape:
             raise InfinityError(f"{name!r} has shape {shape}, got {tuple(tensor.shape)}")

@@ -35,10 +35,9 @@ def tiles_of(tensor: Any) -> list[Any]:
     follower stands for its handle."""
     if isinstance(tensor, Follower):
         tensor = tensor.handle
-    owner = tensor.owner if isinstance(tensor, Handle) else None
-    if not isinstance(owner, TiledParam):
-        return [tensor]
-    return list(owner.handles)
+    if isinstance(tensor, Handle) and tensor.owner.is_tiled(tensor):
+        return tensor.owner.tiles_of(tensor)
+    return [tensor]
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
@@ -210,7 +209,7 @@ class Tiling:
         for tiled in self.tiled_params:
             shape = tiled.tensor.shape
             tiled.handles = [handle_of(tile) for tile in tiled.tiles]
-            tensor = Handle.make(tiled, tiled.name, tiled.handles[0], shape=shape)
+            tensor = Handle.make(tiled.handles[0].owner, tiled.name, tiled.handles[0], shape=shape)
             # Initialisation of transformers skips it: it initialises the tiles instead.
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
             tiled.tensor = tensor
