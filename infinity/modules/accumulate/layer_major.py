@@ -76,7 +76,7 @@ from infinity.modules.accumulate.of_transformers import (
     without_caches_and_checkpointing,
 )
 from infinity.modules.accumulate.proof import Proof
-from infinity.modules.accumulate.purity import refuse_hooks
+from infinity.modules.accumulate.purity import foreign_hook, refuse_hook
 from infinity.modules.autograd.hooks import ModuleHooks
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED
@@ -146,7 +146,8 @@ class LayerMajorSchedule:
         `when_back` is called between forward and backward. The caller delays signals; they are
         delivered between the micro-batches of a block.
         """
-        refuse_hooks(self._attributes.named)
+        if (found := foreign_hook(self._attributes.named)) is not None:
+            refuse_hook(*found)
         micro_batches: list[MicroBatch] = []
         attributes: dict[Key, Any] = {}  # That the micro-batches leave behind.
         try:

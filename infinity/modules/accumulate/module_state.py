@@ -26,7 +26,7 @@ from infinity.modules.accumulate.purity import (
     INSTALLS,
     hooked_nodes,
     is_trusted,
-    refuse_new_hook,
+    refuse_hook,
 )
 
 Key: TypeAlias = tuple[int, str]  # The id of a module, and an attribute.
@@ -53,12 +53,10 @@ _watching: list[ModuleState] = []
 
 class ModuleState:
     """The attributes of a model's modules that differ between micro-batches. Used by one running
-    thread at a time. `on_hook` is called with a new forward hook and its module."""
+    thread at a time. `on_hook` is called with the class of a module and its new forward hook."""
 
-    def __init__(
-        self, model: nn.Module, on_hook: Callable[[nn.Module, Any], None] = refuse_new_hook
-    ) -> None:
-        self.on_hook = on_hook
+    def __init__(self, model: nn.Module, on_hook: Callable[[str, Any], None] = refuse_hook) -> None:
+        self._on_hook = on_hook
         self.named = dict(model.named_modules())
         self._modules = {id(module): module for module in self.named.values()}
         layers = [m for m in self._modules.values() if "_disable_adapters" in m.__dict__]
@@ -101,7 +99,7 @@ class ModuleState:
     def note_hook(self, module: nn.Module, hook: Any) -> None:
         """Notes that a forward hook is about to be registered."""
         if id(module) in self._modules:
-            self.on_hook(module, hook)
+            self._on_hook(type(module).__name__, hook)
 
     def changed(self) -> Iterator[str]:
         """Yields the attributes that differ from those at the first look."""

@@ -58,18 +58,6 @@ def replaced_forward(model: nn.Module) -> str | None:
     return None
 
 
-def refuse_hooks(named: Mapping[str, nn.Module]) -> None:
-    """Raises UnsupportedError for a forward hook of a program's own on one of these modules."""
-    found = foreign_hook(named)
-    if found is not None:
-        refuse_hook(*found)
-
-
-def refuse_new_hook(module: nn.Module, hook: Any) -> None:
-    """Raises UnsupportedError for a forward hook that is registered for one call of the model."""
-    refuse_hook(type(module).__name__, hook)
-
-
 def refuse_hook(name: str, hook: Any) -> None:
     """Raises UnsupportedError for a forward hook of the module with this name."""
     raise UnsupportedError(

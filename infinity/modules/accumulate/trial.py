@@ -109,7 +109,7 @@ class Trial:
     def _note(self, cause: str) -> None:
         self.cause = self.cause or cause
 
-    def _note_hook(self, module: nn.Module, hook: Any) -> None:
+    def _note_hook(self, name: str, hook: Any) -> None:
         self._note(f"a micro-batch registers the forward hook {describe(hook)}")
 
     def _note_call(self, module: nn.Module, args: Any) -> None:

@@ -16,6 +16,7 @@ from infinity.errors import ParameterNotResident, UnsupportedError
 from infinity.modules.handles.handle_tensor import (
     Handle,
     find_handles,
+    plain_value,
     refuse_parametrization,
     replace_handles,
     set_gradient,
@@ -118,7 +119,7 @@ def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype |
     """Returns the handle if `.to()` changes nothing. A copy in another dtype, or on the host, is
     computed like any function. Refuses another device, because the engine owns the device."""
     if _is_on(handle, device) and dtype in (None, handle.dtype):
-        return handle
+        return plain_value(handle)  # A state value gives a tensor that outlives the engine.
     if handle.is_gradient or _is_on(handle, device) or torch.device("cpu") == device:
         return NotImplemented
     return _refuse_conversion(handle, device, dtype)
@@ -174,10 +175,6 @@ def _array(handle: Handle, *args: Any, **kwargs: Any) -> Any:
     return handle.detach().__array__(*args) if args else handle.detach().numpy()
 
 
-def _rests_as_is(handle: Handle) -> bool:
-    return handle.device.type == "cpu"
-
-
 def _convert_to(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda handle, *args, **kwargs: _converted(handle, None, dtype)
 
@@ -205,10 +202,12 @@ def _refuse_storage(handle: Handle, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _data_ptr(handle: Handle) -> int:
+    if handle.is_state:
+        return handle.in_memory().data_ptr()
     # PEFT compares the addresses of embedding and head after it has merged adapters into them.
     if sys._getframe(2).f_globals.get("__name__", "").startswith("peft."):
         return id(handle.owner.module_handle(handle.name_in_model))
-    return handle.in_memory().data_ptr() if handle.is_state else _refuse_storage(handle)
+    return _refuse_storage(handle)
 
 
 # -- Gradients: a handle stands for one leaf of the graph, or for the leaves of its tiles ---------
@@ -305,7 +304,7 @@ Handle.special = {
     torch.Tensor.bfloat16: _convert_to(torch.bfloat16),
     torch.Tensor.double: _convert_to(torch.float64),
     torch.Tensor.float: _convert_to(torch.float32),
-    torch.Tensor.cpu: lambda h, *a, **k: h if _rests_as_is(h) else NotImplemented,
+    torch.Tensor.cpu: _move_to("cpu"),
     torch.Tensor.cuda: _move_to("cuda"),
     torch.Tensor.data_ptr: _data_ptr,
     **{func: _memory(func) for func in members("untyped_storage storage _typed_storage")},
