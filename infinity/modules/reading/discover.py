@@ -55,7 +55,7 @@ class HookedModule:
     name: str
     module: nn.Module
     is_block: bool  # One of a list of equal modules, or named as a block by the user.
-    units: list[int] = field(default_factory=list)  # In their order.
+    units: list[int] = field(default_factory=list)  # In their order; `ModelLayout` fills it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,13 @@ class ModelLayout:
     root: nn.Module
     hooked_modules: list[HookedModule]
     units: list[tuple[str, list[FoundParam]]]
+
+    def __post_init__(self) -> None:
+        for hooked in self.hooked_modules:
+            hooked.units.clear()
+        for index, (_, members) in enumerate(self.units):
+            for number in members[0].hooked_modules:
+                self.hooked_modules[number].units.append(index)
 
     def held_nbytes(self, nbytes_of_unit: Sequence[int]) -> int:
         """Returns the most weight bytes that nested hooked modules use at the same time."""
@@ -127,9 +134,7 @@ def discover_units(
             kind = "frozen adapter"
         groups.setdefault((tuple(param.hooked_modules), kind), []).append(param)
     units = []
-    for number, ((used_by, kind), members) in enumerate(groups.items()):
-        for hooked in used_by:
-            hooked_modules[hooked].units.append(number)
+    for (used_by, kind), members in groups.items():
         name = _unit_name(members, hooked_modules)
         # Names of units are unique, because a commit finds a unit by its name.
         is_second = any((used_by, other) in groups for other in _KINDS[: _KINDS.index(kind)])
