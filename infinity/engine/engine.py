@@ -156,8 +156,7 @@ class Engine:
             ),
         )  # fmt: skip
         self._access = ParamAccess(
-            self._param_table, self._uses, self._changes, self._grads,
-            self.masters, self.updater, self.weight_cache, self._lock,
+            self._param_table, self._uses, self._changes, self._grads, self._lock,
             setting=self.ranks.setting, reset=self._model_passes.reset,
         )  # fmt: skip
         # A model that is dropped without close() releases its memory and its swap files, too.

@@ -255,6 +255,26 @@ class WeightEdits:
                 self._before.pop(param, None)
             self._weight_cache.check_in(unit, dirty_nbytes=facts.weight_nbytes, write_now=False)
 
+    def read_wide(self, param: OffloadedParam, narrow: torch.Tensor) -> torch.Tensor:
+        """Returns the fp32 master of a parameter with this value; the value in fp32 without one."""
+        unit, spec = param.unit, param.spec
+        if not self._masters.has(unit, spec):
+            return narrow.float()
+        self._updater.finish_writes()
+        wide = self._masters.read(unit, spec, in_memory_order(narrow, spec))
+        return wide.as_strided(spec.facts.shape, spec.facts.stride)
+
+    def write_given(self, param: OffloadedParam, value: torch.Tensor) -> None:
+        """Replaces the value of a parameter by that of a caller; see `write`. Raises InfinityError
+        while the unit is in use."""
+        if self._weight_cache.is_in_use(param.unit.index):
+            raise InfinityError(
+                f"write_parameter({param.name!r}) while {param.unit.name!r} is in use; leave "
+                "infinity.gather() first"
+            )
+        self._updater.settle()
+        self.write(param.unit, {param.spec: value})
+
     def write(self, unit: Unit, values: Mapping[TensorSpec, torch.Tensor]) -> None:
         """Replaces weights and masters of a unit that is not in use; the write to NVMe may come
         later. Values have the shapes of the tensors and any float dtype."""

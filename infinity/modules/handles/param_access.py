@@ -24,10 +24,6 @@ from infinity.modules.handles.originals import Originals
 from infinity.modules.handles.patches import refuse_swaps
 from infinity.modules.interrupts import uninterrupted
 from infinity.state.units import TensorSpec
-from infinity.streaming.gradients.sums import in_memory_order
-from infinity.streaming.updates.masters import MasterWeights
-from infinity.streaming.updates.record import StepRunner
-from infinity.streaming.weights.cache import WeightCache
 
 
 class ParamAccess:
@@ -43,9 +39,6 @@ class ParamAccess:
         uses: UnitUses,
         edits: WeightEdits,
         grads: ParamGrads,
-        masters: MasterWeights,
-        updater: StepRunner,
-        weight_cache: WeightCache,
         lock: threading.RLock,
         *,
         setting: Callable[[Sequence[int]], AbstractContextManager[None]],
@@ -55,9 +48,6 @@ class ParamAccess:
         self._uses = uses
         self._edits = edits
         self._grads = grads
-        self._masters = masters
-        self._updater = updater
-        self._weight_cache = weight_cache
         self._lock = lock
         self._setting = setting
         self._reset = reset
@@ -99,18 +89,11 @@ class ParamAccess:
             tiles = self.tile_rows(name)
             return torch.cat([self.read(tile, master=master) for tile, _, _ in tiles])
         param = self._param_table.named(name)
-        spec = param.spec
         with self._lock:
             with self._uses.using([param.unit.index]):
                 copy = param.compute.detach().to("cpu", copy=True)
-            if not master or not copy.is_floating_point():
-                return copy
-            if self._masters.has(param.unit, spec):
-                self._updater.finish_writes()
-                narrow = in_memory_order(copy, spec)
-                wide = self._masters.read(param.unit, spec, narrow)
-                return wide.as_strided(spec.facts.shape, spec.facts.stride)
-            return copy.float()
+            is_wide = master and copy.is_floating_point()
+            return self._edits.read_wide(param, copy) if is_wide else copy
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces the value of a parameter and its master. Any dtype; the shape of the
@@ -127,13 +110,7 @@ class ParamAccess:
         param = self._param_table.named(name)
         with uninterrupted(), self._lock, torch.no_grad(), self._setting([param.unit.index]):
             self._reset()
-            if self._weight_cache.is_in_use(param.unit.index):
-                raise InfinityError(
-                    f"write_parameter({name!r}) while {param.unit.name!r} is in use; leave "
-                    "infinity.gather() first"
-                )
-            self._updater.settle()
-            self._edits.write(param.unit, {param.spec: tensor})
+            self._edits.write_given(param, tensor)
 
     def take_loaded(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
