@@ -52,8 +52,8 @@ from infinity.modules.handles.param_access import ParamAccess
 from infinity.modules.handles.unmanaged_params import UnmanagedParams
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.reading.discover import HookedModule
+from infinity.modules.tiling.layers import TiledParam
 from infinity.modules.tiling.split import tiles_of
-from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.observe import Counters, Track
 from infinity.ops.optimizers import Settings
 from infinity.simulate.update_device import UpdateDevice

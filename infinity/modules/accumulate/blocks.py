@@ -24,8 +24,7 @@ from infinity.modules.accumulate.boundary import (
     refuse_side_channels,
 )
 from infinity.modules.accumulate.experts import ExpertsSchedule
-from infinity.modules.accumulate.fiber import Random
-from infinity.modules.accumulate.micro_batch import MicroBatch
+from infinity.modules.accumulate.fiber import MicroBatch, Random
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.of_transformers import CapturedTensors, captured_again
 from infinity.modules.accumulate.proof import Proof, checksums

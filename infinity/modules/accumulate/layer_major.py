@@ -33,7 +33,7 @@ Note [State of modules]
   Each fiber has its own attributes of modules, and a repeated forward begins with those of its call
   (`module_state.py`), and with the buffers and generators that the first one found
   (`block_state.py`). What it gives is compared (`proof.py`). Calls beside each other in a loss are
-  fibers, too (`micro_batch.py`).
+  fibers, too (`fiber.py`).
 
 Note [Stops at tiles]
   A block with tiles (`modules/tiling/split.py`) is larger than the fetch window. Fibers therefore
@@ -68,8 +68,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.blocks import BlockRuns
 from infinity.modules.accumulate.boundary import BlockCall, RunningBlock, TileStop
 from infinity.modules.accumulate.experts import ExpertsSchedule
-from infinity.modules.accumulate.fiber import Fiber, Random
-from infinity.modules.accumulate.micro_batch import CallBeside, MicroBatch
+from infinity.modules.accumulate.fiber import CallBeside, Fiber, MicroBatch, Random
 from infinity.modules.accumulate.module_state import Key, ModuleState
 from infinity.modules.accumulate.of_transformers import (
     refuse_caches,

@@ -21,7 +21,7 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.modules.handles.handle import Handle
 from infinity.modules.reading.discover import Registration
-from infinity.modules.tiling.tiled_param import TiledParam
+from infinity.modules.tiling.layers import TiledParam
 from infinity.state.units import TensorSpec, Unit
 
 Rows: TypeAlias = slice | EllipsisType  # Of a tiled parameter; all of another one.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from infinity.modules.reading.adapters import copied_parameters, derived_parameters
-from infinity.modules.tiling.tiled_param import TiledParam
+from infinity.modules.tiling.layers import TiledParam
 from infinity.sizes import format_nbytes
 from infinity.state.stored import StoredTensor, stored_tiles
 from infinity.storage.shards import ShardIdentity

@@ -24,9 +24,8 @@ from infinity.modules.handles.handle_tensor import is_value_of, plain_value
 from infinity.modules.handles.originals import Follower
 from infinity.modules.reading.empty_weights import Provisional, without_class
 from infinity.modules.tiling import experts as tiled_experts
-from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
+from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear, TiledParam
 from infinity.modules.tiling.peft_experts import factor_adapters, merge_adapters
-from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
 
 
