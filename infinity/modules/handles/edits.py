@@ -264,7 +264,7 @@ class WeightEdits:
         wide = self._masters.read(unit, spec, in_memory_order(narrow, spec))
         return wide.as_strided(spec.facts.shape, spec.facts.stride)
 
-    def write_given(self, param: OffloadedParam, value: torch.Tensor) -> None:
+    def write_one(self, param: OffloadedParam, value: torch.Tensor) -> None:
         """Replaces the value of a parameter by that of a caller; see `write`. Raises InfinityError
         while the unit is in use."""
         if self._weight_cache.is_in_use(param.unit.index):

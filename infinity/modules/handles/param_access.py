@@ -110,7 +110,7 @@ class ParamAccess:
         param = self._param_table.named(name)
         with uninterrupted(), self._lock, torch.no_grad(), self._setting([param.unit.index]):
             self._reset()
-            self._edits.write_given(param, tensor)
+            self._edits.write_one(param, tensor)
 
     def take_loaded(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
