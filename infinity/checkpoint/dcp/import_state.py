@@ -25,7 +25,8 @@ from typing_extensions import override
 
 from infinity.checkpoint.dcp import in_one_process
 from infinity.checkpoint.huggingface.import_checks import refuse_codes
-from infinity.checkpoint.run.layout import is_row_major, kept_tensors
+from infinity.checkpoint.run.layout import StateTensor, is_row_major, kept_tensors
+from infinity.checkpoint.run.load import fill_state_kind
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
@@ -83,22 +84,22 @@ def import_dcp(
 
 
 def _load_moments(state: StateAccess, read: Callable[[str, str], torch.Tensor | None]) -> None:
+    last: tuple[StateTensor, torch.Tensor | None] | None = None
+
+    def fill(tensor: StateTensor, start: int, target: torch.Tensor) -> None:
+        nonlocal last
+        if last is None or last[0] is not tensor:
+            value = read(tensor.spec.name, tensor.state_kind.value)
+            last = tensor, None if value is None else _flat(value, tensor.full)
+        start += tensor.start
+        if last[1] is None:
+            target.zero_()
+        else:
+            target.copy_(last[1][start : start + target.numel()])
+
     for unit, tensors in kept_tensors(state):
         for state_kind in unit.moments.kinds:
-            if state.store.location(unit, state_kind) is None:
-                continue
-            by_spec = {tensor.spec: tensor for tensor in tensors if tensor.state_kind is state_kind}
-            last: tuple[TensorSpec, torch.Tensor | None] | None = None
-            for part in state.parts(unit, state_kind, keep=True):
-                tensor = by_spec[part.spec]
-                if last is None or last[0] is not part.spec:
-                    value = read(part.spec.name, state_kind.value)
-                    last = part.spec, None if value is None else _flat(value, tensor.full)
-                start = tensor.start + part.start
-                if last[1] is None:
-                    part.values.zero_()
-                else:
-                    part.values.copy_(last[1][start : start + part.values.numel()])
+            fill_state_kind(state, unit, state_kind, tensors, fill)
 
 
 def _flat(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

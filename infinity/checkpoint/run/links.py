@@ -18,7 +18,6 @@ import logging
 import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.checkpoint.durable import sync_directory
@@ -389,15 +388,8 @@ def _inode(path: Path) -> Inode:
     return found.st_dev, found.st_ino
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """A state kind of a unit that the swap files hold as the checkpoint has it."""
-
-    unit: Unit
-    state_kind: StateKind
-    location: NvmeLocation
-    entry: LinkedKind
-    swap_paths: frozenset[str]
+# State kinds that the swap files hold as the checkpoint has them: where, and their rows.
+_Matches = dict[tuple[Unit, StateKind], tuple[NvmeLocation, LinkedKind]]
 
 
 def restore_linked(
@@ -415,22 +407,23 @@ def restore_linked(
     frozen = next((f for f in volume.frozen if f.label == label), None) if volume else None
     if volume is None or linked is None or frozen is None:
         return set()
-    matches = _find_matches(linked, state, kept, volume, frozen)
-    if matches is None:
+    found = _find_matches(linked, state, kept, volume, frozen)
+    if found is None:
         return set()
-    for swap_path in {path for match in matches for path in match.swap_paths}:
+    matches, swap_paths = found
+    for swap_path in swap_paths:
         link = checkpoint.path / place / os.path.basename(swap_path)
         if not os.path.samefile(swap_path, link):
             return set()
     with PageReader() as pages:
-        for match in matches:
-            for _ in linked.read(pages, match.entry, 0, match.entry.nbytes):
+        for _, entry in matches.values():
+            for _ in linked.read(pages, entry, 0, entry.nbytes):
                 pass  # Reading compares; a wrong page raises.
     state.weight_cache.forget()
     volume.restore(frozen)
-    for match in matches:
-        volume.put_checksums(match.location.extents, linked.checksums_of(match.entry))
-    return {(match.unit, match.state_kind) for match in matches}
+    for location, entry in matches.values():
+        volume.put_checksums(location.extents, linked.checksums_of(entry))
+    return set(matches)
 
 
 def _find_matches(
@@ -439,14 +432,16 @@ def _find_matches(
     kept: KeptTensors,
     volume: Volume,
     frozen: FrozenContent,
-) -> list[_Match] | None:
-    """Pairs linked state with the frozen ranges of the volume; None if any of it has no pair."""
+) -> tuple[_Matches, set[str]] | None:
+    """Pairs linked state with the frozen ranges of the volume; returns the pairs and the swap files
+    of the ranges, None if any of it has no pair."""
     entries = {
         (entry.unit, entry.state_kind): entry
         for entry in linked.kinds
         if any(run.file != COPIES_NAME for run in entry.runs)
     }
-    matches, divided = [], state.partition
+    matches: _Matches = {}
+    swap_paths, divided = set[str](), state.partition
     for unit, kept_tensors in kept:
         if divided is not None and not divided.is_saver(unit):
             continue
@@ -465,6 +460,6 @@ def _find_matches(
             ranges = volume.locate(location.extents, frozen)
             if entry.runs != linked_runs(ranges):
                 return None
-            paths = frozenset(swap_range.path for swap_range in ranges)
-            matches.append(_Match(unit, state_kind, location, entry, paths))
-    return None if entries else matches
+            swap_paths.update(swap_range.path for swap_range in ranges)
+            matches[unit, state_kind] = location, entry
+    return None if entries else (matches, swap_paths)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.optimizers.offloaded import OffloadedOptimizer
-from infinity.state.units import StateKind, TensorSpec, Unit
+from infinity.state.units import StateKind, Unit
 from infinity.streaming.gradients.sums import in_memory_order
 
 _MIXTURE = "the model is a mixture of two states now: do not train on, load another checkpoint"
@@ -148,26 +148,31 @@ class _ModelReader:
     def __init__(self, checkpoint: OpenCheckpoint, reader: StoredReader) -> None:
         self._checkpoint = checkpoint
         self._reader = reader
+        # The last one whose stored order of elements is not that in memory.
+        self._full: tuple[StateTensor, torch.Tensor] | None = None
 
-    def is_in_memory_order(self, tensor: StateTensor) -> bool:
-        """Whether the stored order of the elements is the order in memory."""
-        return self._checkpoint.form_of(tensor.name)[1] == tensor.facts.stride
+    def fill(self, tensor: StateTensor, start: int, target: torch.Tensor) -> None:
+        """Fills `target` with elements in memory order; see `fill_state_kind`."""
+        start += tensor.start
+        _, stride = self._checkpoint.form_of(tensor.name)
+        if tensor.is_scales or stride == tensor.facts.stride:
+            self._read_into(tensor.name, start, target)
+            return
+        if self._full is None or self._full[0] is not tensor:
+            self._full = tensor, in_memory_order(self.read(tensor.name), tensor.full)
+        target.copy_(self._full[1][start : start + target.numel()])
 
-    def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fills `target` (CPU, contiguous) with elements from `start` on, in the stored order.
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a fresh tensor on the CPU, in its shape. Raises as `StoredReader.read_into`."""
+        info, stride = self._checkpoint.form_of(name)
+        values = torch.empty(math.prod(info.shape), dtype=info.dtype)
+        self._read_into(name, 0, values)
+        return values.as_strided(info.shape, stride)
 
-        Raises as `StoredReader.read_into`.
-        """
+    def _read_into(self, name: str, start: int, target: torch.Tensor) -> None:
         for tensor, first, count in self._checkpoint.sources(name, start, target.numel()):
             self._reader.read_into(tensor, first, target[:count])
             target = target[count:]
-
-    def read(self, name: str) -> torch.Tensor:
-        """Returns a fresh tensor on the CPU, in its shape. Raises as `read_into`."""
-        info, stride = self._checkpoint.form_of(name)
-        values = torch.empty(math.prod(info.shape), dtype=info.dtype)
-        self.read_into(name, 0, values)
-        return values.as_strided(info.shape, stride)
 
 
 def _load_tensors(
@@ -180,40 +185,38 @@ def _load_tensors(
     for unit, tensors in kept:
         for state_kind in STREAMED if tensors else ():
             if (unit, state_kind) not in restored:
-                _load_state_kind(reader, state, unit, state_kind, tensors)
+                fill_state_kind(state, unit, state_kind, tensors, reader.fill)
         for spec in unit.trainable():
             if checkpoint.has(f"{spec.name}.gradient"):
                 gradient = reader.read(f"{spec.name}.gradient")
                 state.put_gradient(unit, spec, gradient, engine.device.torch_device)
 
 
-def _load_state_kind(
-    reader: _ModelReader,
+def fill_state_kind(
     state: StateAccess,
     unit: Unit,
     state_kind: StateKind,
     tensors: Sequence[StateTensor],
+    fill: Callable[[StateTensor, int, torch.Tensor], None],
 ) -> None:
+    """Gives a state kind of a unit new values, part by part.
+
+    `fill(tensor, start, target)` fills `target` with elements of one of the `tensors`, which count
+    from the first one that this process keeps. Elements of no tensor become zeros.
+    """
     if state.store.location(unit, state_kind) is None:
         return
     kept = [tensor for tensor in tensors if tensor.state_kind is state_kind]
     by_spec = {tensor.spec: tensor for tensor in kept if not tensor.is_scales}
     scales = {tensor.spec: tensor for tensor in kept if tensor.is_scales}
-    full: tuple[TensorSpec, torch.Tensor] | None = None
     for part in state.parts(unit, state_kind, keep=True):
-        spec, tensor = part.spec, by_spec.get(part.spec)
         if part.scales is not None:
-            of_blocks, block = scales[spec], part.start // BLOCK_NUMEL
-            reader.read_into(of_blocks.name, of_blocks.start + block, part.scales)
+            fill(scales[part.spec], part.start // BLOCK_NUMEL, part.scales)
+        tensor = by_spec.get(part.spec)
         if tensor is None:
             part.values.zero_()
-        elif reader.is_in_memory_order(tensor):
-            reader.read_into(tensor.name, tensor.start + part.start, part.values)
         else:
-            if full is None or full[0] is not spec:
-                full = spec, in_memory_order(reader.read(tensor.name), tensor.full)
-            start = tensor.start + part.start
-            part.values.copy_(full[1][start : start + part.values.numel()])
+            fill(tensor, part.start, part.values)
 
 
 def _load_buffers(checkpoint: OpenCheckpoint, model: nn.Module, rank: int) -> None:
