@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint.run.linked import TABLE_NAME
 from infinity.checkpoint.run.links import plan_adoption
 from infinity.config import SwapConfig
 from infinity.engine.build import build
 from infinity.testing.models import ConvNet, Frozen, Mlp, TiedAcross
 from tests.fault.harness import swap_config
+from tests.support.bits import assert_same
 
 MAX_NORM = 0.5
 # Updates in the backward, which no step takes back: the norm of no step is so large.
@@ -161,6 +164,46 @@ def run(
 def durable(directory: Path, **options: Any) -> dict[str, Any]:
     """A `[checkpoint]` section, by which state on NVMe is linked."""
     return {"directory": str(directory), **options}
+
+
+def table(path: Path) -> list[dict[str, Any]]:
+    """The rows of linked state of a checkpoint, by state kind of a unit."""
+    rows: list[dict[str, Any]] = json.loads((path / TABLE_NAME).read_text())["pieces"]
+    return rows
+
+
+def is_linked(path: Path) -> bool:
+    return (path / TABLE_NAME).exists()
+
+
+def is_intact(path: Path) -> bool:
+    """Whether every byte of a checkpoint, or of all in a directory, is what was written."""
+    return all(found.is_intact for found in infinity.checkpoint.inspect(path, verify=True))
+
+
+def goes_on(swap: Path, path: Path, step: int, expected: Any, kind: str = "bf16") -> None:
+    """Another run that loads the checkpoint is at the step, and has the expected outcomes."""
+    with run(kind, swap, seed=5) as resumed:
+        assert resumed.load(path).step == step
+        assert resumed.steps(step, step + len(expected)) == expected
+
+
+def has_state(
+    swap: Path, path: Path, expected: dict[str, Tensor], kind: str = "bf16", **options: Any
+) -> None:
+    """Another run that loads the checkpoint has these values."""
+    with run(kind, swap, seed=4, **options) as resumed:
+        resumed.load(path)
+        assert_same(expected, resumed.state())
+
+
+def flip(path: Path, at: int) -> None:
+    """Changes a bit of a byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << at % 8)]))
 
 
 def content(directory: Path) -> dict[str, bytes]:

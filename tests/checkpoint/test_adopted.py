@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from tests.support.bits import assert_same
 from tests.support.exhaustive import in_turn
 from tests.support.forked import context
 
-from .harness import Run, durable, run
+from .harness import Run, durable, flip, is_intact, run, table
 from .killed_run import ROOM, section, train
-from .test_linked import flip, table
 
 MIXED = {"parameters": "nvme", "moments": ["host", "nvme"], "master": "host", "gradients": "nvme"}
 
@@ -49,6 +49,16 @@ def volume_of(each: Run) -> Any:
     return infinity.engine_of(each.model).store.volume
 
 
+def resumed(
+    directory: Path, kind: str = "bf16", path: Path | None = None, **options: Any
+) -> AbstractContextManager[Run]:
+    """A run that continues from the last commit of the one that was killed, or from `path`."""
+    return run(
+        kind, directory / "swap", seed=7, resume=path or commits(directory),
+        checkpoint=section(directory), **options,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "placement"), in_turn(["bf16", "conv", "frozen"], [MIXED, "nvme"])
 )
@@ -56,10 +66,7 @@ def test_a_resumed_run_continues_in_the_existing_swap_files(tmp_path, kind, plac
     options = {"placement": placement, "nvme_nbytes": ROOM} if placement != "nvme" else {}
     killed(tmp_path, kind=kind, placement=placement)
     left = names(tmp_path)
-    with run(
-        kind, tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path),
-        **{"nvme_nbytes": ROOM, **options},
-    ) as each:  # fmt: skip
+    with resumed(tmp_path, kind, **{"nvme_nbytes": ROOM, **options}) as each:
         assert names(tmp_path) == left
         volume = volume_of(each)
         frozen = {Path(one.label).name: one for one in volume.frozen}
@@ -74,16 +81,13 @@ def test_a_resumed_run_continues_in_the_existing_swap_files(tmp_path, kind, plac
     wanted = expected(tmp_path, kind, 4, 9)
     assert got == wanted[0]
     assert_same(wanted[1], state)
-    assert infinity.checkpoint.inspect(tmp_path / "c", verify=True)[0].is_intact
+    assert is_intact(tmp_path / "c")
 
 
 def test_no_byte_of_the_state_is_copied(tmp_path):
     """Nothing is read by the engine, nothing written, when a checkpoint is restored in place."""
     killed(tmp_path)
-    with run(
-        "bf16", tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path),
-        nvme_nbytes=ROOM,
-    ) as each:  # fmt: skip
+    with resumed(tmp_path, nvme_nbytes=ROOM) as each:
         engine = infinity.engine_of(each.model)
         before = engine.counters.snapshot()
         each.load(commits(tmp_path))
@@ -144,9 +148,7 @@ def test_files_that_differ_from_the_table_are_streamed(tmp_path, change):
     left = names(tmp_path)
     change(tmp_path)
     kept = {path: path.read_bytes() for path in tmp_path.glob("*.swap")}
-    with run(
-        "bf16", tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path)
-    ) as each:
+    with resumed(tmp_path) as each:
         assert not names(tmp_path) & left
         assert each.load(commits(tmp_path)).step == 4
         got = each.steps(4, 7), each.state()
@@ -160,10 +162,7 @@ def test_another_layout_is_streamed_into_the_files_that_are_there(tmp_path):
     """What the checkpoints need is frozen there, so nothing is written over it meanwhile."""
     killed(tmp_path)
     left = names(tmp_path)
-    with run(
-        "bf16", tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path),
-        placement=MIXED,
-    ) as each:  # fmt: skip
+    with resumed(tmp_path, placement=MIXED) as each:
         assert names(tmp_path) == left
         assert each.load(commits(tmp_path)).step == 4
         got = [each.step(4)]
@@ -180,10 +179,7 @@ def test_a_damaged_page_is_found_before_anything_changes(tmp_path):
     (path,) = commits(tmp_path).iterdir()
     name, offset, _ = table(path)[2]["runs"][0]
     flip(path / name, offset + 100)
-    with run(
-        "bf16", tmp_path / "swap", seed=7, resume=path, checkpoint=section(tmp_path),
-        nvme_nbytes=ROOM,
-    ) as each:  # fmt: skip
+    with resumed(tmp_path, path=path, nvme_nbytes=ROOM) as each:
         before = each.state()
         with pytest.raises(CorruptionError) as caught:
             each.load(path)
@@ -202,10 +198,7 @@ def test_half_made_files_of_a_crash_are_removed_first(tmp_path):
     older = path.parent / "step-00000003"
     shutil.copytree(path, older, copy_function=os.link)
     left = names(tmp_path)
-    with run(
-        "bf16", tmp_path / "swap", seed=7, resume=path, checkpoint=section(tmp_path),
-        nvme_nbytes=ROOM,
-    ) as each:  # fmt: skip
+    with resumed(tmp_path, path=path, nvme_nbytes=ROOM) as each:
         assert names(tmp_path) == left
         assert list(commits(tmp_path).iterdir()) == [path]
         each.load(path)
@@ -220,14 +213,10 @@ def test_checkpoints_of_the_user_are_never_removed(tmp_path):
     for step in (1, 0):
         shutil.copytree(only, only.parent / f"step-0000000{step}", copy_function=os.link)
     left = names(tmp_path)
-    with run(
-        "bf16", tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path)
-    ) as each:
+    with resumed(tmp_path) as each:
         assert not names(tmp_path) & left
         assert len(list((tmp_path / "c").iterdir())) == 3
         each.load(commits(tmp_path))
         got = each.steps(4, 6)
     assert got == expected(tmp_path, "bf16", 4, 6)[0]
-    assert all(
-        found.is_intact for found in infinity.checkpoint.inspect(tmp_path / "c", verify=True)
-    )
+    assert is_intact(tmp_path / "c")

@@ -20,14 +20,20 @@ from infinity.testing.faulty_engine import WrappedEngine
 from tests.support.bits import assert_same
 from tests.support.file_systems import seem_elsewhere
 
-from .harness import Run, content, durable, run
-from .test_linked import flip, table
+from .harness import Run, content, durable, flip, goes_on, has_state, is_intact, run, table
 
 
 @pytest.fixture
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that counts as one of another file system."""
     directory = tmp_path / "far"
+    seem_elsewhere(directory, monkeypatch.setattr)
+    return directory
+
+
+@pytest.fixture
+def farther(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "farther"
     seem_elsewhere(directory, monkeypatch.setattr)
     return directory
 
@@ -65,13 +71,15 @@ def save(each: Run, directory: Path, **options: Any) -> Saving:
     )
 
 
-def started(tmp_path: Path, far: Path, drives: list[Drive], **options: Any):
+def started(
+    tmp_path: Path, far: Path, drives: list[Drive], durability: str = "checkpoint", **options: Any
+):
     def wrap(engine):
         drives.append(Drive(engine))
         return drives[-1]
 
-    section = durable(far, **{"keep": 2, **options})
-    return run("bf16", tmp_path / "swap", checkpoint=section, wrap_storage=wrap)
+    section = durable(far, keep=2, durability=durability)
+    return run("bf16", tmp_path / "swap", checkpoint=section, wrap_storage=wrap, **options)
 
 
 def frozen(each: Run) -> list[str]:
@@ -106,10 +114,8 @@ def test_training_goes_on_while_a_checkpoint_is_copied(tmp_path, far, drives, mo
         assert_same(expected[1], each.state())
         each.save(far, step=9, keep=2)
     assert [each.name for each in sorted(far.iterdir())] == ["step-00000008", "step-00000009"]
-    assert all(found.is_intact for found in infinity.checkpoint.inspect(far, verify=True))
-    with run("bf16", tmp_path / "again", seed=5) as resumed:
-        resumed.load(far / "step-00000008")
-        assert_same(expected[1], resumed.state())
+    assert is_intact(far)
+    has_state(tmp_path / "again", far / "step-00000008", expected[1])
 
 
 def test_a_copy_has_a_tenth_of_a_busy_drive_and_all_of_an_idle_one():
@@ -149,11 +155,11 @@ def test_whatever_fails_the_checkpoint_before_is_untouched(tmp_path, far, drives
                 assert again.value is error and error.errno == errno.EIO
                 causes.append((error.operation, Path(error.path).parent.name))
                 assert content(far) == before
-                assert infinity.checkpoint.inspect(saving.source, verify=True)[0].is_intact
+                assert is_intact(saving.source)
             else:
                 break
         assert {("read", "step-00000002"), ("write", ".step-00000002.partial")} == set(causes)
-        assert infinity.checkpoint.inspect(far, verify=True)[-1].is_intact
+        assert is_intact(far)
         each.steps(2, 3)
         drive.fail_at, drive.num_copies = 1, 0
         save(each, far).close()
@@ -162,9 +168,7 @@ def test_whatever_fails_the_checkpoint_before_is_untouched(tmp_path, far, drives
             save(each, far)  # Nobody has asked yet.
         assert save(each, far).wait().name == "step-00000004"
         expected = each.steps(4, 6)
-    with run("bf16", tmp_path / "again", seed=5) as resumed:
-        resumed.load(far)
-        assert resumed.steps(4, 6) == expected
+    goes_on(tmp_path / "again", far, 4, expected)
 
 
 def test_a_page_that_a_drive_has_changed_is_not_copied(tmp_path, far, drives):
@@ -201,23 +205,12 @@ def test_a_copy_that_is_given_up_leaves_its_step_in_the_swap_directory(tmp_path,
         with pytest.raises(ConfigError, match="already exists"):
             save(each, far, step=3)
     assert last.done() and last.wait().exists()
-    with run("bf16", tmp_path / "again", seed=5) as resumed:
-        resumed.load(far / "step-00000003")
-        assert resumed.steps(3, 4) == expected
-
-
-@pytest.fixture
-def farther(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path / "farther"
-    seem_elsewhere(directory, monkeypatch.setattr)
-    return directory
+    goes_on(tmp_path / "again", far / "step-00000003", 3, expected)
 
 
 def same_state(tmp_path: Path, path: Path, expected: dict[str, Any]) -> None:
-    assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
-    with run("bf16", tmp_path / "again", seed=5) as resumed:
-        resumed.load(path)
-        assert_same(expected, resumed.state())
+    assert is_intact(path)
+    has_state(tmp_path / "again", path, expected)
 
 
 def change(each: Run) -> None:
@@ -253,15 +246,7 @@ def test_a_commit_whose_copy_failed_is_copied_if_it_is_of_this_state(
 ):
     """The copy to the first place fails; the second place gets what the run has then."""
     placement = {"parameters": place, "master": place, "moments": "nvme", "gradients": "nvme"}
-
-    def wrap(engine):
-        drives.append(Drive(engine))
-        return drives[-1]
-
-    with run(
-        "bf16", tmp_path / "swap", checkpoint=durable(far, keep=2), wrap_storage=wrap,
-        placement=placement, host_nbytes="8MiB",
-    ) as each:  # fmt: skip
+    with started(tmp_path, far, drives, placement=placement, host_nbytes="8MiB") as each:
         drives[0].open_to_copies.set()
         each.steps(0, 2)
         drives[0].fail_at = 2

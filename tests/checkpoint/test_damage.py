@@ -21,7 +21,7 @@ from tests.support.bits import assert_same
 from tests.support.damaged import replace_file
 from tests.support.forked import COMMAND, run_script
 
-from .harness import content, run
+from .harness import content, run, table
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +141,22 @@ def test_any_flipped_byte_stops_a_load(saved, copy, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["truncated", "longer", "missing", "empty"])
-def test_files_of_another_length_are_found_without_reading_them(saved, copy, tmp_path, how):
-    with run("conv", tmp_path / "swap", seed=3) as each:
+@pytest.mark.parametrize("form", ["copied", "linked"])
+def test_files_of_another_length_are_found_without_reading_them(saved, linked, tmp_path, form, how):
+    """Of a linked file what counts is where the state in it ends."""
+    original, kind = (saved, "conv") if form == "copied" else (linked, "frozen")
+    copy = shutil.copytree(original, tmp_path / "checkpoints" / original.name)
+    runs = [run for row in table(linked) for run in row["runs"]] if form == "linked" else []
+    with run(kind, tmp_path / "swap", seed=3) as each:
         before = each.state()
-        for name, whole in content(saved).items():
+        for name, whole in content(original).items():
+            end = max((run[1] + run[2] for run in runs if run[0] == name), default=len(whole))
             if how == "missing":
                 (copy / name).unlink()
+            elif how == "longer" and name.endswith(".swap"):
+                continue
             else:
-                changes = {"truncated": whole[:-1], "longer": whole + b"\0", "empty": b""}
+                changes = {"truncated": whole[: end - 1], "longer": whole + b"\0", "empty": b""}
                 (copy / name).write_bytes(changes[how])
             with pytest.raises(CorruptionError, match=name.replace(".", r"\.")):
                 each.load(copy)

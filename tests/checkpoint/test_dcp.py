@@ -90,12 +90,11 @@ def test_plain_pytorch_reads_the_export(kind: str, tmp_path: Path) -> None:
     for one, other in zip(actual["param_groups"], expected["param_groups"], strict=True):
         for key in ("lr", "betas", "eps", "weight_decay"):
             assert one[key] == other[key], key
-    dcp_to_torch_save(tmp_path / "out", tmp_path / "one.pt")
-    one_file = torch.load(tmp_path / "one.pt")
+    whole_file = one_file(tmp_path / "out")
     narrow = {name for name, weight in weights.items() if weight.dtype is not torch.float32}
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert one_file.get("master", {}).keys() == narrow & trainable
-    for name, master in one_file.get("master", {}).items():
+    assert whole_file.get("master", {}).keys() == narrow & trainable
+    for name, master in whole_file.get("master", {}).items():
         assert torch.equal(master, whole[name]), name
 
 
@@ -129,13 +128,7 @@ def test_a_checkpoint_of_a_run_gives_the_same_directory(tmp_path: Path) -> None:
         model = Net("bf16")
     for name, given in (("named", model), ("bare", None)):
         export_checkpoint_dcp(tmp_path / "run", tmp_path / name, given)
-        for place in ("live", name):
-            dcp_to_torch_save(tmp_path / place, tmp_path / f"{place}.pt")
-        live, stored = (_flat(torch.load(tmp_path / f"{p}.pt")) for p in ("live", name))
-        assert live.keys() == stored.keys()
-        for key, value in live.items():
-            same = torch.equal(value, stored[key]) if torch.is_tensor(value) else None
-            assert value == stored[key] if same is None else same, key
+        assert_same_directories(tmp_path / "live", tmp_path / name)
 
 
 class _NarrowConv(ConvNet):
@@ -170,16 +163,29 @@ def test_kinds_in_different_orders_give_the_same_directory(streamed: str, tmp_pa
     engine.close()
     assert list(path.glob("*.swap")) and list(path.glob("unit-*.safetensors"))
     export_checkpoint_dcp(path, tmp_path / "stored")
-    for place in ("live", "stored"):
-        dcp_to_torch_save(tmp_path / place, tmp_path / f"{place}.pt")
-    live, stored = (_flat(torch.load(tmp_path / f"{p}.pt")) for p in ("live", "stored"))
-    assert live.keys() == stored.keys()
-    for key, value in live.items():
-        same = torch.equal(value, stored[key]) if torch.is_tensor(value) else None
-        assert value == stored[key] if same is None else same, key
+    assert_same_directories(tmp_path / "live", tmp_path / "stored")
     with CheckpointSource(path) as source:
         found = {info.name: source.tensor(info) for info in source.infos if info.kind == "master"}
     assert found and all(torch.equal(value, masters[name]) for name, value in found.items())
+
+
+def one_file(directory: Path) -> dict[str, Any]:
+    """The content of a directory, by the converter of PyTorch."""
+    target = directory.with_suffix(".pt")
+    dcp_to_torch_save(directory, target)
+    content: dict[str, Any] = torch.load(target)
+    return content
+
+
+def assert_same_directories(one: Path, other: Path) -> None:
+    """Keys and values are the same."""
+    first, second = (_flat(one_file(directory)) for directory in (one, other))
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        is_same = (
+            torch.equal(value, second[key]) if torch.is_tensor(value) else value == second[key]
+        )
+        assert is_same, key
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -203,10 +209,7 @@ def test_an_export_has_moments_of_parameters_with_an_optimizer_alone(tmp_path: P
     path = infinity.checkpoint.save(tmp_path / "run", model, step=1)
     export_checkpoint_dcp(path, tmp_path / "stored")
     infinity.engine_of(model).close()
-    keys = {}
-    for name in ("out", "weights", "stored"):
-        dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
-        keys[name] = torch.load(tmp_path / f"{name}.pt")
+    keys = {name: one_file(tmp_path / name) for name in ("out", "weights", "stored")}
     assert all(name.startswith("blocks.0.") for name in keys["out"]["optimizer"]["state"])
     assert len(keys["out"]["optimizer"]["state"]) == len(list(model.blocks[0].parameters()))
     assert keys["weights"].keys() == keys["stored"].keys() == {"model"}

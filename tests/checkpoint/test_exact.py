@@ -15,7 +15,7 @@ from infinity.testing import SimulatedDevice
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
 
-from .harness import MAX_NORM, Net, content, run
+from .harness import MAX_NORM, Net, content, durable, has_state, is_linked, run
 
 ELSEWHERE = {
     "same": {},
@@ -33,26 +33,50 @@ KINDS = ["fp32", "bf16", "fp16", "conv", "frozen", "tied", "mixed"]
 PLACES = [*ELSEWHERE]
 
 
-def is_sampled(case: tuple[str, str]) -> bool:
+def is_sampled(case: tuple[str, str, str]) -> bool:
     """One place of each kind; each place with at least one kind."""
-    return PLACES.index(case[1]) == KINDS.index(case[0]) % 4
+    form, kind, place = case
+    if form == "linked":
+        return (kind == "conv") == (place != "same")
+    return form == "8bit" or PLACES.index(place) == KINDS.index(kind) % 4
 
 
-@pytest.mark.parametrize(("kind", "elsewhere"), sampled(product(KINDS, PLACES), is_sampled))
-def test_resumed_run_is_the_uninterrupted_one(tmp_path, kind, elsewhere):
-    """Losses, gradient norms, fp32 weights and buffers; dropout and other generators included."""
-    with run(kind, tmp_path / "swap") as whole:
+@pytest.mark.parametrize(
+    ("form", "kind", "elsewhere"),
+    sampled(
+        [
+            *(("copied", *case) for case in product(KINDS, PLACES)),
+            *(("linked", kind, "same") for kind in KINDS),
+            *(("linked", *case) for case in product(["bf16", "conv"], PLACES[1:])),
+            *(("8bit", *case) for case in [
+                ("bf16", "same"), ("bf16", "mixture"), ("fp16", "host"), ("conv", "device"),
+                ("tied", "same"), ("conv", "mixture"), ("frozen", "host"),
+            ]),
+        ],
+        is_sampled,
+    ),
+)  # fmt: skip
+def test_resumed_run_is_the_uninterrupted_one(tmp_path, form, kind, elsewhere):
+    """Losses, gradient norms, fp32 weights and buffers; dropout and other generators included. While
+    the run that was saved goes on, and again after it has ended."""
+    checkpoints = tmp_path / "checkpoints"
+    both = {"moments": "8bit"} if form == "8bit" else {}
+    section = {"checkpoint": durable(checkpoints)} if form == "linked" else {}
+    with run(kind, tmp_path / "swap", **section, **both) as whole:
         whole.steps(0, 3)
-        whole.save(tmp_path / "checkpoints")
+        if form == "linked":
+            whole.model(10).backward()  # Gradients, which are on NVMe as well.
+        path = whole.save(checkpoints)
+        saved = whole.state()
         expected = whole.steps(3, 6), whole.state()
-
-    with run(kind, tmp_path / "elsewhere", seed=5, **ELSEWHERE[elsewhere]) as resumed:
-        loaded = resumed.load(tmp_path / "checkpoints")
-        assert loaded.step == 3
-        got = resumed.steps(3, 6), resumed.state()
-
-    assert got[0] == expected[0]
-    assert_same(expected[1], got[1])
+        assert is_linked(path) == (form == "linked")
+        if form == "linked":
+            has_state(tmp_path / "a", path, saved, kind, **ELSEWHERE[elsewhere])
+    assert not (tmp_path / "swap").exists() or not list((tmp_path / "swap").iterdir())
+    with run(kind, tmp_path / "b", seed=6, **ELSEWHERE[elsewhere], **both) as resumed:
+        assert resumed.load(checkpoints).step == 3
+        assert resumed.steps(3, 6) == expected[0]
+        assert_same(expected[1], resumed.state())
 
 
 @pytest.mark.parametrize("placement", ["nvme", "device", "host"])

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import infinity
 from tests.support.forked import TIME_LIMIT_S, run_script
+
+from .harness import is_intact
 
 LINKED_KILLS = int(os.environ.get("INFINITY_KILLS", "6"))
 LIVES = """
@@ -42,6 +43,15 @@ def outcomes(directory: Path) -> dict[int, tuple[float, float]]:
     return found
 
 
+def check_the_same_end(directory: Path) -> None:
+    """Every step and the last state of the killed run are those of the whole one."""
+    assert outcomes(directory / "killed") == outcomes(directory / "whole")
+    final = [(directory / name / "final").read_text() for name in ("killed", "whole")]
+    assert final[0] == final[1]
+    left = directory / "killed" / "checkpoints"
+    assert len(list(left.iterdir())) == 2 and is_intact(left)
+
+
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
     """Six kills, half of them at a random effect on files, against a run without any."""
     assert lives(tmp_path / "whole", 0, steps=36) == {
@@ -51,11 +61,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
 
     assert report["killed"] == 6
     assert report["in_checkpoint"] >= 2, "kills that hit a checkpoint in the making"
-    assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
-    final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]
-    assert final[0] == final[1]
-    left = infinity.checkpoint.inspect(tmp_path / "killed" / "checkpoints", verify=True)
-    assert len(left) == 2 and all(each.is_intact for each in left)
+    check_the_same_end(tmp_path)
 
 
 @pytest.mark.timeout(900 + 30 * LINKED_KILLS)
@@ -67,11 +73,7 @@ def test_a_run_whose_every_step_is_committed_loses_none(tmp_path):
 
     assert report["killed"] == LINKED_KILLS
     assert report["adopted"] >= 1, "lives that went on in the swap files of the one before"
-    assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
-    final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]
-    assert final[0] == final[1]
-    left = infinity.checkpoint.inspect(tmp_path / "killed" / "checkpoints", verify=True)
-    assert len(left) == 2 and all(each.is_intact for each in left)
+    check_the_same_end(tmp_path)
     assert list((tmp_path / "killed" / "swap").iterdir()) == []
     print(json.dumps(report))
 
@@ -90,7 +92,5 @@ def test_a_run_that_is_killed_among_updates_in_the_backward_loses_no_commit(tmp_
     nums_kept = list(map(int, (tmp_path / "killed" / "in_early_updates").read_text().split()))
     assert len(nums_kept) >= max(1, LINKED_KILLS // 4), "lives that ended in an early update"
     assert any(nums_kept), "lives that had kept and committed early updates before"
-    assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
-    final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]
-    assert final[0] == final[1]
+    check_the_same_end(tmp_path)
     assert list((tmp_path / "killed" / "swap").iterdir()) == []

@@ -15,54 +15,27 @@ import infinity
 from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
-from tests.support.bits import assert_same
-from tests.support.exhaustive import sampled
 from tests.support.file_systems import ext4_on_loop
 
-from .harness import content, durable, run
+from .harness import (
+    Run,
+    content,
+    durable,
+    flip,
+    goes_on,
+    has_state,
+    is_intact,
+    is_linked,
+    run,
+    table,
+)
 from .test_exact import ELSEWHERE
 from .test_faults import EFFECTS, Ladder
 
 MIXTURE = ELSEWHERE["mixture"]
 
 
-def table(path: Path) -> list[dict]:
-    return json.loads((path / TABLE_NAME).read_text())["pieces"]
-
-
-def is_linked(path: Path) -> bool:
-    return (path / TABLE_NAME).exists()
-
-
-# Exact.
-
-
-@pytest.mark.parametrize(
-    ("kind", "elsewhere"),
-    sampled(
-        [(kind, "same") for kind in ("fp32", "bf16", "fp16", "conv", "frozen", "tied", "mixed")]
-        + [(kind, where) for kind in ("bf16", "conv") for where in ("host", "device", "mixture")],
-        lambda case: (case[0] == "conv") == (case[1] != "same"),
-    ),
-)
-def test_resumed_run_is_the_uninterrupted_one(tmp_path, kind, elsewhere):
-    """While the run that was saved goes on, and again after it has ended."""
-    checkpoints = tmp_path / "checkpoints"
-    with run(kind, tmp_path / "swap", checkpoint=durable(checkpoints)) as whole:
-        whole.steps(0, 3)
-        whole.model(10).backward()  # Gradients, which are on NVMe as well.
-        path = whole.save(checkpoints)
-        saved = whole.state()
-        expected = whole.steps(3, 6), whole.state()
-        assert is_linked(path)
-        with run(kind, tmp_path / "a", seed=5, **ELSEWHERE[elsewhere]) as resumed:
-            assert resumed.load(checkpoints).step == 3
-            assert_same(saved, resumed.state())
-    assert not (tmp_path / "swap").exists() or not list((tmp_path / "swap").iterdir())
-    with run(kind, tmp_path / "b", seed=6, **ELSEWHERE[elsewhere]) as resumed:
-        resumed.load(checkpoints)
-        assert resumed.steps(3, 6) == expected[0]
-        assert_same(expected[1], resumed.state())
+# Exact: see also `test_exact.py`.
 
 
 def test_state_outside_nvme_is_written_beside_the_links(tmp_path):
@@ -82,9 +55,7 @@ def test_state_outside_nvme_is_written_beside_the_links(tmp_path):
     assert any(name.endswith(".residual") for name in copied)
     assert not is_linked(plain)
     for place in (path, plain):
-        with run("bf16", tmp_path / "swap", seed=4) as resumed:
-            resumed.load(place)
-            assert resumed.steps(2, 4) == expected
+        goes_on(tmp_path / "swap", place, 2, expected)
 
 
 def test_saving_changes_nothing_and_every_kept_one_stays_as_it_was(tmp_path):
@@ -111,10 +82,8 @@ def test_saving_changes_nothing_and_every_kept_one_stays_as_it_was(tmp_path):
         kept = sorted(checkpoints.iterdir())
         assert [path.name for path in kept] == [f"step-{n:08d}" for n in (4, 6, 8)]
     for path in kept:
-        with run("bf16", tmp_path / "again", seed=2) as resumed:
-            resumed.load(path)
-            assert_same(states[path], resumed.state())
-    assert all(each.is_intact for each in infinity.checkpoint.inspect(checkpoints, verify=True))
+        has_state(tmp_path / "again", path, states[path])
+    assert is_intact(checkpoints)
 
 
 # Cheap.
@@ -215,10 +184,8 @@ def test_more_than_the_spares_hold_are_copies(tmp_path):
         each.steps(4, 5)
         assert is_linked(each.save(checkpoints))
         expected = each.steps(5, 6)
-    assert all(found.is_intact for found in infinity.checkpoint.inspect(checkpoints, verify=True))
-    with run("bf16", tmp_path / "swap", seed=1) as resumed:
-        resumed.load(checkpoints)
-        assert resumed.steps(5, 6) == expected
+    assert is_intact(checkpoints)
+    goes_on(tmp_path / "swap", checkpoints, 5, expected)
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])
@@ -233,7 +200,7 @@ def test_a_file_system_without_links_gets_a_copy(tmp_path, monkeypatch, code):
         assert not is_linked(path)
         assert infinity.engine_of(each.model).store.volume.frozen == ()
         each.steps(1, 2)
-        assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
+        assert is_intact(path)
 
 
 def test_commit_needs_its_section(tmp_path):
@@ -258,28 +225,17 @@ def test_spares_are_refused_with_numbers_before_anything_is_taken(tmp_path):
 # Damage.
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("linked")
-    with run("frozen", directory / "swap", checkpoint=durable(directory / "c")) as each:
-        each.steps(0, 2)
-        each.save(directory / "c")
-        each.steps(2, 3)
-        return each.save(directory / "c")
-
-
-def test_a_flipped_bit_is_found_in_every_page_and_every_small_file(saved, tmp_path):
+def test_a_flipped_bit_is_found_in_every_page_and_every_small_file(linked, tmp_path):
     """In every 4096 bytes of linked state once, and in every 97th byte of all other files."""
-    copy = tmp_path / saved.name
-    shutil.copytree(saved, copy)
+    copy = shutil.copytree(linked, tmp_path / linked.name)
     places = [
         (run[0], run[1] + page * 4096 + (page * 977) % 4096)
-        for state_kind in table(saved)
+        for state_kind in table(linked)
         for run in state_kind["runs"]
         for page in range(run[2] // 4096)
     ]
     assert len({name for name, _ in places}) == 2, "two generations hold the state"
-    for path in saved.iterdir():
+    for path in linked.iterdir():
         if path.suffix != ".swap":
             places += [(path.name, at) for at in range(0, path.stat().st_size, 97)]
     for name, at in places:
@@ -287,22 +243,13 @@ def test_a_flipped_bit_is_found_in_every_page_and_every_small_file(saved, tmp_pa
         (found,) = infinity.checkpoint.inspect(copy, verify=True)
         assert any(name in fault or "manifest" in fault for fault in found.faults), (name, at)
         flip(copy / name, at)
-    assert infinity.checkpoint.inspect(copy, verify=True)[0].is_intact
+    assert is_intact(copy)
 
 
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ (1 << at % 8)]))
-
-
-def test_other_ranges_of_a_linked_file_are_no_part_of_it(saved, tmp_path):
-    copy = tmp_path / saved.name
-    shutil.copytree(saved, copy)
+def test_other_ranges_of_a_linked_file_are_no_part_of_it(linked, tmp_path):
+    copy = shutil.copytree(linked, tmp_path / linked.name)
     used: dict[str, set[int]] = {}
-    for run_ in (run_ for state_kind in table(saved) for run_ in state_kind["runs"]):
+    for run_ in (run_ for state_kind in table(linked) for run_ in state_kind["runs"]):
         pages = range(run_[1] // 4096, (run_[1] + run_[2]) // 4096)
         used.setdefault(run_[0], set()).update(pages)
     for name, pages in used.items():
@@ -311,13 +258,12 @@ def test_other_ranges_of_a_linked_file_are_no_part_of_it(saved, tmp_path):
         assert other
         for page in other:
             flip(copy / name, page * 4096)
-    assert infinity.checkpoint.inspect(copy, verify=True)[0].is_intact
+    assert is_intact(copy)
 
 
-def test_a_damaged_page_stops_a_load(saved, tmp_path):
-    copy = tmp_path / saved.name
-    shutil.copytree(saved, copy)
-    state_kind = next(p for p in table(saved) if p["piece"] == "exp_avg")
+def test_a_damaged_page_stops_a_load(linked, tmp_path):
+    copy = shutil.copytree(linked, tmp_path / linked.name)
+    state_kind = next(p for p in table(linked) if p["piece"] == "exp_avg")
     name, offset, _ = state_kind["runs"][0]
     flip(copy / name, offset + 10)
     with (
@@ -329,32 +275,9 @@ def test_a_damaged_page_stops_a_load(saved, tmp_path):
     assert caught.value.offset_nbytes == offset
 
 
-@pytest.mark.parametrize("how", ["truncated", "missing", "empty"])
-def test_a_file_that_is_short_or_missing_is_named_before_anything_changes(saved, tmp_path, how):
-    copy = tmp_path / saved.name
-    shutil.copytree(saved, copy)
-    with run("frozen", tmp_path / "swap", seed=3) as each:
-        before = each.state()
-        for path in sorted(copy.iterdir()):
-            whole = path.read_bytes()
-            if how == "missing":
-                path.unlink()
-            elif path.suffix == ".swap":
-                end = max(r[1] + r[2] for p in table(saved) for r in p["runs"] if r[0] == path.name)
-                path.write_bytes(whole[: end - 1] if how == "truncated" else b"")
-            else:
-                path.write_bytes(whole[:-1] if how == "truncated" else b"")
-            with pytest.raises(CorruptionError, match=path.name.replace(".", r"\.")):
-                each.load(copy)
-            (found,) = infinity.checkpoint.inspect(copy)
-            assert not found.is_intact
-            path.write_bytes(whole)
-        assert_same(before, each.state())
-
-
 @pytest.mark.parametrize("name", [TABLE_NAME, CHECKSUMS_NAME])
-def test_tables_are_under_the_manifest(saved, name):
-    names = {file["name"] for file in json.loads((saved / "manifest.json").read_text())["files"]}
+def test_tables_are_under_the_manifest(linked, name):
+    names = {file["name"] for file in json.loads((linked / "manifest.json").read_text())["files"]}
     assert name in names
 
 
@@ -392,16 +315,14 @@ def test_whatever_fails_the_commits_before_are_untouched(tmp_path, monkeypatch):
                 if (checkpoints / "step-00000002").exists():
                     break  # What failed is the removal of the old one; see below.
                 assert state_of(checkpoints) == first, f"after {ladder.failed} failed"
-                assert infinity.checkpoint.inspect(checkpoints, verify=True)[-1].is_intact
+                assert is_intact(checkpoints)
                 seen.append(ladder.failed or "link")
             else:
                 break
         assert ladder.failed == "open", "the lock of the directory, to remove the old one"
         ladder.left = 0
         newest = state_of(checkpoints)
-        assert all(
-            found.is_intact for found in infinity.checkpoint.inspect(checkpoints, verify=True)
-        )
+        assert is_intact(checkpoints)
         expected = each.state()
         with pytest.raises(StorageError, match="2 commits are kept and there are 1 spare") as full:
             each.steps(1000, 1002)
@@ -410,19 +331,13 @@ def test_whatever_fails_the_commits_before_are_untouched(tmp_path, monkeypatch):
         assert state_of(checkpoints) == newest
     assert set(seen) >= set(EFFECTS) - {"posix_fallocate", "pwrite", "replace", "mkdir"}, seen
     monkeypatch.undo()
-    with run("bf16", tmp_path / "swap", seed=5) as resumed:
-        assert resumed.load(checkpoints).step == 2
-        assert_same(expected, resumed.state())
-
-
-def list_names(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+    has_state(tmp_path / "swap", checkpoints, expected)
 
 
 def state_of(directory: Path) -> dict[str, bytes]:
     """Every file of the whole checkpoints; of linked files what belongs to them."""
     found = {}
-    for path in list_names(directory):
+    for path in directory.glob("[!.]*"):
         for name, data in content(path).items():
             if not name.endswith(".swap"):
                 found[f"{path.name}/{name}"] = data
@@ -435,44 +350,44 @@ def state_of(directory: Path) -> dict[str, bytes]:
     return found
 
 
+def causes_of(each: Run, steps: range) -> list[StorageError]:
+    """Takes and commits steps on a drive that fails; returns the first causes of the errors."""
+    causes = []
+    for step in steps:
+        try:
+            each.step(step)
+            each.commit()
+        except infinity.errors.InfinityError as error:
+            causes.append(error if isinstance(error, StorageError) else error.__cause__)
+    return causes
+
+
 @pytest.mark.parametrize(
     ("operation", "code"), [("write", errno.ENOSPC), ("write", errno.EROFS), ("sync", errno.EIO)]
 )
 def test_a_drive_that_fills_up_or_fails_keeps_the_last_commit(tmp_path, operation, code):
     """The first cause is the error, again and again; what was committed can be gone on with."""
-    checkpoints = tmp_path / "checkpoints"
     faults: list[FaultyEngine] = []
 
     def wrap(inner):
         faults.append(FaultyEngine(inner))
         return faults[-1]
 
-    section = durable(checkpoints, durability="step", keep=1)
+    section = durable(tmp_path / "checkpoints", durability="step", keep=1)
     with run("bf16", tmp_path / "swap", checkpoint=section, wrap_storage=wrap) as each:
         each.steps(0, 2)
         path = each.commit()
         kept = state_of(path.parent)
         expected = each.steps(2, 3)
         (engine,) = faults
-        nth = engine._counts.get(operation, 0) + 5
-        if operation == "sync":
-            nth = engine._counts.get(operation, 0) + 1
+        nth = engine._counts.get(operation, 0) + (1 if operation == "sync" else 5)
         engine._faults = (Fault(nth=nth, operation=operation, errno=code),)
-        errors = []
-        for step in range(3, 6):
-            try:
-                each.step(step)
-                each.commit()
-            except infinity.errors.InfinityError as error:
-                errors.append(error)
-        causes = [e if isinstance(e, StorageError) else e.__cause__ for e in errors]
+        causes = causes_of(each, range(3, 6))
         assert causes and all(cause.errno == code for cause in causes)
         assert all("infinity-" in cause.path for cause in causes)
         assert state_of(path.parent) == kept
-    assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
-    with run("bf16", tmp_path / "swap", seed=5) as resumed:
-        assert resumed.load(path.parent).step == 2
-        assert resumed.steps(2, 3) == expected
+    assert is_intact(path)
+    goes_on(tmp_path / "swap", path.parent, 2, expected)
 
 
 def test_a_file_system_that_turns_read_only_keeps_the_last_commit(tmp_path):
@@ -485,20 +400,12 @@ def test_a_file_system_that_turns_read_only_keeps_the_last_commit(tmp_path):
             kept = state_of(path.parent)
             expected = each.steps(2, 3)
             subprocess.run(["mount", "-o", "remount,abort", str(drive)], check=False)
-            errors = []
-            for step in range(3, 5):
-                with pytest.raises(infinity.errors.InfinityError) as caught:
-                    each.step(step)
-                    each.commit()
-                error = caught.value
-                errors.append(error if isinstance(error, StorageError) else error.__cause__)
-            assert {error.errno for error in errors} <= {errno.EROFS, errno.EIO}
-            assert all(str(drive) in error.path for error in errors)
+            causes = causes_of(each, range(3, 5))
+            assert len(causes) == 2 and {c.errno for c in causes} <= {errno.EROFS, errno.EIO}
+            assert all(str(drive) in cause.path for cause in causes)
             assert state_of(path.parent) == kept
-        assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
-        with run("bf16", tmp_path / "swap", seed=5) as resumed:
-            assert resumed.load(path.parent).step == 2
-            assert resumed.steps(2, 3) == expected
+        assert is_intact(path)
+        goes_on(tmp_path / "swap", path.parent, 2, expected)
 
 
 @pytest.mark.parametrize("nth", [1, 4])
@@ -545,7 +452,7 @@ def test_deleted_swap_files_are_named_and_the_last_commit_stays(tmp_path):
         with pytest.raises(StorageError, match="the swap file is gone"):
             each.commit()
         each.steps(2, 3)
-        assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
+        assert is_intact(path)
     with run("bf16", tmp_path / "swap", seed=5) as resumed:
         assert resumed.load(path).step == 1
 
@@ -562,4 +469,4 @@ def test_a_second_job_gets_an_error_not_the_state(tmp_path):
             pass
         each.steps(1, 2)
         each.commit()
-    assert not path.exists() and infinity.checkpoint.inspect(path.parent, verify=True)[0].is_intact
+    assert not path.exists() and is_intact(path.parent)

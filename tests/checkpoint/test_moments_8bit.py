@@ -1,5 +1,5 @@
-"""A checkpoint carries moments of eight bits exactly, and is refused by a model with moments of
-another format."""
+"""A checkpoint carries moments of eight bits by name, and is refused by a model with moments of
+another format. That it is exact: `test_exact.py`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,8 @@ from infinity.ops.dynamic_8bit import BLOCK_NUMEL, State8Bit, decode, num_scales
 from tests.support.bits import assert_same
 
 from .harness import run
-from .test_exact import ELSEWHERE
 
 EIGHT_BIT = {"moments": "8bit"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "elsewhere"),
-    [("bf16", "same"), ("bf16", "mixture"), ("fp16", "host"), ("conv", "device"), ("tied", "same"),
-     ("conv", "mixture"), ("frozen", "host")],
-)  # fmt: skip
-def test_resumed_run_is_the_uninterrupted_one(tmp_path, kind, elsewhere):
-    with run(kind, tmp_path / "swap", **EIGHT_BIT) as whole:
-        whole.steps(0, 3)
-        whole.save(tmp_path / "checkpoints")
-        expected = whole.steps(3, 6), whole.state()
-    options = ELSEWHERE[elsewhere] | EIGHT_BIT
-    with run(kind, tmp_path / "elsewhere", seed=5, **options) as resumed:
-        resumed.load(tmp_path / "checkpoints")
-        assert (resumed.steps(3, 6), resumed.state().keys()) == (expected[0], expected[1].keys())
-        assert_same(expected[1], resumed.state())
 
 
 def test_files_hold_codes_and_scales_by_parameter_name(tmp_path):

@@ -1,18 +1,41 @@
-"""A checkpoint that its user renames keeps its bytes, although the run no longer knows its name."""
+"""A checkpoint that its user renames or copies by links keeps its bytes, although the run no longer
+knows its name."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import infinity
 
-from .harness import Run, durable, run
-from .test_linked import is_linked
+from .harness import Run, durable, has_state, is_intact, is_linked, run
+
+
+@contextmanager
+def saving(tmp_path: Path, keep: int = 2) -> Iterator[tuple[Run, Path]]:
+    """A run of two steps, and its directory of checkpoints."""
+    checkpoints = tmp_path / "checkpoints"
+    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=keep)) as each:
+        each.steps(0, 2)
+        yield each, checkpoints
+
+
+def go_on(
+    each: Run, checkpoints: Path, steps: Iterable[int], watched: Path, **options: Any
+) -> None:
+    """Takes and saves each of the steps, after which `watched` is intact."""
+    for step in steps:
+        each.step(step)
+        each.save(checkpoints, **options)
+        infinity.engine_of(each.model).flush()
+        assert is_intact(watched), step
 
 
 def frozen(each: Run) -> list[str]:
@@ -21,24 +44,21 @@ def frozen(each: Run) -> list[str]:
     return [Path(content.label).name for content in volume.frozen]
 
 
+def copy_by_links(path: Path, copy: Path) -> Path:
+    """`cp -al`."""
+    return shutil.copytree(path, copy, copy_function=os.link)
+
+
 def test_a_renamed_checkpoint_stays_intact(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints, best = tmp_path / "checkpoints", tmp_path / "checkpoints" / "best"
-    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
-        each.steps(0, 2)
-        each.save(checkpoints, keep=2).rename(best)
+    with saving(tmp_path) as (each, checkpoints):
+        best = each.save(checkpoints, keep=2).rename(checkpoints / "best")
         with caplog.at_level(logging.WARNING, "infinity"):
-            for step in range(2, 7):
-                each.step(step)
-                each.save(checkpoints, keep=2)
-                assert infinity.checkpoint.inspect(best, verify=True)[0].is_intact, step
+            go_on(each, checkpoints, range(2, 7), best, keep=2)
         warned = [record for record in caplog.records if "has lost its name" in record.message]
         assert len(warned) == 1 and "step-00000002" in warned[0].message
-        assert all(
-            found.is_intact for found in infinity.checkpoint.inspect(checkpoints, verify=True)
-        )
-        assert "step-00000002" in frozen(each)
+        assert is_intact(checkpoints) and "step-00000002" in frozen(each)
         shutil.rmtree(best)
         each.step(7)
         each.save(checkpoints, keep=1)
@@ -47,136 +67,84 @@ def test_a_renamed_checkpoint_stays_intact(
 
 
 def test_the_state_of_a_renamed_checkpoint_is_that_of_its_step(tmp_path: Path) -> None:
-    checkpoints, best = tmp_path / "checkpoints", tmp_path / "best"
-    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
-        each.steps(0, 2)
-        path = each.save(checkpoints, keep=2)
+    """Checkpoints beside it are released: the kernel tells where it is, so its links are known."""
+    with saving(tmp_path) as (each, checkpoints):
         expected = each.state()
-        path.rename(best)
-        for step in range(2, 5):
-            each.step(step)
-            each.save(checkpoints, keep=2)
-    with run("bf16", tmp_path / "again", seed=4) as resumed:
-        resumed.load(best)
-        state = resumed.state()
-    assert all((value == state[name]).all() for name, value in expected.items())
+        best = each.save(checkpoints, keep=2).rename(tmp_path / "best")
+        for step in range(2, 6):
+            go_on(each, checkpoints, [step], best, keep=1 + (step < 4))
+            assert len(frozen(each)) <= 2 + (step < 4), step
+    has_state(tmp_path / "again", best, expected)
 
 
 def test_a_later_checkpoint_of_the_same_name_goes_alone(tmp_path: Path) -> None:
-    checkpoints, best = tmp_path / "checkpoints", tmp_path / "best"
-    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
-        each.steps(0, 2)
-        each.save(checkpoints).rename(best)
+    with saving(tmp_path) as (each, checkpoints):
+        best = each.save(checkpoints).rename(tmp_path / "best")
         each.step(2)
         each.save(checkpoints, step=2)
         for step in range(3, 6):
-            each.step(step)
-            each.save(checkpoints, step=step, keep=1)
-            infinity.engine_of(each.model).flush()
-            assert infinity.checkpoint.inspect(best, verify=True)[0].is_intact, step
+            go_on(each, checkpoints, [step], best, step=step, keep=1)
 
 
 def test_a_checkpoint_that_cannot_be_examined_is_not_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
-        each.steps(0, 1)
+    with saving(tmp_path) as (each, checkpoints):
         path = each.save(checkpoints, keep=2)
         real = os.lstat
 
-        def refused(name, **options):
+        def refused(name: Any, **options: Any) -> os.stat_result:
             if Path(name) == path:
                 raise PermissionError(13, "Permission denied")
             return real(name, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "lstat", refused)
-            each.step(1)
-            each.save(checkpoints, step=2)
+            each.step(2)
+            each.save(checkpoints, step=3)
         assert path.name in frozen(each)
-        each.step(2)
+        each.step(3)
         infinity.engine_of(each.model).flush()
-        assert infinity.checkpoint.inspect(path, verify=True)[0].is_intact
-
-
-def copy_by_links(path: Path, copy: Path) -> Path:
-    """`cp -al`."""
-    shutil.copytree(path, copy, copy_function=os.link)
-    return copy
+        assert is_intact(path)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_copy_by_hard_links_stays_intact_when_the_original_is_pruned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int
 ) -> None:
-    checkpoints, backup = tmp_path / "checkpoints", tmp_path / "backup"
-    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=keep)) as each:
-        each.steps(0, 2)
-        copy_by_links(each.save(checkpoints, keep=keep), backup)
-        expected = each.state()
+    with saving(tmp_path, keep) as (each, checkpoints):
+        backup = copy_by_links(each.save(checkpoints, keep=keep), tmp_path / "backup")
         with caplog.at_level(logging.WARNING, "infinity"):
-            for step in range(2, 8):
-                each.step(step)
-                each.save(checkpoints, keep=keep)
-                infinity.engine_of(each.model).flush()
-                assert infinity.checkpoint.inspect(backup, verify=True)[0].is_intact, step
+            go_on(each, checkpoints, range(2, 8), backup, keep=keep)
         assert [r for r in caplog.records if "copy by hard links" in r.message]
-        assert all(
-            found.is_intact for found in infinity.checkpoint.inspect(checkpoints, verify=True)
-        )
+        assert is_intact(checkpoints)
         shutil.rmtree(backup)
         each.step(8)
         each.save(checkpoints, step=9, keep=keep)
         each.step(9)
-        assert is_linked(each.save(checkpoints, step=10, keep=keep)), "the space is free again"
-        copy_by_links(checkpoints / "step-00000010", backup)
+        path = each.save(checkpoints, step=10, keep=keep)
+        assert is_linked(path), "the space is free again"
+        copy_by_links(path, backup)
         expected = each.state()
-    with run("bf16", tmp_path / "again", seed=4) as resumed:
-        resumed.load(backup)
-        state = resumed.state()
-    assert all((value == state[name]).all() for name, value in expected.items())
+    has_state(tmp_path / "again", backup, expected)
 
 
 def test_a_backup_that_follows_the_newest_checkpoint_is_intact_at_every_step(
     tmp_path: Path,
 ) -> None:
     """The links of one copy go when those of the next come, so their number says nothing."""
-    checkpoints, backup = tmp_path / "checkpoints", tmp_path / "backup"
-    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=1)) as each:
-        for step in range(8):
-            each.step(step)
-            path = each.save(checkpoints, keep=1)
-            infinity.engine_of(each.model).flush()
-            if backup.exists():
-                assert infinity.checkpoint.inspect(backup, verify=True)[0].is_intact, step
-                shutil.rmtree(backup)
+    with saving(tmp_path, 1) as (each, checkpoints):
+        backup = copy_by_links(each.save(checkpoints, keep=1), tmp_path / "backup")
+        for step in range(2, 8):
+            go_on(each, checkpoints, [step], backup if backup.exists() else checkpoints, keep=1)
+            shutil.rmtree(backup, ignore_errors=True)
             if step % 2 == 0:
-                copy_by_links(path, backup)
+                copy_by_links(checkpoints / f"step-{step + 1:08d}", backup)
 
 
 def test_a_copy_of_a_checkpoint_that_was_renamed_stays_intact_without_it(tmp_path: Path) -> None:
-    checkpoints, best, backup = (tmp_path / name for name in ("checkpoints", "best", "backup"))
-    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
-        each.steps(0, 2)
-        each.save(checkpoints, keep=2).rename(best)
-        copy_by_links(best, backup)
+    with saving(tmp_path) as (each, checkpoints):
+        best = each.save(checkpoints, keep=2).rename(tmp_path / "best")
+        backup = copy_by_links(best, tmp_path / "backup")
         shutil.rmtree(best)
-        for step in range(2, 7):
-            each.step(step)
-            each.save(checkpoints, keep=2)
-            infinity.engine_of(each.model).flush()
-            assert infinity.checkpoint.inspect(backup, verify=True)[0].is_intact, step
-
-
-def test_checkpoints_beside_a_renamed_one_are_released(tmp_path: Path) -> None:
-    """Their own links are all known, because the kernel tells where the renamed one is."""
-    checkpoints, best = tmp_path / "checkpoints", tmp_path / "best"
-    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
-        each.steps(0, 2)
-        each.save(checkpoints, keep=2).rename(best)
-        for step in range(2, 6):
-            each.step(step)
-            each.save(checkpoints, keep=1)
-            assert len(frozen(each)) <= 2, step
-            assert infinity.checkpoint.inspect(best, verify=True)[0].is_intact, step
+        go_on(each, checkpoints, range(2, 7), backup, keep=2)
