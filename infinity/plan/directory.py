@@ -20,8 +20,7 @@ from pydantic import ValidationError
 
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
-from infinity.codecs.detect import quantization_of
-from infinity.codecs.schemes import scheme_of
+from infinity.codecs.detect import quantization_of, scheme_of
 from infinity.errors import ConfigError
 from infinity.plan.frozen_base import (
     PlannedPart,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import PAGE_NBYTES
-from infinity.storage.depth import MAX_QUEUE_DEPTH, depth_range
-from infinity.storage.native import NativeEngine, RingFlags
+from infinity.storage.native_engine import MAX_QUEUE_DEPTH, NativeEngine, RingFlags, depth_range
 from infinity.storage.probe import (
     explain_missing_uring,
     explain_refused_rings,

@@ -44,8 +44,7 @@ class PageReader:
     """Reads at most BUFFER_NBYTES at a time into memory of its own. Not thread-safe; close it.
 
     Reads are direct if the file system allows: bytes that are read once do not belong in the page
-        cache, and
-    other pages of the file may be written directly at the same time.
+    cache, and other pages of the file may be written directly at the same time.
     """
 
     def __init__(self) -> None:

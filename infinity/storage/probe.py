@@ -93,15 +93,14 @@ def judge_probe_failure(
     if code == errno.EPERM:
         return Refusal(
             f"{refusal}, so a seccomp profile blocks it (Docker and Kubernetes do this by default)",
-            "GenerationRun the container with a profile that allows io_uring_setup, "
-            "io_uring_enter and "
+            "Run the container with a profile that allows io_uring_setup, io_uring_enter and "
             "io_uring_register.",
         )
     if code == errno.ENOSYS:
         return Refusal(
             f"{refusal}: this kernel ({kernel}) or sandbox does not implement it (gVisor, WSL1 and "
             "kernels before 5.1 do not)",
-            "GenerationRun on Linux 6.1 or newer, outside such a sandbox.",
+            "Run on Linux 6.1 or newer, outside such a sandbox.",
         )
     if code == errno.ENOMEM:
         return Refusal(

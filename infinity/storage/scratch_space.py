@@ -1,8 +1,7 @@
 """Space on the drives for bytes that no commit keeps, of any size and in any order.
 
 The space has slots of one size, so that a freed slot fits the next request: a run whose shapes
-    change
-takes no more than its maximum.
+change takes no more than its maximum.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ from infinity.storage.volume_paths import (
     spaces_of,
     uses_direct_io,
 )
-from infinity.storage.write_failures import WriteFailures
 
 __all__ = ["Adopted", "Extent", "Spared", "Volume", "VolumePath"]
 
@@ -102,7 +101,7 @@ class Volume:
         if verify or num_spares:
             self._checksums = BufferChecksums(is_deferred=not verify, num_threads=num_threads)
         self._reserving = threading.Lock()
-        self._write_failures = WriteFailures()
+        self._write_failures = _WriteFailures()
         self._lock = threading.Lock()  # guards the two below
         self._maps = tuple(GenerationMap() for _ in paths)
         self._frozen: list[FrozenContent] = []
@@ -498,3 +497,43 @@ class Volume:
                 detail="the volume is closed",
             )  # fmt: skip
         self._write_failures.check()
+
+
+class _WriteFailures:
+    """Watches writes, awaited or not. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the two below
+        self._pending: list[Ticket] = []
+        self._first: StorageError | None = None
+
+    def watch(self, ticket: Ticket) -> None:
+        """Adds a write that was queued."""
+        with self._lock:
+            self._pending.append(ticket)
+
+    def note(self, error: StorageError) -> None:
+        """Adds a failure that was met elsewhere."""
+        with self._lock:
+            self._first = self._first or error
+
+    # INV-11: after a failed write every call raises the first error.
+    def check(self) -> None:
+        """Raises the first error, every time."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+            for ticket in pending:
+                if ticket.done():
+                    self._look(ticket)
+                else:
+                    self._pending.append(ticket)
+            if self._first is not None:
+                raise self._first.with_traceback(None)
+
+    def _look(self, ticket: Ticket) -> None:
+        try:
+            ticket.wait()
+        except StorageError as error:
+            # The caller has cancelled it, and knows that it is torn.
+            if error.errno != errno.ECANCELED:
+                self._first = self._first or error

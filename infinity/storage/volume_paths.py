@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from infinity.errors import CapacityError, StorageError, UnsupportedError
-from infinity.sizes import format_nbytes
-from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
-from infinity.storage.protocol import StorageEngine
+from infinity.sizes import MIB, format_nbytes
+from infinity.storage.protocol import Priority, Segment, StorageEngine
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.volume_layout import SPARES_REMEDY, Extent, PathSpace
 
@@ -227,3 +229,32 @@ def close_file(engine: StorageEngine, file: int) -> None:
     except StorageError as error:
         if error.errno != errno.EBADF:
             raise
+
+
+SAMPLE_NBYTES = 32 * MIB
+_NUM_ROUNDS = 2
+
+
+def measure_bandwidth(engine: StorageEngine, file: int) -> float:
+    """Bytes per second of writing and reading the first 32 MiB of a file, better of two rounds.
+
+    The file must have that length; its content is lost. Raises StorageError.
+    """
+    with mmap.mmap(-1, SAMPLE_NBYTES) as memory:
+        anchor = ctypes.c_char.from_buffer(memory)
+        sample = [Segment(file, 0, ctypes.addressof(anchor), SAMPLE_NBYTES)]
+        try:
+            # Not counted: extents that were never written are slow to write.
+            engine.submit("write", sample, Priority.STATE).wait()
+            best_s = min(_round_trip_s(engine, sample) for _ in range(_NUM_ROUNDS))
+        finally:
+            engine.drain()  # An interrupted wait leaves the memory in use.
+            del anchor  # Else the memory cannot be unmapped.
+    return 2 * SAMPLE_NBYTES / best_s
+
+
+def _round_trip_s(engine: StorageEngine, sample: list[Segment]) -> float:
+    start_s = time.perf_counter()
+    engine.submit("write", sample, Priority.STATE).wait()
+    engine.submit("read", sample, Priority.STATE).wait()
+    return time.perf_counter() - start_s

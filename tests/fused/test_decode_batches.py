@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import infinity.codecs.batches as batches
 from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain, on_device
 from infinity.codecs.batches import WeightPlace, batches_of
-from infinity.codecs.decode_plan import DecodePlan
+from infinity.codecs.on_device import DecodePlan
 from infinity.codecs.part import FusedCodec
 from infinity.fused import choice
 from infinity.fused.decode import DecodeLaunch, launch_of, place_of

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Plain
-from infinity.codecs.decode_plan import DecodePlan
+from infinity.codecs.on_device import DecodePlan
 from infinity.state.stored import StoredSlice, StoredTensor, lay_out_stored
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.shards import ShardRange

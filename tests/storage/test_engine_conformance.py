@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.storage.native import NativeEngine
+from infinity.storage.native_engine import NativeEngine
 from infinity.storage.open import open_engine
 from infinity.storage.probe import explain_missing_uring, grants_ring_flags
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket

@@ -182,7 +182,7 @@ def test_program_that_forgets_to_close_ends(run_python: RunPython, native_name, 
 LITTLE_MEMLOCK = """
 os.chdir(sys.argv[1])
 os.chmod(".", 0o777)
-import infinity.storage.native, infinity.storage.probe
+import infinity.storage.native_engine, infinity.storage.probe
 for limit in (0, 8192, 16384, 32768):
     pid = os.fork()
     if pid:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from infinity.sizes import KIB, MIB
-from infinity.storage import bandwidth, volume_paths
+from infinity.storage import volume_paths
 from infinity.storage.arena import Arena
-from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
 from infinity.storage.protocol import Priority, StorageEngine
 from infinity.storage.volume import Volume, VolumePath
+from infinity.storage.volume_paths import SAMPLE_NBYTES, measure_bandwidth
 from infinity.testing.faulty_engine import Clock, ThrottledEngine
 
 FAST, SLOW = 160e6, 40e6  # Bytes per second.
@@ -36,7 +36,7 @@ def throttle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ThrottledEngine]:
 
     def make(engine: StorageEngine, limits: dict[str, float]) -> ThrottledEngine:
         throttled = ThrottledEngine(engine, limits)
-        monkeypatch.setattr(bandwidth, "time", throttled.clock)
+        monkeypatch.setattr(volume_paths, "time", throttled.clock)
         return throttled
 
     return make

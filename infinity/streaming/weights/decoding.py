@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from infinity.codecs.decode_plan import DecodePlan
+from infinity.codecs.on_device import DecodePlan
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.state.store import StateStore

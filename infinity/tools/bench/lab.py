@@ -9,8 +9,7 @@ from pathlib import Path
 from infinity.config.schema import Io
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
-from infinity.storage.depth import depth_range
-from infinity.storage.native import RingFlags
+from infinity.storage.native_engine import RingFlags, depth_range
 from infinity.storage.open import open_configured
 from infinity.storage.protocol import StorageEngine
 from infinity.tools.bench.fio import CANDIDATES, FioSettings

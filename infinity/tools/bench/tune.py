@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from infinity.errors import StorageError
 from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
-from infinity.storage.native import RingFlags
+from infinity.storage.native_engine import RingFlags
 from infinity.storage.probe import grants_ring_flags
 from infinity.tools.bench.lab import Lab
 from infinity.tools.bench.measure import (
