@@ -7,7 +7,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -37,7 +37,13 @@ from infinity.errors import ConfigError, StorageError
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.observe import Counters
 from infinity.ops.mean import prepare
-from infinity.state.budgets import Budgets, compute_budgets
+from infinity.state.budgets import (
+    Budgets,
+    MachineSizes,
+    RankSizes,
+    WeightsInUse,
+    compute_budgets,
+)
 from infinity.state.partition import Partition, partition
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
@@ -103,23 +109,19 @@ class ShardingPlan:
         """
         return 2 * sum(unit.trainable_nbytes for unit in self.partition.full_units)
 
-    def budgets(self, config: SwapConfig, *, device_nbytes: int | None, **sizes: Any) -> Budgets:
-        """Returns this rank's budgets; `sizes` are those of `compute_budgets` that ranks do not
-        change.
-        """
-        if device_nbytes is not None and self.buffers is not None:
-            device_nbytes -= self.buffers.nbytes
-        return compute_budgets(
-            config,
-            self.partition.units,
-            device_nbytes=device_nbytes,
+    def budgets(self, config: SwapConfig, in_use: WeightsInUse, machine: MachineSizes) -> Budgets:
+        """Returns this rank's budgets. Devices keep the buffers of their exchange."""
+        if machine.device_nbytes is not None and self.buffers is not None:
+            left_nbytes = machine.device_nbytes - self.buffers.nbytes
+            machine = replace(machine, device_nbytes=left_nbytes)
+        ranks = RankSizes(
             gathered_nbytes=self.gathered_nbytes,
             serving_nbytes=self.serving_nbytes,
             received_nbytes=self.received_nbytes,
             summed_nbytes=self.sums.nbytes,
             num_sharing=self.sharing,
-            **sizes,
         )
+        return compute_budgets(config, self.partition.units, in_use, machine, ranks)
 
     def join_devices(self, device: DeviceAdapter, resources: ExitStack) -> DeviceGroups | None:
         """Returns the process groups of the ranks' devices, or None if they do not exchange.

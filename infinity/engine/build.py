@@ -35,7 +35,7 @@ from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.distributed.sync import OneRank, Ranks, RankSync
 from infinity.engine.engine import Engine
 from infinity.engine.first_values import fill, move_buffers, values_to_come
-from infinity.engine.lay_out import LaidOut, lay_out
+from infinity.engine.lay_out import RunPlan, lay_out
 from infinity.engine.open_tiers import OpenTiers, open_tiers
 from infinity.engine.refusals import refuse_model
 from infinity.engine.update_rates import place_updates
@@ -50,7 +50,6 @@ from infinity.modules.tiling.split import Tiling
 from infinity.observe import Counters
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.budgets import Budgets
-from infinity.state.spare_generations import count_spares, free_nvme_nbytes, updates_in_backward
 from infinity.state.store import LocalStore, StateStore
 from infinity.state.units import Unit
 from infinity.storage.protocol import StorageEngine
@@ -69,7 +68,7 @@ from infinity.streaming.weights.cache import WeightCache
 from infinity.streaming.weights.space import WeightMemory
 from infinity.streaming.weights.state import WeightProvider
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.open_device import OwnDevice, device_node
+from infinity.tiers.open_device import ChosenDevice, OwnDevice, choose_device
 from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
@@ -103,17 +102,17 @@ def build(
             resources.callback(ranks.links.close)
         refuse_model(model, has_weights=weights is not None)
         originals = Originals(model)
+        chosen = choose_device(config, device)
         if ranks is not None:
-            config = _settle_rank(config, ranks, device)
+            config = _settle_rank(config, ranks, chosen)
+            resources.callback(remove_directories, config)
         stored = StoredParams(model, weights if config.placement.reads_in_place else None)
         dtypes = Dtypes(model, config)
         tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
         try:
-            laid_out = lay_out(model, config, units, device, ranks, tiling, dtypes, stored)
-            parts = _assemble(
-                config, laid_out, device, wrap_storage, adopted, stored.identities, resources
-            )
-            engine = _engine(model, config, laid_out, tiling, parts, resources)
+            plan = lay_out(model, config, units, chosen, ranks, tiling, dtypes, stored)
+            parts = _assemble(plan, wrap_storage, adopted, stored.identities, resources)
+            engine = _engine(model, plan, tiling, parts, resources)
             if model_parallel_group is not None:
                 engine.share_activations(model_parallel_group)
         except BaseException:
@@ -135,7 +134,7 @@ def build(
         tiling.undo()
         raise
     tiling.forget()
-    del laid_out  # It refers to the parameters, too.
+    del plan  # It refers to the parameters, too.
     engine.forget_originals(originals)
     if engine.tiled_params:
         _log.info(
@@ -161,32 +160,25 @@ def _closing_on_failure(resources: ExitStack, ranks: RankTopology | None) -> Ite
         raise
 
 
-def _settle_rank(config: SwapConfig, ranks: RankTopology, device: OwnDevice | None) -> SwapConfig:
+def _settle_rank(config: SwapConfig, ranks: RankTopology, device: ChosenDevice) -> SwapConfig:
     """Returns the configuration of this rank. Binds its threads, before memory is touched."""
     config = config_of_rank(config, ranks)
     rank = int(os.environ.get("LOCAL_RANK", ranks.node_rank))
-    nodes = bind_rank(
-        rank=rank, num_ranks=ranks.node_count, device_node=device_node(config, device)
-    )
+    nodes = bind_rank(rank=rank, num_ranks=ranks.node_count, device_node=device.numa_node())
     if nodes:
         _log.info("rank %d runs on NUMA node %s", ranks.rank, ", ".join(map(str, nodes)))
     return config
 
 
 def _engine(
-    model: nn.Module,
-    config: SwapConfig,
-    laid_out: LaidOut,
-    tiling: Tiling,
-    parts: _Assembly,
-    resources: ExitStack,
+    model: nn.Module, plan: RunPlan, tiling: Tiling, parts: _Assembly, resources: ExitStack
 ) -> Engine:
     tiled_params = {tiled.name: tiled for tiled in tiling.tiled_params}
     return Engine(
         model,
-        config,
-        _params(parts.weight_cache, laid_out.layout, laid_out.units),
-        laid_out.layout.hooked_modules,
+        plan.config,
+        _params(parts.weight_cache, plan.layout, plan.units),
+        plan.layout.hooked_modules,
         tiled_params,
         store=parts.store,
         pool=parts.pool,
@@ -198,7 +190,7 @@ def _engine(
         activations=parts.activations,
         waiting=parts.waiting,
         passes=parts.passes,
-        outside_blocks=laid_out.layout.units_by_block()[0],
+        outside_blocks=plan.layout.units_by_block()[0],
         counters=parts.counters,
         ranks=parts.step.ranks,
         update_device=parts.update_device,
@@ -244,41 +236,21 @@ class _Sharded:
 
 
 def _assemble(
-    config: SwapConfig,
-    laid_out: LaidOut,
-    own_device: OwnDevice | None,
+    plan: RunPlan,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
     adopted: Adopted | None,
     identities: Sequence[ShardIdentity],
     resources: ExitStack,
 ) -> _Assembly:
-    units, sharding, budgets = laid_out.units, laid_out.sharding, laid_out.budgets
-    if sharding is not None:
-        resources.callback(remove_directories, config)
-    num_ranks = 1 if sharding is None else sharding.partition.count
-    own_units = units if sharding is None else sharding.partition.units
-    num_spares = count_spares(config, num_ranks=num_ranks)
-    in_backward = updates_in_backward(
-        config, own_units, budgets,
-        num_spares=num_spares, num_ranks=num_ranks, free_nbytes=free_nvme_nbytes(config),
-    )  # fmt: skip
-    num_spares += in_backward.num_spares
-    num_spares = max(num_spares, 0 if adopted is None else adopted.num_spares)
-    sharing = 1 if sharding is None else sharding.group.node_count
-    tiers = open_tiers(
-        config, units, budgets, own_device, wrap_storage, adopted, identities, resources,
-        num_spares=num_spares, num_private=in_backward.num_spares, num_sharing=sharing,
-        has_neighbours=sharding is not None and sharding.group.has_neighbours,
-    )  # fmt: skip
+    sharding, budgets = plan.sharding, plan.budgets
+    tiers = open_tiers(plan, wrap_storage, adopted, identities, resources)
     device, counters = tiers.device, tiers.counters
-    update_device = place_updates(
-        config, budgets, own_units, device, tiers.host, num_sharing=sharing
-    )
+    update_device = place_updates(plan, device, tiers.host)
     if not device.shares_host_memory:
         _log.info("updates %s", update_device)
     local = LocalStore(
-        own_units, placement=budgets.placement, host=tiers.host, volume=tiers.volume, device=device,
-        counters=counters, shards=tiers.shards,
+        plan.own_units, placement=budgets.placement, host=tiers.host, volume=tiers.volume,
+        device=device, counters=counters, shards=tiers.shards,
     )  # fmt: skip
     source = WeightProvider()
     store: StateStore = local
@@ -289,22 +261,20 @@ def _assemble(
     pool = HostPool(tiers.host, is_tight=budgets.is_tight)
     inputs = InputMemory(budgets.inputs_nbytes, budgets.working_nbytes - budgets.inputs_nbytes)
     weight_cache = WeightCache(
-        store, pool=pool, device=device, counters=counters, memory=_weight_memory(budgets, units),
-        inputs=inputs, source=source,
+        store, pool=pool, device=device, counters=counters, inputs=inputs, source=source,
+        memory=_weight_memory(budgets, plan.units),
     )  # fmt: skip
     passes = Passes(counters.tracer)
     updates = UpdateSettings(
         chunk_nbytes=budgets.chunk_nbytes, num_staging_slots=budgets.num_staging_slots,
-        reads_ahead=config.schedule.prefetch and not budgets.is_tight,
+        reads_ahead=plan.config.schedule.prefetch and not budgets.is_tight,
         on_device=device if update_device.is_on_device else None,
-        in_backward=in_backward.is_on, is_beside=not device.shares_host_memory,
-        rides_along=config.schedule.updates != "at_step" and sharding is None,
+        in_backward=plan.updates_in_backward, is_beside=not device.shares_host_memory,
+        rides_along=plan.config.schedule.updates != "at_step" and sharding is None,
     )  # fmt: skip
-    step = _step_parts(
-        config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes, resources
-    )
-    activations, waiting = _activation_stores(config, tiers, pool, inputs, weight_cache)
-    _add_reclaimers(config, pool, weight_cache, step, (activations, waiting))
+    step = _step_parts(plan, tiers, local, sharded, pool, weight_cache, updates, passes, resources)
+    activations, waiting = _activation_stores(plan, tiers, pool, inputs, weight_cache)
+    _add_reclaimers(plan, pool, weight_cache, step, (activations, waiting))
     return _Assembly(
         store, pool, device, weight_cache, step, activations, WaitingMemory(waiting), passes,
         counters, update_device,
@@ -312,7 +282,7 @@ def _assemble(
 
 
 def _activation_stores(
-    config: SwapConfig,
+    plan: RunPlan,
     tiers: OpenTiers,
     pool: HostPool,
     inputs: InputMemory,
@@ -326,7 +296,7 @@ def _activation_stores(
             inputs=memory, free_kept=weight_cache.space.free_kept,
         )  # fmt: skip
 
-    placement = config.placement
+    placement = plan.config.placement
     return store(placement.activations, inputs), store(placement.experts, InputMemory(0, 0))
 
 
@@ -353,8 +323,7 @@ def _share(
 
 
 def _step_parts(
-    config: SwapConfig,
-    budgets: Budgets,
+    plan: RunPlan,
     tiers: OpenTiers,
     store: LocalStore,
     sharded: _Sharded | None,
@@ -376,10 +345,10 @@ def _step_parts(
         pool=pool,
         device=device,
         counters=counters,
-        reduce_dtype=_DTYPES.get(config.distributed.reduce_dtype),
+        reduce_dtype=_DTYPES.get(plan.config.distributed.reduce_dtype),
         passes=passes,
         buckets=sharded.buckets,
-        sums=SumsMemory(pool, sharded.plan.sums, budgets),
+        sums=SumsMemory(pool, sharded.plan.sums, plan.budgets),
     )
     resources.callback(reduced.local.close)
     resources.callback(reduced.owned.close)
@@ -393,7 +362,7 @@ def _step_parts(
 
 
 def _add_reclaimers(
-    config: SwapConfig,
+    plan: RunPlan,
     pool: HostPool,
     weight_cache: WeightCache,
     step: _StepParts,
@@ -404,7 +373,7 @@ def _add_reclaimers(
     pool.add_lender(lambda: gradients.reclaim(waits=False))
     pool.add_lender(updater.give_back_spare)
     pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True))
-    if config.schedule.updates == "at_step" or step.ranks.num_ranks > 1:
+    if plan.config.schedule.updates == "at_step" or step.ranks.num_ranks > 1:
         pool.add_reclaimer(lambda _: updater.reclaim_idle())
     # Cheapest first: gradients on their way to the drive, weights that would be read again, and the
     # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would

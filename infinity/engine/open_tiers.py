@@ -11,13 +11,11 @@ from pathlib import Path
 
 import torch
 
-from infinity.config import SwapConfig
 from infinity.config.cores import threads_here
-from infinity.config.schema import NvmeTier
+from infinity.config.schema import Io, NvmeTier
 from infinity.distributed.group import path_of_job
+from infinity.engine.lay_out import RunPlan
 from infinity.observe import Counters
-from infinity.state.budgets import Budgets
-from infinity.state.units import Unit
 from infinity.storage.arena import Arena, can_share
 from infinity.storage.open import open_configured
 from infinity.storage.protocol import StorageEngine
@@ -25,7 +23,6 @@ from infinity.storage.shards import ShardFiles, ShardIdentity
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
-from infinity.tiers.open_device import OwnDevice, device_node, open_device
 
 _log = logging.getLogger("infinity")
 
@@ -45,70 +42,57 @@ class OpenTiers:
 
 
 def open_tiers(
-    config: SwapConfig,
-    units: Sequence[Unit],
-    budgets: Budgets,
-    own_device: OwnDevice | None,
+    plan: RunPlan,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
     adopted: Adopted | None,
     identities: Sequence[ShardIdentity],
     resources: ExitStack,
-    *,
-    num_spares: int,
-    num_private: int,
-    num_sharing: int,
-    has_neighbours: bool,
 ) -> OpenTiers:
     """Opens what the budgets need; `resources` closes it, in the opposite order.
 
-    `identities`: the files of a checkpoint; those that `units` rest in are opened. `num_spares`:
-    generations of the volume beside the current one, `num_private` of them for early updates.
-    `num_sharing`: ranks of the machine, with a directory each in a swap directory.
-    `has_neighbours`: other ranks of the machine read the arena. Raises StorageError, CapacityError.
+    `identities`: the files of a checkpoint; those that units rest in are opened. Ranks of a machine
+    have a directory each in a swap directory, and read each other's arenas. Raises StorageError,
+    CapacityError.
     """
-    counters, huge_pages = Counters(), config.tiers.host.huge_pages
+    counters, huge_pages = Counters(), plan.config.tiers.host.huge_pages
+    has_neighbours = plan.sharding is not None and plan.sharding.group.has_neighbours
     arena = Arena(
-        budgets.host_nbytes,
+        plan.budgets.host_nbytes,
         huge_pages=huge_pages,
-        numa_node=device_node(config, own_device),
+        numa_node=plan.device.numa_node(),
         is_shared=has_neighbours and can_share(huge_pages=huge_pages),
     )
     resources.callback(arena.close)
-    read = {run.path for unit in units if unit.stored is not None for run in unit.stored.runs}
-    storage = _open_storage(config, arena, budgets, wrap_storage, resources, is_needed=bool(read))
-    volume = _open_volume(
-        config, storage, budgets, adopted, resources,
-        num_spares=num_spares, num_private=num_private, num_sharing=num_sharing,
-    )  # fmt: skip
-    shards = None
-    if read:
-        assert storage is not None
+    read = {run.path for unit in plan.units if unit.stored is not None for run in unit.stored.runs}
+    uses_volume = _uses_volume(plan)
+    storage = volume = shards = None
+    if uses_volume or read:
+        storage = _open_storage(plan.config.io, arena, wrap_storage, resources)
+    if uses_volume and storage is not None:
+        volume = _open_volume(plan, storage, adopted)
+        resources.callback(volume.close)
+    if read and storage is not None:
         in_use = [identity for identity in identities if identity.path in read]
-        shards = ShardFiles(storage, in_use, verify=config.io.verify)
+        shards = ShardFiles(storage, in_use, verify=plan.config.io.verify)
         resources.callback(shards.close)
     host = HostBlocks(arena, counters)
     resources.callback(host.close)
-    device = open_device(config, host, counters, own_device)
+    device = plan.device.open(host, counters)
     resources.callback(device.close)
     return OpenTiers(counters, host, volume, shards, device)
 
 
 def _open_storage(
-    config: SwapConfig,
+    io: Io,
     arena: Arena,
-    budgets: Budgets,
     wrap: Callable[[StorageEngine], StorageEngine] | None,
     resources: ExitStack,
-    *,
-    is_needed: bool,
-) -> StorageEngine | None:
-    if not is_needed and not _uses_volume(config, budgets):
-        return None
-    storage = open_configured(config.io, arena)
+) -> StorageEngine:
+    storage = open_configured(io, arena)
     if wrap is not None:
         storage = wrap(storage)
     resources.callback(storage.close)
-    if not config.io.verify:
+    if not io.verify:
         _log.warning(
             "io.verify = false: what is read from the drives is not compared with what was "
             "written. A page that a drive, a cable or another program changes is trained on, and "
@@ -117,47 +101,34 @@ def _open_storage(
     return storage
 
 
-def _uses_volume(config: SwapConfig, budgets: Budgets) -> bool:
-    waiting = (*config.placement.activations, *config.placement.experts)
-    placed = {*budgets.placement.tiers.values(), *waiting}
-    return "nvme" in placed or budgets.reduce_buffer_spills
+def _uses_volume(plan: RunPlan) -> bool:
+    placement = plan.config.placement
+    waiting = (*placement.activations, *placement.experts)
+    placed = {*plan.budgets.placement.tiers.values(), *waiting}
+    return "nvme" in placed or plan.budgets.reduce_buffer_spills
 
 
-def _open_volume(
-    config: SwapConfig,
-    storage: StorageEngine | None,
-    budgets: Budgets,
-    adopted: Adopted | None,
-    resources: ExitStack,
-    *,
-    num_spares: int,
-    num_private: int,
-    num_sharing: int,
-) -> Volume | None:
-    if storage is None or not _uses_volume(config, budgets):
-        return None
+def _open_volume(plan: RunPlan, storage: StorageEngine, adopted: Adopted | None) -> Volume:
     paths = [
         VolumePath(
             path=str(tier.path),
             capacity_nbytes=_nvme_nbytes(tier),
             direct=tier.direct,
             weight=None if tier.weight == "auto" else tier.weight,
-            shared_with=str(path_of_job(tier.path)) if num_sharing > 1 else None,
+            shared_with=str(path_of_job(tier.path)) if plan.num_sharing > 1 else None,
         )
-        for tier in config.tiers.nvme
+        for tier in plan.config.tiers.nvme
     ]
-    volume = Volume(
+    return Volume(
         storage,
         paths,
-        stripe_nbytes=config.io.stripe,
-        verify=config.io.verify,
+        stripe_nbytes=plan.config.io.stripe,
+        verify=plan.config.io.verify,
         num_threads=threads_here(torch.get_num_threads()),
-        num_spares=num_spares,
-        num_private=num_private,
+        num_spares=max(plan.num_spares, 0 if adopted is None else adopted.num_spares),
+        num_private=plan.num_private,
         adopted=adopted,
     )
-    resources.callback(volume.close)
-    return volume
 
 
 def _nvme_nbytes(tier: NvmeTier) -> int | None:

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from infinity.config import SwapConfig
 from infinity.config.cores import last_cache_nbytes
+from infinity.engine.lay_out import RunPlan
 from infinity.ops.adamw import AdamWSettings
 from infinity.ops.on_device import update_span_
 from infinity.ops.optimizers import step_
@@ -27,7 +27,6 @@ from infinity.simulate.order import Use
 from infinity.simulate.rates import Rates, drive_rates
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import MIB, align_down
-from infinity.state.budgets import Budgets
 from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Unit
 from infinity.streaming.updates import device_update as update_on_device
 from infinity.tiers.device import DeviceAdapter
@@ -46,20 +45,13 @@ _LONG_ENOUGH_S = 5e-3
 Clock = Callable[[], float]
 
 
-def place_updates(
-    config: SwapConfig,
-    budgets: Budgets,
-    units: Sequence[Unit],
-    device: DeviceAdapter,
-    host: HostBlocks,
-    *,
-    num_sharing: int,
-) -> UpdateDevice:
-    """Decides where this rank's updates run. `num_sharing`: ranks that share its drives.
+def place_updates(plan: RunPlan, device: DeviceAdapter, host: HostBlocks) -> UpdateDevice:
+    """Decides where this rank's updates run.
 
     Called while nothing else is allocated from the host tier.
     """
-    updated = [unit for unit in units if unit.has_state]
+    config, num_sharing = plan.config, plan.num_sharing
+    updated = [unit for unit in plan.own_units if unit.has_state]
     place = settled(
         config.schedule.update_on,
         config.precision.moments,
@@ -77,7 +69,7 @@ def place_updates(
             write * 1e9 / num_sharing,
             None if mixed is None else mixed * 1e9 / num_sharing,
         )
-    rates = time_updates(device, host, largest, budgets.chunk_nbytes, drives=drives)
+    rates = time_updates(device, host, largest, plan.budgets.chunk_nbytes, drives=drives)
     if rates is None:
         return UpdateDevice("host", "the device would not give its bits, or memory is short")
     batch = batch_of(config)
@@ -85,7 +77,7 @@ def place_updates(
     if any(use.forward_flops for use in uses):
         dtype = getattr(torch, config.precision.compute_dtype)
         rates = replace(rates, flops=time_products(device, dtype))
-    return choose(make_job(config, budgets, updated, uses, batch), rates)
+    return choose(make_job(config, plan.budgets, updated, uses, batch), rates)
 
 
 def _uses(units: Sequence[Unit], batch: Batch) -> Iterator[Use]:

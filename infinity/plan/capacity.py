@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from infinity.config import NvmeTier, SwapConfig
 from infinity.distributed.setup import ShardingPlan
@@ -20,7 +19,13 @@ from infinity.plan.model import PlannedModel
 from infinity.plan.node import NodeView, blocks_of
 from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import format_nbytes
-from infinity.state.budgets import Budgets, compute_budgets, weights_in_use
+from infinity.state.budgets import (
+    Budgets,
+    MachineSizes,
+    WeightsInUse,
+    compute_budgets,
+    weights_in_use,
+)
 from infinity.state.placement import StatePlacement, resting_nbytes
 from infinity.state.tiles import decodes_experts, fit
 from infinity.state.units import Unit
@@ -36,23 +41,21 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
     takes_all = node.count > 1 and config.distributed.budgets == "rank"
     shares_host_memory = hardware.shares_host_memory
 
+    available_nbytes = hardware.host.memory * (node.count if takes_all else 1)
+    machine = MachineSizes(shares_host_memory, window_nbytes, available_nbytes)
+
     def attempt(limit_nbytes: int | None) -> Fitted:
         tiled = with_tiles(model, limit_nbytes)
-        sizes: dict[str, Any] = {
-            "shares_host_memory": shares_host_memory,
-            "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
-        }
         if not tiled.has_base_in_place:
-            sizes["held_nbytes"] = tiled.held_nbytes
+            in_use = WeightsInUse(tiled.held_nbytes, tiled.held_nbytes)
         else:
             assert tiled.frozen is not None
             tiled = replace(tiled, units=tiled.frozen.in_place(tiled.units))
-            sizes |= _in_use(tiled, shares_host_memory=shares_host_memory)
+            in_use = _in_use(tiled, shares_host_memory=shares_host_memory)
         sharding = node.plan_sharding(tiled, window_nbytes)
-        sizes["device_nbytes"] = window_nbytes
         if sharding is not None:
-            return tiled, sharding, sharding.budgets(config, **sizes)
-        return tiled, None, compute_budgets(config, tiled.units, **sizes)
+            return tiled, sharding, sharding.budgets(config, in_use, machine)
+        return tiled, None, compute_budgets(config, tiled.units, in_use, machine)
 
     def has_space_ahead(found: Fitted) -> bool:
         tiled, _, budgets = found
@@ -65,7 +68,7 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
     return fit(config.schedule.tile, attempt, has_space_ahead, decodes, largest_nbytes(model))
 
 
-def _in_use(model: PlannedModel, *, shares_host_memory: bool) -> dict[str, int]:
+def _in_use(model: PlannedModel, *, shares_host_memory: bool) -> WeightsInUse:
     """Returns the weights that nested modules use at once, as the engine counts them."""
     return weights_in_use(
         model.units,

@@ -92,22 +92,58 @@ class Budgets:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineSizes:
+    """What a machine has for one process. `device_nbytes`: None: unlimited.
+    `available_host_nbytes`: free host memory, of which `tiers.host.capacity` may be a share."""
+
+    shares_host_memory: bool
+    device_nbytes: int | None
+    available_host_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInUse:
+    """The most weights that nested modules use at once.
+
+    `held_nbytes`: as the device computes with them. `host_held_nbytes`: in host memory, where
+    frozen weights may be quantised, or quantised and decoded, of which `decoded_nbytes` are decoded
+    there. `largest_decoded_nbytes`: decoded weights of one unit on a device with memory of its own.
+    """
+
+    held_nbytes: int
+    host_held_nbytes: int
+    decoded_nbytes: int = 0
+    largest_decoded_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankSizes:
+    """What ranks add. `gathered_nbytes`: the weights of the largest unit, gathered from shards;
+    `serving_nbytes`: memory to serve other ranks from, lent once; `received_nbytes`: the most
+    gradients that other ranks send during a backward; `summed_nbytes`: sums of gradients before
+    they are sent, if there are micro-batches; `num_sharing`: ranks that share the host budget
+    (errors name all of it)."""
+
+    gathered_nbytes: int = 0
+    serving_nbytes: int = 0
+    received_nbytes: int = 0
+    summed_nbytes: int = 0
+    num_sharing: int = 1
+
+
+_ONE_RANK = RankSizes()
+
+
+@dataclass(frozen=True, slots=True)
 class _Request:
     """The arguments of `compute_budgets`, and `preferences`: the tiers of each kind, in order."""
 
     config: SwapConfig
     units: Sequence[Unit]
     preferences: Mapping[str, tuple[str, ...]]
-    held_nbytes: int
-    shares_host_memory: bool
-    device_nbytes: int | None
-    gathered_nbytes: int
-    serving_nbytes: int
-    received_nbytes: int
-    summed_nbytes: int
-    host_held_nbytes: int
-    num_sharing: int
-    largest_decoded_nbytes: int
+    in_use: WeightsInUse
+    machine: MachineSizes
+    ranks: RankSizes
 
     @property
     def decoded_from_nbytes(self) -> int:
@@ -120,23 +156,23 @@ class _Request:
     def spills(self) -> bool:
         """Whether gradients of other ranks can wait on NVMe."""
         has_nvme = any("nvme" in order for order in self.preferences.values())
-        return self.received_nbytes > 0 and has_nvme
+        return self.ranks.received_nbytes > 0 and has_nvme
 
     @property
     def least_nbytes(self) -> tuple[int, int]:
         """The least working memory: for a backward of each micro-batch, and for sums of several."""
         alone, with_sums = (
-            self.serving_nbytes
+            self.ranks.serving_nbytes
             + smallest_working_nbytes(
                 self.units,
                 self.preferences,
-                held_nbytes=self.host_held_nbytes,
+                held_nbytes=self.in_use.host_held_nbytes,
                 chunk_nbytes=self.config.schedule.update_chunk,
                 staged_nbytes=_staged_nbytes(self),
-                gathered_nbytes=self.gathered_nbytes,
+                gathered_nbytes=self.ranks.gathered_nbytes,
                 summed_nbytes=summed_nbytes,
             )
-            for summed_nbytes in (0, self.summed_nbytes)
+            for summed_nbytes in (0, self.ranks.summed_nbytes)
         )
         return alone, with_sums
 
@@ -147,70 +183,46 @@ def weights_in_use(
     most: Callable[[Sequence[int]], int],
     *,
     shares_host_memory: bool,
-) -> dict[str, int]:
-    """Returns the arguments of `compute_budgets` about the weights that nested modules use at once.
-
-    `attached_nbytes`: by unit, the weights as the device computes with them. `most(nbytes_of_unit)`
-    returns the most bytes of nested modules.
+) -> WeightsInUse:
+    """Returns the weights that nested modules use at once. `attached_nbytes`: by unit, as the
+    device computes with them. `most(nbytes_of_unit)` returns the most bytes of nested modules.
 
     Stored weights are decoded into a second block, and their own block may go. In a pool that keeps
     nothing, blocks lie like a stack: the space of an outer unit's stored bytes is below its decoded
     block, where a larger block of an inner unit does not fit. So both count, for every unit.
-    `host_held_nbytes`: the same as `held_nbytes` in host memory, where frozen weights may be
-    quantised, or quantised and decoded, of which `decoded_nbytes` are decoded there;
-    `largest_decoded_nbytes`: decoded weights of one unit on a device with memory of its own.
     """
     attached = [rounded_nbytes(nbytes) for nbytes in attached_nbytes]
-    sizes = {"held_nbytes": most(attached)}
+    held_nbytes = most(attached)
     if all(unit.stored is None for unit in units):
-        return sizes
+        return WeightsInUse(held_nbytes, held_nbytes)
     resting = [resting_nbytes(unit, StateKind.PARAMETERS) for unit in units]
     is_stored = [unit.stored is not None for unit in units]
     if not shares_host_memory:
         largest = max(a for a, s in zip(attached, is_stored, strict=True) if s)
-        return sizes | {"host_held_nbytes": most(resting), "largest_decoded_nbytes": largest}
+        return WeightsInUse(held_nbytes, most(resting), largest_decoded_nbytes=largest)
     decoded = [a if s else 0 for a, s in zip(attached, is_stored, strict=True)]
     both = [a + r if s else a for a, r, s in zip(attached, resting, is_stored, strict=True)]
-    return sizes | {"host_held_nbytes": most(both), "decoded_nbytes": most(decoded)}
+    return WeightsInUse(held_nbytes, most(both), decoded_nbytes=most(decoded))
 
 
 def compute_budgets(
     config: SwapConfig,
     units: Sequence[Unit],
-    *,
-    held_nbytes: int,
-    shares_host_memory: bool,
-    device_nbytes: int | None,
-    available_host_nbytes: int,
-    gathered_nbytes: int = 0,
-    serving_nbytes: int = 0,
-    received_nbytes: int = 0,
-    summed_nbytes: int = 0,
-    host_held_nbytes: int | None = None,
-    decoded_nbytes: int = 0,
-    largest_decoded_nbytes: int = 0,
-    num_sharing: int = 1,
+    in_use: WeightsInUse,
+    machine: MachineSizes,
+    ranks: RankSizes = _ONE_RANK,
 ) -> Budgets:
     """Divides the tiers of a machine among the state of `units` and the memory to work in.
 
-    `available_host_nbytes`: free host memory, of which `tiers.host.capacity` may be a share. With
-    ranks, `gathered_nbytes`: the weights of the largest unit, gathered from shards;
-    `serving_nbytes`: memory to serve other ranks from, lent once; `received_nbytes`: the most
-    gradients that other ranks send during a backward; `summed_nbytes`: sums of gradients before
-    they are sent, if there are micro-batches; `num_sharing`: ranks that share the host budget
-    (errors name all of it). The other sizes: as of `weights_in_use` (None: `held_nbytes`).
     Raises ConfigError for a tier that is not configured, CapacityError for too small a budget.
     """
-    request = _Request(
-        config, units, _preferences(config), held_nbytes, shares_host_memory, device_nbytes,
-        gathered_nbytes, serving_nbytes, received_nbytes, summed_nbytes,
-        held_nbytes if host_held_nbytes is None else host_held_nbytes, num_sharing,
-        largest_decoded_nbytes,
-    )  # fmt: skip
+    request = _Request(config, units, _preferences(config), in_use, machine, ranks)
     alone, with_sums = request.least_nbytes
     smallest = alone if config.schedule.micro_batch is None else with_sums
     comfortable = _comfortable_nbytes(request, alone) + smallest - alone
-    asked_nbytes = _asked_host_nbytes(request, comfortable + received_nbytes, available_host_nbytes)
+    asked_nbytes = _asked_host_nbytes(
+        request, comfortable + ranks.received_nbytes, machine.available_host_nbytes
+    )
     resting = _only_on_host_nbytes(request)
     least_for_sums = resting + with_sums + _reduce_buffer_nbytes(request, 0, 0)
     buffer_nbytes = _reduce_buffer_nbytes(request, asked_nbytes, asked_nbytes - smallest - resting)
@@ -218,14 +230,14 @@ def compute_budgets(
     _refuse_small_host(request, host_nbytes, buffer_nbytes, smallest)
     placement = _place(request, host_nbytes, smallest, comfortable)
     _refuse_small_device(request, placement)
-    working_nbytes = host_nbytes - placement.placed_nbytes["host"] - serving_nbytes
-    zone_nbytes = rounded_nbytes(decoded_nbytes) if decoded_nbytes else 0
+    working_nbytes = host_nbytes - placement.placed_nbytes["host"] - ranks.serving_nbytes
+    zone_nbytes = rounded_nbytes(in_use.decoded_nbytes) if in_use.decoded_nbytes else 0
     is_tight = _is_tight(working_nbytes - (smallest - alone) - zone_nbytes, alone - zone_nbytes)
     chunk_nbytes, num_slots, ring_nbytes = _staging_ring(request, placement, working_nbytes)
     return Budgets(
-        shares_host_memory=shares_host_memory,
-        device_nbytes=device_nbytes,
-        held_nbytes=held_nbytes,
+        shares_host_memory=machine.shares_host_memory,
+        device_nbytes=machine.device_nbytes,
+        held_nbytes=in_use.held_nbytes,
         host_nbytes=host_nbytes,
         reduce_buffer_nbytes=buffer_nbytes,
         reduce_buffer_spills=request.spills,
@@ -237,10 +249,10 @@ def compute_budgets(
         chunk_nbytes=chunk_nbytes,
         num_staging_slots=num_slots,
         ring_nbytes=ring_nbytes,
-        needed_for_sums_nbytes=with_sums - serving_nbytes,
-        least_for_sums_nbytes=num_sharing * least_for_sums,
+        needed_for_sums_nbytes=with_sums - ranks.serving_nbytes,
+        least_for_sums_nbytes=ranks.num_sharing * least_for_sums,
         decoded_from_nbytes=request.decoded_from_nbytes,
-        largest_decoded_nbytes=request.largest_decoded_nbytes,
+        largest_decoded_nbytes=request.in_use.largest_decoded_nbytes,
         decoded_nbytes=0 if is_tight else zone_nbytes,
         staged_nbytes=0 if is_tight else _staged_ahead_nbytes(request, placement),
     )
@@ -250,14 +262,14 @@ def _staged_ahead_nbytes(request: _Request, placement: StatePlacement) -> int:
     """Returns the device memory for the stored bytes of the next unit: none where they do not fit,
     nor where its decoded weights fit beside those in use and would not with them."""
     window_nbytes = _device_window_nbytes(
-        request.shares_host_memory, request.device_nbytes, placement
+        request.machine.shares_host_memory, request.machine.device_nbytes, placement
     )
     stored_nbytes = request.decoded_from_nbytes
     if window_nbytes is None or not request.config.schedule.prefetch:
         return 0
-    left_nbytes = window_nbytes - stored_nbytes - request.held_nbytes
-    if left_nbytes >= request.largest_decoded_nbytes:
-        left_nbytes -= request.largest_decoded_nbytes
+    left_nbytes = window_nbytes - stored_nbytes - request.in_use.held_nbytes
+    if left_nbytes >= request.in_use.largest_decoded_nbytes:
+        left_nbytes -= request.in_use.largest_decoded_nbytes
     return stored_nbytes if stored_nbytes <= left_nbytes else 0
 
 
@@ -283,7 +295,7 @@ def _preferences(config: SwapConfig) -> dict[str, tuple[str, ...]]:
 
 def _staged_nbytes(request: _Request) -> int:
     """Memory through which gradients of the device are added to sums on the host."""
-    if request.shares_host_memory or set(request.preferences["gradients"]) == {"device"}:
+    if request.machine.shares_host_memory or set(request.preferences["gradients"]) == {"device"}:
         return 0
     largest_numel = max(spec.numel for unit in request.units for spec in unit.tensors)
     return rounded_nbytes(min(largest_numel * STATE_ITEM_NBYTES, STAGED_NBYTES))
@@ -292,7 +304,8 @@ def _staged_nbytes(request: _Request) -> int:
 def _comfortable_nbytes(request: _Request, smallest: int) -> int:
     """Working memory that lets fetches, gradients and updates run ahead of each other."""
     weights_nbytes = max(
-        request.host_held_nbytes, *(resting_nbytes(u, StateKind.PARAMETERS) for u in request.units)
+        request.in_use.host_held_nbytes,
+        *(resting_nbytes(u, StateKind.PARAMETERS) for u in request.units),
     )
     gradients_nbytes = max(resting_nbytes(unit, StateKind.GRADIENTS) for unit in request.units)
     return max(
@@ -308,7 +321,7 @@ def _asked_host_nbytes(request: _Request, comfortable: int, available_host_nbyte
     is_for_inputs = (
         config.schedule.micro_batch is not None
         and "host" in config.placement.activations
-        and not request.shares_host_memory
+        and not request.machine.shares_host_memory
     )
     if not host.capacity.is_auto or is_for_inputs:
         return asked_nbytes
@@ -325,13 +338,15 @@ def _reduce_buffer_nbytes(request: _Request, asked_nbytes: int, spare_nbytes: in
 
     If they can wait on NVMe, any size will do; else the least is the gradients of two units.
     """
-    if not request.received_nbytes:
+    if not request.ranks.received_nbytes:
         return 0
     largest_nbytes = max(unit.state_numel for unit in request.units) * STATE_ITEM_NBYTES
     least_nbytes = 0 if request.spills else 2 * largest_nbytes
     chosen = request.config.distributed.reduce_buffer
     if chosen == "auto":
-        return max(least_nbytes, min(request.received_nbytes, asked_nbytes // 8, spare_nbytes))
+        return max(
+            least_nbytes, min(request.ranks.received_nbytes, asked_nbytes // 8, spare_nbytes)
+        )
     if chosen < least_nbytes:
         raise CapacityError(
             "host",
@@ -364,7 +379,7 @@ def _refuse_small_host(
     available_nbytes = host_nbytes + buffer_nbytes
     if available_nbytes >= needed_nbytes:
         return
-    count = request.num_sharing
+    count = request.ranks.num_sharing
     largest = max(request.units, key=lambda unit: unit.weight_nbytes)
     all_ranks_nbytes = count * needed_nbytes
     ranks = f" for {count} ranks; on each of them" if count > 1 else ":"
@@ -385,9 +400,9 @@ def _refuse_small_host(
 
 def _place(request: _Request, host_nbytes: int, smallest: int, comfortable: int) -> StatePlacement:
     """Places all state, with comfortable working memory if that fits, else with the smallest."""
-    device_nbytes = request.device_nbytes
-    if device_nbytes is not None and not request.shares_host_memory:
-        device_nbytes -= request.held_nbytes + request.decoded_from_nbytes
+    device_nbytes = request.machine.device_nbytes
+    if device_nbytes is not None and not request.machine.shares_host_memory:
+        device_nbytes -= request.in_use.held_nbytes + request.decoded_from_nbytes
     error: CapacityError | None = None
     for reserved_nbytes in (min(comfortable, max(smallest, host_nbytes // 2)), smallest):
         try:
@@ -413,13 +428,13 @@ def _device_window_nbytes(
 
 def _refuse_small_device(request: _Request, placement: StatePlacement) -> None:
     window_nbytes = _device_window_nbytes(
-        request.shares_host_memory, request.device_nbytes, placement
+        request.machine.shares_host_memory, request.machine.device_nbytes, placement
     )
     stored = request.decoded_from_nbytes
-    needed_nbytes = request.held_nbytes + stored
+    needed_nbytes = request.in_use.held_nbytes + stored
     if window_nbytes is not None and needed_nbytes > window_nbytes:
         largest = max(request.units, key=lambda unit: unit.weight_nbytes)
-        held = format_nbytes(request.held_nbytes)
+        held = format_nbytes(request.in_use.held_nbytes)
         decoded = f"; {format_nbytes(stored)} as they are stored and {held} decoded"
         raise CapacityError(
             "device",
@@ -437,10 +452,10 @@ def _staging_ring(
     """(bytes of a chunk, staging slots, bytes of the ring) of the optimizer's pipeline."""
     units = request.units
     weights_nbytes = max(resting_nbytes(unit, StateKind.PARAMETERS) for unit in units)
-    weights_nbytes = max(weights_nbytes, request.gathered_nbytes)
+    weights_nbytes = max(weights_nbytes, request.ranks.gathered_nbytes)
     granule_nbytes, travelling = least_chunk_nbytes(units), placement.travelling()
     chunk_nbytes, num_slots = plan_staging_slots(
-        working_nbytes - max(weights_nbytes, request.host_held_nbytes),
+        working_nbytes - max(weights_nbytes, request.in_use.host_held_nbytes),
         request.config.schedule.update_chunk,
         units_nbytes=_updated_nbytes(units, placement),
         travelling_nbytes=sum(staging_nbytes(units, travelling, granule_nbytes).values()),
@@ -468,5 +483,5 @@ def _window_nbytes(request: _Request, working_nbytes: int) -> int:
     if schedule.window != "auto":
         return int(schedule.window)
     # On the host, reads ahead must leave space for the weights decoded from them.
-    decodes_on_host = request.shares_host_memory and request.decoded_from_nbytes > 0
-    return working_nbytes - (request.host_held_nbytes if decodes_on_host else 0)
+    decodes_on_host = request.machine.shares_host_memory and request.decoded_from_nbytes > 0
+    return working_nbytes - (request.in_use.host_held_nbytes if decodes_on_host else 0)

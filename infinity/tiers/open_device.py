@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from infinity.config import SwapConfig
 from infinity.config.cores import node_of_device
+from infinity.config.schema import DeviceTier
 from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.tiers.cpu import CpuDevice
@@ -22,18 +24,62 @@ class OwnDevice(DeviceAdapter, Protocol):
         """Receives the arena and the counters, before any other call."""
 
 
-def shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
-    """Returns whether the device computes on host memory. Raises ConfigError as `device_kind`."""
-    return device.shares_host_memory if device is not None else device_kind(config) == "cpu"
+@dataclass(frozen=True, slots=True)
+class ChosenDevice:
+    """The device of a run, before it is opened. `own` is the adapter of the caller; `type` is
+    torch's word for where the model computes."""
+
+    own: OwnDevice | None
+    tier: DeviceTier
+    type: str
+    shares_host_memory: bool
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether torch knows the device's memory and address."""
+        return self.own is None and self.type == "cuda"
+
+    def nbytes(self) -> int | None:
+        """Returns the budget of the device, as far as its memory is free now; None: unlimited."""
+        if not self.is_cuda:
+            # A share of "device memory" means nothing here: unlimited.
+            return self.tier.capacity.nbytes
+        free_nbytes, _ = torch.cuda.mem_get_info()
+        return self.tier.budget_nbytes(free_nbytes)
+
+    def identity(self) -> str:
+        """Returns the name of the device among all devices; empty where ranks may share it."""
+        if not self.is_cuda:
+            return ""
+        return str(getattr(torch.cuda.get_device_properties(None), "uuid", ""))
+
+    def numa_node(self) -> int | None:
+        """Returns the NUMA node that the device hangs on: half of all copies would cross to the
+        other one. None: nothing to prefer."""
+        if not self.is_cuda:
+            return None
+        return node_of_device(pci_address(torch.cuda.get_device_properties(None)))
+
+    def open(self, host: HostBlocks, counters: Counters) -> DeviceAdapter:
+        """Opens the adapter. The caller closes it."""
+        if self.own is not None:
+            self.own.open(host, counters)
+            return self.own
+        if self.type == "cuda":
+            from infinity.tiers.cuda import CudaDevice
+
+            return CudaDevice(host, counters)
+        return CpuDevice(host, counters)
 
 
-def device_nbytes(config: SwapConfig, *, is_cuda: bool) -> int | None:
-    """Returns the budget of the device; None: unlimited. `is_cuda`: torch knows its free memory."""
-    if not is_cuda:
-        # A share of "device memory" means nothing here: unlimited.
-        return config.tiers.device.capacity.nbytes
-    free_nbytes, _ = torch.cuda.mem_get_info()
-    return config.tiers.device.budget_nbytes(free_nbytes)
+def choose_device(config: SwapConfig, own: OwnDevice | None) -> ChosenDevice:
+    """Returns the device of the caller, or the configured one. Raises ConfigError as
+    `device_kind`."""
+    tier = config.tiers.device
+    if own is not None:
+        return ChosenDevice(own, tier, own.torch_device.type, own.shares_host_memory)
+    kind = device_kind(config)
+    return ChosenDevice(None, tier, kind, shares_host_memory=kind == "cpu")
 
 
 def device_kind(config: SwapConfig) -> str:
@@ -57,32 +103,3 @@ def pci_address(properties: object) -> str:
     if not all(isinstance(number, int) for number in numbers):
         return ""
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
-
-
-def device_identity(config: SwapConfig, own: OwnDevice | None) -> str:
-    """Returns the name of the device among all devices; empty where ranks may share it."""
-    if own is not None or device_kind(config) != "cuda":
-        return ""
-    return str(getattr(torch.cuda.get_device_properties(None), "uuid", ""))
-
-
-def device_node(config: SwapConfig, own: OwnDevice | None) -> int | None:
-    """Returns the NUMA node that the device hangs on: half of all copies would cross to the other
-    one. None: nothing to prefer."""
-    if own is not None or device_kind(config) != "cuda":
-        return None
-    return node_of_device(pci_address(torch.cuda.get_device_properties(None)))
-
-
-def open_device(
-    config: SwapConfig, host: HostBlocks, counters: Counters, own: OwnDevice | None
-) -> DeviceAdapter:
-    """Opens the adapter of the caller, or of the configured device. The caller closes it."""
-    if own is not None:
-        own.open(host, counters)
-        return own
-    if device_kind(config) == "cuda":
-        from infinity.tiers.cuda import CudaDevice
-
-        return CudaDevice(host, counters)
-    return CpuDevice(host, counters)

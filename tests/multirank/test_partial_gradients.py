@@ -17,7 +17,13 @@ from infinity.distributed.sums.partials import Fill, PartialGradients
 from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import MIB
-from infinity.state.budgets import Budgets, compute_budgets
+from infinity.state.budgets import (
+    Budgets,
+    MachineSizes,
+    RankSizes,
+    WeightsInUse,
+    compute_budgets,
+)
 from infinity.state.partition import partition
 from infinity.state.units import TensorFacts, layout_unit
 from infinity.storage.arena import Arena
@@ -147,13 +153,9 @@ def budgets(reduce_buffer: str, *, host: str = "64MiB", placement: str = "host")
     return compute_budgets(
         SwapConfig.load(config),
         divided.units,
-        held_nbytes=4 * MIB,
-        shares_host_memory=True,
-        device_nbytes=None,
-        available_host_nbytes=64 * MIB,
-        gathered_nbytes=4 * MIB,
-        serving_nbytes=3 * MIB,
-        received_nbytes=8 * MIB,
+        WeightsInUse(4 * MIB, 4 * MIB),
+        MachineSizes(True, None, 64 * MIB),
+        RankSizes(gathered_nbytes=4 * MIB, serving_nbytes=3 * MIB, received_nbytes=8 * MIB),
     )
 
 

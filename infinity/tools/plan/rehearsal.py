@@ -30,7 +30,7 @@ from infinity.optimizers.algorithms import AdamW
 from infinity.plan.model import PlannedModel
 from infinity.simulate.job import Batch, updated_nbytes
 from infinity.sizes import MIB
-from infinity.state.budgets import compute_budgets
+from infinity.state.budgets import MachineSizes, WeightsInUse, compute_budgets
 from infinity.storage.arena import available_host_nbytes
 from infinity.tools.training.model import checkpoint_activations
 
@@ -102,10 +102,9 @@ def _host_capacities(config: SwapConfig, model: PlannedModel, own: Any) -> list[
     if ample_nbytes > available_nbytes // 2:
         return []
     try:
-        budgets = compute_budgets(
-            config, model.units, held_nbytes=model.held_nbytes, shares_host_memory=True,
-            device_nbytes=None, available_host_nbytes=available_nbytes,
-        )  # fmt: skip
+        in_use = WeightsInUse(model.held_nbytes, model.held_nbytes)
+        machine = MachineSizes(True, None, available_nbytes)
+        budgets = compute_budgets(config, model.units, in_use, machine)
     except CapacityError:
         return [ample_nbytes]
     if not budgets.is_tight:
