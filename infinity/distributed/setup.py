@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
+from infinity.config.schema.section import changed
 from infinity.config.values import Capacity
 from infinity.distributed.collective.buckets import GradientBuckets
 from infinity.distributed.collective.collectives import Collectives
@@ -376,8 +377,7 @@ def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
         except OSError as error:
             raise StorageError(error.errno or 0, operation="mkdir", path=str(tier.path)) from None
         drives.append(tier.model_copy(update={"path": path_of_rank(tier.path, group.job_rank)}))
-    tiers = config.tiers.model_copy(update={"nvme": tuple(drives)})
-    return config.model_copy(update={"tiers": tiers})
+    return changed(config, {"tiers.nvme": tuple(drives)})
 
 
 def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
@@ -386,19 +386,16 @@ def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
     In stages 1 and 2 updates are in the step.
     """
     count = node_count if config.distributed.budgets == "node" else 1
-    host = config.tiers.host
-    capacity = host.capacity if host.capacity.nbytes is None else _part(host.capacity, count)
     drives = tuple(
-        tier.model_copy(update={"capacity": _part(tier.capacity, count)})
-        for tier in config.tiers.nvme
+        changed(tier, {"capacity": _part(tier.capacity, count)}) for tier in config.tiers.nvme
     )
-    tiers = config.tiers.model_copy(
-        update={"host": host.model_copy(update={"capacity": capacity}), "nvme": drives}
-    )
-    schedule = config.schedule
+    values: dict[str, Any] = {"tiers.nvme": drives}
+    capacity = config.tiers.host.capacity
+    if capacity.nbytes is not None:
+        values["tiers.host.capacity"] = _part(capacity, count)
     if config.distributed.zero_stage < 3:
-        schedule = schedule.model_copy(update={"updates": "at_step"})
-    return config.model_copy(update={"tiers": tiers, "schedule": schedule})
+        values["schedule.updates"] = "at_step"
+    return changed(config, values)
 
 
 def remove_directories(config: SwapConfig) -> None:

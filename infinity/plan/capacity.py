@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from infinity.config import NvmeTier, SwapConfig
+from infinity.config.schema.section import changed
 from infinity.distributed.setup import ShardingPlan
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.hardware import Hardware
@@ -169,14 +171,12 @@ def most_decoded_nbytes(model: PlannedModel) -> int:
 def with_checkpoint_tier(config: SwapConfig) -> SwapConfig:
     """Returns the configuration with space for weights outside the host: that of a frozen base is
     in the files of its checkpoint, with or without a tier for swap files."""
-    tiers, placement = config.tiers, config.placement
-    if not tiers.nvme:
-        drive = NvmeTier.model_validate({"path": Path("checkpoint")})
-        tiers = tiers.model_copy(update={"nvme": (drive,)})
-    if "nvme" not in placement.parameters:
-        order = (*placement.parameters, "nvme")
-        placement = placement.model_copy(update={"parameters": order})
-    return config.model_copy(update={"tiers": tiers, "placement": placement})
+    values: dict[str, Any] = {}
+    if not config.tiers.nvme:
+        values["tiers.nvme"] = (NvmeTier.model_validate({"path": Path("checkpoint")}),)
+    if "nvme" not in config.placement.parameters:
+        values["placement.parameters"] = (*config.placement.parameters, "nvme")
+    return changed(config, values)
 
 
 def _frozen_nbytes(units: Sequence[Unit], placement: StatePlacement, tier: str) -> int:

@@ -58,11 +58,6 @@ def test_size_takes_whole_numbers_as_bytes() -> None:
     assert Size().read(1e9, HERE) == 10**9  # TOML and YAML 1.2 read 1e9 as a float.
 
 
-@pytest.mark.parametrize("value", [True, 0, -1, 1.5, math.inf, math.nan, None, "1e9", [1], 2**63])
-def test_size_refuses_what_is_no_number_of_bytes(value: Any) -> None:
-    refused(Size(), value)
-
-
 def test_size_beyond_all_floats_is_refused_as_any_other() -> None:
     with pytest.raises(ConfigError, match=r"tiers\.host\.capacity"):
         SwapConfig.load({"tiers": {"host": {"capacity": "9" * 400 + ".5GiB"}}})
@@ -75,11 +70,6 @@ def test_size_names_its_limits() -> None:
     assert "at most 1GiB" in refused(kind, "2GiB")
     assert "multiple of 4KiB" in refused(kind, 65 * KIB + 1)
     assert all(word in kind.expected() for word in ("4KiB", "64KiB", "1GiB"))
-
-
-@pytest.mark.parametrize("text", ["0%", "101%", "-5%", "%", "80 percent"])
-def test_share_is_more_than_none_and_at_most_all(text: str) -> None:
-    refused(Budget(), text)
 
 
 def test_capacity_stays_symbolic_until_the_total_is_known() -> None:
@@ -98,11 +88,6 @@ def test_auto_capacity_takes_the_share_its_tier_gives_it() -> None:
 
 def test_capacity_in_bytes_does_not_depend_on_the_total() -> None:
     assert Capacity(nbytes=8 * GIB).resolve(GIB) == 8 * GIB
-
-
-@pytest.mark.parametrize("value", [True, 1.5, "3", None, -1, 5, math.nan])
-def test_integer_refuses_what_is_not_one_in_its_range(value: Any) -> None:
-    refused(Integer(0, 4), value)
 
 
 def test_integer_takes_a_float_that_is_one() -> None:
@@ -127,11 +112,6 @@ def test_flag_understands_the_words_of_yaml(word: str, flag: bool) -> None:
     assert Flag().read(word, HERE) is flag
 
 
-@pytest.mark.parametrize("value", [0, 1, None, "maybe", "", []])
-def test_flag_refuses_what_is_neither_true_nor_false(value: Any) -> None:
-    refused(Flag(), value)
-
-
 @pytest.mark.parametrize("value", [0, 0.0, None, "none", "null", "off"])
 def test_limit_that_is_off_reads_as_none_and_is_written_zero(value: Any) -> None:
     kind = OrOff(Number(above=0))
@@ -141,14 +121,11 @@ def test_limit_that_is_off_reads_as_none_and_is_written_zero(value: Any) -> None
 
 def test_limit_that_is_on_is_read_by_its_own_kind() -> None:
     assert OrOff(Number(above=0)).read(0.5, HERE) == 0.5
-    refused(OrOff(Number(above=0)), -0.5)
-    refused(OrOff(Number(above=0)), False)
 
 
 def test_auto_or_a_size() -> None:
     assert AutoOr(Size()).read("auto", HERE) == "auto"
     assert AutoOr(Size()).read("2MiB", HERE) == 2 * MIB
-    refused(AutoOr(Size()), "automatic")
 
 
 def test_relative_path_starts_at_the_directory_of_the_file() -> None:
@@ -181,17 +158,23 @@ def test_path_to_the_parent_follows_transport_as_the_kernel_does(tmp_path: Path)
     assert read == (tmp_path / "far" / "swap").resolve()
 
 
-@pytest.mark.parametrize(
-    "value", ["", "  ", None, True, 3, b"/a", "a\0b", "~no-such-user-here/a", ["/a"]]
-)
-def test_path_refuses_what_is_none(value: Any) -> None:
-    refused(Location(), value)
-
-
 def test_null_path_is_told_about_the_bare_tilde_of_yaml() -> None:
     assert "bare ~ is null in YAML" in refused(Location(), None)
 
 
-@pytest.mark.parametrize("value", ["/abs.jsonl", "../up.jsonl", "a/../../b", ".", "", None])
-def test_file_name_stays_inside_its_directory(value: Any) -> None:
-    refused(FileName(), value)
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (Size(), [True, 0, -1, 1.5, math.inf, math.nan, None, "1e9", [1], 2**63]),
+        (Budget(), ["0%", "101%", "-5%", "%", "80 percent"]),
+        (Integer(0, 4), [True, 1.5, "3", None, -1, 5, math.nan]),
+        (Flag(), [0, 1, None, "maybe", "", []]),
+        (OrOff(Number(above=0)), [-0.5, False]),
+        (AutoOr(Size()), ["automatic"]),
+        (Location(), ["", "  ", None, True, 3, b"/a", "a\0b", "~no-such-user-here/a", ["/a"]]),
+        (FileName(), ["/abs.jsonl", "../up.jsonl", "a/../../b", ".", "", None]),
+    ],
+)
+def test_a_kind_refuses_what_is_not_of_it(kind: ValueType, values: list[Any]) -> None:
+    for value in values:
+        refused(kind, value)

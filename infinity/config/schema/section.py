@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +12,8 @@ from infinity.config.values import Integer
 
 SCHEMA = 1
 SEED = Integer(maximum=2**63 - 1)
+
+_T = TypeVar("_T", bound=BaseModel)
 
 
 class Section(BaseModel):
@@ -34,3 +37,14 @@ def defaults() -> Any:
 def null_as_empty(value: Any, *, is_list: bool = False) -> Any:
     """Returns an empty table for null, which a section of YAML is if every key is commented out."""
     return ([] if is_list else {}) if value is None else value
+
+
+def changed(table: _T, values: Mapping[str, Any]) -> _T:
+    """Returns the table with other values at dotted places, such as "tiers.host.capacity". The
+    values are taken as they are."""
+    update: dict[str, Any] = {}
+    for place, value in values.items():
+        name, _, rest = place.partition(".")
+        inner = update.get(name, getattr(table, name))
+        update[name] = changed(inner, {rest: value}) if rest else value
+    return table.model_copy(update=update)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
 
 from infinity.config import SwapConfig
+from infinity.config.schema.section import changed
 from infinity.config.values import Capacity
 from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme
@@ -58,9 +61,8 @@ def _tiles(config: SwapConfig, model: PlannedModel, base: Forecast) -> Iterator[
     if not base.is_tight or config.schedule.tile != "auto":
         return
     for limit_nbytes in limits(largest_nbytes(model)):
-        schedule = config.schedule.model_copy(update={"tile": limit_nbytes})
-        changed = config.model_copy(update={"schedule": schedule})
-        other = _forecast_of((changed, base.hardware, base.batch), model, base)
+        tiled = changed(config, {"schedule.tile": limit_nbytes})
+        other = _forecast_of((tiled, base.hardware, base.batch), model, base)
         if other is not None and not other.is_tight:
             size = format_nbytes(limit_nbytes)
             change = f"tiles of {size}, so that memory keeps something (schedule.tile)"
@@ -69,64 +71,53 @@ def _tiles(config: SwapConfig, model: PlannedModel, base: Forecast) -> Iterator[
 
 
 def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
-    hardware, batch = base.hardware, base.batch
-    host = hardware.host
-    doubled = host.model_copy(update={"memory": 2 * host.memory})
+    hardware, batch, ranks = base.hardware, base.batch, base.ranks
+    device = hardware.device
+
+    def machine(values: Mapping[str, Any]) -> _Case:
+        return config, changed(hardware, values), batch
+
+    def file(values: Mapping[str, Any]) -> _Case:
+        return changed(config, values), hardware, batch
+
+    def twice(*places: str) -> dict[str, float]:
+        """Doubles the rates that the machine has."""
+        found = {place: attrgetter(place)(hardware) for place in places}
+        return {place: 2 * rate for place, rate in found.items() if rate is not None}
+
     yield (
         "twice the host memory",
-        (_with_twice_the_host(config), hardware.model_copy(update={"host": doubled}), batch),
+        (_with_twice_the_host(config), *machine(twice("host.memory"))[1:]),
     )
-    faster = host.model_copy(
-        update={
-            name: 2 * getattr(host, name)
-            for name in ("update_gb_per_s", "sum_gb_per_s", "norm_gb_per_s")
-        }
-    )
-    yield "memory twice as fast", (config, hardware.model_copy(update={"host": faster}), batch)
+    rates = ("host.update_gb_per_s", "host.sum_gb_per_s", "host.norm_gb_per_s")
+    yield "memory twice as fast", machine(twice(*rates))
     if hardware.nvme is not None:
-        nvme = _with_another_drive(hardware.nvme)
-        yield "another drive", (config, hardware.model_copy(update={"nvme": nvme}), batch)
-    device = hardware.device
-    faster_device = device.model_copy(update={"tflops": 2 * device.tflops})
-    yield (
-        "compute twice as fast",
-        (config, hardware.model_copy(update={"device": faster_device}), batch),
-    )
+        yield "another drive", machine({"nvme": _with_another_drive(hardware.nvme)})
+    yield "compute twice as fast", machine(twice("device.tflops"))
     if device.h2d_gb_per_s is not None and device.d2h_gb_per_s is not None:
-        links = device.model_copy(
-            update={
-                "h2d_gb_per_s": 2 * device.h2d_gb_per_s,
-                "d2h_gb_per_s": 2 * device.d2h_gb_per_s,
-            }
-        )
-        yield (
-            "a link to the device twice as fast",
-            (config, hardware.model_copy(update={"device": links}), batch),
-        )
-    if base.ranks is not None:
-        yield "twice as fast between ranks", (config, _with_faster_exchange(hardware), batch)
-        if base.ranks.num_nodes > 1:
-            yield "a network twice as fast", (config, _with_faster_network(hardware), batch)
-            if base.ranks.stage == 3 and not base.ranks.is_over_node:
-                change = "frozen weights divided over each node (distributed.shard_over)"
-                yield change, (_with_weights_of_nodes(config), hardware, batch)
+        links = twice("device.h2d_gb_per_s", "device.d2h_gb_per_s")
+        yield "a link to the device twice as fast", machine(links)
+    if ranks is not None:
+        sockets = {"host.sockets_gb_per_s": 2 * hardware.rates().sockets / 1e9}
+        yield "twice as fast between ranks", machine(twice("device.gather_gb_per_s") | sockets)
+    if ranks is not None and ranks.num_nodes > 1:
+        yield "a network twice as fast", machine(twice("host.network_gb_per_s"))
+        if ranks.stage == 3 and not ranks.is_over_node:
+            change = "frozen weights divided over each node (distributed.shard_over)"
+            yield change, file({"distributed.shard_over": "node"})
     if device.update_gb_per_s is not None and not hardware.shares_host_memory:
         other: Place = "host" if base.update_place.is_on_device else "device"
-        yield (
-            f"updates on the {other} (schedule.update_on)",
-            (_with_updates_on(config, other), hardware, batch),
-        )
+        yield f"updates on the {other} (schedule.update_on)", file({"schedule.update_on": other})
     if batch.num_micro_batches > 1 and config.schedule.micro_batch is None:
         yield (
             "all micro-batches through a block while it is there (schedule.micro_batch, "
             "placement.activations)",
             (_layer_major(config, hardware, batch), hardware, _as_one(batch)),
         )
-    if base.model.frozen is not None and config.schedule.micro_batch is not None:
-        more = replace(batch, num_tokens=2 * batch.num_tokens)
-        yield "twice as many tokens a step", (config, hardware, more)
-        return
     larger = replace(batch, num_tokens=2 * batch.num_tokens)
+    if base.model.frozen is not None and config.schedule.micro_batch is not None:
+        yield "twice as many tokens a step", (config, hardware, larger)
+        return
     yield "micro-batches twice as large", (config, hardware, larger)
     more = replace(batch, num_micro_batches=2 * batch.num_micro_batches)
     yield "twice as many micro-batches a step", (config, hardware, more)
@@ -134,42 +125,10 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
 
 def _with_twice_the_host(config: SwapConfig) -> SwapConfig:
     """Doubles the host budget. A share of the memory, or "auto", grows with the memory."""
-    host = config.tiers.host
-    if host.capacity.nbytes is None:
+    nbytes = config.tiers.host.capacity.nbytes
+    if nbytes is None:
         return config
-    host = host.model_copy(update={"capacity": Capacity(nbytes=2 * host.capacity.nbytes)})
-    return config.model_copy(update={"tiers": config.tiers.model_copy(update={"host": host})})
-
-
-def _with_faster_exchange(hardware: Hardware) -> Hardware:
-    """Doubles the rates from device to device and from host to host."""
-    host, device, rates = hardware.host, hardware.device, hardware.rates()
-    device = device.model_copy(
-        update={
-            "gather_gb_per_s": None
-            if device.gather_gb_per_s is None
-            else 2 * device.gather_gb_per_s
-        }
-    )
-    host = host.model_copy(update={"sockets_gb_per_s": 2 * rates.sockets / 1e9})
-    return hardware.model_copy(update={"host": host, "device": device})
-
-
-def _with_faster_network(hardware: Hardware) -> Hardware:
-    host = hardware.host
-    assert host.network_gb_per_s is not None
-    host = host.model_copy(update={"network_gb_per_s": 2 * host.network_gb_per_s})
-    return hardware.model_copy(update={"host": host})
-
-
-def _with_weights_of_nodes(config: SwapConfig) -> SwapConfig:
-    distributed = config.distributed.model_copy(update={"shard_over": "node"})
-    return config.model_copy(update={"distributed": distributed})
-
-
-def _with_updates_on(config: SwapConfig, place: Place) -> SwapConfig:
-    schedule = config.schedule.model_copy(update={"update_on": place})
-    return config.model_copy(update={"schedule": schedule})
+    return changed(config, {"tiers.host.capacity": Capacity(nbytes=2 * nbytes)})
 
 
 def _layer_major(config: SwapConfig, hardware: Hardware, batch: Batch) -> SwapConfig:
@@ -177,12 +136,7 @@ def _layer_major(config: SwapConfig, hardware: Hardware, batch: Batch) -> SwapCo
     tiers = ("host",) if hardware.nvme is None else ("host", "nvme")
     tiers = ("device",) if hardware.shares_host_memory else tiers
     count = max(batch.num_tokens // batch.sequence_length, 1)
-    return config.model_copy(
-        update={
-            "schedule": config.schedule.model_copy(update={"micro_batch": count}),
-            "placement": config.placement.model_copy(update={"activations": tiers}),
-        }
-    )
+    return changed(config, {"schedule.micro_batch": count, "placement.activations": tiers})
 
 
 def _as_one(batch: Batch) -> Batch:

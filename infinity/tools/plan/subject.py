@@ -7,6 +7,7 @@ from pathlib import Path
 
 from infinity.config import NvmeTier, SwapConfig
 from infinity.config.extras import require_transformers
+from infinity.config.schema.section import changed
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.directory import ModelDirectory, read_directory
 from infinity.plan.hardware import Hardware, load_hardware
@@ -85,8 +86,7 @@ class Subject:
         if directory is not None and not directory.files and not config.tiers.nvme:
             # The drive that the checkpoint will be on.
             tier = NvmeTier.model_validate({"path": directory.path})
-            tiers = config.tiers.model_copy(update={"nvme": (tier,)})
-            config = config.model_copy(update={"tiers": tiers})
+            config = changed(config, {"tiers.nvme": (tier,)})
         machine = measure(config, model, batch)
         if config.adapter is None or directory is None or not directory.files:
             return machine
