@@ -27,15 +27,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment
+from common import save
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import infinity
 from infinity.sizes import MIB
-from infinity.testing.models import TinyDecoder
 from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tools.pictures.timeline import find_pyplot
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.models import TinyDecoder
 
 WIDTH, LAYERS, SEQUENCE, VOCABULARY = 128, 6, 256, 64
 MICRO_BATCH_TOKENS = 1024
@@ -130,24 +133,19 @@ def report(found: dict[str, dict[int, dict[str, Any]]], words: argparse.Namespac
         suspended_nbytes = predicted_nbytes(tokens) - predicted_nbytes(MICRO_BATCH_TOKENS)
         table.add_row(f"{tokens:,}", f"{suspended_nbytes / MIB:.0f}", *cells)
     Console().print(table)
-    if words.save is not None:
-        document = {
-            "environment": environment(),
-            "shape": {"width": WIDTH, "layers": LAYERS, "micro_batch": MICRO_BATCH_TOKENS},
-            "predicted_nbytes": {tokens: predicted_nbytes(tokens) for tokens in words.tokens},
-            "found": found,
-        }
-        words.save.write_text(json.dumps(document, indent=1) + "\n")
+    save(
+        words.save,
+        words,
+        shape={"width": WIDTH, "layers": LAYERS, "micro_batch": MICRO_BATCH_TOKENS},
+        predicted_nbytes={tokens: predicted_nbytes(tokens) for tokens in words.tokens},
+        found=found,
+    )
     if words.plot is not None:
         plot(found, words.plot)
 
 
 def plot(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = find_pyplot()
     figure, axes = pyplot.subplots(figsize=(6, 4))
     tokens = sorted(found["device"])
     suspended = [(predicted_nbytes(t) - predicted_nbytes(MICRO_BATCH_TOKENS)) / MIB for t in tokens]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import shutil
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment
+from common import save
 from durability import KINDS, VOCABULARY, gpt2
 from rich.console import Console
 from rich.table import Table
@@ -49,18 +48,18 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-copy-") as near,
         tempfile.TemporaryDirectory(dir=words.to, prefix="infinity-copy-") as far,
     ):
-        job = Job(words, Path(near), Path(far))
-        with console.status(f"{job.num_parameters:,} parameters"):
+        job = SavedJob(words, Path(near), Path(far))
+        with console.status(f"{job.job.num_parameters:,} parameters"):
             rounds = [job.round() for _ in range(words.rounds + 1)][1:]
-            job.engine.close()
-            reference = Job(words, Path(near), None)
+            job.job.engine.close()
+            reference = SavedJob(words, Path(near), None)
             losses = [reference.step() for _ in job.losses]
-            reference.engine.close()
+            reference.job.engine.close()
         assert losses == job.losses, "a copy changed a loss"
-    report(job.num_parameters, rounds, words, console)
+    report(job.job.num_parameters, rounds, words, console)
 
 
-class Job:
+class SavedJob:
     """A model in training; with `far`, one that is saved there."""
 
     def __init__(self, words: argparse.Namespace, near: Path, far: Path | None) -> None:
@@ -79,18 +78,11 @@ class Job:
         }
         if far is not None:
             config["checkpoint"] = {"directory": str(far), "keep": 1}
-        self.model = gpt2(config, words.shape, words.sequence)
-        self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=1.0)
-        self.engine = infinity.engine_of(self.model)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.job = gpt2(config, words.shape, words.sequence)
 
     def step(self) -> float:
         ids = torch.randint(VOCABULARY, (1, self.words.sequence), generator=self._source)
-        loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
+        self.losses.append(self.job.step([ids]))
         return self.losses[-1]
 
     def steps(self, count: int) -> float:
@@ -98,15 +90,15 @@ class Job:
         start_s = time.perf_counter()
         for _ in range(count):
             self.step()
-        self.engine.flush()
+        self.job.engine.flush()
         return (time.perf_counter() - start_s) / count
 
     def round(self) -> dict[str, float]:
         assert self.far is not None
-        self.engine.flush()
+        self.job.engine.flush()
         start_s = time.perf_counter()
         saving = infinity.checkpoint.async_save(
-            self.far, self.model, self.optimizer, keep=1, step=next(self._numbers)
+            self.far, self.job.model, self.job.optimizer, keep=1, step=next(self._numbers)
         )
         assert not saving.done(), f"{self.far} is on the file system of the swap path: links"
         begun_s = time.perf_counter()
@@ -117,7 +109,7 @@ class Job:
         while not saving.done():
             self.step()
             count += 1
-        self.engine.flush()
+        self.job.engine.flush()
         end_s = time.perf_counter()
         watcher.join()
         copy_s = copied[-1] - begun_s
@@ -126,7 +118,7 @@ class Job:
         lost_s = end_s - begun_s - count * alone_s
         rest_s, cpu_s = time.perf_counter(), time.process_time()
         infinity.checkpoint.save(
-            self.far, self.model, self.optimizer, keep=1, step=next(self._numbers)
+            self.far, self.job.model, self.job.optimizer, keep=1, step=next(self._numbers)
         )
         rest_s, cpu_s = time.perf_counter() - rest_s, time.process_time() - cpu_s
         return {
@@ -174,11 +166,7 @@ def report(
     console.print(table)
     lost = sorted(row["lost"] for row in rounds)
     console.print(f"lost: {statistics.median(lost):.1%} ({lost[0]:.1%} to {lost[-1]:.1%})")
-    if words.save is not None:
-        settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
-        where = environment() | {"free_nbytes": shutil.disk_usage(words.path).free}
-        written = {"settings": settings, "environment": where, "rounds": rounds}
-        words.save.write_text(json.dumps(written, indent=2) + "\n")
+    save(words.save, words, free_nbytes=shutil.disk_usage(words.path).free, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from common import Results, high_water_nbytes, moved_since, process_io, progress, say
-from quantized_base import Shape, random_fill, write_base
+from quantized_base import Shape, lora_over, random_fill, write_base
 
 GIB = 1 << 30
 NAME = "infinity-beyond-memory"
+_COUNTERS = ("decode_s", "read_wait_s", "fetches", "fetches_late")
 
 
 def main() -> None:
@@ -74,9 +75,8 @@ def main() -> None:
 
 def run(given: argparse.Namespace, shape: Shape, base: Path, results: Results) -> None:
     """Trains. Keeps a row of the whole, again after every step."""
-    import peft
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from jobs import measured
 
     import infinity
 
@@ -85,12 +85,8 @@ def run(given: argparse.Namespace, shape: Shape, base: Path, results: Results) -
     base_nbytes = sum(path.stat().st_size for path in shards)
     say(f"{shape.num_parameters / 1e9:.1f} B parameters, {base_nbytes / 1e9:.1f} GB")
     ceilings = [ceiling(shards)]
-    with infinity.init_empty_weights():
-        config = AutoConfig.from_pretrained(base)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     torch.manual_seed(0)
-    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
+    model = lora_over(base)
     settings = {
         "tiers": {"host": {"capacity": given.host},
                   "nvme": [{"path": str(base.parent / "swap")}]},
@@ -131,26 +127,19 @@ def run(given: argparse.Namespace, shape: Shape, base: Path, results: Results) -
     steps: list[dict[str, Any]] = list(kept["steps"]) if is_resumed and kept else []
     for number in range(len(steps), given.steps):
         is_first = number == 0 or (is_resumed and kept is not None and number == len(kept["steps"]))
-        begun, before, counted = time.perf_counter(), process_io(), engine.counters.snapshot()
 
-        def so_far(earlier: int = before["read_nbytes"]) -> str:
+        def so_far(earlier: int = process_io()["read_nbytes"]) -> str:
             read_nbytes = process_io()["read_nbytes"] - earlier
             return f"{read_nbytes / base_nbytes:.3f} x the base read"
 
-        with progress("step", so_far):
+        with progress("step", so_far), measured(engine, _COUNTERS) as found:
             losses = infinity.forward_backward(model, loss_of, batches)
             optimizer.step()
             optimizer.zero_grad()
             engine.flush()
-        now = engine.counters.snapshot()
-        steps.append({
-            "seconds": time.perf_counter() - begun, "is_first": is_first,
-            "loss": sum(loss.item() for loss in losses),
-            **moved_since(before),
-            **{name: now.get(name, 0) - counted.get(name, 0)
-               for name in ("decode_s", "read_wait_s", "fetches", "fetches_late")},
-            "peak_rss_nbytes": high_water_nbytes(), "load_average": os.getloadavg()[0],
-        })  # fmt: skip
+        found |= {"is_first": is_first, "loss": sum(loss.item() for loss in losses)}
+        found |= {"peak_rss_nbytes": high_water_nbytes(), "load_average": os.getloadavg()[0]}
+        steps.append(found)
         last = steps[-1]
         if given.keep:
             infinity.checkpoint.save(saved, model, optimizer)

@@ -114,3 +114,12 @@ def progress(what: str, done: Callable[[], str], every_s: float = 30.0) -> Itera
 def say(text: str) -> None:
     """A line of progress."""
     print(text, file=sys.stderr, flush=True)
+
+
+def save(path: Path | None, words: Any, **found: Any) -> None:
+    """Writes what was found with the settings and the environment, if there is a path."""
+    if path is not None:
+        settings = {k: str(v) for k, v in vars(words).items() if k not in ("save", "plot")}
+        document = {"settings": settings, "environment": environment(), **found}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")

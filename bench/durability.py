@@ -23,19 +23,17 @@ for 348 million and 1.3 billion parameters, one after the other.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment, moved_since, process_io
+from common import save
+from jobs import Job, measured, medians, spread
 from rich.console import Console
 from rich.table import Table
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
 from infinity.tools.training.process import keep_freed_memory
@@ -65,23 +63,14 @@ def main() -> None:
             sides = [Side(mode, shape, words, Path(scratch) / mode) for mode in words.modes]
             found.append(measure(sides, words, console))
             for side in sides:
-                side.engine.close()
+                side.job.engine.close()
     report(found, words, console)
 
 
-def gpt2(config: dict[str, Any], shape: str, sequence: int) -> Any:
-    """A model of "layers x width", made on meta and offloaded: it is never whole in memory."""
+def gpt2(config: dict[str, Any], shape: str, sequence: int) -> Job:
+    """`shape`: "layers x width"."""
     layers, width = map(int, shape.split("x"))
-    architecture = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=VOCABULARY,
-        n_positions=sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    with infinity.init_empty_weights(config):
-        model = GPT2LMHeadModel(architecture)
-    model = infinity.offload(model, config, seed=0).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    return Job(config, layers, width, sequence, vocabulary=VOCABULARY, checkpointing=True)
 
 
 class Side:
@@ -104,36 +93,29 @@ class Side:
                 "directory": str(self.checkpoints), "keep": 1, "durability": durability,
             },
         }  # fmt: skip
-        self.model = gpt2(config, shape, words.sequence)
-        self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=1.0)
-        self.engine = infinity.engine_of(self.model)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.job = gpt2(config, shape, words.sequence)
 
     def round(self, batches: list[torch.Tensor]) -> dict[str, Any]:
         """Steps, and what their mode does; what it took and wrote."""
-        io, start_s, losses, commit_s = process_io(), time.perf_counter(), [], 0.0
-        for ids in batches:
-            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-            if self.mode == "step":
-                before_s = time.perf_counter()
-                infinity.checkpoint.commit(self.model, self.optimizer)
-                commit_s += time.perf_counter() - before_s
-        self.engine.flush()
-        steps_s, steps_nbytes = time.perf_counter() - start_s, moved_since(io)["written_nbytes"]
-        io, start_s = process_io(), time.perf_counter()
-        if self.mode in ("copied", "checkpoint"):
-            infinity.checkpoint.save(self.checkpoints, self.model, self.optimizer, keep=1)
+        losses, commit_s, job = [], 0.0, self.job
+        with measured(job.engine) as steps:
+            for ids in batches:
+                losses.append(job.step([ids]))
+                if self.mode == "step":
+                    before_s = time.perf_counter()
+                    infinity.checkpoint.commit(job.model, job.optimizer)
+                    commit_s += time.perf_counter() - before_s
+            job.engine.flush()
+        with measured(job.engine) as saving:
+            if self.mode in ("copied", "checkpoint"):
+                infinity.checkpoint.save(self.checkpoints, job.model, job.optimizer, keep=1)
         return {
             "losses": losses,
-            "step_s": steps_s / len(batches),
-            "step_nbytes": steps_nbytes / len(batches),
+            "step_s": steps["seconds"] / len(batches),
+            "step_nbytes": steps["written_nbytes"] / len(batches),
             "commit_s": commit_s / len(batches),
-            "checkpoint_s": time.perf_counter() - start_s,
-            "checkpoint_nbytes": moved_since(io)["written_nbytes"],
+            "checkpoint_s": saving["seconds"],
+            "checkpoint_nbytes": saving["written_nbytes"],
         }
 
     def space_nbytes(self) -> int:
@@ -148,7 +130,7 @@ class Side:
 def measure(sides: list[Side], words: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Rounds by turns, after one that is not counted."""
     source = torch.Generator().manual_seed(0)
-    num_parameters = sides[0].num_parameters
+    num_parameters = sides[0].job.num_parameters
     rounds: list[dict[str, dict[str, Any]]] = []
     with console.status(f"{num_parameters:,} parameters"):
         for _ in range(words.rounds + 1):
@@ -164,14 +146,10 @@ def measure(sides: list[Side], words: argparse.Namespace, console: Console) -> d
     results: dict[str, Any] = {}
     for side in sides:
         mine = [each[side.mode] for each in rounds]
-        ratios = sorted(
-            each[side.mode]["step_s"] / each[words.modes[0]]["step_s"] for each in rounds
-        )
+        ratios = [each[side.mode]["step_s"] / each[words.modes[0]]["step_s"] for each in rounds]
         results[side.mode] = {
-            **{name: statistics.median(each[name] for each in mine) for name in mine[0]},
-            "step_ratio": statistics.median(ratios),
-            "step_ratio_low": ratios[0],
-            "step_ratio_high": ratios[-1],
+            **medians(mine),
+            **spread(ratios, "step_ratio"),
             "space_nbytes": side.space_nbytes(),
         }
     return {"num_parameters": num_parameters, "modes": results, "rounds": rounds}
@@ -199,11 +177,7 @@ def report(found: list[dict[str, Any]], words: argparse.Namespace, console: Cons
                 f"{row['space_nbytes'] / count:.1f}",
             )
         console.print(table)
-    if words.save is not None:
-        settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
-        where = environment() | {"free_nbytes": shutil.disk_usage(words.path).free}
-        written = {"settings": settings, "environment": where, "results": found}
-        words.save.write_text(json.dumps(written, indent=2) + "\n")
+    save(words.save, words, free_nbytes=shutil.disk_usage(words.path).free, results=found)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from common import Results, high_water_nbytes, moved_since, process_io, say
+from common import Results, high_water_nbytes, say
+from jobs import measured
 from quantized_base import Shape, lora_over, random_fill, write_base
 
 MIB = 1 << 20
@@ -207,21 +208,15 @@ class Side:
     def _step(self) -> dict[str, Any]:
         import infinity
 
-        begun, io = time.perf_counter(), process_io()
-        before = self._engine.counters.snapshot()
-        losses = infinity.forward_backward(
-            self._model,
-            lambda ids: self._model(input_ids=ids, labels=ids, use_cache=False).loss,
-            self._batches,
-        )
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        after = self._engine.counters.snapshot()
-        return {
-            "seconds": time.perf_counter() - begun, "loss": sum(each.item() for each in losses),
-            **moved_since(io),
-            **{name: after.get(name, 0) - before.get(name, 0) for name in _COUNTERS},
-        }  # fmt: skip
+        with measured(self._engine, _COUNTERS) as found:
+            losses = infinity.forward_backward(
+                self._model,
+                lambda ids: self._model(input_ids=ids, labels=ids, use_cache=False).loss,
+                self._batches,
+            )
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return found | {"loss": sum(each.item() for each in losses)}
 
     def ceiling(self) -> float:
         """Returns the bytes per second at which the storage engine reads the base, once."""

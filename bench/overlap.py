@@ -21,20 +21,24 @@ import gc
 import os
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, moved_since, process_io, say
+from common import Results, say
+from jobs import Job, measured, medians
 from rich.console import Console
 from rich.table import Table
-from step import VOCABULARY, Side, bare_s
+from step import VOCABULARY, bare_s, side
 
 from infinity.tools.training.process import keep_freed_memory
 
 NORMS = {"none": None, "never": 1e9, "always": 1e-6}
 SIDES = ("host", "deferred", "both_passes")
+COUNTERS = (
+    "read_wait_s", "write_wait_s", "update_s", "early_updates_kept", "early_updates_undone",
+    "state_held_back_nbytes", "chunks_read_in_backward",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -66,52 +70,37 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-overlap-") as scratch:
             options = {"max_norm": NORMS[clipping]}
             sides = {
-                name: Side("host", words, Path(scratch), **options)
+                name: side("host", words, Path(scratch), **options)
                 if name == "host"
-                else Side("nvme", words, Path(scratch), updates=name, **options)
+                else side("nvme", words, Path(scratch), updates=name, **options)
                 for name in SIDES
             }
             for tokens in words.tokens:
                 row = measure(sides, tokens, clipping, words)
                 results.keep(row)
                 console.print(table_of([row], words))
-            for side in sides.values():
-                side.engine.close()
-            del sides, side
+            for job in sides.values():
+                job.engine.close()
+            del sides, job
             gc.collect()  # The next sides need the memory.
     if len(results.rows) > 1:
         console.print(table_of(results.rows, words))
 
 
-def block(side: Side, ids: torch.Tensor, steps: int) -> dict[str, Any]:
+def block(job: Job, ids: torch.Tensor, steps: int) -> dict[str, Any]:
     """One block of steps of a side: the median of those that are counted, and the losses. `ids`: a
     row is a micro-batch."""
-    found: list[dict[str, float]] = []
-    losses = []
+    found, losses = [], []
     for _ in range(steps + 1):
-        counters, io = side.engine.counters.snapshot(), process_io()
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        for row in ids.split(1):
-            loss = side.model(input_ids=row, labels=row).loss / len(ids)
-            loss.backward()
-            losses.append(float(loss.detach()))
-        side.optimizer.step()
-        side.optimizer.zero_grad()
-        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-        after, moved = side.engine.counters.snapshot(), moved_since(io)
-        names = (
-            "read_wait_s", "write_wait_s", "update_s", "early_updates_kept", "early_updates_undone",
-            "state_held_back_nbytes", "chunks_read_in_backward",
-        )  # fmt: skip
-        counted = {name: after.get(name, 0.0) - counters.get(name, 0.0) for name in names}
-        found.append({"seconds": elapsed_s, "cpu_s": cpu_s, **counted, **moved})
-    side.engine.flush()
-    medians = {name: statistics.median(each[name] for each in found[1:]) for name in found[0]}
-    return medians | {"losses": losses}
+        with measured(job.engine, COUNTERS) as each:
+            losses.append(job.step(ids.split(1)))
+        found.append(each)
+    job.engine.flush()
+    return medians(found[1:]) | {"losses": losses}
 
 
 def measure(
-    sides: dict[str, Side], tokens: int, clipping: str, words: argparse.Namespace
+    sides: dict[str, Job], tokens: int, clipping: str, words: argparse.Namespace
 ) -> dict[str, Any]:
     """Rounds of blocks of all sides and of bare bytes, by turns."""
     source = torch.Generator().manual_seed(tokens)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from common import save
 from rich.console import Console
 from rich.table import Table
 
@@ -224,14 +224,7 @@ def report(
             f"{row['collectives']:.0f}",
         )
     Console().print(crossed)
-    if words.save:
-        machine = {"processor": platform.processor(), "torch": torch.__version__}
-        options = {k: str(v) for k, v in vars(words).items() if k not in ("save", "plot")}
-        content = {"question": __doc__.splitlines()[0], "options": options, "machine": machine}
-        words.save.parent.mkdir(parents=True, exist_ok=True)
-        words.save.write_text(
-            json.dumps(content | {"rows": rows, "links": transport}, indent=1) + "\n"
-        )
+    save(words.save, words, rows=rows, links=transport)
 
 
 def plot(
@@ -239,7 +232,7 @@ def plot(
 ) -> None:
     """Bytes per parameter over the number of ranks: counted as points, formulas as lines; and what
     comes to a device over its own link."""
-    from infinity.tools.pictures.painter import find_pyplot
+    from infinity.tools.pictures.timeline import find_pyplot
 
     pyplot = find_pyplot()
     figure, (axis, crossed) = pyplot.subplots(1, 2, figsize=(10, 3.8))

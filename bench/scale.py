@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Results, high_water_nbytes, moved_since, process_io, say
+from common import Results, high_water_nbytes, say
 
 # (name, layers, width): the shapes of the GPT-3 paper's table 2.1, its 2.7 B made larger.
 SHAPES = (
@@ -82,9 +81,8 @@ def train(
 ) -> dict[str, Any]:
     """In a process of its own: medians over the counted steps."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from jobs import Job, measured, medians
 
-    import infinity
     from infinity.tools.training.process import keep_freed_memory
 
     keep_freed_memory()
@@ -94,35 +92,25 @@ def train(
         "precision": {"compute": "bfloat16"},
         "schedule": {"tile": tile},
     }
-    shape = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=width // 64, n_positions=sequence, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
     start_s = time.perf_counter()
-    with infinity.init_empty_weights(config):
-        model = GPT2LMHeadModel(shape)
-    infinity.offload(model, config).train()
-    setup_s = time.perf_counter() - start_s
-    optimizer = infinity.AdamW(model, lr=1e-4, max_grad_norm=1.0)
-    numel = sum(parameter.numel() for parameter in model.parameters())
+    job = Job(config, layers, width, sequence)
+    setup_s, numel = time.perf_counter() - start_s, job.num_parameters
     ids = torch.randint(50257, (1, sequence))
     rounds = []
     say(f"  ready after {setup_s:.0f} s")
     for number in range(steps + 2):
-        io, start_s = process_io(), time.perf_counter()
-        infinity.forward_backward(model, lambda ids: model(input_ids=ids, labels=ids).loss, [ids])
-        optimizer.step()
-        optimizer.zero_grad()
-        rounds.append({"seconds": time.perf_counter() - start_s, **moved_since(io)})
-        say(f"  step {number + 1} of {steps + 2}: {rounds[-1]['seconds']:.1f} s")
-    infinity.engine_of(model).close()
-    medians = {key: statistics.median(each[key] for each in rounds[2:]) for key in rounds[0]}
+        with measured(job.engine) as found:
+            job.layer_major_step([ids])
+        rounds.append(found)
+        say(f"  step {number + 1} of {steps + 2}: {found['seconds']:.1f} s")
+    job.engine.close()
+    middle = medians(rounds[2:])
     return {
         "num_parameters": numel,
-        "step_s": medians["seconds"],
-        "ns_per_parameter": medians["seconds"] / numel * 1e9,
-        "read_per_parameter": medians["read_nbytes"] / numel,
-        "written_per_parameter": medians["written_nbytes"] / numel,
+        "step_s": middle["seconds"],
+        "ns_per_parameter": middle["seconds"] / numel * 1e9,
+        "read_per_parameter": middle["read_nbytes"] / numel,
+        "written_per_parameter": middle["written_nbytes"] / numel,
         "peak_rss_nbytes": high_water_nbytes(),
         "setup_s": setup_s,
         "rounds": rounds,

@@ -20,7 +20,6 @@ rows), 32,768 tokens 75 more; `--quick` takes one. Each row is printed and saved
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections import deque
@@ -28,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, moved_since, process_io, say
+from common import Results, say
+from jobs import Job, measured, medians, spread
 from rich.console import Console
 from rich.table import Table
-from transformers import GPT2Config, GPT2LMHeadModel
 
-import infinity
 from infinity.config import SwapConfig
 from infinity.storage.arena import Arena
 from infinity.storage.open import open_configured
@@ -70,71 +68,40 @@ def main() -> None:
     results = Results(words.save, what)
     console = Console()
     with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-step-") as scratch:
-        sides = {where: Side(where, words, Path(scratch)) for where in ("host", "nvme")}
+        sides = {where: side(where, words, Path(scratch)) for where in ("host", "nvme")}
         for tokens in words.tokens:
             row = measure(sides, tokens, words)
             results.keep(row)
             console.print(table_of([row], words))
-        for side in sides.values():
-            side.engine.close()
+        for job in sides.values():
+            job.engine.close()
     if len(results.rows) > 1:
         console.print(table_of(results.rows, words))
 
 
-class Side:
-    """One of the two: a model, its optimizer, and a step of them."""
-
-    def __init__(
-        self,
-        where: str,
-        words: argparse.Namespace,
-        scratch: Path,
-        *,
-        updates: str = "auto",
-        max_norm: float | None = 1.0,
-    ) -> None:
-        config = {
-            "tiers": {
-                "host": {"capacity": "auto" if where == "host" else words.host},
-                "nvme": [{"path": str(scratch / f"{where}-{updates}")}],
-            },
-            "schedule": {"updates": updates},
-            "placement": dict.fromkeys(KINDS, where)
-            | {"gradients": words.gradients if where == "nvme" else "host"},
-            "precision": {"compute": words.compute},
-        }
-        shape = GPT2Config(
-            n_layer=words.layers, n_embd=words.width, n_head=words.width // 64,
-            n_positions=words.sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            use_cache=False,
-        )  # fmt: skip
-        with infinity.init_empty_weights(config):
-            model = GPT2LMHeadModel(shape)
-        self.model = infinity.offload(model, config, seed=0).train()
-        self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=max_norm)
-        self.engine = infinity.engine_of(self.model)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-
-    def step(self, micro_batches: list[torch.Tensor]) -> dict[str, float]:
-        """One optimizer step; what it took and moved."""
-        counters, io, start_s = self.engine.counters.snapshot(), process_io(), time.perf_counter()
-        losses = infinity.forward_backward(
-            self.model,
-            lambda ids: self.model(input_ids=ids, labels=ids).loss / len(micro_batches),
-            micro_batches,
-        )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        elapsed_s = time.perf_counter() - start_s
-        after, moved = self.engine.counters.snapshot(), moved_since(io)
-        waits = {
-            name: after.get(name, 0.0) - counters.get(name, 0.0)
-            for name in ("read_wait_s", "write_wait_s", "update_s")
-        }
-        return {"seconds": elapsed_s, "loss": sum(map(float, losses)), **waits, **moved}
+def side(
+    where: str,
+    words: argparse.Namespace,
+    scratch: Path,
+    *,
+    updates: str = "auto",
+    max_norm: float | None = 1.0,
+) -> Job:
+    """One of the two: a model with its state on the host or on NVMe."""
+    config = {
+        "tiers": {
+            "host": {"capacity": "auto" if where == "host" else words.host},
+            "nvme": [{"path": str(scratch / f"{where}-{updates}")}],
+        },
+        "schedule": {"updates": updates},
+        "placement": dict.fromkeys(KINDS, where)
+        | {"gradients": words.gradients if where == "nvme" else "host"},
+        "precision": {"compute": words.compute},
+    }
+    return Job(config, words.layers, words.width, words.sequence, max_norm=max_norm)
 
 
-def measure(sides: dict[str, Side], tokens: int, words: argparse.Namespace) -> dict[str, Any]:
+def measure(sides: dict[str, Job], tokens: int, words: argparse.Namespace) -> dict[str, Any]:
     """Rounds of host, NVMe and bare bytes by turns, after one of a few micro-batches that is not
     counted."""
     source = torch.Generator().manual_seed(tokens)
@@ -143,7 +110,7 @@ def measure(sides: dict[str, Side], tokens: int, words: argparse.Namespace) -> d
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(words.rounds + 1):
         here = micro_batches if number > 0 else micro_batches[:_WARM_UP]
-        each = {where: side.step(here) for where, side in sides.items()}
+        each = {where: step(job, here) for where, job in sides.items()}
         assert each["host"]["loss"] == each["nvme"]["loss"], "placement changed the loss"
         moved = each["nvme"]["read_nbytes"], each["nvme"]["written_nbytes"]
         each["bytes"] = {"seconds": bare_s(*map(int, moved), words)}
@@ -151,28 +118,26 @@ def measure(sides: dict[str, Side], tokens: int, words: argparse.Namespace) -> d
         told = ", ".join(f"{where} {each[where]['seconds']:.2f} s" for where in each)
         say(f"{tokens} tokens, round {number} of {words.rounds}: {told}")
     rounds = rounds[1:]
-    medians = {
-        where: {
-            name: statistics.median(each[where][name] for each in rounds)
-            for name in rounds[0][where]
-        }
-        for where in rounds[0]
-    }
-    ratios = sorted(
+    ratios = [
         each["nvme"]["seconds"] / max(each["host"]["seconds"], each["bytes"]["seconds"])
         for each in rounds
-    )
+    ]
     return {
         "name": str(tokens),
         "tokens": tokens,
         "micro_batches": len(micro_batches),
-        "ratio": statistics.median(ratios),
-        "ratio_low": ratios[0],
-        "ratio_high": ratios[-1],
-        "medians": medians,
+        **spread(ratios),
+        "medians": {where: medians([each[where] for each in rounds]) for where in rounds[0]},
         "rounds": rounds,
         "num_parameters": sides["nvme"].num_parameters,
     }
+
+
+def step(job: Job, micro_batches: list[torch.Tensor]) -> dict[str, float]:
+    """One optimizer step; what it took and moved."""
+    with measured(job.engine, ("read_wait_s", "write_wait_s", "update_s")) as found:
+        loss = job.layer_major_step(micro_batches)
+    return found | {"loss": loss}
 
 
 def bare_s(read_nbytes: int, written_nbytes: int, words: argparse.Namespace) -> float:

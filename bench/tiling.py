@@ -15,14 +15,13 @@ Sizes, no times: nothing here depends on how busy the machine is.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment
+from common import save
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -194,20 +193,14 @@ def report(
                 f"{each['peak_nbytes'] / each['window_nbytes']:.0%}",
             )  # fmt: skip
         console.print(table)
-    if words.save is not None:
-        settings = {k: str(v) for k, v in vars(words).items() if k not in ("path", "save", "plot")}
-        written = {
-            "settings": settings, "environment": environment(),
-            "predicted": predicted, "published": PUBLISHED, "run": found,
-        }  # fmt: skip
-        words.save.write_text(json.dumps(written, indent=2) + "\n")
+    save(words.save, words, predicted=predicted, published=PUBLISHED, run=found)
     if words.plot is not None:
         draw(predicted, found, words.plot)
 
 
 def draw(predicted: list[dict[str, Any]], found: list[dict[str, Any]], path: Path) -> None:
     """Hidden size over tiles, both axes by powers of two."""
-    from infinity.tools.pictures.painter import find_pyplot
+    from infinity.tools.pictures.timeline import find_pyplot
 
     pyplot = find_pyplot()
     figure, axis = pyplot.subplots(figsize=(5.5, 4))

@@ -33,6 +33,7 @@ from common import Results, high_water_nbytes, moved_since, process_io, progress
 from quantized_base import KIMI_K2, lora_over, sparse_fill, write_base
 
 GIB = 1 << 30
+_COUNTERS = ("shard_read_nbytes", "decode_s", "read_wait_s", "fetches")
 
 
 def main() -> None:
@@ -64,6 +65,7 @@ def run(given: argparse.Namespace, directory: Path, results: Results) -> None:
     # Importing peft takes seconds, which are not the model's.
     import peft  # noqa: F401
     import torch
+    from jobs import measured
 
     import infinity
 
@@ -94,26 +96,22 @@ def run(given: argparse.Namespace, directory: Path, results: Results) -> None:
         "peak_rss_nbytes": high_water_nbytes(),
     }  # fmt: skip
     results.keep(row)
+
+    def read_nbytes() -> float:
+        return float(engine.counters.snapshot().get("shard_read_nbytes", 0))
+
     for _ in range(given.steps):
-        begun, before = time.perf_counter(), process_io()
-        counted = engine.counters.snapshot()
 
-        def so_far(earlier: float = counted.get("shard_read_nbytes", 0)) -> str:
-            nbytes = engine.counters.snapshot().get("shard_read_nbytes", 0) - earlier
-            return f"{nbytes / 1e9:.1f} GB of the base read"
+        def so_far(earlier: float = read_nbytes()) -> str:
+            return f"{(read_nbytes() - earlier) / 1e9:.1f} GB of the base read"
 
-        with progress("step", so_far):
+        with progress("step", so_far), measured(engine, _COUNTERS) as found:
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             engine.flush()
-        now = engine.counters.snapshot()
-        row["steps"].append({
-            "seconds": time.perf_counter() - begun, "loss": loss.item(), **moved_since(before),
-            **{name: now.get(name, 0) - counted.get(name, 0)
-               for name in ("shard_read_nbytes", "decode_s", "read_wait_s", "fetches")},
-        })  # fmt: skip
+        row["steps"].append(found | {"loss": loss.item()})
         last, row["peak_rss_nbytes"] = row["steps"][-1], high_water_nbytes()
         results.keep(row)
         say(f"step: {last['seconds']:.1f} s, {last['shard_read_nbytes'] / 1e9:.1f} GB of the base "

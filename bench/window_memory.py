@@ -15,14 +15,13 @@ fetched then, over those without.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment
+from common import save
 from rich.console import Console
 from rich.table import Table
 
@@ -151,9 +150,7 @@ def main() -> None:
         ratios = (row["segments"], row["expandable"], row["one_range_fetched"])
         table.add_row(row["model"], *(f"{n:.2f}" for n in sizes), *(f"{n:.2f}" for n in ratios))
     Console().print(table)
-    if words.save is not None:
-        document = {"environment": environment(), "rows": rows}
-        words.save.write_text(json.dumps(document, indent=1) + "\n")
+    save(words.save, words, rows=rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from infinity.plan.predict import Forecast
 from infinity.plan.shapes import scaled_gpt
 from infinity.simulate.clock import Timeline
 from infinity.state.moments import moments_of
-from infinity.tools.pictures.painter import find_pyplot, paint
+from infinity.tools.pictures.timeline import find_pyplot, paint
 from infinity.tools.plan import gantt
 from infinity.tools.plan.catalogue import plan_cell
 from infinity.tools.plan.report import duration

@@ -54,12 +54,12 @@ from infinity.errors import InfinityError
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing import SimulatedDevice, simulated_device
 from infinity.testing.faulty_engine import WrappedEngine
-from infinity.testing.models import TinyDecoder
 from tests.multirank import early_run, work
 from tests.multirank.processes import run_ranks
 from tests.parity import in_place
 from tests.parity.harness import smallest_host_nbytes
 from tests.support.exhaustive import covering
+from tests.support.models import TinyDecoder
 from tests.support.offloading import swap_config
 
 MADE_BY = f"torch {torch.__version__} on {torch.backends.cpu.get_cpu_capability()}"

@@ -2,7 +2,6 @@
 
   SimulatedDevice   a device without a GPU: late copies, poisoned releases
   FaultyEngine      a storage engine that fails, delays or corrupts on request
-  models            tiny models
 
 No other part of the package imports this one.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["FaultyEngine", "SimulatedDevice", "models"]
+__all__ = ["FaultyEngine", "SimulatedDevice"]
 
 _HOMES = {
     "FaultyEngine": "infinity.testing.faulty_engine",
@@ -21,8 +20,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "models":
-        return importlib.import_module("infinity.testing.models")
     if name not in _HOMES:
         raise AttributeError(f"module 'infinity.testing' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

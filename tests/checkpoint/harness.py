@@ -19,9 +19,9 @@ from infinity.checkpoint.run.linked import TABLE_NAME
 from infinity.checkpoint.run.links import plan_adoption
 from infinity.config import SwapConfig
 from infinity.engine.build import build
-from infinity.testing.models import ConvNet, Frozen, Mlp, TiedAcross
 from tests.fault.harness import swap_config
 from tests.support.bits import assert_same
+from tests.support.models import ConvNet, Frozen, Mlp, TiedAcross
 
 MAX_NORM = 0.5
 # Updates in the backward, which no step takes back: the norm of no step is so large.

@@ -29,11 +29,11 @@ from infinity.checkpoint import (
 from infinity.checkpoint.dcp import export_state
 from infinity.checkpoint.reader import CheckpointSource
 from infinity.errors import ConfigError, CorruptionError, StorageError
-from infinity.testing.models import ConvNet, Mlp
 from tests.checkpoint.harness import Net, content, durable, run
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
 from tests.support.forked import Script
+from tests.support.models import ConvNet, Mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 KINDS = ("fp32", "bf16", "fp16", "conv", "frozen", "tied", "mixed")
@@ -287,7 +287,7 @@ import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dc
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
-from infinity.testing.models import Mlp
+from tests.support.models import Mlp
 rank, out, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 torch.manual_seed(1)

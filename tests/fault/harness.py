@@ -25,8 +25,8 @@ from infinity.engine.engine import Engine
 from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.faulty_engine import WrappedEngine
-from infinity.testing.models import Mlp
 from tests.support import offloading
+from tests.support.models import Mlp
 
 WIDTH = 96  # A block of it is some 150 KiB: larger than a chunk of the update.
 

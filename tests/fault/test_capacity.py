@@ -14,9 +14,9 @@ from torch import nn
 
 from infinity.errors import CapacityError, ConfigError, InfinityError, StorageError
 from infinity.sizes import PAGE_NBYTES
-from infinity.testing.models import ALL
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
+from tests.support.models import ALL
 
 from .harness import (
     Named,

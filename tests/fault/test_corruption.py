@@ -16,9 +16,9 @@ from infinity.errors import CorruptionError, InfinityError
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.store import NvmeLocation
 from infinity.storage.frozen_content import FileRange
-from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
+from tests.support.models import Mlp
 
 from .harness import (
     WIDTH,

@@ -16,7 +16,6 @@ from infinity.observe import Counters
 from infinity.storage.arena import Arena
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.state import Weights
-from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import (
     SimulatedDevice,
     SimulatedEvent,
@@ -24,6 +23,7 @@ from infinity.testing.simulated_device import (
     SimulatedStreams,
 )
 from infinity.tiers.host import Block, HostBlocks
+from tests.support.models import Mlp
 from tests.support.offloading import swap_config
 
 WIDTH, LAYERS = 32, 9

@@ -16,7 +16,7 @@ from parity import exchanges
 from torch import Tensor, nn
 
 import infinity
-from infinity.testing.models import TinyDecoder
+from tests.support.models import TinyDecoder
 from tests.support.offloading import offloaded, swap_config
 
 pytestmark = pytest.mark.timeout(300)
@@ -332,7 +332,7 @@ _SANITIZED = """
 import sys, torch, torch.cuda._sanitizer as sanitizer
 sanitizer.enable_cuda_sanitizer()
 import infinity
-from infinity.testing.models import TinyDecoder
+from tests.support.models import TinyDecoder
 model = TinyDecoder(width=128, layers=6, heads=4, vocab=256).train()
 block = sum(p.numel() * 4 for p in model.blocks[0].parameters())
 model = infinity.offload(model, {

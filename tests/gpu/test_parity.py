@@ -33,7 +33,7 @@ from parity.zoo import ZOO, Entry
 from torch import Tensor, nn
 
 import infinity
-from infinity.testing import models
+from tests.support import models
 from tests.support.offloading import offloaded, swap_config
 
 pytestmark = pytest.mark.timeout(300)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import infinity
-from infinity.testing.models import Mlp
+from tests.support.models import Mlp
 from tests.support.offloading import small_tiers
 
 lightning = pytest.importorskip("lightning", reason="pip install lightning")

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.testing.models import DecoderBlock, TinyDecoder
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences
 from tests.support.exhaustive import sampled
+from tests.support.models import DecoderBlock, TinyDecoder
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import (

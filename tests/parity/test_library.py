@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import InfinityError, NonFiniteError, SwapLockedError
-from infinity.testing import models
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support import models
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 

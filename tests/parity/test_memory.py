@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.testing import models
+from tests.support import models
 from tests.support.exhaustive import sampled
 from tests.support.forked import run_script
 from tests.support.memory import resident_nbytes
@@ -53,7 +53,7 @@ PROGRAM = textwrap.dedent(
     use_small_pages()
     case = json.loads(sys.argv[1])
     import torch, infinity
-    from infinity.testing import models
+    from tests.support import models
 
     torch.set_num_threads(case["threads"])
 

@@ -19,10 +19,10 @@ from transformers import get_cosine_schedule_with_warmup
 
 import infinity
 from infinity.errors import ConfigError, InfinityError, NonFiniteError, UnsupportedError
-from infinity.testing.models import Mlp
 from tests.support.bits import differences
 from tests.support.exhaustive import in_turn
 from tests.support.lion import PlainLion
+from tests.support.models import Mlp
 from tests.support.offloading import swap_config
 
 STEPS = 4

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import CapacityError
-from infinity.testing import models
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support import models
 from tests.support.bits import same_bits
 from tests.support.exhaustive import sampled
 from tests.support.offloading import KINDS, offloaded, swap_config

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.models import Mlp
 from tests.support.offloading import offloaded, swap_config
 
 WIDTH, LAYERS = 32, 2

@@ -30,12 +30,12 @@ from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.inputs.activations import ActivationStore
 from infinity.streaming.updates.device_update import update_on_device
 from infinity.streaming.weights.moves import WeightMoves
-from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import CudaDevice, pin, unpin
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
+from tests.support.models import Mlp
 from tests.support.offloading import offloaded, swap_config
 
 WIDTH, LAYERS = 32, 9

@@ -34,10 +34,10 @@ from infinity.errors import CapacityError, ConfigError, InfinityError
 from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
 from infinity.modules.tiling.split import Tiling, named_parameters_of
 from infinity.ops.split_master import split
-from infinity.testing.models import TinyDecoder
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences, same_bits
 from tests.support.exhaustive import sampled
+from tests.support.models import TinyDecoder
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import (

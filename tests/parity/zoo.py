@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 import infinity
-from infinity.testing import models
+from tests.support import models
 
 Batch = dict[str, Any]
 
@@ -926,7 +926,7 @@ def module_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def module(name: str, build: Callable[[], models.TinyModel], *, unused: bool = False) -> Entry:
-    """Register a plain `nn.Module` of `infinity.testing.models`."""
+    """Register a plain `nn.Module` of `tests.support.models`."""
 
     def build_seeded(seed: int) -> nn.Module:
         torch.manual_seed(seed)

@@ -26,7 +26,7 @@ _PRELOADED = [
     "transformers.models.gpt2.modeling_gpt2",
     "infinity.api",
     "infinity.tools.cli.train",
-    "infinity.testing.models",
+    "tests.support.models",
     "infinity.tools.training.program",
     "peft.utils.transformers_weight_conversion",
     "pytest",

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,9 +17,16 @@ from infinity.errors import ConfigError
 from infinity.observe import Span, Track, chrome
 from infinity.observe.step_summary import summarize
 from infinity.tools.cli import app
-from infinity.tools.pictures.page import PageRow, PageTable, PageView, page_of, write_page
-from infinity.tools.pictures.painter import Bars, NamedInterval, TrackPicture
-from infinity.tools.pictures.step_page import by_link, idle_by_cause, kind_of, views_of
+from infinity.tools.pictures.steps import by_link, idle_by_cause, kind_of, picture_of
+from infinity.tools.pictures.timeline import (
+    Bars,
+    NamedInterval,
+    PageRow,
+    PageTable,
+    TrackPicture,
+    page_of,
+    write_page,
+)
 
 RUNNER = CliRunner()
 MS = 1_000_000
@@ -93,7 +101,9 @@ def recording() -> list[Span]:
 
 def recorded_page() -> str:
     spans = recording()
-    return page_of("two steps", views_of(spans, summarize(spans, num_stalls=len(spans))))
+    return page_of(
+        "two steps", [picture_of(spans, step) for step in summarize(spans, num_stalls=len(spans))]
+    )
 
 
 def test_the_page_is_whole_html_that_names_no_other_file() -> None:
@@ -171,7 +181,8 @@ def test_text_of_a_trace_cannot_become_markup() -> None:
         [(evil, [Bars("#000000", [(0, 1)], [evil])])],
         [NamedInterval(evil, 0, 1, "#fff")],
     )
-    view = PageView(evil, picture, [PageTable(evil, [evil], [PageRow([evil], 2.0)], evil)])
+    table = PageTable(evil, [evil], [PageRow([evil], 2.0)], evil)
+    view = replace(picture, name=evil, tables=[table])
     page = page_of(evil, [view])
     assert Elements(page).count("script") == 2
     assert page.index("<section") > page.index("<body>") and page.count("<section") == 1

@@ -8,7 +8,7 @@ from infinity.errors import ConfigError
 from infinity.observe import Count, Span, Track, chrome
 from infinity.observe.step_summary import summarize
 from infinity.tools.cli.trace import lines_of
-from infinity.tools.pictures.timeline_plot import choose
+from infinity.tools.pictures.steps import choose
 
 MS = 10**6
 DRIVE = "/mnt/nvme0"

@@ -20,12 +20,12 @@ from infinity.errors import ConfigError
 from infinity.observe import Counters, Track, chrome
 from infinity.observe.step_summary import summarize
 from infinity.testing.faulty_engine import Fault, FaultyEngine
-from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tools.cli.train import parse_steps
 from infinity.tools.training import program
 from infinity.tools.training.tracing import TracePlan, Tracing
 from tests.support.forked import COMMAND, run_script
+from tests.support.models import Mlp
 
 THREAD = ("compute", "engine", "updates", "stalls")
 

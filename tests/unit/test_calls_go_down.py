@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.testing.models import TinyDecoder
+from tests.support.models import TinyDecoder
 
 ROOT = Path(infinity.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "ARCHITECTURE.md"

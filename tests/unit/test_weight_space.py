@@ -11,7 +11,7 @@ import torch
 import infinity
 from infinity.streaming.weights import space
 from infinity.streaming.weights.moves import WeightMoves
-from infinity.testing.models import TinyDecoder
+from tests.support.models import TinyDecoder
 
 
 def test_eviction_without_stored_weights_lists_no_ranges(

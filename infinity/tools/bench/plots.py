@@ -11,7 +11,7 @@ from typing import Any
 
 from infinity.sizes import format_nbytes
 from infinity.tools.bench.report import Row
-from infinity.tools.pictures.painter import find_pyplot
+from infinity.tools.pictures.timeline import find_pyplot
 
 _OPERATIONS = ("read", "write", "mixed")
 _CEILING = {"color": "black", "linestyle": "--", "linewidth": 1.2}

@@ -14,6 +14,7 @@ import typer
 
 from infinity.errors import ConfigError
 from infinity.sizes import MIB, align_down, format_nbytes, parse_nbytes
+from infinity.tools.cli.options import Json, Paths
 
 if TYPE_CHECKING:
     from infinity.tools.bench.lab import Effort, Lab
@@ -31,10 +32,6 @@ _Config = Annotated[
     Path | None,
     typer.Argument(metavar="CONFIG", help="A configuration file: its paths and [io]."),
 ]
-_Paths = Annotated[
-    list[Path] | None,
-    typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
-]
 _Size = Annotated[
     str | None,
     typer.Option(
@@ -49,7 +46,7 @@ _NoFio = Annotated[bool, typer.Option("--no-fio", help="Skip fio, even if it is 
 
 def bench(
     config: _Config = None,
-    paths: _Paths = None,
+    paths: Paths = None,
     quick: Annotated[bool, typer.Option("--quick", help="About 20 seconds.")] = False,
     only: Annotated[
         str | None,
@@ -65,9 +62,7 @@ def bench(
         int | None,
         typer.Option("--rounds", metavar="N", min=1, help="Interleaved rounds; 7 by default."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON with every sample; no tables.")
-    ] = False,
+    as_json: Json = False,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the same JSON to a file.")
     ] = None,
@@ -89,7 +84,7 @@ def bench(
     sections = suite.check_sections(_split(only), quick=quick)
     if plot is not None:
         from infinity.tools.bench import plots
-        from infinity.tools.pictures.painter import find_pyplot
+        from infinity.tools.pictures.timeline import find_pyplot
 
         find_pyplot()  # Before minutes are spent.
     with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=not no_fio) as (lab, say):
@@ -240,14 +235,8 @@ def _made(directories: Sequence[Path]) -> Iterator[None]:
 
 
 def tune(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="A configuration file: its paths."),
-    ] = None,
-    paths: Annotated[
-        list[Path] | None,
-        typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
-    ] = None,
+    config: _Config = None,
+    paths: Paths = None,
     limit_s: Annotated[
         float,
         typer.Option("--time", metavar="SECONDS", min=1, help="Limit of the search."),
@@ -260,7 +249,7 @@ def tune(
         Path | None,
         typer.Option("--write", metavar="FILE", help="Also write the fragment to a file."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all scores as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Find the io settings that suit these drives, and print them as a fragment of TOML.
 

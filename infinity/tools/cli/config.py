@@ -14,7 +14,7 @@ import typer
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.tools.cli import print_error
-from infinity.tools.cli.options import Quiet
+from infinity.tools.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -33,9 +33,7 @@ _File = Annotated[str, typer.Argument(metavar="FILE", help="A .toml, .yaml, .yml
 @app.command()
 def check(
     file: _File,
-    as_json: Annotated[
-        bool, typer.Option("--json", help='Print {"file": ..., "faults": [...]}.')
-    ] = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Print "ok", or every fault with its position and exit code 1."""
@@ -64,9 +62,7 @@ def check(
 @app.command()
 def show(
     file: _File,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: the configuration, and the origins by key.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Print every value and its origin, as a usable TOML file."""
     from infinity.config import SwapConfig, render

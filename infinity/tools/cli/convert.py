@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from infinity.sizes import format_nbytes
-from infinity.tools.cli.options import Quiet, bytes_bar
+from infinity.tools.cli.options import Json, Quiet, bytes_bar
 
 if TYPE_CHECKING:
     from infinity.tools.convert.rewrite import DirectoryPlan
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 _Out = Annotated[
     Path, typer.Option("--output", "-o", metavar="OUT", help="The directory to write; a new one.")
-]
-_Json = Annotated[
-    bool, typer.Option("--json", help="Print a summary as JSON; progress is not shown.")
 ]
 
 
@@ -58,7 +55,7 @@ def merge(
             "--any-base", help="Merge into another base than the adapter was trained over, too."
         ),
     ] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Merge a LoRA or DoRA adapter into its base, as a checkpoint.
@@ -91,7 +88,7 @@ def quantize(
             "E4M3 in blocks of 128x128, as DeepSeek-V3.",
         ),
     ],
-    as_json: _Json = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Quantise the linear layers of a checkpoint, for a smaller base under an adapter.
@@ -156,7 +153,7 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard", metavar="SIZE", help="Largest safetensors file.")
     ] = "2GiB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Convert a checkpoint of a run to a format of other programs.
@@ -281,7 +278,7 @@ def spread(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would be done, and do nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Lay the shards of a checkpoint over several drives, so that all of them are read at once.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infinity.tools.cli.options import Json
+
 if TYPE_CHECKING:
     from infinity.tools.doctor import Finding
 
@@ -31,9 +33,7 @@ def doctor(
             "Default: the current directory.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """List what this machine lacks for offloading, with its cost and the remedy.
 

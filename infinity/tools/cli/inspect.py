@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import Quiet
+from infinity.tools.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
     from infinity.storage.swap_inspect import SwapContents
@@ -35,7 +35,7 @@ def inspect(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every byte and check its digest.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    as_json: Json = False,
     remove: Annotated[
         bool,
         typer.Option(
@@ -234,7 +234,7 @@ def clean(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would be removed, and remove nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Remove the swap files and locks of jobs that are gone.

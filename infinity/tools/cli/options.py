@@ -6,11 +6,17 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+Paths = Annotated[
+    list[Path] | None,
+    typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 Advance = Callable[[str, int], None]
 _T = TypeVar("_T")
 

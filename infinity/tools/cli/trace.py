@@ -14,9 +14,9 @@ from infinity.errors import ConfigError
 from infinity.observe import chrome
 from infinity.observe.step_summary import Stall, StepSummary, summarize
 from infinity.sizes import format_nbytes
-from infinity.tools.pictures import timeline_plot as gantt
-from infinity.tools.pictures.page import write_page
-from infinity.tools.pictures.step_page import milliseconds, views_of
+from infinity.tools.cli.options import Json
+from infinity.tools.pictures.steps import choose, draw, milliseconds, picture_of
+from infinity.tools.pictures.timeline import write_page
 
 _LEAST_SHARE = 0.001  # Share of the step; shorter stalls are not listed.
 
@@ -31,7 +31,7 @@ def trace() -> None:
 @app.command()
 def summary(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as JSON.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: Json = False,
     stalls: Annotated[
         int, typer.Option("--stalls", metavar="N", min=0, help="Largest stalls shown per step.")
     ] = 5,
@@ -47,7 +47,7 @@ def summary(
     spans = chrome.read(file)
     steps = summarize(spans, num_stalls=stalls)
     if plot is not None:
-        gantt.draw(spans, gantt.choose(steps, step), plot)
+        draw(spans, choose(steps, step), plot)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(step) for step in steps], indent=2))
         return
@@ -64,7 +64,7 @@ def view(
             "--output", "-o", metavar="HTML", help="The page; FILE with the suffix .html."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the page's path as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a page for the browser: a timeline to zoom into, idle time by cause, bytes by link.
 
@@ -75,7 +75,7 @@ def view(
     if not steps:
         raise ConfigError(f"the trace {str(file)!r} is empty: no step was over when it was written")
     page = file.with_suffix(".html") if out is None else out
-    write_page(page, title_of(file.name, steps), views_of(spans, steps))
+    write_page(page, title_of(file.name, steps), [picture_of(spans, step) for step in steps])
     if as_json:
         typer.echo(json.dumps({"page": str(page), "steps": len(steps)}))
     else:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from infinity.plan.predict import Forecast
 from infinity.simulate.log import CHECKPOINT_READ, COMPUTE, READ, WRITE
 from infinity.sizes import format_nbytes
-from infinity.tools.pictures.page import PageRow, PageTable, PageView, write_page
-from infinity.tools.pictures.painter import Bars, TrackPicture, paint
-from infinity.tools.pictures.step_page import milliseconds
+from infinity.tools.pictures.steps import milliseconds
+from infinity.tools.pictures.timeline import (
+    Bars,
+    PageRow,
+    PageTable,
+    TrackPicture,
+    paint,
+    write_page,
+)
 from infinity.tools.plan.idle import idle_by_cause
 from infinity.tools.plan.report import TRACK_TITLES, Answer, decimal, duration, sentences
 
@@ -38,7 +45,7 @@ def save_page(forecast: Forecast, found: Answer, path: Path) -> None:
     first, *others = sentences(forecast, found)
     answer = PageTable("The plan", ("",), [PageRow((text,)) for text in others])
     tables = (idle_table(forecast), link_table(forecast), answer)
-    write_page(path, first, [PageView("step", picture_of(forecast), tables)])
+    write_page(path, first, [replace(picture_of(forecast), tables=tables)])
 
 
 def picture_of(forecast: Forecast) -> TrackPicture:

@@ -12,7 +12,7 @@ import torch
 from infinity.checkpoint.durable import check_space
 from infinity.checkpoint.huggingface.export_weights import plan_export
 from infinity.checkpoint.run.load import Loaded
-from infinity.config import SwapConfig
+from infinity.config import Sample, SwapConfig
 from infinity.errors import ConfigError
 from infinity.tools.training.adapter import adapter_nbytes
 from infinity.tools.training.arguments import batch_of
@@ -21,7 +21,6 @@ from infinity.tools.training.model import ModelPlan, build_model, build_referenc
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.resume import check_same_run, identity_of, naming_older
-from infinity.tools.training.sample import encode_prompt
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 from infinity.tools.training.trainer import make_trainer
 
@@ -118,10 +117,31 @@ def _read_model(config: SwapConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:
     sample = config.train.sample
     if sample is None:
         return plan, tokenizer, []
-    prompt_ids = encode_prompt(
+    prompt_ids = _encode_prompt(
         sample, tokenizer, vocab_size=plan.vocab_size, max_positions=plan.max_positions
     )
     return plan, tokenizer, prompt_ids
+
+
+def _encode_prompt(
+    sample: Sample, tokenizer: Tokenizer, *, vocab_size: int, max_positions: int | None
+) -> list[int]:
+    """Returns the ids of the prompt. Raises ConfigError if the model has too few positions or no
+    embedding for it."""
+    ids = tokenizer.encode(sample.prompt)
+    if not ids:
+        raise ConfigError("train.sample.prompt gives no token")
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            f"train.sample.prompt: token {max(ids)} ({tokenizer.token(max(ids))}) is outside the "
+            f"model's vocabulary of {vocab_size}"
+        )
+    if max_positions is not None and len(ids) + sample.new_tokens > max_positions:
+        raise ConfigError(
+            f"train.sample: a prompt of {len(ids)} tokens and new_tokens={sample.new_tokens} "
+            f"exceed the model's {max_positions} positions"
+        )
+    return ids
 
 
 def _check_export(config: SwapConfig, model: Any, output: OutputDirectory) -> None:

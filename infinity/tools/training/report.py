@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+import statistics
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,16 @@ class Summary:
     # Outputs that could not be written, except weights.
     lost: list[str] = field(default_factory=list)
 
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time of a `with` block as part of a phase of the run."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent_s = time.perf_counter() - start_s
+            self.phases_s[name] = self.phases_s.get(name, 0.0) + spent_s
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the summary for JSON."""
         taken = [record for record in self.records if record.outcome.skipped is None]
@@ -218,7 +230,9 @@ class Summary:
             "loss_fall_share": 1 - last_mean / losses[0] if last_mean is not None else None,
             "held_out_losses": [{"step": s, "loss": loss} for s, loss in self.held_out_losses],
             "tokens_per_s": num_tokens / elapsed_s if elapsed_s else None,
-            "step_median_s": _median([record.elapsed_s for record in self.records]),
+            "step_median_s": statistics.median(record.elapsed_s for record in self.records)
+            if self.records
+            else None,
             "links": {name: self._link(name, elapsed_s) for name in LINKS},
             "time": self._time(elapsed_s),
             "peak_rss_nbytes": peak_rss_nbytes(),
@@ -434,11 +448,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return [_finite(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _median(values: list[float]) -> float | None:
-    if not values:
-        return None
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -9,7 +9,7 @@ returns the keyword arguments of one call. The docstring of a class names its ha
 
 from __future__ import annotations
 
-from infinity.testing.models.blocks import (
+from tests.support.models.blocks import (
     Autocast,
     Conditional,
     DecoderBlock,
@@ -24,7 +24,7 @@ from infinity.testing.models.blocks import (
     Unused,
     ZeroGradient,
 )
-from infinity.testing.models.structure import (
+from tests.support.models.structure import (
     CalledSideways,
     Checkpointed,
     CustomFunction,
@@ -40,7 +40,7 @@ from infinity.testing.models.structure import (
     TiedAcross,
     UsedTwice,
 )
-from infinity.testing.models.torch_modules import (
+from tests.support.models.torch_modules import (
     Attention,
     ConvNet,
     Embeddings,

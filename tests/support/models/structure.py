@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.testing.models.blocks import ROWS, WIDTH, TinyModel
+from tests.support.models.blocks import ROWS, WIDTH, TinyModel
 
 
 class NestedLists(TinyModel):

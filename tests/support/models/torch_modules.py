@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.testing.models.blocks import ROWS, WIDTH, TinyModel, noise
+from tests.support.models.blocks import ROWS, WIDTH, TinyModel, noise
 
 
 class ConvNet(TinyModel):

@@ -1,0 +1,267 @@
+"""Bars on tracks over time: painted by matplotlib, or on a page for a browser.
+
+`infinity trace` shows recorded steps, `infinity plan` a simulated one. A page is one HTML file with
+a timeline to zoom into and tables. Its frame is `page.html`: style, script, and places for what
+this module fills in. It may load nothing (its Content-Security-Policy says so), and its tables are
+there without a script.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError, UnsupportedError
+
+_BAR_HEIGHT = 0.8
+_LEAST_NAMED_SHARE = 0.06  # Of the width; the name of a shorter interval does not fit.
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Bars of one color on one track: (start, length) in the unit of the time axis.
+
+    `color` is "#rrggbb". `names`, if any, has a text for each bar, which a page shows.
+    """
+
+    color: str
+    bars: Sequence[tuple[float, float]]
+    names: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedInterval:
+    """An interval of the row above the tracks, with its name where the name fits."""
+
+    name: str
+    start: float
+    length: float
+    color: str
+
+
+@dataclass(frozen=True, slots=True)
+class PageRow:
+    """A row of a table. `share`, from 0 to 1, is drawn as a bar behind the first cell."""
+
+    cells: Sequence[str]
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """A table. Cells after the first one are figures. `note` is a line below."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[PageRow]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackPicture:
+    """A picture of tracks over time, from the top down.
+
+    `tracks` are (label, bars). `intervals`, if any, make a row above the tracks. `edges` are
+    vertical lines. `legend` gives the meaning of colors. The time axis goes from `start` to `end`;
+    without `end` it shows every bar. `unit_s` is the length of its unit in seconds. A page shows
+    the picture under its `name`, with its `tables`.
+    """
+
+    title: str
+    time_label: str
+    tracks: Sequence[tuple[str, Sequence[Bars]]]
+    intervals: Sequence[NamedInterval] = ()
+    edges: Sequence[float] = ()
+    legend: Mapping[str, str] = field(default_factory=dict)
+    start: float = 0.0
+    end: float | None = None
+    unit_s: float = 1.0
+    name: str = "step"
+    tables: Sequence[PageTable] = ()
+
+
+def find_pyplot() -> Any:
+    """Returns pyplot, set to paint files. Raises UnsupportedError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UnsupportedError(
+            "plots need matplotlib, which is not installed: pip install 'infinity-offload[plot]'"
+        ) from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def paint(path: Path, *pictures: TrackPicture) -> None:
+    """Writes the pictures, one below the other, in the format of the suffix of `path`.
+
+    Raises UnsupportedError without matplotlib, ConfigError when the file cannot be written.
+    """
+    pyplot = find_pyplot()
+    heights = [1.1 + 0.45 * _num_rows(picture) for picture in pictures]
+    figure, axes = pyplot.subplots(
+        len(pictures), figsize=(12, sum(heights)), squeeze=False, height_ratios=heights
+    )
+    for picture, axis in zip(pictures, axes[:, 0], strict=True):
+        _paint_tracks(axis, picture)
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _num_rows(picture: TrackPicture) -> int:
+    return len(picture.tracks) + (1 if picture.intervals else 0)
+
+
+def _paint_tracks(axis: Any, picture: TrackPicture) -> None:
+    first = 1 if picture.intervals else 0
+    num_rows = _num_rows(picture)
+    for interval in picture.intervals:
+        _paint_interval(axis, interval, _length_of(picture))
+    for row, (_, groups) in enumerate(picture.tracks, start=first):
+        for group in groups:
+            place = (row - _BAR_HEIGHT / 2, _BAR_HEIGHT)
+            axis.broken_barh(group.bars, place, color=group.color, linewidth=0)
+    axis.set_yticks(range(first, num_rows), [label for label, _ in picture.tracks])
+    axis.set_ylim(num_rows - 0.5, -0.6)
+    if picture.end is not None:
+        axis.set_xlim(picture.start, picture.end)
+    for edge in picture.edges:
+        axis.axvline(edge, color="black", linewidth=0.8)
+    axis.set_xlabel(picture.time_label)
+    axis.set_title(picture.title, loc="left")
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+    if picture.legend:
+        _paint_legend(axis, picture.legend)
+
+
+def _length_of(picture: TrackPicture) -> float:
+    if picture.end is not None:
+        return picture.end
+    return max((interval.start + interval.length for interval in picture.intervals), default=0.0)
+
+
+def _paint_interval(axis: Any, interval: NamedInterval, width: float) -> None:
+    bar = (interval.start, interval.length)
+    axis.broken_barh([bar], (-_BAR_HEIGHT / 2, _BAR_HEIGHT), color=interval.color, linewidth=0)
+    if interval.length > _LEAST_NAMED_SHARE * width:
+        middle = interval.start + interval.length / 2
+        axis.text(middle, 0, interval.name, ha="center", va="center", fontsize=8, clip_on=True)
+
+
+def _paint_legend(axis: Any, legend: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=color, label=label) for label, color in legend.items()]
+    axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+
+
+# -- The page --------------------------------------------------------------------------------------
+
+
+_DIGITS = 7  # Of a time on a page: a bar is drawn to a millionth of the step.
+
+
+def write_page(path: Path, title: str, views: Sequence[TrackPicture]) -> None:
+    """Writes the page, whole or not at all. Raises ConfigError when it cannot be written."""
+    text = page_of(title, views)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the page {str(path)!r}: {error.strerror}") from None
+
+
+def page_of(title: str, views: Sequence[TrackPicture]) -> str:
+    """Returns the page. The last view is shown first: in a recording it is the steadiest step."""
+    frame = (
+        resources.files("infinity.tools.pictures").joinpath("page.html").read_text(encoding="utf-8")
+    )
+    # A "<" cannot end the script element that holds the data.
+    data = json.dumps([_data_of(view) for view in views], separators=(",", ":"))
+    filled = {
+        "title": html.escape(title),
+        "views": "\n".join(_section(number, view) for number, view in enumerate(views)),
+        "data": data.replace("<", "\\u003c"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], frame)  # In one pass.
+
+
+def _section(number: int, view: TrackPicture) -> str:
+    finding = html.escape(view.title).replace("\n", "<br>")
+    tables = "\n".join(_table(table) for table in view.tables)
+    return (
+        f'<section data-view="{number}"><h2>{finding}</h2>\n'
+        f'<div class="tables">\n{tables}\n</div></section>'
+    )
+
+
+def _table(table: PageTable) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
+    rows = "\n".join(_row(row) for row in table.rows)
+    note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
+    return (
+        f"<figure><figcaption>{html.escape(table.title)}</figcaption>\n"
+        f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>{note}</figure>"
+    )
+
+
+def _row(row: PageRow) -> str:
+    bar = ""
+    if row.share is not None:
+        width = 100 * min(max(row.share, 0.0), 1.0)
+        bar = f' class="share" style="--share:{width:.2f}%"'
+    first, *others = row.cells
+    cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in others)
+    return f"<tr><td{bar}>{html.escape(first)}</td>{cells}</tr>"
+
+
+def _data_of(view: TrackPicture) -> dict[str, Any]:
+    """Returns what the script draws: bars as [start, length, color, name], each by its number."""
+    return {
+        "name": view.name,
+        "axis": view.time_label,
+        "unit": view.unit_s,
+        "start": view.start,
+        "end": view.end,
+        "edges": list(view.edges),
+        "legend": dict(view.legend),
+        "stretches": [
+            [_short(interval.start), _short(interval.length), interval.name]
+            for interval in view.intervals
+        ],
+        "tracks": [_track_data(label, groups) for label, groups in view.tracks],
+    }
+
+
+def _track_data(label: str, groups: Sequence[Bars]) -> dict[str, Any]:
+    names: dict[str, int] = {}
+    bars: list[list[float]] = []
+    for color, group in enumerate(groups):
+        for place, (start, length) in enumerate(group.bars):
+            name = group.names[place] if group.names else ""
+            number = names.setdefault(name, len(names))
+            bars.append([_short(start), _short(length), color, number])
+    bars.sort()
+    colors = [group.color for group in groups]
+    return {"label": label, "colors": colors, "names": list(names), "bars": bars}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
