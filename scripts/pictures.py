@@ -1,4 +1,7 @@
-"""Draws the pictures of README.md by the planner: python scripts/pictures.py [step] [models]"""
+"""Draws pictures by the planner: python scripts/pictures.py [step] [models]
+
+README.md shows the step. The models take many minutes; no page shows them.
+"""
 
 from __future__ import annotations
 
