@@ -15,8 +15,8 @@ from infinity.distributed.shard_updates import ShardUpdates
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.observe import Counters
-from infinity.state.early import can_go_back, has_generations
 from infinity.state.placement import updated_nbytes
+from infinity.state.undecided import can_be_undecided, has_generations
 from infinity.state.units import TensorSpec
 from infinity.streaming.updates.policy import EarlyPolicy
 from infinity.streaming.updates.record import StepRecord
@@ -62,7 +62,7 @@ class EarlyShards:
             {
                 index: updated_nbytes(shard)
                 for index, shard in enumerate(self._shards)
-                if can_go_back(store.local, shard, is_beside=is_beside)
+                if can_be_undecided(store.local, shard, is_beside=is_beside)
             },
             is_newest_first=True,
         )

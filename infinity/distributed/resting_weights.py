@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from infinity.distributed.kept_shards import KeptShards
 from infinity.errors import StorageError
-from infinity.state.store import StateStore, Transfer
+from infinity.state.store import LocalStore, Transfer
+from infinity.state.undecided import UndecidedState
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.protocol import Priority
@@ -47,9 +48,15 @@ class RestingWeights(UpdatedWeights):
     blocks. The training thread lends and takes back the blocks, the thread of updates uses them."""
 
     def __init__(
-        self, local: StateStore, pool: HostPool, kept: KeptShards, shards: Iterable[Unit]
+        self,
+        local: LocalStore,
+        undecided: UndecidedState,
+        pool: HostPool,
+        kept: KeptShards,
+        shards: Iterable[Unit],
     ) -> None:
         self._local = local
+        self._undecided = undecided
         self._pool = pool
         self._kept = kept
         self._blocks: list[_Place] = []
@@ -139,7 +146,7 @@ class RestingWeights(UpdatedWeights):
     @override
     def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
         shard = self._local.units[unit]
-        resting = self._local.host_view(shard, StateKind.PARAMETERS)
+        resting = self._undecided.resting_weights(shard)
         if resting is not None:
             return resting
         place = self._place_of(unit) or self._kept_place(shard, read=read)
@@ -186,6 +193,7 @@ class RestingWeights(UpdatedWeights):
                 write = self._local.write(
                     self._local.units[unit], StateKind.PARAMETERS, place.block,
                     nbytes=dirty_nbytes, digests=place.digests,
+                    undecided=self._undecided.contents.get(unit),
                 )  # fmt: skip
         finally:
             if unit in self._copies:

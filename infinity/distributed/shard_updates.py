@@ -27,7 +27,6 @@ from infinity.distributed.pending import PendingShards
 from infinity.distributed.resting_weights import RestingWeights
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
-from infinity.state.old_copies import OldCopies
 from infinity.state.store import LocalStore, NvmeLocation, changing_kinds
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
@@ -68,21 +67,21 @@ class ShardUpdates:
         counters: Counters,
         settings: UpdateSettings,
         tell: Callable[[str], None],
-        copies: OldCopies,
+        undecided: UndecidedState,
         sums_in_memory: Callable[[Unit], torch.Tensor | None],
     ) -> None:
-        self._state = UndecidedState(local, copies)
+        self._undecided = undecided
         self._pending = pending
         self._kept = kept
         self._pool = pool
         self._tell = tell
         # The counters of waits are for those of the training thread.
         self._ring = StagingRing(
-            self._state, pool, Counters(),
+            local, pool, Counters(), undecided=undecided.contents,
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
             sums_in_memory=sums_in_memory, reads_again=True,
         )  # fmt: skip
-        self._weights = RestingWeights(self._state, pool, kept, shards)
+        self._weights = RestingWeights(local, undecided, pool, kept, shards)
         digests = self._weights.digests
         self._chunks = ChunkUpdates(self._ring, self._weights, counters, None, digests)
         self._chunk_nbytes = settings.chunk_nbytes
@@ -115,19 +114,19 @@ class ShardUpdates:
             self._publish(updates[shard].unit)
         for shard, early in self._early.items():
             if shard not in self._going_on:
-                self._state.free(early.unit)
+                self._undecided.free(early.unit)
         self._ensure_thread()
         return done | self._going_on
 
     @property
     def has_space(self) -> bool:
         """Whether an early update has a generation to write to."""
-        return self._state.has_space
+        return self._undecided.has_space
 
     def begin_early(self, update: UnitUpdate) -> bool:
         """Queues an update that no step has decided: nobody sees it before `start`. Returns False
         if no memory is free for what it changes on the host."""
-        if not self._state.reserve(update.unit):
+        if not self._undecided.reserve(update.unit):
             return False
         self._early[update.unit.index] = update
         self._going_on.discard(update.unit.index)
@@ -168,20 +167,20 @@ class ShardUpdates:
         begun = self._pending.withdraw(shards)
         for shard in shards:
             self._drop(self._early[shard].unit)
-            self._state.free(self._early[shard].unit)
+            self._undecided.free(self._early[shard].unit)
         return begun
 
     def is_in_memory(self, shard: Unit) -> bool:
         """Whether host memory has state of an early update of the shard."""
-        return self._state.is_in_memory(shard)
+        return shard.index in self._undecided.units_in_memory()
 
     def _publish(self, shard: Unit) -> None:
         """Any thread; nobody reads the shard."""
-        self._state.publish(shard)
+        self._undecided.publish(shard)
         self._kept.publish(shard.index)
 
     def _drop(self, shard: Unit) -> None:
-        self._state.drop(shard)
+        self._undecided.drop(shard)
         self._kept.drop(shard.index)
 
     def _ensure_thread(self) -> None:
@@ -204,7 +203,7 @@ class ShardUpdates:
         self._weights.take_back()
         self._ring.give_up()
         for shard in self._going_on:
-            self._state.free(self._early[shard].unit)
+            self._undecided.free(self._early[shard].unit)
         self._going_on = set()
         return True
 
@@ -264,13 +263,13 @@ class ShardUpdates:
         failed read or a lack of space ends the attempt: who needs the bytes next meets the
         cause."""
         shard = update.unit.index
-        self._state.begin(update.unit)
+        self._undecided.begin(update.unit)
         try:
             self._chunks.check_out(update)
             self._read_weights_ahead(shard)
             while not update.is_done and self._pending.goes_on(shard):
                 self._drop_stale(but=shard)
-                self._chunks.run_next(update, self._chunks_after(shard), self._state.keep)
+                self._chunks.run_next(update, self._chunks_after(shard), self._undecided.keep)
                 self._read_expected()
             if update.is_done:
                 self._chunks.check_in(update, write_now=True)

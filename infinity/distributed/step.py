@@ -25,9 +25,8 @@ from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.distributed.sync import flush_owned, pull_updated
 from infinity.observe import Counters
 from infinity.ops.split_master import join, split
-from infinity.state.old_copies import OldCopies
 from infinity.state.partition import Shard, ShardSlice
-from infinity.state.undecided import changed_at_home
+from infinity.state.undecided import UndecidedState
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.updates.masters import Masters, MasterWeights
 from infinity.streaming.updates.record import (
@@ -131,14 +130,14 @@ class DistributedUpdater(StepRunner):
             and settings.on_device is None
             and can_update_beside(store.local, shard_units)
         ):
-            copies = OldCopies(store.local, pool, self._spare_nbytes, changed_at_home)
+            undecided = UndecidedState(store.local, pool, self._spare_nbytes, serves_weights=True)
             self.deferred = ShardUpdates(
                 store.local, shard_units, store.pending, store.kept, pool, counters, settings,
-                store.transport.abort, copies, gradients.owned.sums_in_memory,
+                store.transport.abort, undecided, gradients.owned.sums_in_memory,
             )  # fmt: skip
             gradients.owned.blocks.spare_nbytes = self._spare_nbytes
             if settings.in_backward:
-                store.serve_old(copies)
+                store.serve_old(undecided)
                 self._early = EarlyShards(
                     store, gradients, self.deferred, counters, is_beside=settings.is_beside
                 )

@@ -27,14 +27,15 @@ from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.private.torch import TensorBase
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
-from infinity.state.old_copies import OldCopies
 from infinity.state.partition import Partition, Shard, ShardSegment
 from infinity.state.store import FirstValues, LocalStore, StateLocation, Transfer
+from infinity.state.undecided import UndecidedState
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.protocol import Priority
 from infinity.storage.shards import ShardFiles
+from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume import Volume
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block, HostBlocks
@@ -113,7 +114,7 @@ class DistributedStore:
         )
         self.pending = PendingShards()
         self.kept = KeptShards(host)
-        self._old_copies: OldCopies | None = None
+        self._undecided: UndecidedState | None = None
         self._own = DaemonThreads(1, "infinity-own-shard", begin_thread)
         # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
@@ -128,10 +129,10 @@ class DistributedStore:
         starts = range(0, SERVING_NBYTES, _WINDOW_NBYTES)
         return [self._host.carve(block, start, _WINDOW_NBYTES) for start in starts]
 
-    def serve_old(self, copies: OldCopies) -> None:
-        """State that changes in place before the step has decided is served as `copies` have it.
-        Before the first request."""
-        self._old_copies = copies
+    def serve_old(self, undecided: UndecidedState) -> None:
+        """State that changes at home before the step has decided is served as it was. Before the
+        first request."""
+        self._undecided = undecided
 
     def close(self) -> None:
         """Waits for transfers of the own shard and ends their thread."""
@@ -217,9 +218,11 @@ class DistributedStore:
         offset_nbytes: int = 0,
         nbytes: int | None = None,
         priority: Priority = Priority.WRITE_BACK,
+        undecided: UndecidedContent | None = None,
         digests: PageDigests | None = None,
     ) -> Transfer:
         """See `StateStore.write`. Of a sharded unit this rank writes its shard."""
+        assert undecided is None, "the thread of updates writes to the local store"
         if not self.is_sharded(unit, kind):
             if kind is StateKind.PARAMETERS:
                 self.kept.forget(unit.index)
@@ -398,10 +401,11 @@ class DistributedStore:
             unit, kind, window, priority=Priority.FORWARD, offset_nbytes=low, nbytes=high - low
         )
 
-    def _changing(self, unit: Unit, kind: StateKind) -> OldCopies | None:
-        """Returns the copies of state that may change where it rests before the step decides."""
-        copies = self._old_copies
-        return copies if copies is not None and copies.is_changed_in_place(unit, kind) else None
+    def _changing(self, unit: Unit, kind: StateKind) -> UndecidedState | None:
+        """Returns the reader of state that may change at home before the step decides."""
+        undecided = self._undecided
+        is_changed = undecided is not None and undecided.is_changed_at_home(unit, kind)
+        return undecided if is_changed else None
 
     def _bring_local(
         self, index: int, segments: Sequence[ShardSegment], sinks: Sequence[torch.Tensor]

@@ -170,12 +170,14 @@ class StateStore(Protocol):
         offset_nbytes: int = 0,
         nbytes: int | None = None,
         priority: Priority = Priority.WRITE_BACK,
+        undecided: UndecidedContent | None = None,
         digests: PageDigests | None = None,
     ) -> Transfer:
         """Starts writing the start of `block` to a range of the state. Whole pages only.
 
-        The block must stay lent and unchanged until the transfer is done. `digests`: of the bytes,
-        from `Volume.digests`.
+        The block must stay lent and unchanged until the transfer is done. Of state on NVMe,
+        `undecided` gets what is written, until `Volume.publish`. `digests`: of the bytes, from
+        `Volume.digests`.
         """
 
 

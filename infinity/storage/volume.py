@@ -293,21 +293,6 @@ class Volume:
                 for run in changed_runs(before, current, size_nbytes):
                     self._checksums.forget(index, run)  # See `put_checksums`.
 
-    def roll_back(self, extents: Sequence[Extent], frozen: FrozenContent, checksums: bytes) -> None:
-        """Sets one buffer back to its bytes in `frozen`, which has all of it. No byte moves.
-
-        `checksums`: as `checksums(extents)` gave them when it was frozen. The tickets of the
-        buffer's writes are done, no read of the buffer is in flight, and the caller drops what
-        was read since.
-        """
-        self._check_usable()
-        with self._lock:
-            for extent in extents:
-                for run in frozen.maps[extent.path_index].of(extent.offset_nbytes, extent.nbytes):
-                    assert run.generation != NOWHERE, "scratch is never frozen"
-                    self._maps[extent.path_index].put(run)
-        self.put_checksums(extents, checksums)
-
     def put_checksums(self, extents: Sequence[Extent], checksums: bytes) -> None:
         """Sets the checksums of a restored buffer to those that `checksums` returned for it."""
         assert self._checksums is not None

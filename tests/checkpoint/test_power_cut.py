@@ -22,7 +22,7 @@ import infinity
 from infinity.checkpoint import Saving
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from infinity.checkpoint.run.manifest import MANIFEST_NAME
-from infinity.state.old_generation import OldGeneration
+from infinity.state.undecided import UndecidedState
 from infinity.state.units import Unit
 from infinity.storage.volume import Volume
 from infinity.streaming.updates.early import EarlyUpdates
@@ -91,11 +91,11 @@ class Recording:
 def noting_early(recorder: Recorder, noted: list[int]) -> Iterator[None]:
     """Adds the numbers of the events between the first early update of a step and its decision."""
     first: list[int] = []
-    keep, decide = OldGeneration.keep, EarlyUpdates.decide
+    begin, decide = UndecidedState.begin, EarlyUpdates.decide
 
-    def noting_keep(old: OldGeneration, unit: Unit) -> bool:
+    def noting_begin(undecided: UndecidedState, unit: Unit) -> Any:
         first.append(len(recorder.events))
-        return keep(old, unit)
+        return begin(undecided, unit)
 
     def noting_decide(updates: EarlyUpdates, *decision: Any) -> Any:
         if first:
@@ -104,7 +104,7 @@ def noting_early(recorder: Recorder, noted: list[int]) -> Iterator[None]:
         return decide(updates, *decision)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OldGeneration, "keep", noting_keep)
+        patch.setattr(UndecidedState, "begin", noting_begin)
         patch.setattr(EarlyUpdates, "decide", noting_decide)
         yield
 
@@ -235,14 +235,12 @@ def test_a_run_continues_from_a_power_cut_among_updates_in_the_backward(early_re
 
 def test_updates_in_the_backward_that_overwrite_a_commit_are_found(tmp_path, place, monkeypatch):
     """The mutation check: early updates write where the last commit and the old state are."""
-    real = OldGeneration.__init__
+    real = Volume._runs
 
-    def keep_nothing(old, store):
-        real(old, store)
-        for frozen in store.volume.frozen:
-            store.volume.thaw(frozen)
+    def overwriting(volume, operation, extent, is_undecided):
+        return real(volume, "read" if is_undecided else operation, extent, is_undecided)
 
-    monkeypatch.setattr(OldGeneration, "__init__", keep_nothing)
+    monkeypatch.setattr(Volume, "_runs", overwriting)
     with idle_drives():
         mutated = Recording(tmp_path / "root", **EARLY)
     assert cut_often(mutated.events, mutated, place, 2000, behind=mutated.early)

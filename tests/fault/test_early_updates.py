@@ -256,9 +256,9 @@ def test_checkpoints_that_go_meanwhile_leave_the_old_state(swap_directory: Path,
 
         def release(_: torch.Tensor) -> None:
             if not run.is_plain:
-                volume = infinity.engine_of(run.model).store.volume
-                assert volume is not None and volume.frozen, "nothing was updated so far"
-                thaw_removed(volume)
+                engine = infinity.engine_of(run.model)
+                assert engine.updater._undecided.contents, "nothing was updated so far"
+                thaw_removed(engine.store.volume)
 
         def watch(_: nn.Module, __: Any, output: torch.Tensor) -> None:
             output.register_hook(release)

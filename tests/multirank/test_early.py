@@ -22,8 +22,8 @@ from torch import Tensor
 import infinity
 from infinity.distributed.step import DistributedUpdater
 from infinity.errors import StorageError
-from infinity.state.old_copies import _LABEL as OLD_STATE
-from infinity.state.undecided import UndecidedState
+from infinity.state.store import LocalStore
+from infinity.state.undecided import _LABEL as OLD_STATE
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
 from tests.support.exhaustive import sampled
 
@@ -183,10 +183,10 @@ def _slowly(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _failing(write: Callable[..., Any]) -> Callable[..., Any]:
-    def failing(state: UndecidedState, unit: Any, *arguments: Any, **options: Any) -> Any:
-        if unit.index in state._contents:
+    def failing(store: LocalStore, *arguments: Any, **options: Any) -> Any:
+        if options.get("undecided") is not None:
             raise StorageError(5, operation="write", path="", offset_nbytes=0, nbytes=0)
-        return write(state, unit, *arguments, **options)
+        return write(store, *arguments, **options)
 
     return failing
 
@@ -272,7 +272,7 @@ def _cannot_write(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float
     if rank and not case.placement:
         DistributedUpdater._spare_nbytes = lambda _: 0  # type: ignore[method-assign]
     run = EarlyRun(rank, case, Path(tempfile.gettempdir()))
-    with _patched(UndecidedState, "write", _failing if rank else lambda write: write):
+    with _patched(LocalStore, "write", _failing if rank else lambda write: write):
         for number in range(3):
             with run.event(str(number)):
                 pass
@@ -344,18 +344,18 @@ def _dies(rank: int, directory: str, case: Case, how: str) -> None:
     assert run.counts()[0] > 0
 
     def die(write: Callable[..., Any]) -> Callable[..., Any]:
-        def dying(state: UndecidedState, unit: Any, *arguments: Any, **options: Any) -> Any:
-            if unit.index in state._contents:
+        def dying(store: LocalStore, *arguments: Any, **options: Any) -> Any:
+            if options.get("undecided") is not None:
                 if how == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
                 run.engine.store.volume._write_failures.note(
                     StorageError(5, operation="write", path="", offset_nbytes=0, nbytes=0)
                 )
-            return write(state, unit, *arguments, **options)
+            return write(store, *arguments, **options)
 
         return dying
 
-    with _patched(UndecidedState, "write", die if rank else lambda write: write):
+    with _patched(LocalStore, "write", die if rank else lambda write: write):
         for _ in range(20):
             run.plan_all()
             run.backward()

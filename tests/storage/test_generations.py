@@ -297,11 +297,9 @@ def test_scratch_is_written_in_place_whatever_is_frozen(
         assert now == taken, "no block beyond those that were reserved"
 
 
-def test_a_private_buffer_is_kept_by_contents_of_this_process_alone(
-    open_any, arena: Arena, tmp_path: Path
-) -> None:
+def test_a_private_buffer_is_kept_by_no_commit(open_any, arena: Arena, tmp_path: Path) -> None:
     """It takes the space of one spare file of three; a commit does not keep it; `restore` of one
-    leaves it as it is; an unlabelled content brings it back."""
+    leaves it as it is."""
     drive = VolumePath(str(tmp_path / "d"))
     with Volume(open_any("threads"), [drive], num_spares=3, num_private=1) as volume:
         spared = [Spared(SIZE), Spared(SIZE, is_private=True)]
@@ -315,14 +313,10 @@ def test_a_private_buffer_is_kept_by_contents_of_this_process_alone(
             write(volume, arena, private, 0, data)
             commit = volume.freeze("a commit")
             assert {each.path for each in volume.locate(private, commit)} == {""}
-            old, checksums = volume.freeze(), volume.checksums(private)
             write(volume, arena, private, 0, b"x" * SIZE)
             volume.restore(commit)
             assert read(volume, arena, private) == b"x" * SIZE
             assert read(volume, arena, extents) == data
-            volume.roll_back(private, old, checksums)
-            assert read(volume, arena, private) == data
-            volume.thaw(old)
             write(volume, arena, private, 0, b"y" * SIZE)
             volume.thaw(commit)
         assert [os.stat(path).st_blocks for path in files] == taken

@@ -10,11 +10,8 @@ An early update of a unit:
   DONE       all of it              kept or taken back, as the step decides
 
 Note [Old state]
-  Early updates write to a spare generation of the swap files. The old state stays where it is
-  until the step has decided, so what is taken back costs no byte: the volume points to the old
-  generation again. State that rests in host memory is updated in place, and copied before, chunk by
-  chunk, to memory that nobody else needs; a unit that finds none is not updated early.
-  `state/early.py` says which units can go back.
+  An early update reads the state of the last step and writes the new beside it
+  (`state/undecided.py`). The decision publishes it; to take it back is to publish nothing.
 
 Note [Which first]
   Chunks of drives are read ahead in the order of the gradients, and updated in it. Where all state
@@ -39,11 +36,9 @@ from functools import partial
 
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
-from infinity.state.early import can_go_back, has_generations
-from infinity.state.old_copies import OldCopies
-from infinity.state.old_generation import OldGeneration
 from infinity.state.placement import updated_nbytes
 from infinity.state.store import LocalStore, Transfer
+from infinity.state.undecided import UndecidedState, can_be_undecided, has_generations
 from infinity.state.units import Chunk, TensorSpec, Unit
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.policy import EarlyPolicy
@@ -86,7 +81,7 @@ class EarlyUpdates:
         ring: StagingRing,
         chunks: ChunkUpdates,
         counters: Counters,
-        copies: OldCopies,
+        undecided: UndecidedState,
         *,
         chunk_nbytes: int,
         is_beside: bool,
@@ -98,10 +93,10 @@ class EarlyUpdates:
         self._ring = ring
         self._chunks = chunks
         self._counters = counters
-        self._copies = copies
+        self._undecided = undecided
         self._chunk_nbytes = chunk_nbytes
         self._is_beside = is_beside
-        units = [unit for unit in store.units if can_go_back(store, unit, is_beside=is_beside)]
+        units = [unit for unit in store.units if can_be_undecided(store, unit, is_beside=is_beside)]
         # Note [Which first].
         self._is_newest_first = is_beside and not any(has_generations(store, u) for u in units)
         self.policy = EarlyPolicy(
@@ -111,7 +106,6 @@ class EarlyUpdates:
         self._planned: dict[int, _Early] = {}  # In the order of their gradients.
         self._complete: dict[int, _Early] = {}  # Not DONE, in the order in which they came.
         self._done: dict[int, _Early] = {}
-        self._old: OldGeneration | None = None  # Since the first early update of the step.
         self._num_undone = 0  # Taken back before the step has decided.
         self._is_advancing = False
         # Of the worker that updates, where there is one: wakes it, and ends what it does without
@@ -135,7 +129,7 @@ class EarlyUpdates:
 
     def _begin(self) -> None:
         planned = [self._store.units[index] for index in self.policy.plan()]
-        if not OldGeneration.has_space(self._store):
+        if not self._undecided.has_space:
             planned = [unit for unit in planned if not has_generations(self._store, unit)]
         if not planned:
             return
@@ -259,16 +253,16 @@ class EarlyUpdates:
         assert update is not None
         if not self._can_update(early):
             return False
-        is_kept = self._keep_old(early.unit)
-        if not is_kept:
-            del self._planned[index]  # A smaller share would not help.
-        if not (is_kept and self._copies.reserve(early.unit)):
+        if not self._undecided.reserve(early.unit):
             del self._complete[index]
             self._chunks.check_in(update, write_now=False)
             early.update = None  # The step makes it.
             return True
+        if index not in self._undecided.contents:
+            self._weight_cache.write_to(index, self._undecided.begin(early.unit))
+        keep = self._undecided.keep
         try:
-            work = self._chunks.try_next(update, partial(self._end_chunk, index), self._copies.keep)
+            work = self._chunks.try_next(update, partial(self._end_chunk, index), keep)
         except StorageError:
             self.take_back(index)  # Who needs the unit next meets the cause, and tells it.
             return False
@@ -287,15 +281,6 @@ class EarlyUpdates:
         elif update.is_done:
             self._chunks.check_in(update, write_now=True)
             self._done[index] = self._complete.pop(index)
-
-    def _keep_old(self, unit: Unit) -> bool:
-        """Keeps the state of a unit that has generations. Returns whether it can: weights that were
-        in use at the turn may be written when some unit is already updated early."""
-        if not has_generations(self._store, unit):
-            return True
-        if self._old is None:
-            self._old = OldGeneration(self._store)
-        return self._old.keep(unit)
 
     def _read_ahead(self) -> None:
         self._ring.start_more(self._to_read(), with_gradients=False)
@@ -323,9 +308,13 @@ class EarlyUpdates:
                 self.take_back(index)
             elif early.is_begun:
                 early.update.record = record
+                self._undecided.publish(early.unit)
+                self._end_undecided(early.unit)
                 kept.append(early.update)
             else:
                 self._chunks.check_in(early.update, write_now=False)  # If the worker has them.
+                self._undecided.drop(early.unit)
+                self._end_undecided(early.unit)
         self._counters.add("early_updates_kept", len(kept))
         missed = [unit for unit, early in self._planned.items() if not early.is_done]
         self.policy.end_step(
@@ -361,34 +350,32 @@ class EarlyUpdates:
         self._ring.drop_reads(lambda chunk: chunk.unit.index == unit)
         if not update.is_begun:
             self._chunks.check_in(update, write_now=False)
-            self._copies.drop(unit)
+            self._undecided.drop(early.unit)
+            self._end_undecided(early.unit)
             return
         self._num_undone += 1
         self._counters.add("early_updates_undone", 1)
         try:
             self._ring.finish_writes()
         finally:
-            self._bring_back(early, update)
+            self._drop(early.unit, update)
 
-    def _bring_back(self, early: _Early, update: UnitUpdate) -> None:
-        unit = early.unit.index
+    def _drop(self, unit: Unit, update: UnitUpdate) -> None:
         try:
             self._chunks.drop(update)
-            self._weight_cache.discard(unit)
+            self._weight_cache.discard(unit.index)
         finally:  # The old state counts, whatever becomes of the new weights.
-            if self._old is not None:
-                self._old.bring_back(early.unit)
-            self._bring_copies_back(early)
+            if self._undecided.needs_weights(unit):
+                weights = self._weight_cache.check_out(unit.index, read=True)
+                self._undecided.drop(unit, weights)
+                self._weight_cache.check_in(unit.index, dirty_nbytes=0)
+            else:
+                self._undecided.drop(unit)
+            self._end_undecided(unit)
 
-    def _bring_copies_back(self, early: _Early) -> None:
-        unit = early.unit.index
-        if not self._copies.has_weights(early.unit):
-            self._copies.bring_back(early.unit, None)
-        else:
-            weights = self._weight_cache.check_out(unit, read=True)
-            self._copies.bring_back(early.unit, weights)
-            self._weight_cache.check_in(unit, dirty_nbytes=0)
-        self._copies.drop(unit)
+    def _end_undecided(self, unit: Unit) -> None:
+        self._weight_cache.write_to(unit.index, None)
+        self._undecided.free(unit)
 
     def withdraw(self) -> None:
         """Takes back every early update, and plans none before the next step."""
@@ -406,17 +393,13 @@ class EarlyUpdates:
                     return False
                 self.take_back(unit)
                 return True
-        copied = [] if self._is_advancing else self._copies.units()
+        copied = [] if self._is_advancing else self._undecided.units_in_memory()
         if copied:
             self.take_back(copied[-1])
-        return len(self._copies.units()) < len(copied)
+        return len(self._undecided.units_in_memory()) < len(copied)
 
     def _forget(self) -> None:
         self._planned, self._complete, self._done = {}, {}, {}
-        self._copies.drop_all()
-        if self._old is not None:
-            self._old.drop()
-            self._old = None
 
     def note_made(self, seconds: float) -> None:
         """The thread that trains has made the rest of a pending update itself, in so much time."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import islice
 
 import torch
@@ -28,6 +28,7 @@ from infinity.state.placement import STATE_KINDS, staging_nbytes
 from infinity.state.store import DeviceLocation, StateStore, Transfer
 from infinity.state.units import Chunk, StateKind, Unit
 from infinity.storage.protocol import Priority
+from infinity.storage.undecided import UndecidedContent
 from infinity.streaming.updates.chunk_update import StagedChunk, StagingSlot
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -50,7 +51,8 @@ class StagingRing:
     of the next backward will take, or of this one. `is_for_device`: the device updates, so state
     that rests on it does not travel. `reads_again`: a read that has failed before anybody needed it
     is made again. `has_fixed_arrays`: state at rest stays at its address as long as the store, and
-    gradients of `narrow_units` at another. `travels`: whether any state does.
+    gradients of `narrow_units` at another. `travels`: whether any state does. `undecided`: what the
+    writes of units go to that no step has decided, by unit.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StagingRing:
         sums_to_come_nbytes: Callable[[], int] | None = None,
         has_fixed_arrays: bool = False,
         reads_again: bool = False,
+        undecided: Mapping[int, UndecidedContent] | None = None,
     ) -> None:
         self._store = store
         # The resting bytes themselves, if the one that updates can address them.
@@ -93,6 +96,7 @@ class StagingRing:
         self._sums_to_come_nbytes = sums_to_come_nbytes or (lambda: 0)
         self._has_fixed_arrays = has_fixed_arrays
         self._reads_again = reads_again
+        self._undecided = {} if undecided is None else undecided
         self._num_spare = 0
         self._block: Block | None = None
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
@@ -455,6 +459,7 @@ class StagingRing:
             writing = self._store.write(
                 chunk.unit, kind, slot.parts[kind], offset_nbytes=chunk.offset_nbytes(kind),
                 nbytes=nbytes, digests=staged.digests.get(kind),
+                undecided=self._undecided.get(chunk.unit.index),
             )  # fmt: skip
             slot.transfers.append(writing)
             slot.written_nbytes += nbytes

@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
-from infinity.state.old_copies import OldCopies
 from infinity.state.store import DeviceLocation, LocalStore, StateStore
+from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.early import EarlyUpdates
@@ -73,8 +73,15 @@ class Updater(StepRunner):
         self._reads_ahead = settings.reads_ahead
         self._is_on_host = settings.on_device is None
         self._counters = counters
+        self._undecided: UndecidedState | None = None
+        if settings.in_backward and settings.reads_ahead:
+            assert isinstance(store, LocalStore)
+            self._undecided = UndecidedState(
+                store, pool, self._spare_for_undecided, serves_weights=False
+            )
         self._ring = StagingRing(
             store, pool, counters,
+            undecided=None if self._undecided is None else self._undecided.contents,
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
             spare_nbytes=self._spare_nbytes if settings.rides_along else None,
             sums_in_memory=gradients.sums_in_memory, is_for_device=not self._is_on_host,
@@ -94,12 +101,10 @@ class Updater(StepRunner):
         )
         self._chunks = ChunkUpdates(self._ring, weight_cache, counters, settings.on_device)
         self._early: EarlyUpdates | None = None
-        if settings.in_backward and settings.reads_ahead:
+        if self._undecided is not None:
             assert isinstance(store, LocalStore) and isinstance(weight_cache, WeightCache)
-            sums = gradients.blocks
-            copies = OldCopies(store, pool, lambda: self._spare_nbytes() - sums.to_come_nbytes)
             self._early = EarlyUpdates(
-                store, weight_cache, gradients, self._ring, self._chunks, counters, copies,
+                store, weight_cache, gradients, self._ring, self._chunks, counters, self._undecided,
                 chunk_nbytes=self.chunk_nbytes, is_beside=settings.is_beside,
             )  # fmt: skip
         # Where no state travels, gradients change nothing for updates.
@@ -466,6 +471,9 @@ class Updater(StepRunner):
 
     def _spare_nbytes(self) -> int:
         return self._pool.free_nbytes - self._local_weights.absent_nbytes()
+
+    def _spare_for_undecided(self) -> int:
+        return self._spare_nbytes() - self._gradients.blocks.to_come_nbytes
 
     def _spare_for_sums(self) -> int:
         """As `_spare_nbytes`, for sums of gradients: spare slots give way to them."""

@@ -27,6 +27,7 @@ from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
+from infinity.storage.undecided import UndecidedContent
 from infinity.streaming.inputs.input_memory import InputMemory
 from infinity.streaming.weights.access_order import PassOrders
 from infinity.streaming.weights.decoding import refuse_change
@@ -206,6 +207,8 @@ class WeightCache:
         has_device_space = not self._device.shares_host_memory
         for index in self._orders.now.upcoming(this_pass=self._source.is_outdated_by_step):
             weights = self.weights[index]
+            if weights.undecided is not None and weights.state is WeightState.ABSENT:
+                continue
             feeder = self._moves.feeder_of(weights)
             read = weights if feeder is None else feeder
             ahead_nbytes += self._moves.nbytes[read.unit.index]
@@ -271,6 +274,11 @@ class WeightCache:
         """Sets whether the unit awaits an update. Between the decision of a step and the update,
         the weights are out of date."""
         self.weights[unit].awaits_update = is_awaited
+
+    def write_to(self, unit: int, undecided: UndecidedContent | None) -> None:
+        """Sets what writes of the unit go to while no step has decided its update. A read would
+        get the old bytes, so nothing reads the unit ahead meanwhile. None: they count at once."""
+        self.weights[unit].undecided = undecided
 
     def is_evictable(self, unit: int) -> bool:
         """Whether the unit is on the device and rests elsewhere."""

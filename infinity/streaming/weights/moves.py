@@ -419,6 +419,7 @@ class WeightMoves:
             weights.block,
             nbytes=weights.dirty_nbytes,
             priority=self._write_priority,
+            undecided=weights.undecided,
         )
         weights.dirty_nbytes = 0
 

@@ -31,6 +31,7 @@ import torch
 
 from infinity.state.store import Transfer
 from infinity.state.units import Unit
+from infinity.storage.undecided import UndecidedContent
 from infinity.tiers.device import FINISHED, Copy, Decoding, Region
 from infinity.tiers.host import Block
 
@@ -146,6 +147,7 @@ class Weights:
     use_count: int = 0  # Uses in progress: a unit in use is ATTACHED and never evicted.
     is_checked_out: bool = False
     host_copy: HostCopy | None = None  # While checked out, of weights that rest on a device.
+    undecided: UndecidedContent | None = None  # Of an update that no step has decided.
     awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
     kept_check: Callable[[], None] | None = None  # Raises if they were written since their use.
 

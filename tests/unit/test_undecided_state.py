@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.sizes import KIB
-from infinity.state.old_copies import OldCopies
-from infinity.state.undecided import changed_at_home
+from infinity.state.store import changing_kinds
+from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit, chunk_unit
 
 CHUNK_NBYTES = 8 * KIB
@@ -24,14 +24,15 @@ class Changing:
 
     def __init__(self, engine: Any) -> None:
         self.store, self.pool = engine.store, engine.pool
-        self.copies = OldCopies(
-            self.store, self.pool, lambda: self.pool.free_nbytes, changed_at_home
+        self.undecided = UndecidedState(
+            self.store, self.pool, lambda: self.pool.free_nbytes, serves_weights=True
         )
         [self.unit] = self.store.units
-        for number, kind in enumerate(changed_at_home(self.unit)):
+        self.kinds = [k for k in changing_kinds(self.unit) if k is not StateKind.PARAMETERS]
+        for number, kind in enumerate(self.kinds):
             home = self.home(kind)
             home.copy_((torch.arange(home.numel()) * (number + 3) % 251).to(torch.uint8))
-        self.old = {kind: self.home(kind).clone() for kind in changed_at_home(self.unit)}
+        self.old = {kind: self.home(kind).clone() for kind in self.kinds}
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -44,14 +45,14 @@ class Changing:
         return found
 
     def change(self, chunk: Chunk) -> None:
-        self.copies.keep(chunk, torch.empty(0, dtype=torch.uint8))
-        for kind in changed_at_home(self.unit):
+        self.undecided.keep(chunk, torch.empty(0, dtype=torch.uint8))
+        for kind in self.kinds:
             start = chunk.offset_nbytes(kind)
             self.home(kind)[start : start + chunk.nbytes(kind)].fill_(255)
 
     def read(self, kind: StateKind, start: int, nbytes: int) -> Tensor:
         sink = torch.full((nbytes,), 254, dtype=torch.uint8)
-        self.copies.read(self.unit, kind, start, sink)
+        self.undecided.read(self.unit, kind, start, sink)
         return sink
 
 
@@ -65,7 +66,8 @@ def changing() -> Iterator[Changing]:
 
 
 def test_a_reader_finds_the_old_bytes_at_every_moment(changing: Changing) -> None:
-    assert changing.copies.reserve(changing.unit)
+    assert changing.undecided.reserve(changing.unit)
+    changing.undecided.begin(changing.unit)
     assert len(changing.old) == 3
     for chunk in changing.chunks:
         changing.change(chunk)
@@ -74,13 +76,14 @@ def test_a_reader_finds_the_old_bytes_at_every_moment(changing: Changing) -> Non
                 found, wanted = changing.read(kind, start, nbytes), old[start : start + nbytes]
                 assert torch.equal(found[: wanted.numel()], wanted)
                 assert (found[wanted.numel() :] == 254).all(), "beyond the end nothing is read"
-    changing.copies.forget(changing.unit.index)
+    changing.undecided.publish(changing.unit)
     for kind, old in changing.old.items():
         assert (changing.read(kind, 0, old.numel()) == 255).all(), "the new bytes count"
 
 
 def test_readers_beside_the_update_never_find_new_bytes(changing: Changing) -> None:
-    assert changing.copies.reserve(changing.unit)
+    assert changing.undecided.reserve(changing.unit)
+    changing.undecided.begin(changing.unit)
     is_over, torn = threading.Event(), []
 
     def read() -> None:
@@ -98,7 +101,8 @@ def test_readers_beside_the_update_never_find_new_bytes(changing: Changing) -> N
         for _ in range(50):
             for chunk in changing.chunks:
                 changing.change(chunk)
-            changing.copies.bring_back(changing.unit, None)
+            changing.undecided.drop(changing.unit)
+            changing.undecided.begin(changing.unit)
     finally:
         is_over.set()
         for reader in readers:
@@ -108,21 +112,28 @@ def test_readers_beside_the_update_never_find_new_bytes(changing: Changing) -> N
         assert torch.equal(changing.home(kind), old)
 
 
-def test_memory_beside_a_copy_is_apart_from_it(changing: Changing) -> None:
+def test_new_weights_are_at_home_once_they_are_published(changing: Changing) -> None:
     unit: Unit = changing.unit
-    free_nbytes = changing.pool.free_nbytes
-    assert changing.copies.reserve(unit, beside_nbytes=5000)
-    beside = changing.copies.beside(unit)
-    assert beside is not None
-    assert beside.numel() == 5000
-    for chunk in changing.chunks:
-        changing.change(chunk)
-        beside.fill_(7)
-    changing.copies.bring_back(unit, None)
-    assert (beside == 7).all()
-    for kind, old in changing.old.items():
-        assert torch.equal(changing.home(kind), old)
-    del beside
-    changing.copies.drop(unit.index)
-    assert changing.copies.beside(unit) is None
-    assert changing.pool.free_nbytes == free_nbytes
+    free_nbytes, home = changing.pool.free_nbytes, changing.home(StateKind.PARAMETERS)
+    old = home.clone()
+    for is_published in (False, True):
+        assert changing.undecided.reserve(unit)
+        changing.undecided.begin(unit)
+        new = changing.undecided.resting_weights(unit)
+        assert new is not None
+        assert torch.equal(new, old[: new.numel()])
+        for chunk in changing.chunks:
+            changing.change(chunk)
+            new.fill_(7)
+        assert torch.equal(home, old), "other ranks read the old weights"
+        if is_published:
+            changing.undecided.publish(unit)
+            assert (home[: new.numel()] == 7).all()
+        else:
+            changing.undecided.drop(unit)
+            assert torch.equal(home, old)
+            for kind, before in changing.old.items():
+                assert torch.equal(changing.home(kind), before)
+        del new
+        changing.undecided.free(unit)
+        assert changing.pool.free_nbytes == free_nbytes
