@@ -20,8 +20,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import torch
-
 from infinity.distributed.kept_shards import KeptShards
 from infinity.distributed.pending import PendingShards
 from infinity.distributed.resting_weights import RestingWeights
@@ -30,6 +28,7 @@ from infinity.observe import Counters
 from infinity.state.store import LocalStore, NvmeLocation, changing_kinds
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
+from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.record import UpdateSettings
 from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate, chunks_of
@@ -68,7 +67,7 @@ class ShardUpdates:
         settings: UpdateSettings,
         tell: Callable[[str], None],
         undecided: UndecidedState,
-        sums_in_memory: Callable[[Unit], torch.Tensor | None],
+        gradients: GradientStore,
     ) -> None:
         self._undecided = undecided
         self._pending = pending
@@ -77,9 +76,9 @@ class ShardUpdates:
         self._tell = tell
         # The counters of waits are for those of the training thread.
         self._ring = StagingRing(
-            local, pool, Counters(), undecided=undecided.contents,
+            local, pool, Counters(), gradients,
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
-            sums_in_memory=sums_in_memory, reads_again=True,
+            reads_again=True, undecided=undecided.contents,
         )  # fmt: skip
         self._weights = RestingWeights(local, undecided, pool, kept, shards)
         digests = self._weights.digests

@@ -133,7 +133,7 @@ class DistributedUpdater(StepRunner):
             undecided = UndecidedState(store.local, pool, self._spare_nbytes, serves_weights=True)
             self.deferred = ShardUpdates(
                 store.local, shard_units, store.pending, store.kept, pool, counters, settings,
-                store.transport.abort, undecided, gradients.owned.sums_in_memory,
+                store.transport.abort, undecided, gradients.owned,
             )  # fmt: skip
             gradients.owned.blocks.spare_nbytes = self._spare_nbytes
             if settings.in_backward:

@@ -257,7 +257,7 @@ def test_checkpoints_that_go_meanwhile_leave_the_old_state(swap_directory: Path,
         def release(_: torch.Tensor) -> None:
             if not run.is_plain:
                 engine = infinity.engine_of(run.model)
-                assert engine.updater._undecided.contents, "nothing was updated so far"
+                assert engine.updater._early._undecided.contents, "nothing was updated so far"
                 thaw_removed(engine.store.volume)
 
         def watch(_: nn.Module, __: Any, output: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 import torch
@@ -29,6 +29,7 @@ from infinity.state.store import DeviceLocation, StateStore, Transfer
 from infinity.state.units import Chunk, StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.storage.undecided import UndecidedContent
+from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.chunk_update import StagedChunk, StagingSlot
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -45,14 +46,12 @@ class StagingRing:
     the slots. Called under the engine's lock.
 
     A slot has space for a chunk of `chunk_nbytes` of fp32 in every state kind that travels.
+    `gradients`: those in memory in another place or form than at rest are not read.
     `spare_nbytes`: returns the free memory that may be taken for spare slots; None: there are none.
-    `sums_in_memory`: returns a unit's gradients that are in memory in another place or form than
-    at rest, (state_numel,): they are not read. `sums_to_come_nbytes`: returns the memory that sums
-    of the next backward will take, or of this one. `is_for_device`: the device updates, so state
-    that rests on it does not travel. `reads_again`: a read that has failed before anybody needed it
-    is made again. `has_fixed_arrays`: state at rest stays at its address as long as the store, and
-    gradients of `narrow_units` at another. `travels`: whether any state does. `undecided`: what the
-    writes of units go to that no step has decided, by unit.
+    `is_for_device`: the device updates, so state that rests on it does not travel. `reads_again`: a
+    read that has failed before anybody needed it is made again. `has_fixed_arrays`: state at rest
+    stays at its address as long as the store. `travels`: whether any state does. `undecided`: what
+    the writes of units go to that no step has decided, by unit.
     """
 
     def __init__(
@@ -60,14 +59,12 @@ class StagingRing:
         store: StateStore,
         pool: HostPool,
         counters: Counters,
+        gradients: GradientStore,
         *,
         chunk_nbytes: int,
         num_slots: int,
         spare_nbytes: Callable[[], int] | None = None,
-        sums_in_memory: Callable[[Unit], torch.Tensor | None] | None = None,
-        narrow_units: Set[int] = frozenset(),
         is_for_device: bool = False,
-        sums_to_come_nbytes: Callable[[], int] | None = None,
         has_fixed_arrays: bool = False,
         reads_again: bool = False,
         undecided: Mapping[int, UndecidedContent] | None = None,
@@ -91,9 +88,7 @@ class StagingRing:
         self.travels = bool(self._travelling)
         self._slot_nbytes = sum(self._travelling.values())
         self._spare_nbytes = spare_nbytes
-        self._sums_in_memory = sums_in_memory or (lambda _: None)
-        self._narrow_units = narrow_units
-        self._sums_to_come_nbytes = sums_to_come_nbytes or (lambda: 0)
+        self._gradients = gradients
         self._has_fixed_arrays = has_fixed_arrays
         self._reads_again = reads_again
         self._undecided = {} if undecided is None else undecided
@@ -227,7 +222,7 @@ class StagingRing:
     def due(self, chunk: Chunk) -> StagedChunk:
         """Returns a chunk that is needed now, with its gradients: read ahead already, or started
         here. The caller ends with `give_back`."""
-        key = *_key(chunk), chunk.unit.index in self._narrow_units
+        key = *_key(chunk), chunk.unit.index in self._gradients.narrow_units
         known = self._at_rest.get(key)
         if known is not None:
             known.chunk = chunk  # It may have fewer slices than the last time.
@@ -296,7 +291,7 @@ class StagingRing:
         """Free memory for spare slots. A chunk whose gradients are still to come holds its slot
         until then: it leaves space for their sums, which save a read if they stay in memory."""
         left_nbytes = 0 if self._spare_nbytes is None else self._spare_nbytes()
-        return left_nbytes - (self._sums_to_come_nbytes() if is_for_later else 0)
+        return left_nbytes - (self._gradients.blocks.to_come_nbytes if is_for_later else 0)
 
     def drop_reads(self, is_dropped: Callable[[Chunk], bool] | None = None) -> None:
         """Gives up reads ahead, the last started first: those of which `is_dropped` holds, or
@@ -359,7 +354,7 @@ class StagingRing:
         updated."""
         if StateKind.GRADIENTS in staged.arrays:
             return
-        sums = self._sums_in_memory(staged.chunk.unit)
+        sums = self._gradients.sums_in_memory(staged.chunk.unit)
         if sums is None:
             self._bring(staged, StateKind.GRADIENTS)
         else:
@@ -368,7 +363,7 @@ class StagingRing:
     def _read_gradients(self, staged: StagedChunk) -> None:
         """Starts reading the gradients of a chunk, unless they are in memory."""
         is_there = StateKind.GRADIENTS in staged.arrays
-        if not is_there and self._sums_in_memory(staged.chunk.unit) is None:
+        if not is_there and self._gradients.sums_in_memory(staged.chunk.unit) is None:
             self._bring(staged, StateKind.GRADIENTS)
 
     def _bring(self, staged: StagedChunk, kind: StateKind) -> None:

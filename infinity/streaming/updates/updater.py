@@ -73,20 +73,16 @@ class Updater(StepRunner):
         self._reads_ahead = settings.reads_ahead
         self._is_on_host = settings.on_device is None
         self._counters = counters
-        self._undecided: UndecidedState | None = None
+        undecided: UndecidedState | None = None
         if settings.in_backward and settings.reads_ahead:
             assert isinstance(store, LocalStore)
-            self._undecided = UndecidedState(
-                store, pool, self._spare_for_undecided, serves_weights=False
-            )
+            undecided = UndecidedState(store, pool, self._spare_for_undecided, serves_weights=False)
         self._ring = StagingRing(
-            store, pool, counters,
-            undecided=None if self._undecided is None else self._undecided.contents,
+            store, pool, counters, gradients,
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
             spare_nbytes=self._spare_nbytes if settings.rides_along else None,
-            sums_in_memory=gradients.sums_in_memory, is_for_device=not self._is_on_host,
-            sums_to_come_nbytes=lambda: gradients.blocks.to_come_nbytes,
-            has_fixed_arrays=isinstance(store, LocalStore), narrow_units=gradients.narrow_units,
+            is_for_device=not self._is_on_host, has_fixed_arrays=isinstance(store, LocalStore),
+            undecided=None if undecided is None else undecided.contents,
         )  # fmt: skip
         gradients.narrow.is_on = settings.is_beside and self._is_on_host
         self.chunk_nbytes = settings.chunk_nbytes * (1 if self._ring.travels else CHUNKS_AT_REST)
@@ -101,10 +97,10 @@ class Updater(StepRunner):
         )
         self._chunks = ChunkUpdates(self._ring, weight_cache, counters, settings.on_device)
         self._early: EarlyUpdates | None = None
-        if self._undecided is not None:
+        if undecided is not None:
             assert isinstance(store, LocalStore) and isinstance(weight_cache, WeightCache)
             self._early = EarlyUpdates(
-                store, weight_cache, gradients, self._ring, self._chunks, counters, self._undecided,
+                store, weight_cache, gradients, self._ring, self._chunks, counters, undecided,
                 chunk_nbytes=self.chunk_nbytes, is_beside=settings.is_beside,
             )  # fmt: skip
         # Where no state travels, gradients change nothing for updates.
