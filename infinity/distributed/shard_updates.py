@@ -117,11 +117,6 @@ class ShardUpdates:
         self._ensure_thread()
         return done | self._going_on
 
-    @property
-    def has_space(self) -> bool:
-        """Whether an early update has a generation to write to."""
-        return self._undecided.has_space
-
     def begin_early(self, update: UnitUpdate) -> bool:
         """Queues an update that no step has decided: nobody sees it before `start`. Returns False
         if no memory is free for what it changes on the host."""
@@ -168,10 +163,6 @@ class ShardUpdates:
             self._drop(self._early[shard].unit)
             self._undecided.free(self._early[shard].unit)
         return begun
-
-    def is_in_memory(self, shard: Unit) -> bool:
-        """Whether host memory has state of an early update of the shard."""
-        return shard.index in self._undecided.units_in_memory()
 
     def _publish(self, shard: Unit) -> None:
         """Any thread; nobody reads the shard."""

@@ -139,8 +139,9 @@ class DistributedUpdater(StepRunner):
             if settings.in_backward:
                 store.serve_old(undecided)
                 self._early = EarlyShards(
-                    store, gradients, self.deferred, counters, is_beside=settings.is_beside
-                )
+                    store, gradients, undecided, self.deferred, counters,
+                    is_beside=settings.is_beside,
+                )  # fmt: skip
 
     def _spare_nbytes(self) -> int:
         """Returns free host memory that neither weights nor sums of this step need."""
@@ -194,7 +195,7 @@ class DistributedUpdater(StepRunner):
             return
         self._early.take_back_others(record)
         updates = self._updates_of(record)
-        kept = deferred.start(updates)
+        kept = self._early.kept(deferred.start(updates))
         self._early.end_step(record, kept, step_s)
         self._expect(deferred, self._early, updates)
 
@@ -243,9 +244,7 @@ class DistributedUpdater(StepRunner):
     def begin_early(self, unit: int, record: StepRecord) -> None:
         assert self._early is not None, "`note_left` has asked for it"
         shard = self._store.partition.local[unit].unit
-        update = updates_of(shard, self._local_of(record), self.chunk_nbytes)
-        if update is not None:
-            self._early.begin(unit, update)
+        self._early.begin(unit, updates_of(shard, self._local_of(record), self.chunk_nbytes))
 
     @override
     def advance(self) -> None:

@@ -28,7 +28,7 @@ import infinity
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from infinity.observe import Counters
-from infinity.streaming.updates.early import EarlyUpdates
+from infinity.streaming.updates.early_turns import EarlyTurns
 from tests.checkpoint.harness import EARLY, durable, run
 from tests.checkpoint.test_copy import save
 from tests.support.file_systems import seem_elsewhere
@@ -137,9 +137,9 @@ def die_at(effect: int) -> None:
 def die_in_early_update(nth: int, directory: Path, counters: Counters) -> None:
     """SIGKILL behind the nth chunk that an early update has changed; 0 is never. Notes before it how
     many early updates this life has kept."""
-    left, real = nth, EarlyUpdates._end_chunk
+    left, real = nth, EarlyTurns._end_chunk
 
-    def mortal(early: EarlyUpdates, unit: int, error: BaseException | None) -> None:
+    def mortal(early: EarlyTurns, unit: int, error: BaseException | None) -> None:
         nonlocal left
         left -= 1
         if left == 0:
@@ -148,7 +148,7 @@ def die_in_early_update(nth: int, directory: Path, counters: Counters) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(early, unit, error)
 
-    EarlyUpdates._end_chunk = mortal  # type: ignore[method-assign]
+    EarlyTurns._end_chunk = mortal  # type: ignore[method-assign]
     idle_drives().__enter__()  # The process ends with it.
 
 

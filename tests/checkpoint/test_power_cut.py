@@ -91,7 +91,7 @@ class Recording:
 def noting_early(recorder: Recorder, noted: list[int]) -> Iterator[None]:
     """Adds the numbers of the events between the first early update of a step and its decision."""
     first: list[int] = []
-    begin, decide = UndecidedState.begin, EarlyUpdates.decide
+    begin, decide = UndecidedState.begin, EarlyUpdates.take_back_others
 
     def noting_begin(undecided: UndecidedState, unit: Unit) -> Any:
         first.append(len(recorder.events))
@@ -105,7 +105,7 @@ def noting_early(recorder: Recorder, noted: list[int]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UndecidedState, "begin", noting_begin)
-        patch.setattr(EarlyUpdates, "decide", noting_decide)
+        patch.setattr(EarlyUpdates, "take_back_others", noting_decide)
         yield
 
 

@@ -20,7 +20,7 @@ import infinity
 from infinity.errors import InfinityError, StorageError
 from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.updates import unit_update
-from infinity.streaming.updates.early import EarlyUpdates
+from infinity.streaming.updates.early_turns import EarlyTurns
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
 from infinity.streaming.updates.updater import Updater
 from infinity.streaming.updates.worker import LooseWork
@@ -46,7 +46,7 @@ def beside(directory: Path, seed: int = 0, **changes: Any) -> Run:
     return offloaded(directory, device=SimulatedDevice(seed, delay_s=1e-4), **changes)
 
 
-def early_of(run: Run) -> EarlyUpdates:
+def early_of(run: Run) -> EarlyTurns:
     updater = infinity.engine_of(run.model).updater
     assert isinstance(updater, Updater) and updater._early is not None
     return updater._early
@@ -57,7 +57,7 @@ def let_worker_finish(run: Run) -> None:
     if run.is_plain:
         return
     early, deadline_s = early_of(run), time.monotonic() + 60
-    while any(early._is_checked_out(unit) for unit in list(early._complete)):
+    while any(early._is_checked_out(unit) for unit in list(early._to_make)):
         assert time.monotonic() < deadline_s, "the worker does not go on by itself"
         time.sleep(1e-3)
 
@@ -128,12 +128,11 @@ def test_the_newest_unit_is_first_where_all_state_rests_on_the_host(
     run = beside(swap_directory, placement=ALL_ON_HOST)
     steps(run, 3)
     early = early_of(run)
-    monkeypatch.setattr(EarlyUpdates, "turn", lambda early: None)  # The worker does nothing.
+    monkeypatch.setattr(EarlyTurns, "turn", lambda early: None)  # The worker does nothing.
     run.backward(3)
-    complete = list(early._complete)
+    complete = list(early._to_make)
     assert len(complete) > 3 and early._in_turn() == complete[::-1]
-    begun = early._complete[complete[0]].update
-    assert begun is not None
+    begun = early._to_make[complete[0]]
     begun.is_begun = True
     assert early._in_turn() == [complete[0], *complete[:0:-1]]
     begun.is_begun = False
@@ -205,10 +204,10 @@ def test_what_the_worker_raises_reaches_the_thread_that_trains(
     run = beside(swap_directory)
     steps(run, 3)
 
-    def fail(early: EarlyUpdates, unit: int) -> bool:
+    def fail(early: EarlyTurns, unit: int) -> bool:
         raise ZeroDivisionError("a mistake in an update")
 
-    monkeypatch.setattr(EarlyUpdates, "_advance", fail)
+    monkeypatch.setattr(EarlyTurns, "_advance", fail)
     with pytest.raises(ZeroDivisionError, match="a mistake in an update"):
         for number in range(3, 9):
             early_of(run).policy.share = 1.0  # It may have found that there is no time.

@@ -18,7 +18,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import StorageError
-from infinity.streaming.updates.early import EarlyUpdates
+from infinity.streaming.updates.early_turns import EarlyTurns
 from infinity.streaming.updates.worker import LooseWork
 
 WIDTH, VOCABULARY, BLOCKS = 64, 50, 6
@@ -142,9 +142,9 @@ class Run:
 def idle_drives() -> Iterator[None]:
     """Every transfer is over when an early update looks at it. Early updates never wait, so on a
     busy machine none may come about."""
-    real = EarlyUpdates.advance
+    real = EarlyTurns.advance
 
-    def now(early: EarlyUpdates) -> None:
+    def now(early: EarlyTurns) -> None:
         real(early)
         while early.wake_worker is not None:  # What the worker may not get to before the step.
             early.end_work()
@@ -155,14 +155,14 @@ def idle_drives() -> Iterator[None]:
             elif turn != ():
                 break
 
-    def under_way(early: EarlyUpdates) -> list[Any]:
+    def under_way(early: EarlyTurns) -> list[Any]:
         ring = early._ring
         slots = [*ring._slots, *(each.slot for each in ring._started.values() if each.slot)]
         transfers = [transfer for slot in slots for transfer in slot.transfers]
         transfers += [each.writing for each in early._weight_cache.weights if each.writing]
         return [transfer for transfer in transfers if not transfer.done()]
 
-    def advance(early: EarlyUpdates) -> None:
+    def advance(early: EarlyTurns) -> None:
         waited = under_way(early)
         for _ in range(12):
             for transfer in waited:
@@ -174,7 +174,7 @@ def idle_drives() -> Iterator[None]:
                 break
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EarlyUpdates, "advance", advance)
+        patch.setattr(EarlyTurns, "advance", advance)
         yield
 
 

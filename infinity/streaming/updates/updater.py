@@ -34,7 +34,7 @@ from infinity.state.store import DeviceLocation, LocalStore, StateStore
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind
 from infinity.streaming.gradients.store import GradientStore
-from infinity.streaming.updates.early import EarlyUpdates
+from infinity.streaming.updates.early_turns import EarlyTurns
 from infinity.streaming.updates.pending_beside import PendingBeside
 from infinity.streaming.updates.record import (
     StepRecord,
@@ -96,11 +96,11 @@ class Updater(StepRunner):
             for (_, kind), location in store.placed().items()
         )
         self._chunks = ChunkUpdates(self._ring, weight_cache, counters, settings.on_device)
-        self._early: EarlyUpdates | None = None
+        self._early: EarlyTurns | None = None
         if undecided is not None:
             assert isinstance(store, LocalStore) and isinstance(weight_cache, WeightCache)
-            self._early = EarlyUpdates(
-                store, weight_cache, gradients, self._ring, self._chunks, counters, undecided,
+            self._early = EarlyTurns(
+                store, weight_cache, gradients, undecided, self._ring, self._chunks, counters,
                 chunk_nbytes=self.chunk_nbytes, is_beside=settings.is_beside,
             )  # fmt: skip
         # Where no state travels, gradients change nothing for updates.
@@ -184,7 +184,9 @@ class Updater(StepRunner):
         step_s, self._decided_s = now_s - self._decided_s, now_s
         if self._early is None:
             return set()
-        kept = self._early.decide(record, step_s)
+        self._early.take_back_others(record)
+        kept = self._early.publish(record)
+        self._early.end_step(record, [update.unit.index for update in kept], step_s)
         for update in kept:
             if not update.is_done:
                 self._make_pending(update)
@@ -391,7 +393,7 @@ class Updater(StepRunner):
         elif self._worker is not None and self._gradients.leaving.num_additions:
             self._worker.wake()
 
-    def _expected_in_backward(self, early: EarlyUpdates) -> Iterator[Chunk]:
+    def _expected_in_backward(self, early: EarlyTurns) -> Iterator[Chunk]:
         """The chunks of units that the backward will probably update and no forward will."""
         for chunk in early.expected():
             if chunk.unit.index not in self._pending:
@@ -420,7 +422,7 @@ class Updater(StepRunner):
     @override
     def begin_early(self, unit: int, record: StepRecord) -> None:
         assert self._early is not None, "`note_left` has asked for it"
-        self._early.begin(unit, record)
+        self._early.begin(unit, updates_of(self._store.units[unit], record, self.chunk_nbytes))
 
     @override
     def advance(self) -> None:

@@ -1,0 +1,319 @@
+"""Early updates of one rank, chunk by chunk: between two hooks, or in turns of the worker.
+
+`worker.py` says which thread updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from typing_extensions import override
+
+from infinity.errors import CapacityError, StorageError
+from infinity.observe import Counters
+from infinity.state.store import LocalStore, Transfer
+from infinity.state.undecided import UndecidedState, can_be_undecided, has_generations
+from infinity.state.units import Chunk, Unit
+from infinity.streaming.gradients.store import GradientStore
+from infinity.streaming.updates.early import Early, EarlyUpdates
+from infinity.streaming.updates.record import StepRecord
+from infinity.streaming.updates.staging_ring import StagingRing
+from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate, chunks_of
+from infinity.streaming.updates.worker import MOST_CHECKED_OUT, LooseWork
+from infinity.streaming.weights.cache import WeightCache
+
+
+class EarlyTurns(EarlyUpdates):
+    """Makes early updates of one rank's units. Under the engine's lock; nothing here waits for a
+    drive but what takes an update back."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        weight_cache: WeightCache,
+        gradients: GradientStore,
+        undecided: UndecidedState,
+        ring: StagingRing,
+        chunks: ChunkUpdates,
+        counters: Counters,
+        *,
+        chunk_nbytes: int,
+        is_beside: bool,
+    ) -> None:
+        """`is_beside`: the device that computes has memory of its own."""
+        able = [unit for unit in store.units if can_be_undecided(store, unit, is_beside=is_beside)]
+        self._is_newest_first = is_beside and not any(has_generations(store, u) for u in able)
+        super().__init__(
+            store.units, store, gradients, undecided, counters,
+            is_beside=is_beside, is_newest_first=self._is_newest_first,
+        )  # fmt: skip
+        self._weight_cache = weight_cache
+        self._ring = ring
+        self._chunks = chunks
+        self._chunk_nbytes = chunk_nbytes
+        self._is_beside = is_beside
+        # All chunks of units that were planned, by unit; they stay the same.
+        self._chunks_of: dict[int, tuple[Chunk, ...]] = {}
+        self._to_make: dict[int, UnitUpdate] = {}  # Not DONE, in the order in which they came.
+        self._is_advancing = False
+        # Of the worker that updates, where there is one: wakes it, and ends what it does without
+        # the lock.
+        self.wake_worker: Callable[[], None] | None = None
+        self.end_work: Callable[[], None] = lambda: None
+        self._made_s = 0.0
+
+    # -- The backward ------------------------------------------------------------------------------
+
+    @override
+    def _take_memory(self, planned: list[int]) -> list[int]:
+        try:
+            self._ring.take()
+        except CapacityError:
+            return []
+        return planned
+
+    @override
+    def _is_ready(self, unit: Unit) -> bool:
+        return self._gradients.is_complete(unit)
+
+    @override
+    def _start(self, index: int, update: UnitUpdate) -> bool:
+        if not self._undecided.reserve(update.unit):
+            return False
+        self._to_make[index] = update
+        return True
+
+    def expected(self) -> Iterator[Chunk]:
+        """Chunks of the units that the next backward will update if it is like the last, in the
+        order of their gradients."""
+        for index in self.policy.plan():
+            yield from self._planned_chunks(index)
+
+    def _planned_chunks(self, index: int) -> tuple[Chunk, ...]:
+        if index not in self._chunks_of:
+            unit = self._units[index]
+            every = tuple(unit.trainable())
+            self._chunks_of[index] = chunks_of(unit, every, self._chunk_nbytes)
+        return self._chunks_of[index]
+
+    def is_planned(self, index: int) -> bool:
+        """Whether the unit is to be updated in the backward of this step."""
+        return index in self._planned
+
+    @override
+    def advance(self) -> None:
+        """Updates the chunks whose state is there, in the order of the gradients, or lets the
+        worker do so, and reads ahead. Never waits."""
+        if not self._planned or self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            super().advance()
+            if self.wake_worker is None:
+                while self._to_make and self._advance_at_once(self._in_turn()[0]):
+                    pass
+            elif self._check_out_first():
+                self.wake_worker()
+            self._read_ahead()
+        finally:
+            self._is_advancing = False
+
+    def _check_out_first(self) -> bool:
+        """Checks weights out for the worker. Returns whether the worker has any."""
+        num_checked_out = sum(map(self._is_checked_out, self._to_make))
+        for index in self._in_turn():
+            if num_checked_out >= MOST_CHECKED_OUT:
+                break
+            update = self._to_make.get(index)
+            if update is None:  # Its last chunk has ended, because memory was short.
+                continue
+            if update.weights is None and self._can_update(update):
+                self._chunks.check_out(update)
+                num_checked_out += 1
+        return num_checked_out > 0
+
+    def _in_turn(self) -> list[int]:
+        """The units in the order of their updates; one that is begun is finished first."""
+        if not self._is_newest_first:
+            return list(self._to_make)
+        newest_first = list(self._to_make)[::-1]
+        return sorted(newest_first, key=lambda index: not self._to_make[index].is_begun)
+
+    def _is_checked_out(self, index: int) -> bool:
+        return self._to_make[index].weights is not None
+
+    def turn(self) -> Sequence[Transfer] | LooseWork | None:
+        """A turn of the worker, see `UpdateWorker`: updates a chunk of the first unit that it can.
+        The weights of a unit before it may be on their way."""
+        units = list(filter(self._is_checked_out, self._in_turn()))
+        if not units or self._is_advancing:
+            return None
+        self._is_advancing = True
+        try:
+            begun = next(filter(None, map(self._advance, units)), None)
+            with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
+                self._read_ahead()
+            if begun is not None:
+                return begun
+            waiting = filter(self._is_checked_out, self._to_make)
+            first = next((self._to_make[index] for index in waiting), None)
+            return None if first is None else self._ring.awaited(first.left[0])
+        finally:
+            self._is_advancing = False
+
+    def _can_update(self, update: UnitUpdate) -> bool:
+        """Whether the gradients are in their sums, and the weights are or can be checked out."""
+        return self._gradients.is_complete(update.unit) and (
+            update.weights is not None or self._weight_cache.can_check_out(update.unit.index)
+        )
+
+    def _advance_at_once(self, index: int) -> bool:
+        """As `_advance`, on this thread. Returns whether anything was done."""
+        begun = self._advance(index)
+        if begun is not None:
+            begun.run()
+            begun.end()
+        return begun is not None
+
+    def _advance(self, index: int) -> LooseWork | None:
+        """Returns the update of the next chunk of a unit; None if it cannot be updated now."""
+        update = self._to_make[index]
+        if not self._can_update(update):
+            return None
+        if index not in self._undecided.contents:
+            self._weight_cache.write_to(index, self._undecided.begin(update.unit))
+        keep = self._undecided.keep
+        try:
+            return self._chunks.try_next(update, partial(self._end_chunk, index), keep)
+        except StorageError:
+            self.take_back(index)  # The next use of the unit meets the cause, and tells it.
+            return None
+        except BaseException:
+            self.take_back(index)
+            raise
+
+    def _end_chunk(self, index: int, error: BaseException | None) -> None:
+        if error is not None:
+            self.take_back(index)
+            if not isinstance(error, StorageError):  # As in `_advance`.
+                raise error
+        elif self._to_make[index].is_done:
+            self._chunks.check_in(self._to_make.pop(index), write_now=True)
+
+    def _read_ahead(self) -> None:
+        self._ring.start_more(self._to_read(), with_gradients=False)
+
+    def _to_read(self) -> Iterator[Chunk]:
+        """Chunks in the order in which they will be updated; of planned units all of them."""
+        for update in self._to_make.values():
+            yield from update.left
+        for index in self._planned:
+            if index not in self._early:
+                yield from self._planned_chunks(index)
+
+    # -- The decision ------------------------------------------------------------------------------
+
+    @override
+    def take_back_others(self, record: StepRecord) -> None:
+        self.end_work()
+        super().take_back_others(record)
+
+    def publish(self, record: StepRecord) -> list[UnitUpdate]:
+        """Publishes what the early updates have written; the record is what they expected. Returns
+        them; one that is not DONE has its weights checked out, and is to be finished by the
+        record."""
+        kept = []
+        for early in self._early.values():
+            update = early.update
+            if update.is_begun:
+                update.record = record
+                self._undecided.publish(early.unit)
+                kept.append(update)
+            else:
+                self._chunks.check_in(update, write_now=False)  # If the worker has them.
+                self._undecided.drop(early.unit)
+            self._end_undecided(early.unit)
+        return kept
+
+    @override
+    def take_back(self, index: int) -> None:
+        if index in self._early:
+            self.end_work()
+        super().take_back(index)
+
+    @override
+    def _stop(self, taken_back: Mapping[int, Early]) -> None:
+        with contextlib.ExitStack() as stack:  # One failure does not keep the others from ending.
+            for index, early in taken_back.items():
+                stack.callback(self._stop_one, index, early.update)
+
+    def _stop_one(self, index: int, update: UnitUpdate) -> None:
+        self._to_make.pop(index, None)
+        self._planned.pop(index, None)
+        self._ring.drop_reads(lambda chunk: chunk.unit.index == index)
+        if not update.is_begun:
+            self._chunks.check_in(update, write_now=False)
+            self._undecided.drop(update.unit)
+            self._end_undecided(update.unit)
+            return
+        self._note_undone(1)
+        try:
+            self._ring.finish_writes()
+        finally:
+            self._drop(update)
+
+    def _drop(self, update: UnitUpdate) -> None:
+        unit = update.unit
+        try:
+            self._chunks.drop(update)
+            self._weight_cache.discard(unit.index)
+        finally:  # The old state counts, whatever becomes of the new weights.
+            if self._undecided.needs_weights(unit):
+                weights = self._weight_cache.check_out(unit.index, read=True)
+                self._undecided.drop(unit, weights)
+                self._weight_cache.check_in(unit.index, dirty_nbytes=0)
+            else:
+                self._undecided.drop(unit)
+            self._end_undecided(unit)
+
+    def _end_undecided(self, unit: Unit) -> None:
+        self._weight_cache.write_to(unit.index, None)
+        self._undecided.free(unit)
+
+    @override
+    def withdraw(self) -> None:
+        self.end_work()
+        super().withdraw()
+
+    @override
+    def _forget(self) -> None:
+        super()._forget()
+        self._to_make = {}
+
+    def release(self) -> bool:
+        """Gives memory back: weights that are checked out between two chunks, or the last copy of
+        old state. Returns whether there was any."""
+        self.end_work()
+        for index, update in self._to_make.items():
+            if update.weights is not None:
+                if self._is_advancing:
+                    return False
+                self.take_back(index)
+                return True
+        copied = [] if self._is_advancing else self._undecided.units_in_memory()
+        if copied:
+            self.take_back(copied[-1])
+        return len(self._undecided.units_in_memory()) < len(copied)
+
+    # -- Waits -------------------------------------------------------------------------------------
+
+    def note_made(self, seconds: float) -> None:
+        """The thread that trains has made the rest of a pending update itself, in so much time."""
+        self._made_s += seconds
+
+    @override
+    def _waited_s(self) -> float:
+        """Beside a device also for updates."""
+        return super()._waited_s() + (self._made_s if self._is_beside else 0.0)
