@@ -265,7 +265,11 @@ def test_llama_4_trains_although_its_classes_lack_what_trl_asks_for(
     has no `num_experts`. The reference is TRL's own trainer over a model with both names."""
     reference = named(make_llama4()) if make_trainer is dpo else None
     plain = make_trainer(named(make_llama4(lora=lora)), tmp_path / "plain", reference)
-    plain.train()
+    try:
+        plain.train()
+    except AttributeError as error:  # TRL 1.9 over transformers 5.17: nothing to compare with.
+        assert make_trainer is dpo and "aux_loss" in str(error)
+        pytest.skip(f"TRL's own DPO trainer does not train Llama 4 here: {error}")
     reference = infinity.offload(make_llama4(), in_memory()) if make_trainer is dpo else None
     model = infinity.offload(make_llama4(lora=lora), swap(tmp_path / "swap"))
     mine = prepare_trainer(make_trainer(model, tmp_path / "mine", reference), layer_major=order)
