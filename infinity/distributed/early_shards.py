@@ -2,8 +2,8 @@
 
 A shard's update begins when its sums over all ranks are complete, if this step is like the last.
 The step keeps it if it is what the step decided, else takes it back. Ranks need not agree: an
-update that is kept has the bits of an ordinary one. Until the decision every rank reads the bytes
-of the last step (`state/undecided.py`).
+update that is kept has the bits of an ordinary one (docs/design/0003-updates.md). Until the
+decision every rank reads the bytes of the last step (`state/undecided.py`).
 """
 
 from __future__ import annotations
