@@ -39,7 +39,7 @@ class EarlyShards(EarlyUpdates):
         """`is_beside`: the device that computes has memory of its own."""
         shards = [shard.unit for shard in store.partition.local]
         super().__init__(
-            shards, store.local, gradients.owned, undecided, counters,
+            shards, gradients.owned, undecided, counters,
             is_beside=is_beside, is_newest_first=True,
         )  # fmt: skip
         self._pending = store.pending

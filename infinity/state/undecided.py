@@ -95,7 +95,7 @@ class UndecidedState:
         *,
         serves_weights: bool,
     ) -> None:
-        self._store = store
+        self.store = store
         self._pool = pool
         self._spare_nbytes = spare_nbytes
         self._serves_weights = serves_weights
@@ -111,7 +111,7 @@ class UndecidedState:
     @property
     def has_space(self) -> bool:
         """Whether an undecided write has a generation now."""
-        volume = self._store.volume
+        volume = self.store.volume
         return volume is not None and volume.can_be_undecided
 
     # -- Memory ------------------------------------------------------------------------------------
@@ -158,10 +158,10 @@ class UndecidedState:
         """Returns the weights in host memory that an update of the unit changes: uint8; None if
         they travel."""
         new = self._new_weights(unit) if unit.index in self._contents else None
-        return self._store.host_view(unit, StateKind.PARAMETERS) if new is None else new
+        return self.store.host_view(unit, StateKind.PARAMETERS) if new is None else new
 
     def _home(self, unit: Unit) -> torch.Tensor:
-        home = self._store.host_view(unit, StateKind.PARAMETERS)
+        home = self.store.host_view(unit, StateKind.PARAMETERS)
         assert home is not None
         return home
 
@@ -192,8 +192,8 @@ class UndecidedState:
         if content is None:
             return
         if content.runs:
-            assert self._store.volume is not None
-            self._store.volume.publish(content)
+            assert self.store.volume is not None
+            self.store.volume.publish(content)
         new = self._new_weights(unit)
         if new is not None:
             copy_(self._home(unit)[: new.numel()], new)
@@ -255,7 +255,7 @@ class UndecidedState:
         return self._pool.tensor(copy.block)[start : start + nbytes]
 
     def _is_on_host(self, unit: Unit, kind: StateKind) -> bool:
-        return isinstance(self._store.location(unit, kind), HostLocation)
+        return isinstance(self.store.location(unit, kind), HostLocation)
 
     def _beside_nbytes(self, unit: Unit) -> int:
         is_beside = self._serves_weights and self._is_on_host(unit, StateKind.PARAMETERS)
@@ -272,7 +272,7 @@ class UndecidedState:
 
     def _resting(self, unit: Unit, kind: StateKind, weights: torch.Tensor | None) -> torch.Tensor:
         # The pages of weights may be elsewhere while they are not checked out.
-        found = weights if kind is StateKind.PARAMETERS else self._store.host_view(unit, kind)
+        found = weights if kind is StateKind.PARAMETERS else self.store.host_view(unit, kind)
         assert found is not None
         return found
 

@@ -35,7 +35,6 @@ from dataclasses import dataclass
 
 from infinity.observe import Counters
 from infinity.state.placement import updated_nbytes
-from infinity.state.store import LocalStore
 from infinity.state.undecided import UndecidedState, can_be_undecided, has_generations
 from infinity.state.units import Unit
 from infinity.streaming.gradients.store import GradientStore
@@ -66,7 +65,6 @@ class EarlyUpdates(ABC):
     def __init__(
         self,
         units: Sequence[Unit],
-        store: LocalStore,
         gradients: GradientStore,
         undecided: UndecidedState,
         counters: Counters,
@@ -77,7 +75,6 @@ class EarlyUpdates(ABC):
         """`is_beside`: the device that computes has memory of its own. `is_newest_first`: see
         Note [Which first]."""
         self._units = units
-        self._store = store
         self._gradients = gradients
         self._undecided = undecided
         self._counters = counters
@@ -85,7 +82,7 @@ class EarlyUpdates(ABC):
             {
                 index: updated_nbytes(unit)
                 for index, unit in enumerate(units)
-                if can_be_undecided(store, unit, is_beside=is_beside)
+                if can_be_undecided(undecided.store, unit, is_beside=is_beside)
             },
             is_newest_first=is_newest_first,
         )
@@ -133,7 +130,8 @@ class EarlyUpdates(ABC):
             self._forward_wait_s = self._waited_s() - self._waits_before_s
             planned = self.policy.plan()
             if not self._undecided.has_space:
-                planned = [i for i in planned if not has_generations(self._store, self._units[i])]
+                store = self._undecided.store
+                planned = [i for i in planned if not has_generations(store, self._units[i])]
             self._planned = dict.fromkeys(self._take_memory(planned) if planned else ())
         self.take_back(index)  # It was not the last.
 

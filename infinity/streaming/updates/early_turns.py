@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
-from infinity.state.store import LocalStore, Transfer
+from infinity.state.store import Transfer
 from infinity.state.undecided import UndecidedState, can_be_undecided, has_generations
 from infinity.state.units import Chunk, Unit
 from infinity.streaming.gradients.store import GradientStore
@@ -31,7 +31,6 @@ class EarlyTurns(EarlyUpdates):
 
     def __init__(
         self,
-        store: LocalStore,
         weight_cache: WeightCache,
         gradients: GradientStore,
         undecided: UndecidedState,
@@ -43,10 +42,11 @@ class EarlyTurns(EarlyUpdates):
         is_beside: bool,
     ) -> None:
         """`is_beside`: the device that computes has memory of its own."""
+        store = undecided.store
         able = [unit for unit in store.units if can_be_undecided(store, unit, is_beside=is_beside)]
         self._is_newest_first = is_beside and not any(has_generations(store, u) for u in able)
         super().__init__(
-            store.units, store, gradients, undecided, counters,
+            store.units, gradients, undecided, counters,
             is_beside=is_beside, is_newest_first=self._is_newest_first,
         )  # fmt: skip
         self._weight_cache = weight_cache

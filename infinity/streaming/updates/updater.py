@@ -100,7 +100,7 @@ class Updater(StepRunner):
         if undecided is not None:
             assert isinstance(store, LocalStore) and isinstance(weight_cache, WeightCache)
             self._early = EarlyTurns(
-                store, weight_cache, gradients, undecided, self._ring, self._chunks, counters,
+                weight_cache, gradients, undecided, self._ring, self._chunks, counters,
                 chunk_nbytes=self.chunk_nbytes, is_beside=settings.is_beside,
             )  # fmt: skip
         # Where no state travels, gradients change nothing for updates.
