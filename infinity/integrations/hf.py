@@ -73,9 +73,10 @@ def prepare_trainer(
     layer_major: the micro-batches of an optimizer step pass each block together
         (`infinity.forward_backward`), so bytes do not grow with `gradient_accumulation_steps`. None
         does so where the results have the bits of the plain order: the first optimizer step runs in
-        the plain order and is looked at, and what speaks against it (dropout, tied weights, hooks)
-        is logged. True takes it from the first step on, with other random numbers and roundings,
-        and raises UnsupportedError where it would be wrong. False keeps the plain loop
+        the plain order and is looked at, and what speaks against it (dropout, tied weights, hooks,
+        a model class or a loss of the program's own) is logged. True takes it from the first step
+        on, with other random numbers and roundings, and raises UnsupportedError where it would be
+        wrong. False keeps the plain loop
     window: the most micro-batches that pass a block together; None takes all of a step. Their layer
         inputs wait on the tiers that `[placement] activations` names
 

@@ -26,6 +26,7 @@ from accelerate.utils import gather_object
 import infinity
 from infinity.engine.registry import engine_of
 from infinity.errors import UnsupportedError
+from infinity.modules.accumulate.purity import describe, is_trusted, own_code, own_method
 from infinity.modules.accumulate.trial import Trial, why_differs
 
 _log = logging.getLogger("infinity")
@@ -39,6 +40,18 @@ _KNOWN_STEPS = {
     ("trl.trainer.reward_trainer", "RewardTrainer"),
 }
 _DPO = ("trl.trainer.dpo_trainer", "DPOTrainer")
+
+# Methods of a Trainer that run outside of the micro-batches, and events of callbacks that do.
+_OUTSIDE_STEPS = frozenset({
+    "__init__", "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler",
+    "evaluate", "evaluation_loop", "get_decay_parameter_names", "get_eval_dataloader",
+    "get_test_dataloader", "get_train_dataloader", "log", "predict", "prediction_step",
+    "push_to_hub", "save_model", "save_state", "store_flos", "train",
+})  # fmt: skip
+_EVENTS_BETWEEN_RUNS = frozenset({
+    "__init__", "on_evaluate", "on_init_end", "on_log", "on_predict", "on_prediction_step",
+    "on_save", "on_train_begin", "on_train_end",
+})  # fmt: skip
 
 # PEFT methods that give keys and values to the blocks as a cache.
 _CACHING_ADAPTERS = ("PREFIX_TUNING", "CARTRIDGE")
@@ -70,6 +83,22 @@ def why_plain(trainer: Any) -> str | None:
     return None
 
 
+def why_unknown(trainer: Any) -> str | None:
+    """Returns the first code of a program's own that a window would run, or None. What such code
+    keeps from one micro-batch to the next cannot be seen, so a default leaves its order alone."""
+    found = own_method(type(trainer), _OUTSIDE_STEPS) or own_code(trainer.model)
+    if found is None and "compute_loss" in vars(trainer):
+        found = "compute_loss of the trainer object"
+    loss = getattr(trainer, "compute_loss_func", None)
+    if found is None and loss is not None and not is_trusted(loss):
+        found = f"compute_loss_func {describe(loss)}"
+    for callback in () if found else trainer.callback_handler.callbacks:
+        found = found or own_method(type(callback), _EVENTS_BETWEEN_RUNS)
+    if found is None:
+        return None
+    return f"{found}, which may mix micro-batches unseen (layer_major=True says that it does not)"
+
+
 def _overrides(trainer: Any, method: str) -> str | None:
     """Returns who gave the trainer a method that is not one of the known ones, or None."""
     if method in vars(trainer):
@@ -92,7 +121,7 @@ def choose_order(trainer: Any, layer_major: bool | None) -> bool:
         return False
     reason = why_plain(trainer)
     if reason is None and layer_major is None:
-        reason = why_differs(trainer.model)
+        reason = why_differs(trainer.model) or why_unknown(trainer)
     if reason is None:
         return True
     if layer_major:

@@ -287,7 +287,9 @@ def test_llama_4_trains_although_its_classes_lack_what_trl_asks_for(
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_dpo_reads_its_base_as_often_as_sft(count: int, tmp_path: Path) -> None:
+def test_dpo_reads_its_base_as_often_as_sft(
+    count: int, tmp_path: Path, trusted_tests: None
+) -> None:
     """Twice a step, as counted by the engine: policy and reference pass each block together, and so
     do all micro-batches."""
     options: dict[str, Any] = {"lora": True, "dropout": 0.0, "width": 128, "layers": 10}

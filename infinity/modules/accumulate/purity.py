@@ -17,6 +17,9 @@ from infinity.errors import UnsupportedError
 _TRUSTED = frozenset({"torch", "transformers", "peft", "trl", "accelerate", "infinity"})
 INSTALLS = frozenset({"torch", "transformers", "infinity"})
 _TABLES = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
+# Classes of these modules have no code that a forward runs.
+_GROUND = frozenset({"builtins", "abc", "typing", "collections", "enum"})
 _INSTEAD = "accumulate micro-batches by several backward() calls instead"
 # Of tensors that got a hook, or keep their gradient, while micro-batches take turns.
 hooked_nodes: set[Node] = set()
@@ -48,6 +51,36 @@ def _hooks_of(named: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     for table in _TABLES:
         for hook in getattr(torch_modules, f"_global{table}").values():
             yield "every module", hook
+
+
+def own_code(model: nn.Module) -> str | None:
+    """Returns the first module of a model whose class, or backward hook, is a program's own, with
+    that class or hook; or None.
+
+    What such code keeps, in objects, globals or closures, from one micro-batch to the next cannot
+    be seen.
+    """
+    for name, module in model.named_modules():
+        for cls in type(module).__mro__:
+            if not is_trusted(cls, _TRUSTED | _GROUND):
+                return f"{name or 'the model'} is of the class {describe(cls)}"
+        for table in _BACKWARD_TABLES:
+            for hook in module.__dict__[table].values():
+                if not is_trusted(hook):
+                    return f"{name or 'the model'} has the backward hook {describe(hook)}"
+    return None
+
+
+def own_method(cls: type, harmless: frozenset[str]) -> str | None:
+    """Returns the first method of a program's own that a class has, except those with a name that
+    is `harmless`; or None."""
+    for base in cls.__mro__:
+        if is_trusted(base, _TRUSTED | _GROUND):
+            continue
+        for name, value in vars(base).items():
+            if callable(value) and name not in harmless:
+                return f"{base.__name__}.{name}"
+    return None
 
 
 def replaced_forward(model: nn.Module) -> str | None:
