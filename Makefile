@@ -32,7 +32,7 @@ witness: setup
 
 # Tests of what has changed since main, by tests/INDEX.json (scripts/test_index.py makes it).
 affected: setup
-	$(PYTHON) -m pytest -q $$($(PYTHON) scripts/test_index.py --affected) tests/tidy
+	files=$$($(PYTHON) scripts/test_index.py --affected) && $(PYTHON) -m pytest -q $$files tests/tidy
 
 # A warning is an error. A test of the suite builds the site, too.
 docs: setup

@@ -110,11 +110,16 @@ def load_shape(name: str) -> ModelShape:
 
 
 def model_for(
-    config: SwapConfig, shape: ModelShape, stored: StoredModel | None = None
+    config: SwapConfig,
+    shape: ModelShape,
+    stored: StoredModel | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> PlannedModel:
     """Returns the model as a configuration trains it: all weights, or an adapter over `stored`
-    ones, by default those of the published checkpoint."""
-    dtype = getattr(torch, config.precision.compute_dtype)
+    ones, by default those of the published checkpoint. `dtype` of trained and of decoded weights:
+    None takes the configuration's."""
+    dtype = dtype or getattr(torch, config.precision.compute_dtype)
     return model_of_shape(shape, dtype, moments_of(config), config.adapter, stored)
 
 

@@ -45,7 +45,7 @@ Part = Literal["attention", "dense", "shared", "experts", "router"]
 
 class PublishedFormat(Table):
     """The format of the matrices of `parts` in the published checkpoint; other weights are bf16.
-    The names of formats are those of `formats.py`."""
+    The names of formats are those that the codecs find in checkpoints."""
 
     format: str
     parts: tuple[Part, ...]

@@ -78,8 +78,10 @@ class Schedule(Section):
     )
     updates: Annotated[UpdatesMode, Choice(UpdatesMode)] = Field(
         "auto",
-        description="When the work of `optimizer.step()` is done. A table in docs/CONFIG.md "
-        "describes the modes. Never changes a result.",
+        description='When the work of `optimizer.step()` is done: "at_step" at once; "deferred" '
+        'before the next use of each unit; "both_passes" in part already in the backward, for '
+        'which state on NVMe takes its space once more; "auto" as "both_passes" if the weights '
+        'still fit, too, else as "deferred". Never changes a result.',
     )
     update_on: Annotated[UpdateOn, Choice(UpdateOn)] = Field(
         "auto",

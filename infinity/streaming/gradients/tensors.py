@@ -181,8 +181,8 @@ def has_any(tensors: Mapping[TensorSpec, TensorGradient], unit: Unit) -> bool:
 
 def norm_of(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Returns the 2-norm of a sum, an fp32 scalar with the bits of plain PyTorch. `flat`: fp32
-    (numel,), or fewer elements, which `nonzero_rows.py` has picked; or bf16 (numel,), whose norm is
-    that of the same numbers in fp32."""
+    (numel,), or fewer elements, which `resting_norms.py` has picked; or bf16 (numel,), whose norm
+    is that of the same numbers in fp32."""
     if flat.dtype is torch.bfloat16:
         return norm_of_bf16(flat)
     elements = shaped(flat, spec) if flat.numel() == spec.numel else flat

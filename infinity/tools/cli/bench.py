@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -80,6 +81,11 @@ def bench(
     from infinity.tools.bench.lab import QUICK, Effort
     from infinity.tools.bench.report import rows_of
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "expected one process, got several ranks that would measure the same drives at once; "
+            "run bench/collectives.py of a checkout under torchrun to measure links between ranks"
+        )
     effort = replace(QUICK if quick else Effort(), **_changes(size, rounds))
     sections = suite.check_sections(_split(only), quick=quick)
     if plot is not None:

@@ -79,7 +79,7 @@ def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> 
     def forecaster(config: SwapConfig) -> Forecast:
         settled = settle(config)
         if "model" not in planned:
-            planned["model"] = model_for(settled, shape)
+            planned["model"] = model_for(settled, shape, dtype=_DTYPE)
         return forecast(
             settled,
             planned["model"],

@@ -4,7 +4,7 @@ The bandwidth of the drives is taken from the configuration file if `infinity tu
 Everything else is measured as training uses it: the training thread while the engine trains two of
 the model's own blocks (`rehearsal.py`), or a plain block of its width and the optimizer's pass if
 only shapes are known, or if the model computes on a CUDA device; sums and norms of fp32 arrays; and
-the link to the device and its own updates (`measure_device.py`).
+the link to the device and its own updates.
 """
 
 from __future__ import annotations
