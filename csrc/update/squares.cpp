@@ -32,7 +32,7 @@ double tree_of(const float* values, Block& terms) {
 
 // The level of the first root of the blocks [first, last), which are not empty.
 int level_of_first(std::uint64_t first, std::uint64_t last) {
-  const int largest = std::bit_width(last - first) - 1;
+  const int largest = static_cast<int>(std::bit_width(last - first)) - 1;
   return first == 0 ? largest : std::min(std::countr_zero(first), largest);
 }
 

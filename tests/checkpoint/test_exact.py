@@ -282,5 +282,5 @@ def test_a_later_step_is_never_overwritten(tmp_path):
         each.steps(0, 2)
         each.save(tmp_path / "checkpoints")
         for step in (1, 2):
-            with pytest.raises(ConfigError, match="there already"):
+            with pytest.raises(ConfigError, match="already exists"):
                 each.save(tmp_path / "checkpoints", step=step)

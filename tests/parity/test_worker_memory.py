@@ -157,7 +157,7 @@ def test_the_old_state_counts_though_new_weights_meet_an_error(
     def look_among_errors(run: Run) -> torch.Tensor:
         engine, early = infinity.engine_of(run.model), early_of(run)
         [unit] = [u for u in engine.store.units if u.name.startswith("blocks.3")]
-        assert unit.index in early._done
+        assert early._early[unit.index].update.is_done
         with engine._lock:
             weights, moves = engine.weight_cache.weights[unit.index], engine.weight_cache._moves
             if weights.block is not None:

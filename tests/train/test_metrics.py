@@ -252,7 +252,7 @@ def test_metrics_in_a_directory_of_their_own_replace_those_of_an_earlier_run(tmp
 def test_a_second_run_in_one_output_directory_is_refused_with_the_process(tmp_path):
     config = config_of(tmp_path)
     first = OutputDirectory(config)
-    with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on .*of its own"):
+    with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on .*its own output"):
         OutputDirectory(config)
     first.close()
     assert os.listdir(tmp_path / "output") == []

@@ -104,7 +104,9 @@ class UnitUses:
         try:
             with self._lock:
                 begun_ns = time.monotonic_ns()
-                self._move_gradients(but=units)
+                self._gradients.take_in()  # What other ranks gave.
+                if self._left:
+                    self._write_left(but=units)
                 # All updates first: the optimizer's ring needs one range of free memory.
                 for unit in units:
                     self._update(unit)
@@ -113,7 +115,7 @@ class UnitUses:
                         self._param_table.show_parameters(unit)
                         self._changes.begin_use(unit)
                     done.append(unit)
-                self._move_updates()
+                self._updater.advance()
         except BaseException:
             self.leave(done)
             raise
@@ -148,7 +150,7 @@ class UnitUses:
                         self._weight_cache.write_behind(unit)
                 except BaseException as error:  # The uses of the others end, too.
                     refusal = refusal or error
-            self._move_updates()
+            self._updater.advance()
         if self._tracer.is_on:
             self._tracer.span(Track.ENGINE, "leave", begun_ns, time.monotonic_ns())
         if refusal is not None:
@@ -227,23 +229,15 @@ class UnitUses:
     # Gradients and updates have no thread of their own where the device computes on the host. They
     # move a step whenever the thread that trains comes by, under the engine's lock, which it holds.
 
-    def _move_gradients(self, but: list[int]) -> None:
-        """Sums what other ranks gave. In a backward, starts to write the gradients of the units
-        that it has left, but for those that it enters again."""
-        self._gradients.take_in()
-        if (
-            self._left
-            and not self._passes.is_layer_major
-            and current_backward() != OUTSIDE_BACKWARD
-        ):
-            for unit in self._left:
-                if unit not in but:
-                    self._write_out(unit)
-            self._left.clear()
-
-    def _move_updates(self) -> None:
-        """Moves a pending or an early update along, of any unit."""
-        self._updater.advance()
+    def _write_left(self, but: list[int]) -> None:
+        """In a backward, starts to write the gradients of the units that it has left, but for those
+        that it enters again."""
+        if self._passes.is_layer_major or current_backward() == OUTSIDE_BACKWARD:
+            return
+        for unit in self._left:
+            if unit not in but:
+                self._write_out(unit)
+        self._left.clear()
 
     def _write_out(self, unit: int) -> None:
         """The gradients of a unit are complete, as far as this backward goes."""
@@ -290,7 +284,7 @@ class UnitUses:
         """The host may be far ahead of a device here. Units are updated early meanwhile."""
         with self._lock:
             wait = self._gradients.next_wait()
-            self._move_updates()
+            self._updater.advance()
             return wait
 
     def begin_block_backward(self, units: list[int]) -> None:
@@ -312,4 +306,4 @@ class UnitUses:
             for unit in dict.fromkeys([*self._left, *units]):  # Tiles have units of their own.
                 self._write_out(unit)
             self._left.clear()
-            self._move_updates()
+            self._updater.advance()

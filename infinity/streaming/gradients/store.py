@@ -111,7 +111,7 @@ class GradientStore(GradientSink):
                 self.leaving.end_all()  # The last one may be on its way to this place.
             if sums.narrow is not None:
                 self.narrow.widen(sums)
-            if self._scaled or not sums.is_open:
+            if self._scaled or (sums.on_host is None and sums.state is not SumState.ON_HOST):
                 self._array(unit)
             place = sums.add(spec, gradient, first=first)
             if known.is_due:

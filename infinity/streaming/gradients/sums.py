@@ -94,11 +94,6 @@ class UnitGradients:
     writing: Transfer | None = None  # While WRITING.
     _places: dict[TensorSpec, torch.Tensor] = field(default_factory=dict)  # Of the array.
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the host may add to the sum at once."""
-        return self.on_host is not None or self.state is SumState.ON_HOST
-
     def add(self, spec: TensorSpec, gradient: torch.Tensor, *, first: bool) -> torch.Tensor:
         """Copies a gradient to its place on the host, or adds it if it is not the first one there.
         Returns the place: the parameter's shape and strides. The views are kept as long as the
@@ -108,7 +103,10 @@ class UnitGradients:
             array = self.array if self.on_host is None else self.on_host
             assert array is not None
             place = self._places[spec] = shaped(flat_of(array, spec), spec)
-        put(place, gradient, first=first)
+        if place.nbytes < LEAST_NBYTES:  # As `put`, and no call of Python more.
+            _ = place.copy_(gradient) if first else place.add_(gradient)
+        else:
+            put(place, gradient, first=first)
         return place
 
     def begin_narrow(self) -> None:
