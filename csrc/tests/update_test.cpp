@@ -264,7 +264,7 @@ TEST(TheTreeOverBlocksHasTheSameBitsWhereverRunsOfBlocksEnd) {
         const std::vector<std::uint64_t> bounds = {0, low, high, count};
         std::vector<double> roots;
         for (std::size_t run = 0; run < 3; ++run) {
-          const std::vector<double> part(sums.begin() + bounds[run], sums.begin() + bounds[run + 1]);
+          const std::vector<double> part(sums.data() + bounds[run], sums.data() + bounds[run + 1]);
           const std::vector<double> found = roots_of(part.data(), part.size(), bounds[run]);
           CHECK(found.size() == num_roots(bounds[run], bounds[run + 1]));
           roots.insert(roots.end(), found.begin(), found.end());
