@@ -201,6 +201,12 @@ class Meeting:
     def all_gather(self, what: str, content: Any, timeout_s: float, remedy: str = "") -> list[Any]:
         """Returns every rank's content, in rank order. Raises RankError for a rank that does not
         come in this time, and for one that another rank has lost."""
+        keys = self._await_all(what, content, timeout_s, remedy)
+        with self._naming_host():
+            return [pickle.loads(self._store.get(key)) for key in keys]
+
+    def _await_all(self, what: str, content: Any, timeout_s: float, remedy: str) -> list[str]:
+        """Gives this rank's content and waits for that of the others. Returns the keys."""
         keys = [f"{self._place}/{what}/{rank}" for rank in range(len(self._of_job))]
         deadline_s, look_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         with self._naming_host():
@@ -216,7 +222,7 @@ class Meeting:
                     )
                 time.sleep(look_s)
                 look_s = min(2 * look_s, _LAST_LOOK_S)
-            return [pickle.loads(self._store.get(key)) for key in keys]
+        return keys
 
     @contextlib.contextmanager
     def ending_together(self) -> Iterator[None]:
@@ -226,8 +232,10 @@ class Meeting:
         try:
             yield
         except ConfigError:
+            # Nothing is read: a rank that has seen all removes its key at once, and the store would
+            # wait minutes for a key that is gone.
             with contextlib.suppress(RankError):
-                self.all_gather("refused", None, _WORD_S)
+                self._await_all("refused", None, _WORD_S, "")
             raise
         except RankError as error:
             with contextlib.suppress(RuntimeError):
