@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -43,12 +43,14 @@ def foreign_hook(named: Mapping[str, nn.Module]) -> tuple[str, Any] | None:
     return None
 
 
-def _hooks_of(named: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+def _hooks_of(
+    named: Mapping[str, nn.Module], tables: Sequence[str] = _TABLES
+) -> Iterator[tuple[str, Any]]:
     for name, module in named.items():
-        for table in _TABLES:
+        for table in tables:
             for hook in module.__dict__[table].values():
                 yield name or type(module).__name__, hook
-    for table in _TABLES:
+    for table in tables:
         for hook in getattr(torch_modules, f"_global{table}").values():
             yield "every module", hook
 
@@ -60,14 +62,14 @@ def own_code(model: nn.Module) -> str | None:
     What such code keeps, in objects, globals or closures, from one micro-batch to the next cannot
     be seen.
     """
-    for name, module in model.named_modules():
+    named = dict(model.named_modules())
+    for name, module in named.items():
         for cls in type(module).__mro__:
             if not is_trusted(cls, _TRUSTED | _GROUND):
                 return f"{name or 'the model'} is of the class {describe(cls)}"
-        for table in _BACKWARD_TABLES:
-            for hook in module.__dict__[table].values():
-                if not is_trusted(hook):
-                    return f"{name or 'the model'} has the backward hook {describe(hook)}"
+    for name, hook in _hooks_of(named, _BACKWARD_TABLES):
+        if not is_trusted(hook):
+            return f"{name} has the backward hook {describe(hook)}"
     return None
 
 
