@@ -23,8 +23,7 @@ class FileRange:
 class FrozenContent:
     """The content of the volume at one moment. Its maps are never changed.
 
-    `label`: the present path of the commit that needs it (`relabel`), or "" for what only this
-    process needs.
+    `label`: the present path of the commit that needs it (`relabel`).
     """
 
     label: str

@@ -64,7 +64,7 @@ class Volume:
 
     `num_spares` further files per path let as many contents be frozen at a time. Then checksums are
     always kept, for checkpoints of frozen content, and reads of frozen pages are always checked.
-    `num_private` of these contents are not of commits: only this process needs them.
+    `num_private` of these files are for undecided writes, which every buffer but scratch may have.
     With `adopted` swap files fresh buffers hold their former bytes, for a caller that will
     `restore` a content.
     """
@@ -93,8 +93,7 @@ class Volume:
         self.num_spares = num_spares
         self._num_private = num_private
         self._jobs = adopted.jobs if adopted is not None else {}
-        self._scratch: list[Extent] = []  # Buffers that no frozen content keeps.
-        self._private: list[Extent] = []  # Buffers that contents of commits do not keep.
+        self._unkept: list[Extent] = []  # Scratch and private buffers, never frozen.
         self._open: list[OpenPath] = []
         # Checksums of the current bytes of each path, in any generation.
         self._checksums: BufferChecksums | None = None
@@ -179,7 +178,7 @@ class Volume:
                     self._checksums.grow(index, growth.size_nbytes)
             for extents, head in zip(buffers, spared, strict=True):
                 if head is None or head.is_private:
-                    (self._scratch if head is None else self._private).extend(extents)
+                    self._unkept.extend(extents)
         return buffers
 
     def read(
@@ -261,13 +260,13 @@ class Volume:
     def freeze(self, label: str = "") -> FrozenContent:
         """Keeps the present bytes of every buffer until `thaw`; later writes go elsewhere.
 
-        Of scratch it keeps nothing, and with a label nothing of private buffers. All writes are
-        done, durable only after a sync. `label`: see `FrozenContent`.
+        Of scratch and of private buffers it keeps nothing. All writes are done, durable only after
+        a sync. `label`: see `FrozenContent`.
         """
         self._check_usable()
         with self._lock:
             maps = tuple(generation_map.copy() for generation_map in self._maps)
-            for extent in (*self._scratch, *(self._private if label else ())):
+            for extent in self._unkept:
                 maps[extent.path_index].put(
                     GenerationRun(NOWHERE, extent.offset_nbytes, extent.nbytes)
                 )

@@ -83,8 +83,7 @@ def has_space(
     remaining = [
         frozen.label
         for frozen in volume.frozen
-        if frozen.label  # Else it is of early updates, which a commit takes back.
-        and frozen.label != label_of(target)
+        if frozen.label != label_of(target)
         and (frozen.label not in departing or _is_linked_elsewhere(volume, frozen))
     ]
     return len(remaining) + 1 <= num_spares
@@ -168,7 +167,7 @@ def thaw_removed(volume: Volume) -> None:
     that was renamed, and one that may have a copy by hard links.
     """
     follow(volume)
-    commits = [frozen for frozen in volume.frozen if frozen.label]
+    commits = volume.frozen
     gone = [frozen for frozen in commits if _is_gone(str(_place_of(frozen)))]
     for renamed in [frozen for frozen in commits if _is_gone(frozen.label) and frozen not in gone]:
         _warn(renamed, f"it is {_place_of(renamed)} now")
@@ -192,7 +191,7 @@ def follow(volume: Volume) -> None:
     """Keeps the directories of checkpoints open whose content is frozen, to know where they are
     after a rename. They are closed with the content."""
     for frozen in volume.frozen:
-        if frozen.label and frozen not in _followed:
+        if frozen not in _followed:
             with contextlib.suppress(OSError):
                 fd = os.open(frozen.label, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 weakref.finalize(frozen, os.close, fd).atexit = False
@@ -233,7 +232,7 @@ def _is_gone(label: str) -> bool:
 def _is_linked_elsewhere(volume: Volume, content: FrozenContent) -> bool:
     """Whether a swap file of the content has a link that no checkpoint of this run accounts for: it
     may be one of a copy of this checkpoint (`cp -al`)."""
-    contents = [frozen for frozen in volume.frozen if frozen.label]
+    contents = volume.frozen
     places = {Path(frozen.label) for frozen in contents} | set(map(_place_of, contents))
     if all(_has_known_links(path, places) for path in files_of(content, volume.swap_paths)):
         return False
