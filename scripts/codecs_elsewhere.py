@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 import torch
 
-from infinity.codecs import Codec, Int4Groups, Mxfp4Blocks, Nf4
+from infinity.codecs import AffineGroups, Codec, TableBlocks, mxfp4
 from infinity.codecs.part import flat_bytes
 
 SHAPES = ((64, 64), (96, 160), (1, 32), (7, 224), (7, 192), (512, 1536))
@@ -45,10 +45,10 @@ def int4(weight: torch.Tensor) -> int:
     state = {"weight": weight, "weight_scale": scale}
     packed = PackedQuantizationCompressor.compress(state, scheme)
     expected = PackedQuantizationCompressor.decompress(packed, scheme)["weight"]
-    return differing(Int4Groups(), [packed["weight_packed"], packed["weight_scale"]], expected)
+    return differing(AffineGroups(), [packed["weight_packed"], packed["weight_scale"]], expected)
 
 
-def mxfp4(weight: torch.Tensor) -> int:
+def e2m1(weight: torch.Tensor) -> int:
     from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -64,7 +64,7 @@ def mxfp4(weight: torch.Tensor) -> int:
     packed = MXFP4PackedCompressor.compress(state, scheme)
     expected = MXFP4PackedCompressor.decompress(packed, scheme)["weight"]
     parts = [packed["weight_packed"], packed["weight_scale"]]
-    return differing(Mxfp4Blocks(), parts, expected.bfloat16())
+    return differing(mxfp4(), parts, expected.bfloat16())
 
 
 def nf4(weight: torch.Tensor) -> int:
@@ -74,7 +74,7 @@ def nf4(weight: torch.Tensor) -> int:
         weight, blocksize=64, quant_type="nf4", compress_statistics=True
     )
     expected = bnb.dequantize_4bit(packed, state)
-    codec = Nf4(64, state.state2.blocksize, float(state.offset), "BF16")
+    codec = TableBlocks(64, state.state2.blocksize, float(state.offset), "BF16")
     parts = [packed, state.absmax, state.code, state.state2.absmax, state.state2.code]
     return differing(codec, parts, expected)
 
@@ -83,7 +83,7 @@ def main() -> int:
     packages = ("compressed-tensors", "bitsandbytes", "torch")
     print(", ".join(f"{name} {version(name)}" for name in packages))
     failed = 0
-    for compare in (int4, mxfp4, nf4):
+    for compare in (int4, e2m1, nf4):
         for shape in SHAPES:
             if compare is nf4 and shape[0] > 1 and shape[1] % 64:
                 continue  # bitsandbytes' kernel for the CPU takes the scales of other blocks there.

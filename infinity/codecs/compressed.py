@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from infinity.codecs.affine import AffineGroups
+from infinity.codecs.floats import FloatBlocks, mxfp4
 from infinity.codecs.found import FoundTensors
-from infinity.codecs.fp8 import Fp8Blocks
-from infinity.codecs.int4 import Int4Groups
-from infinity.codecs.mxfp4 import Mxfp4Blocks
 from infinity.codecs.part import StoredPart
 from infinity.errors import ConfigError
 
@@ -94,7 +93,7 @@ class CompressedScheme:
                 f"columns; config.json says {expected}. Do config.json and the files belong "
                 "together?"
             )
-        names, codec = (packed, scale), Int4Groups(size, dtype)
+        names, codec = (packed, scale), AffineGroups(size, dtype)
         found.add(name, codec, logical, names, aside=(f"{name}_shape",))
 
     def _add_mxfp4(self, found: FoundTensors, name: str) -> None:
@@ -104,10 +103,10 @@ class CompressedScheme:
         shape = found.matrix(packed)
         logical = (*shape[:-1], 2 * shape[-1])
         dtype, _ = _scale_of(found, name, ("U8", "F8_E8M0"))
-        codes, scales = found.parts(name, Mxfp4Blocks(), logical)
+        codes, scales = found.parts(name, mxfp4(), logical)
         parts = (codes, StoredPart(scales.suffix, dtype, scales.shape))
         aside = (f"{name}_shape",)
-        found.add(name, Mxfp4Blocks(), logical, (packed, scale), parts=parts, aside=aside)
+        found.add(name, mxfp4(), logical, (packed, scale), parts=parts, aside=aside)
 
     def _add_fp8(self, found: FoundTensors, name: str) -> None:
         scale = f"{name}_scale"
@@ -117,7 +116,7 @@ class CompressedScheme:
         for group in self._groups:
             if group.kind != "fp8":
                 continue
-            codec = Fp8Blocks(group.block, dtype)
+            codec = FloatBlocks(group.block, dtype)
             codes, scales = found.parts(name, codec, shape)
             if _squeezed(scales.shape) == _squeezed(stored) or scales.shape == stored:
                 parts = (codes, StoredPart(scales.suffix, dtype, stored))

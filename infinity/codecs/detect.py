@@ -25,11 +25,10 @@ from infinity.bounded import (
     text_of,
 )
 from infinity.codecs.compressed import CompressedScheme
+from infinity.codecs.floats import MX_BLOCK, FloatBlocks, mxfp4
 from infinity.codecs.found import FoundTensors, Headers, LogicalTensor
-from infinity.codecs.fp8 import Fp8Blocks
-from infinity.codecs.mxfp4 import BLOCK, Mxfp4Blocks
-from infinity.codecs.nf4 import STATE_SUFFIX, Nf4
 from infinity.codecs.part import ITEM_NBYTES, Shape, StoredPart
+from infinity.codecs.tables import STATE_SUFFIX, TableBlocks
 from infinity.errors import ConfigError
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
@@ -142,7 +141,7 @@ class Fp8Scheme(Scheme):
                     f"{name!r} is F8_E4M3, and its scales {name + '_scale_inv'!r} are missing; "
                     "copy the checkpoint again, or use one that is complete"
                 )
-            add_fp8(found, Fp8Blocks(self._block, found.headers[scale][0]), name, scale)
+            add_fp8(found, FloatBlocks(self._block, found.headers[scale][0]), name, scale)
         found.refuse_leftovers(_FP8_SUFFIXES, "FP8")
 
     @staticmethod
@@ -152,7 +151,7 @@ class Fp8Scheme(Scheme):
         return next((scale for scale in names if scale in found.headers), None)
 
 
-def add_fp8(found: FoundTensors, codec: Fp8Blocks, name: str, scale: str) -> None:
+def add_fp8(found: FoundTensors, codec: FloatBlocks, name: str, scale: str) -> None:
     """Adds an FP8 weight. Raises ConfigError for scales that do not fit it.
 
     A single scale per matrix may be stored without the dimensions of length 1.
@@ -173,7 +172,7 @@ def add_fp8(found: FoundTensors, codec: Fp8Blocks, name: str, scale: str) -> Non
 def _add_packed_fp4(found: FoundTensors, name: str, scale: str) -> None:
     """Adds an MXFP4 weight whose codes are stored as I8, and its scales as F8_E8M0."""
     shape = found.matrix(name)
-    codec, logical = Mxfp4Blocks(), (*shape[:-1], 2 * shape[-1])
+    codec, logical = mxfp4(), (*shape[:-1], 2 * shape[-1])
     codes, scales = found.parts(name, codec, logical)
     parts = (
         StoredPart("", "I8", codes.shape),
@@ -189,12 +188,13 @@ class Mxfp4Scheme(Scheme):
     def find(self, found: FoundTensors, read: Callable[[str], bytes]) -> None:
         for blocks in found.unused("_blocks"):
             name, shape = blocks.removesuffix("_blocks"), found.headers[blocks][1]
-            if len(shape) < 3 or shape[-1] != BLOCK // 2:
+            if len(shape) < 3 or shape[-1] != MX_BLOCK // 2:
                 raise found.error(
-                    f"{blocks!r} has shape {shape}; MXFP4 needs (..., rows, blocks, {BLOCK // 2})"
+                    f"{blocks!r} has shape {shape}; MXFP4 needs "
+                    f"(..., rows, blocks, {MX_BLOCK // 2})"
                 )
-            logical = (*shape[:-3], BLOCK * shape[-2], shape[-3])
-            found.add(name, Mxfp4Blocks(True), logical, (blocks, f"{name}_scales"))
+            logical = (*shape[:-3], MX_BLOCK * shape[-2], shape[-3])
+            found.add(name, mxfp4(True), logical, (blocks, f"{name}_scales"))
         found.refuse_leftovers(("_scales",), "MXFP4")
 
 
@@ -241,7 +241,7 @@ def _two_sizes(block: Any, where: str) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _parse_state(content: bytes) -> tuple[Nf4, Shape]:
+def _parse_state(content: bytes) -> tuple[TableBlocks, Shape]:
     """Returns (codec, shape of the weight) of a quant_state. Raises MalformedError."""
     state = table_of(parse_json(content), "it")
     kind = text_of(field(state, "quant_type"), "quant_type", max_length=32)
@@ -251,14 +251,14 @@ def _parse_state(content: bytes) -> tuple[Nf4, Shape]:
     shape = tuple(integer(n, "a length") for n in list_of(field(state, "shape"), "shape"))
     block = _block(state, "blocksize")
     if "nested_blocksize" not in state:
-        return Nf4(block, 0, 0.0, _STATE_DTYPES[dtype]), shape
+        return TableBlocks(block, 0, 0.0, _STATE_DTYPES[dtype]), shape
     if state.get("nested_dtype", "float32") != "float32":
         raise MalformedError(f"expected nested_dtype float32, got {state['nested_dtype']!r}")
     offset = field(state, "nested_offset")
     if isinstance(offset, bool) or not isinstance(offset, int | float):
         raise MalformedError(f"expected a number as nested_offset, got {offset!r}")
     nested = _block(state, "nested_blocksize")
-    return Nf4(block, nested, float(offset), _STATE_DTYPES[dtype]), shape
+    return TableBlocks(block, nested, float(offset), _STATE_DTYPES[dtype]), shape
 
 
 def _block(state: dict[str, Any], key: str) -> int:

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from infinity import _core
-from infinity.codecs.part import OUT_DTYPES, Shape, typed
+from infinity.codecs.part import OUT_DTYPES, Shape
 from infinity.config.cores import threads_here
 from infinity.errors import UnsupportedError
 
 SIMD_VARIABLE = "INFINITY_SIMD"
 
 _FLOAT_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-_INT4_VALUES = [float(code - 8) for code in range(16)]
 
 
 def instruction_sets() -> list[str]:
@@ -47,15 +46,15 @@ def _is_uniform(out: torch.Tensor) -> bool:
 
 
 def decode_fp8(
-    parts: Sequence[torch.Tensor],
+    codes: torch.Tensor,
+    scales: torch.Tensor,
     shape: Shape,
     out: torch.Tensor,
     *,
     block: tuple[int, int],
     scale: str,
 ) -> None:
-    """Decodes `Fp8Blocks`; `block` has no zeros."""
-    codes, scales = parts
+    """Decodes codes E4M3, of which `block` (no zeros) rows and columns share a scale."""
     _core.decode.fp8(
         codes.data_ptr(),
         scales.data_ptr(),
@@ -68,66 +67,30 @@ def decode_fp8(
     )
 
 
-def decode_int4(
-    parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor, *, group: int, scale: str
-) -> None:
-    """Decodes `Int4Groups`."""
-    codes, scales = parts
-    _decode_four_bits(codes, scales, scale, shape, out, group, _INT4_VALUES, False, scale)
-
-
-def decode_mxfp4(
-    parts: Sequence[torch.Tensor],
-    shape: Shape,
-    out: torch.Tensor,
-    *,
-    block: int,
-    values: Sequence[float],
-) -> None:
-    """Decodes `Mxfp4Blocks`; `shape` and `out` are those of the stored matrices."""
-    codes, scales = parts
-    _decode_four_bits(codes, scales, "F8_E8M0", shape, out, block, values, False, "F32")
-
-
-def decode_nf4(
-    parts: Sequence[torch.Tensor],
-    scales: torch.Tensor,
-    shape: Shape,
-    out: torch.Tensor,
-    *,
-    block: int,
-    stored: str,
-) -> None:
-    """Decodes `Nf4`, with the fp32 scale of every block."""
-    values = typed(parts[2], torch.float32).tolist()
-    if out.is_contiguous():
-        shape, out = (1, out.numel()), out.view(1, -1)
-    elif len(shape) == 1:
-        shape, out = (1, *shape), out[None]
-    _decode_four_bits(parts[0], scales, "F32", shape, out, block, values, True, stored)
-
-
-def _decode_four_bits(
+def decode_four_bits(
     codes: torch.Tensor,
     scales: torch.Tensor,
-    scale_format: str,
     shape: Shape,
     out: torch.Tensor,
+    *,
     group: int,
+    scale: str,
     values: Sequence[float],
-    is_high_first: bool,
-    product_format: str,
+    product: str = "F32",
+    is_high_first: bool = False,
 ) -> None:
+    """Decodes codes of 16 `values`, of which `group` share a scale; `product` is the dtype that
+    value * scale is rounded to first."""
     _core.decode.four_bits(
         codes.data_ptr(),
         scales.data_ptr(),
-        scale_format,
+        scale,
         _matrices(shape),
         _output(out),
         group=group,
         values=values,
         is_high_first=is_high_first,
-        product_format=product_format,
+        product_format=product,
         num_threads=threads_here(torch.get_num_threads()),
         simd=_simd(),
     )

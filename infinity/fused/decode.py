@@ -26,7 +26,7 @@ _MOST_WITHIN = (1 << 31) - 1  # From the first element of a tile to its last: nu
 
 @dataclass(frozen=True, slots=True)
 class EightBits:
-    """`Fp8Blocks`. `block`: rows and columns that share a scale, no zeros. `scale`: their dtype."""
+    """Codes E4M3. `block`: rows and columns that share a scale, no zeros. `scale`: their dtype."""
 
     block: tuple[int, int]
     scale: str
@@ -34,7 +34,7 @@ class EightBits:
 
 @dataclass(frozen=True, slots=True)
 class FourBits:
-    """`Int4Groups`, `Mxfp4Blocks` and `Nf4`: see the kernel. `nested_block`: NF4's scales that
+    """INT4, E2M1 and NF4: see the kernel. `nested_block`: NF4's scales that
     share a scale, 0 if they are not nested. `is_transposed`: stored matrices are transposes."""
 
     group: int

@@ -107,7 +107,7 @@ def decode_fp8(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """`Fp8Blocks`: fp32(code) * fp32(scale). `has_one_scale`: no tile crosses a block's border."""
+    """Codes E4M3: fp32(code) * fp32(scale). `has_one_scale`: no tile crosses a block's border."""
     matrix, first_row, first_column = _first(rows, columns, tile_rows, tile_columns)
     row = tl.arange(0, tile_rows)[:, None]
     column = tl.arange(0, tile_columns)[None, :]
@@ -192,7 +192,7 @@ def decode_four_bits(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """`Int4Groups`, `Mxfp4Blocks` and `Nf4`: number of the code * scale of its group.
+    """INT4, E2M1 and NF4: number of the code * scale of its group.
 
     values: INT4 (code - 8), E2M1, or TABLE for the 16 numbers of the part `table`, whose codes
         begin in the high half of a byte

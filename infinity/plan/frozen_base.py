@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from typing_extensions import override
 
-from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4
 from infinity.codecs import stored_nbytes as nbytes_of_parts
 from infinity.codecs.part import Decoder
 from infinity.config import AdapterConfig
@@ -214,10 +214,10 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
 PLAIN = "bf16"
 _CODECS: dict[str, Codec] = {
     PLAIN: Plain("BF16"),
-    "fp8-128x128": Fp8Blocks(),
-    "int4-g32": Int4Groups(),
-    "mxfp4": Mxfp4Blocks(),
-    "nf4": Nf4(),
+    "fp8-128x128": FloatBlocks(),
+    "int4-g32": AffineGroups(),
+    "mxfp4": mxfp4(),
+    "nf4": TableBlocks(),
 }
 
 

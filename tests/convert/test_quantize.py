@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from infinity.checkpoint.huggingface.weight_source import weight_source
-from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
+from infinity.codecs import AffineGroups, FloatBlocks, Plain, TableBlocks
 from infinity.errors import ConfigError, StorageError
 from infinity.tools.cli import app
 from infinity.tools.convert.quantize import plan_quantize
@@ -20,7 +20,7 @@ from infinity.tools.convert.rewrite import write_directory
 from tests.support.forked import run_script
 from tests.support.quantized import find_logical, tiny_causal_lm, write_quantized
 
-CODECS = {"fp8": Fp8Blocks, "int4": Int4Groups, "nf4": Nf4}
+CODECS = {"fp8": FloatBlocks, "int4": AffineGroups, "nf4": TableBlocks}
 
 
 def quantise(base: Path, out: Path, to: Any) -> None:
@@ -75,7 +75,7 @@ def test_a_quantised_source_is_decoded_first(tmp_path) -> None:
     write_quantized(tiny_causal_lm("deepseek-v3"), tmp_path / "fp8", "fp8")
     quantise(tmp_path / "fp8", tmp_path / "int4", "int4")
     found = find_logical(tmp_path / "int4")
-    assert {type(each.codec) for each in found.values()} == {Int4Groups, Plain}
+    assert {type(each.codec) for each in found.values()} == {AffineGroups, Plain}
     table = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
     assert table["quant_method"] == "compressed-tensors"
 

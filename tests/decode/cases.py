@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 import torch
 
-from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4
 
 Shape = tuple[int, ...]
 
 CASES: tuple[tuple[Codec, Shape], ...] = (
-    (Fp8Blocks(), (256, 384)),
-    (Fp8Blocks(), (576, 200)),  # Ragged: kv_a_proj of DeepSeek-V3 has 576 rows.
-    (Fp8Blocks(scale="BF16"), (3, 130, 72)),
-    (Fp8Blocks((128, 128), "F8_E8M0"), (129, 257)),
-    (Fp8Blocks((1, 0)), (37, 53)),
-    (Fp8Blocks((0, 0), "BF16"), (37, 53)),
-    (Int4Groups(), (48, 96)),
-    (Int4Groups(128, "F16"), (5, 256)),
-    (Int4Groups(64, "F32"), (2, 7, 64)),
-    (Mxfp4Blocks(), (33, 96)),
-    (Mxfp4Blocks(is_transposed=True), (3, 64, 40)),
-    (Mxfp4Blocks(is_transposed=True), (96, 33)),
-    (Nf4(), (130, 129)),
-    (Nf4(nested_block=0, stored="F16"), (33, 77)),
-    (Nf4(128, 64, 0.25, "F32"), (40, 64)),
+    (FloatBlocks(), (256, 384)),
+    (FloatBlocks(), (576, 200)),  # Ragged: kv_a_proj of DeepSeek-V3 has 576 rows.
+    (FloatBlocks(scale="BF16"), (3, 130, 72)),
+    (FloatBlocks((128, 128), "F8_E8M0"), (129, 257)),
+    (FloatBlocks((1, 0)), (37, 53)),
+    (FloatBlocks((0, 0), "BF16"), (37, 53)),
+    (AffineGroups(), (48, 96)),
+    (AffineGroups(128, "F16"), (5, 256)),
+    (AffineGroups(64, "F32"), (2, 7, 64)),
+    (mxfp4(), (33, 96)),
+    (mxfp4(is_transposed=True), (3, 64, 40)),
+    (mxfp4(is_transposed=True), (96, 33)),
+    (TableBlocks(), (130, 129)),
+    (TableBlocks(nested_block=0, stored="F16"), (33, 77)),
+    (TableBlocks(128, 64, 0.25, "F32"), (40, 64)),
 )
 PLAIN_CASES: tuple[tuple[Codec, Shape], ...] = (
     (Plain("BF16"), (7, 9)),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.codecs import Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain
+from infinity.codecs import AffineGroups, FloatBlocks, Plain, TableBlocks, mxfp4
 from tests.support.quantized import (
     LAYOUTS,
     TINY_CONFIGS,
@@ -41,13 +41,13 @@ PUBLISHED = [
     ("llama", "bf16", 0),
 ]
 CODECS = {
-    "fp8": {Fp8Blocks()},
-    "fp8-bf16-scales": {Fp8Blocks(scale="BF16")},
-    "int4": {Int4Groups()},
-    "int4-dense": {Int4Groups()},
-    "fp4-experts": {Mxfp4Blocks(), Fp8Blocks(scale="F8_E8M0")},
-    "mxfp4-packed": {Mxfp4Blocks()},
-    "mxfp4": {Mxfp4Blocks(is_transposed=True)},
+    "fp8": {FloatBlocks()},
+    "fp8-bf16-scales": {FloatBlocks(scale="BF16")},
+    "int4": {AffineGroups()},
+    "int4-dense": {AffineGroups()},
+    "fp4-experts": {mxfp4(), FloatBlocks(scale="F8_E8M0")},
+    "mxfp4-packed": {mxfp4()},
+    "mxfp4": {mxfp4(is_transposed=True)},
     "bf16": set(),
 }
 
@@ -75,7 +75,7 @@ def test_a_published_layout_decodes_to_the_weights(
     assert len(quantised) == num_quantised
     codecs = {found[key].codec for key in quantised}
     if layout == "nf4":
-        assert all(isinstance(codec, Nf4) for codec in codecs)
+        assert all(isinstance(codec, TableBlocks) for codec in codecs)
     else:
         assert codecs == CODECS[layout]
     expected = plain_weights(name)

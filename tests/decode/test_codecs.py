@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4
 from infinity.errors import ConfigError
 from tests.decode.cases import CASES, PLAIN_CASES, bits, decoded, name_of, random_parts
 
 # The relative error of normally distributed weights; 2^-9 is that of rounding to bfloat16.
-ERRORS = {Fp8Blocks: 0.03, Int4Groups: 0.13, Mxfp4Blocks: 0.13, Nf4: 0.11, Plain: 0.003}
+ERRORS = {"E4M3": 0.03, AffineGroups: 0.13, "E2M1": 0.13, TableBlocks: 0.11, Plain: 0.003}
 
 every_case = pytest.mark.parametrize(
     ("codec", "shape"), [*CASES, *PLAIN_CASES], ids=map(name_of, [*CASES, *PLAIN_CASES])
@@ -28,7 +28,9 @@ def test_an_encoded_weight_decodes_to_one_near_it(codec: Codec, shape: tuple[int
     sizes = [part.nbytes for part in encoding.codec.parts(shape)]
     assert [part.numel() for part in encoding.parts] == sizes
     out = decoded(encoding.codec, encoding.parts, shape, torch.bfloat16)
-    assert (out.float() - weight).norm() < ERRORS[type(codec)] * weight.norm()
+    assert (out.float() - weight).norm() < ERRORS[
+        getattr(codec, "element", type(codec))
+    ] * weight.norm()
 
 
 @every_case
@@ -58,8 +60,8 @@ def test_the_ranges_of_rows_decode_to_those_rows(codec: Codec, shape: tuple[int,
             cut = [part[begin:end] for part, (begin, end) in zip(parts, ranges, strict=True)]
             out = decoded(codec, cut, (stop - start, *shape[1:]), torch.bfloat16)
             assert torch.equal(bits(out), bits(full[start:stop]))
-    is_flat = isinstance(codec, Nf4) or (codec == Mxfp4Blocks(True) and len(shape) == 2)
-    assert num_cuts or is_flat or codec == Fp8Blocks((0, 0), "BF16")
+    is_flat = isinstance(codec, TableBlocks) or (codec == mxfp4(True) and len(shape) == 2)
+    assert num_cuts or is_flat or codec == FloatBlocks((0, 0), "BF16")
 
 
 @every_case
@@ -89,8 +91,8 @@ def test_weights_that_are_not_finite_are_not_encoded(codec: Codec, shape: tuple[
 
 @pytest.mark.parametrize(
     ("codec", "shape"),
-    [(Int4Groups(), (4, 40)), (Mxfp4Blocks(), (4, 40)), (Mxfp4Blocks(True), (40, 64)),
-     (Fp8Blocks(), (64,)), (Int4Groups(), (64,))],
+    [(AffineGroups(), (4, 40)), (mxfp4(), (4, 40)), (mxfp4(True), (40, 64)),
+     (FloatBlocks(), (64,)), (AffineGroups(), (64,))],
 )  # fmt: skip
 def test_a_shape_that_the_format_cannot_store_is_refused(codec: Codec, shape: tuple) -> None:
     with pytest.raises(ConfigError):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from infinity.codecs import (
-    Fp8Blocks,
-    Int4Groups,
+    AffineGroups,
+    FloatBlocks,
     LogicalTensor,
-    Mxfp4Blocks,
-    Nf4,
     Plain,
+    TableBlocks,
     logical_tensors,
+    mxfp4,
 )
 from infinity.errors import ConfigError, UnsupportedError
 from tests.support.quantized import LAYOUTS
@@ -45,7 +45,7 @@ MXFP4_HEADERS: Headers = {
     "e.down_proj_scales": ("U8", (4, 40, 2)),
     "e.down_proj_bias": ("BF16", (4, 40)),
 }
-NF4_STATE = Nf4(offset=0.5).state_json((64, 96))
+NF4_STATE = TableBlocks(offset=0.5).state_json((64, 96))
 NF4_HEADERS: Headers = {
     **NORM,
     "a.weight": ("U8", (3072, 1)),
@@ -56,10 +56,10 @@ NF4_HEADERS: Headers = {
     "a.weight.quant_state.bitsandbytes__nf4": ("U8", (len(NF4_STATE),)),
 }
 CHECKPOINTS = {
-    "fp8": (FP8, FP8_HEADERS, "a.weight", Fp8Blocks(), (576, 200)),
-    "int4": (INT4, INT4_HEADERS, "a.weight", Int4Groups(), (48, 96)),
-    "mxfp4": (MXFP4, MXFP4_HEADERS, "e.down_proj", Mxfp4Blocks(True), (4, 64, 40)),
-    "nf4": (NF4, NF4_HEADERS, "a.weight", Nf4(offset=0.5), (64, 96)),
+    "fp8": (FP8, FP8_HEADERS, "a.weight", FloatBlocks(), (576, 200)),
+    "int4": (INT4, INT4_HEADERS, "a.weight", AffineGroups(), (48, 96)),
+    "mxfp4": (MXFP4, MXFP4_HEADERS, "e.down_proj", mxfp4(True), (4, 64, 40)),
+    "nf4": (NF4, NF4_HEADERS, "a.weight", TableBlocks(offset=0.5), (64, 96)),
 }
 
 
@@ -179,14 +179,14 @@ def test_fp8_scales_must_be_those_of_padded_blocks(shape: tuple[int, ...]) -> No
 def test_fp8_scales_have_several_names_and_dtypes(dtype: str, names: tuple[str]) -> None:
     headers = {"a.weight": ("F8_E4M3", (576, 200)), names[0]: (dtype, (5, 2))}
     found = find(FP8, headers)["a.weight"]
-    assert found == LogicalTensor(Fp8Blocks(scale=dtype), ("a.weight", names[0]), (576, 200))
+    assert found == LogicalTensor(FloatBlocks(scale=dtype), ("a.weight", names[0]), (576, 200))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_fp8_may_have_one_scale_per_matrix(shape: tuple[int, ...]) -> None:
     headers = {"a.weight": ("F8_E4M3", (576, 200)), "a.weight_scale_inv": ("F32", shape)}
     found = find(quantization(FP8, weight_block_size=None), headers)["a.weight"]
-    assert found.codec == Fp8Blocks((0, 0))
+    assert found.codec == FloatBlocks((0, 0))
 
 
 def test_packed_fp8_experts_have_a_grid_per_expert() -> None:
@@ -200,7 +200,7 @@ def test_packed_fp8_experts_have_a_grid_per_expert() -> None:
 def test_fp4_experts_of_an_fp8_checkpoint_are_mxfp4() -> None:
     headers = {**FP8_HEADERS, "e.weight": ("I8", (40, 32)), "e.scale": ("F8_E8M0", (40, 2))}
     found = find(FP8, headers)["e.weight"]
-    assert found == LogicalTensor(Mxfp4Blocks(), ("e.weight", "e.scale"), (40, 64))
+    assert found == LogicalTensor(mxfp4(), ("e.weight", "e.scale"), (40, 64))
     with pytest.raises(ConfigError, match="e.scale"):
         find(FP8, {**headers, "e.scale": ("F8_E8M0", (40, 1))})
 
@@ -262,7 +262,7 @@ def test_the_group_size_of_files_and_configuration_must_agree() -> None:
 def test_int4_may_have_one_scale_per_row() -> None:
     headers = {**INT4_HEADERS, "a.weight_scale": ("BF16", (48, 1))}
     found = find(weights(strategy="channel", group_size=None), headers)
-    assert found["a.weight"].codec == Int4Groups(96)
+    assert found["a.weight"].codec == AffineGroups(96)
 
 
 def test_groups_of_modules_may_have_schemes_of_their_own() -> None:
@@ -276,8 +276,8 @@ def test_groups_of_modules_may_have_schemes_of_their_own() -> None:
         "b.weight_scale": ("BF16", (2, 1)),
     }
     found = find(config, headers)
-    assert found["a.weight"].codec == Int4Groups()
-    assert found["b.weight"].codec == Fp8Blocks(scale="BF16")
+    assert found["a.weight"].codec == AffineGroups()
+    assert found["b.weight"].codec == FloatBlocks(scale="BF16")
     with pytest.raises(ConfigError, match="fits no group"):
         find(INT4, headers)
 
@@ -297,7 +297,7 @@ def test_fp8_of_compressed_tensors_has_scales_of_rows_or_matrices(
         "b.input_scale": ("F32", (1,)),
     }
     found = find(config, headers)["b.weight"]
-    assert found.codec == Fp8Blocks(block) and found.aside == ("b.input_scale",)
+    assert found.codec == FloatBlocks(block) and found.aside == ("b.input_scale",)
 
 
 def test_codes_of_nf4_may_be_stored_under_another_dtype() -> None:

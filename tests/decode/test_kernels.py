@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, rounding
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4, rounding
 from infinity.codecs import native as native_module
 from infinity.codecs.part import ITEM_NBYTES
 from infinity.codecs.rounding import store
@@ -71,8 +71,8 @@ def test_an_output_may_have_any_strides_and_nothing_beside_it_changes(
 
 @pytest.mark.parametrize(
     ("codec", "shape"),
-    [(Fp8Blocks(), (700, 700)), (Int4Groups(), (700, 704)), (Mxfp4Blocks(True), (2, 704, 500)),
-     (Nf4(), (333, 1001)), (Fp8Blocks(), (1, 200_000)), (Fp8Blocks((1, 0)), (200_000, 1))],
+    [(FloatBlocks(), (700, 700)), (AffineGroups(), (700, 704)), (mxfp4(True), (2, 704, 500)),
+     (TableBlocks(), (333, 1001)), (FloatBlocks(), (1, 200_000)), (FloatBlocks((1, 0)), (200_000, 1))],
     ids=str,
 )  # fmt: skip
 def test_threads_change_no_bit(codec: Codec, shape: tuple[int, ...], simd: str) -> None:
@@ -88,7 +88,7 @@ def test_threads_change_no_bit(codec: Codec, shape: tuple[int, ...], simd: str) 
 
 
 def test_the_flushing_of_denormals_changes_no_bit(simd: str) -> None:
-    codec, shape = Fp8Blocks(), (128, 256)
+    codec, shape = FloatBlocks(), (128, 256)
     codes = torch.randint(256, (128 * 256,), dtype=torch.uint8)
     scales = torch.tensor([2.0**-140, 2.0**-128]).view(torch.uint8)
     expected = decoded(codec, [codes, scales], shape, torch.bfloat16)
@@ -122,7 +122,7 @@ def test_references_that_decode_in_steps_have_the_same_bits(
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 2, 64), (2, 0, 64)])
-@pytest.mark.parametrize("codec", [Fp8Blocks(), Int4Groups(), Mxfp4Blocks(), Nf4()], ids=str)
+@pytest.mark.parametrize("codec", [FloatBlocks(), AffineGroups(), mxfp4(), TableBlocks()], ids=str)
 def test_a_weight_without_elements_decodes(codec: Codec, shape: tuple[int, ...]) -> None:
     decoded(codec, random_parts(codec, shape, 0), shape, torch.bfloat16)
 
@@ -137,17 +137,17 @@ def weights(draw: st.DrawFn) -> tuple[Codec, tuple[int, ...]]:
             st.tuples(st.sampled_from([0, 1, 7, 16, 128]), st.sampled_from([0, 5, 32, 128]))
         )
         scale = draw(st.sampled_from(["F32", "BF16", "F16", "F8_E8M0"]))
-        return Fp8Blocks(block, scale), (*matrices, rows, columns)
+        return FloatBlocks(block, scale), (*matrices, rows, columns)
     if kind == "int4":
         group = draw(st.sampled_from([8, 16, 32, 40, 64]))
         scale = draw(st.sampled_from(["F32", "BF16", "F16"]))
-        return Int4Groups(group, scale), (*matrices, rows, group * draw(st.integers(1, 4)))
+        return AffineGroups(group, scale), (*matrices, rows, group * draw(st.integers(1, 4)))
     if kind == "mxfp4":
         blocks = 32 * draw(st.integers(1, 4))
         if draw(st.booleans()):
-            return Mxfp4Blocks(True), (*matrices, blocks, columns)
-        return Mxfp4Blocks(), (*matrices, rows, blocks)
-    codec = Nf4(
+            return mxfp4(True), (*matrices, blocks, columns)
+        return mxfp4(), (*matrices, rows, blocks)
+    codec = TableBlocks(
         draw(st.sampled_from([2, 32, 64, 128])),
         draw(st.sampled_from([0, 4, 256])),
         draw(st.sampled_from([0.0, 0.125, 1e30])),
@@ -228,7 +228,7 @@ def test_every_fp8_code_with_every_edge_scale(scale: str, dtype: torch.dtype, si
         for edge in edges
         for code in range(256)
     ]
-    check(Fp8Blocks((1, 0), scale), [codes, scales], shape, values, dtype)
+    check(FloatBlocks((1, 0), scale), [codes, scales], shape, values, dtype)
 
 
 @every_dtype
@@ -244,7 +244,7 @@ def test_every_int4_code_with_every_edge_scale(scale: str, dtype: torch.dtype, s
         for edge in edges
         for i in range(32)
     ]
-    check(Int4Groups(32, scale), [codes, scales], shape, values, dtype)
+    check(AffineGroups(32, scale), [codes, scales], shape, values, dtype)
 
 
 @every_dtype
@@ -263,7 +263,7 @@ def test_every_mxfp4_code_with_every_scale(
     if is_transposed:
         values = [values[32 * row + column] for column in range(32) for row in range(256)]
     shape = (32, 256) if is_transposed else (256, 32)
-    check(Mxfp4Blocks(is_transposed), [codes, scales], shape, values, dtype)
+    check(mxfp4(is_transposed), [codes, scales], shape, values, dtype)
 
 
 def test_finite_mxfp4_values_are_exact_in_bfloat16() -> None:
@@ -275,7 +275,7 @@ def test_finite_mxfp4_values_are_exact_in_bfloat16() -> None:
 @every_dtype
 @pytest.mark.parametrize("stored", ["BF16", "F16", "F32"])
 def test_every_nf4_code_with_nested_scales(stored: str, dtype: torch.dtype, simd: str) -> None:
-    codec = Nf4(32, 4, offset=0.0390625, stored=stored)
+    codec = TableBlocks(32, 4, offset=0.0390625, stored=stored)
     random = torch.Generator().manual_seed(5)
     table = torch.randn(16, generator=random).sort().values
     nested_table = torch.randn(256, generator=random)

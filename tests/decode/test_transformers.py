@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.codecs import Fp8Blocks, Mxfp4Blocks
+from infinity.codecs import FloatBlocks, mxfp4
 from tests.decode.cases import bits, decoded, random_parts
 from tests.support.quantized import decoded_weights, tiny_causal_lm, write_quantized
 
@@ -26,11 +26,11 @@ def fp8_of_transformers(parts: list, shape: tuple[int, ...], grid: tuple[int, ..
 
 def test_fp8_of_full_blocks_has_the_bits_of_transformers() -> None:
     shape = (256, 384)
-    parts = random_parts(Fp8Blocks(), shape, 1)
+    parts = random_parts(FloatBlocks(), shape, 1)
     scales = parts[1].view(torch.float32)
     scales.copy_(torch.rand(scales.shape) * 2.0 ** torch.arange(-3.0, 3.0))
     theirs = fp8_of_transformers(parts, shape, (2, 3))
-    ours = decoded(Fp8Blocks(), parts, shape, torch.bfloat16)
+    ours = decoded(FloatBlocks(), parts, shape, torch.bfloat16)
     is_nan = torch.isnan(theirs)
     assert is_nan.sum() == torch.isnan(ours).sum() > 0
     assert torch.equal(bits(ours)[~is_nan], bits(theirs)[~is_nan])
@@ -39,15 +39,15 @@ def test_fp8_of_full_blocks_has_the_bits_of_transformers() -> None:
 def test_fp8_of_short_blocks_is_what_transformers_cannot_decode() -> None:
     """docs/formats/quantized.md: transformers derives the block from the grid."""
     # 576 rows are five blocks, which 576 is no multiple of: kv_a_proj_with_mqa of DeepSeek-V3.
-    parts = random_parts(Fp8Blocks(), (576, 256), 1)
+    parts = random_parts(FloatBlocks(), (576, 256), 1)
     with pytest.raises(ValueError, match="not divisible"):
         fp8_of_transformers(parts, (576, 256), (5, 2))
     # 192 rows are two blocks, 128 and 64; transformers takes them for 96 and 96.
     shape = (192, 256)
-    parts = random_parts(Fp8Blocks(), shape, 1)
+    parts = random_parts(FloatBlocks(), shape, 1)
     parts[0].copy_(torch.full((192 * 256,), 0x38, dtype=torch.uint8))  # Ones.
     parts[1].view(torch.float32).copy_(torch.tensor([1.0, 1.0, 2.0, 2.0]))
-    ours = decoded(Fp8Blocks(), parts, shape, torch.bfloat16)
+    ours = decoded(FloatBlocks(), parts, shape, torch.bfloat16)
     theirs = fp8_of_transformers(parts, shape, (2, 2))
     assert ours[:, 0].tolist() == [1.0] * 128 + [2.0] * 64
     assert theirs[:, 0].tolist() == [1.0] * 96 + [2.0] * 96
@@ -62,7 +62,7 @@ def test_mxfp4_has_the_bits_of_transformers_for_every_scale_that_is_a_number() -
     theirs = convert_moe_packed_tensors(codes.view(1, 255, 1, 16), scales.view(1, 255, 1))
     shape = (1, 32, 255)
     assert tuple(theirs.shape) == shape
-    ours = decoded(Mxfp4Blocks(True), [codes, scales], shape, torch.bfloat16)
+    ours = decoded(mxfp4(True), [codes, scales], shape, torch.bfloat16)
     assert torch.equal(bits(ours), bits(theirs))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, on_device
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4, on_device
 from infinity.codecs.part import FusedCodec, Shape
 from infinity.errors import UnsupportedError
 from infinity.fused import choice
@@ -16,18 +16,18 @@ from tests.fused.compiled import float_operations
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASES: tuple[tuple[Codec, tuple[int, ...]], ...] = (
-    (Fp8Blocks(), (131, 140)),
-    (Fp8Blocks((3, 5), "BF16"), (2, 10, 66)),
-    (Fp8Blocks((1, 0), "F16"), (5, 53)),
-    (Fp8Blocks((0, 0), "F8_E8M0"), (5, 53)),
-    (Int4Groups(), (35, 96)),
-    (Int4Groups(128, "F16"), (3, 256)),
-    (Int4Groups(24, "F32"), (2, 7, 48)),
-    (Mxfp4Blocks(), (2, 33, 96)),
-    (Mxfp4Blocks(is_transposed=True), (2, 64, 40)),
-    (Nf4(), (35, 129)),
-    (Nf4(nested_block=0, stored="F16"), (33, 7)),
-    (Nf4(128, 2, 0.04, "F32"), (515,)),
+    (FloatBlocks(), (131, 140)),
+    (FloatBlocks((3, 5), "BF16"), (2, 10, 66)),
+    (FloatBlocks((1, 0), "F16"), (5, 53)),
+    (FloatBlocks((0, 0), "F8_E8M0"), (5, 53)),
+    (AffineGroups(), (35, 96)),
+    (AffineGroups(128, "F16"), (3, 256)),
+    (AffineGroups(24, "F32"), (2, 7, 48)),
+    (mxfp4(), (2, 33, 96)),
+    (mxfp4(is_transposed=True), (2, 64, 40)),
+    (TableBlocks(), (35, 129)),
+    (TableBlocks(nested_block=0, stored="F16"), (33, 7)),
+    (TableBlocks(128, 2, 0.04, "F32"), (515,)),
 )
 # Of fp32: zeros, denormals, the smallest and the largest, infinities, NaNs of both signs.
 SCALE_BITS = (
@@ -64,7 +64,9 @@ def test_a_kernel_has_the_bits_of_the_reference_at_any_alignment(
         assert torch.equal(bits(out), bits(reference(codec, parts, shape, dtype)))
 
 
-@pytest.mark.parametrize("codec", [Fp8Blocks(), Int4Groups(), Mxfp4Blocks(True), Nf4()], ids=str)
+@pytest.mark.parametrize(
+    "codec", [FloatBlocks(), AffineGroups(), mxfp4(True), TableBlocks()], ids=str
+)
 def test_an_output_may_have_strides_and_nothing_beside_it_changes(
     interpreter: None, codec: FusedCodec
 ) -> None:
@@ -90,10 +92,10 @@ def test_every_code_meets_every_kind_of_scale(interpreter: None) -> None:
     of_powers = (torch.arange(16) * 17).to(torch.uint8).repeat(256)
     assert len(powers) == len(of_powers)
     cases: tuple[tuple[FusedCodec, tuple[int, int], list[torch.Tensor]], ...] = (
-        (Fp8Blocks((1, 0)), (len(SCALE_BITS), 256), [pairs, scales]),
-        (Int4Groups(512, "F32"), (len(SCALE_BITS), 512), [pairs, scales]),
-        (Nf4(512, 0, stored="BF16"), (len(SCALE_BITS), 512), [pairs, scales, table]),
-        (Mxfp4Blocks(), (256, 32), [of_powers, every_byte]),
+        (FloatBlocks((1, 0)), (len(SCALE_BITS), 256), [pairs, scales]),
+        (AffineGroups(512, "F32"), (len(SCALE_BITS), 512), [pairs, scales]),
+        (TableBlocks(512, 0, stored="BF16"), (len(SCALE_BITS), 512), [pairs, scales, table]),
+        (mxfp4(), (256, 32), [of_powers, every_byte]),
     )
     for codec, shape, parts in cases:
         for dtype in DTYPES:
@@ -145,7 +147,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 @pytest.mark.parametrize(
-    "codec", [Fp8Blocks((16, 16)), Int4Groups(), Mxfp4Blocks(True), Nf4()], ids=str
+    "codec", [FloatBlocks((16, 16)), AffineGroups(), mxfp4(True), TableBlocks()], ids=str
 )
 def test_a_kernel_that_passes_its_trial_is_used(
     interpreter: None, device: torch.device, codec: FusedCodec
@@ -153,12 +155,12 @@ def test_a_kernel_that_passes_its_trial_is_used(
     assert on_device.explain_refusal(codec, torch.bfloat16, device) == ""
 
 
-class Wrong(Fp8Blocks):
+class Wrong(FloatBlocks):
     def form(self, shape: Shape) -> EightBits:
         return EightBits((shape[-2], shape[-1]), self.scale)
 
 
-class Broken(Fp8Blocks):
+class Broken(FloatBlocks):
     @property
     def trial_shapes(self) -> tuple[Shape, ...]:
         raise RuntimeError("no C compiler")
@@ -197,7 +199,7 @@ def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(choice.VARIABLE, "triton")
     monkeypatch.setattr(choice, "_has_triton", lambda: False)
     with pytest.raises(UnsupportedError, match="triton is not installed; unset"):
-        on_device.explain_refusal(Fp8Blocks((8, 8)), torch.bfloat16, cuda)
+        on_device.explain_refusal(FloatBlocks((8, 8)), torch.bfloat16, cuda)
     monkeypatch.setenv(choice.VARIABLE, "cuda")
     with pytest.raises(UnsupportedError, match="to be triton or torch, got 'cuda'"):
         choice.explain_no_triton(cuda)

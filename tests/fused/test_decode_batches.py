@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import infinity.codecs.batches as batches
-from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain, on_device
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4, on_device
 from infinity.codecs.batches import WeightPlace, batches_of
 from infinity.codecs.on_device import DecodePlan
 from infinity.codecs.part import FusedCodec
@@ -26,16 +26,16 @@ from tests.fused.conftest import forget
 from tests.fused.variants import Variants
 
 KINDS: tuple[tuple[Codec, tuple[int, ...]], ...] = (
-    (Fp8Blocks((3, 5), "BF16"), (7, 33)),
-    (Fp8Blocks((1, 0)), (2, 3, 16)),
-    (Int4Groups(8), (5, 16)),
-    (Int4Groups(8), (33, 8)),
-    (Int4Groups(8, "F32"), (5, 16)),
-    (Mxfp4Blocks(), (3, 32)),
-    (Mxfp4Blocks(is_transposed=True), (32, 5)),
-    (Nf4(32, 2, 0.04), (9, 9)),
-    (Nf4(32, 2, -0.3), (9, 9)),
-    (Nf4(32, 0, stored="F16"), (41,)),
+    (FloatBlocks((3, 5), "BF16"), (7, 33)),
+    (FloatBlocks((1, 0)), (2, 3, 16)),
+    (AffineGroups(8), (5, 16)),
+    (AffineGroups(8), (33, 8)),
+    (AffineGroups(8, "F32"), (5, 16)),
+    (mxfp4(), (3, 32)),
+    (mxfp4(is_transposed=True), (32, 5)),
+    (TableBlocks(32, 2, 0.04), (9, 9)),
+    (TableBlocks(32, 2, -0.3), (9, 9)),
+    (TableBlocks(32, 0, stored="F16"), (41,)),
     (Plain("BF16"), (4, 3)),
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -152,7 +152,7 @@ def test_every_weight_is_in_one_batch_of_weights_like_it(
 
 def experts(count: int) -> tuple[list[WeightPlace], int, int]:
     """Three matrices for each of the experts, of two shapes, two in one parameter."""
-    codec, at, weights = Int4Groups(8), 1, []
+    codec, at, weights = AffineGroups(8), 1, []
     for expert in range(count):
         for shape, start in (((4, 16), 0), ((4, 16), 64), ((16, 8), 128 * count)):
             parts = []
@@ -185,7 +185,7 @@ def test_a_launch_has_no_more_weights_than_a_grid_has_rows() -> None:
 
 
 def test_offsets_may_exceed_32_bits(interpreter: None) -> None:
-    codec, shape, far = Int4Groups(8), (5, 16), 5 << 30
+    codec, shape, far = AffineGroups(8), (5, 16), 5 << 30
     memory = mmap.mmap(-1, far + mmap.PAGESIZE)  # Of which a few pages are touched.
     parts = [
         torch.frombuffer(memory, dtype=torch.uint8, offset=far + at, count=part.nbytes)

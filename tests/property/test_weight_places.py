@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Plain
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, mxfp4
 from infinity.codecs.on_device import DecodePlan
 from infinity.state.stored import StoredSlice, StoredTensor, lay_out_stored
 from infinity.state.units import TensorFacts, Unit, layout_unit
@@ -17,7 +17,7 @@ from infinity.storage.shards import ShardRange
 from tests.decode.cases import bits
 
 CODECS: tuple[Codec, ...] = (
-    Fp8Blocks((3, 5)), Int4Groups(8), Mxfp4Blocks(), Plain("BF16"),
+    FloatBlocks((3, 5)), AffineGroups(8), mxfp4(), Plain("BF16"),
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float32)
 COLUMNS, ROWS = 32, (1, 3, 8)

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from infinity.codecs import (
+    AffineGroups,
     Codec,
-    Fp8Blocks,
-    Int4Groups,
+    FloatBlocks,
     LogicalTensor,
-    Mxfp4Blocks,
-    Nf4,
+    TableBlocks,
     logical_tensors,
+    mxfp4,
 )
 from infinity.codecs.part import flat_bytes
 
@@ -132,32 +132,32 @@ _NF4_TABLE = {
 
 def _fp4_or_fp8(name: str) -> Codec | None:
     if _EXPERTS.search(name):
-        return Mxfp4Blocks()
-    return Fp8Blocks(scale="F8_E8M0") if _PROJECTIONS.search(name) else None
+        return mxfp4()
+    return FloatBlocks(scale="F8_E8M0") if _PROJECTIONS.search(name) else None
 
 
 LAYOUTS: dict[str, Layout] = {
     # DeepSeek-V3, R1 and V3.2, Kimi-K2.
-    "fp8": Layout(_matching(_PROJECTIONS, Fp8Blocks()), _FP8_TABLE),
+    "fp8": Layout(_matching(_PROJECTIONS, FloatBlocks()), _FP8_TABLE),
     # Qwen3-FP8.
     "fp8-bf16-scales": Layout(
-        _matching(_PROJECTIONS, Fp8Blocks(scale="BF16")), _FP8_TABLE, lists_plain=True
+        _matching(_PROJECTIONS, FloatBlocks(scale="BF16")), _FP8_TABLE, lists_plain=True
     ),
     # Kimi-K2-Thinking, K2.5: experts only.
     "int4": Layout(
-        _matching(_EXPERTS, Int4Groups()),
+        _matching(_EXPERTS, AffineGroups()),
         _compressed_table("pack-quantized", "int", _INT4_IGNORED),
     ),
     # The same for every projection, as for models without experts.
     "int4-dense": Layout(
-        _matching(_PROJECTIONS, Int4Groups()),
+        _matching(_PROJECTIONS, AffineGroups()),
         _compressed_table("pack-quantized", "int", ["lm_head"]),
     ),
     # gpt-oss.
-    "mxfp4": Layout(_matching(_PACKED_EXPERTS, Mxfp4Blocks(is_transposed=True)), _MXFP4_TABLE),
+    "mxfp4": Layout(_matching(_PACKED_EXPERTS, mxfp4(is_transposed=True)), _MXFP4_TABLE),
     # MXFP4 of compressed-tensors.
     "mxfp4-packed": Layout(
-        _matching(_EXPERTS, Mxfp4Blocks()),
+        _matching(_EXPERTS, mxfp4()),
         _compressed_table("mxfp4-pack-quantized", "float", ["lm_head"]),
     ),
     # DeepSeek-V4: experts in FP4, the rest in FP8, with scales that are powers of two.
@@ -168,7 +168,7 @@ LAYOUTS: dict[str, Layout] = {
         dtypes={"_packed": "I8", "_scale": "F8_E8M0"},
     ),
     # bitsandbytes with double quantisation.
-    "nf4": Layout(_matching(_PROJECTIONS, Nf4()), _NF4_TABLE),
+    "nf4": Layout(_matching(_PROJECTIONS, TableBlocks()), _NF4_TABLE),
     # Not quantised.
     "bf16": Layout(lambda _: None, {}),
 }

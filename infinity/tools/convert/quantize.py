@@ -20,7 +20,7 @@ import torch
 
 from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
-from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
+from infinity.codecs import AffineGroups, FloatBlocks, Plain, TableBlocks
 from infinity.codecs.detect import QUANTISATION_KEYS
 from infinity.codecs.part import Codec
 from infinity.config.paths import refuse_no_directory
@@ -109,9 +109,9 @@ def _nf4_table(kept: list[str]) -> dict[str, Any]:
 
 
 FORMATS: Mapping[str, Published] = {
-    "fp8": Published(lambda _: Fp8Blocks(), _fp8_table),
-    "int4": Published(lambda _: Int4Groups(), _int4_table),
-    "nf4": Published(lambda dtype: Nf4(stored=_WIDE[dtype]), _nf4_table),
+    "fp8": Published(lambda _: FloatBlocks(), _fp8_table),
+    "int4": Published(lambda _: AffineGroups(), _int4_table),
+    "nf4": Published(lambda dtype: TableBlocks(stored=_WIDE[dtype]), _nf4_table),
 }
 
 

@@ -26,9 +26,9 @@ from infinity.checkpoint.huggingface.safetensors_file import (
 )
 from infinity.checkpoint.huggingface.weight_source import WeightSource
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, SINGLE_NAME
-from infinity.codecs import Encoding, Nf4
-from infinity.codecs.nf4 import STATE_SUFFIX
+from infinity.codecs import Encoding, TableBlocks
 from infinity.codecs.part import Codec, Shape
+from infinity.codecs.tables import STATE_SUFFIX
 from infinity.errors import ConfigError, reporting
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
@@ -151,7 +151,7 @@ def _aside_infos(name: str, shape: Shape, codec: Codec) -> list[TensorInfo]:
     for suffix, tensor in _small_example(codec, shape).aside.items():
         length = tuple(tensor.shape)
         if suffix == STATE_SUFFIX:
-            assert isinstance(codec, Nf4)
+            assert isinstance(codec, TableBlocks)
             length = (len(codec.state_json(shape)) + _STATE_MARGIN,)
         infos.append(TensorInfo(name=name + suffix, dtype=tensor.dtype, shape=length))
     return infos

@@ -153,7 +153,7 @@ def check_kernels(index: int, reasons: Mapping[str, str]) -> Finding:
 def _explain_torch_operations(index: int) -> dict[str, str]:
     import torch
 
-    from infinity.codecs import Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4
+    from infinity.codecs import AffineGroups, FloatBlocks, TableBlocks, mxfp4
     from infinity.codecs.on_device import explain_refusal
     from infinity.ops.adamw import AdamWSettings
     from infinity.ops.on_device import explain_refusal as explain_update
@@ -163,7 +163,7 @@ def _explain_torch_operations(index: int) -> dict[str, str]:
     try:
         reasons = {
             codec.format: explain_refusal(codec, torch.bfloat16, device)
-            for codec in (Fp8Blocks(), Int4Groups(), Mxfp4Blocks(), Nf4())
+            for codec in (FloatBlocks(), AffineGroups(), mxfp4(), TableBlocks())
         }
         update = explain_update(recipe, device, torch.float32, is_split=True)
     except UnsupportedError as error:  # The environment asks for kernels that do not run.

@@ -25,7 +25,7 @@ from typing import get_args
 
 import torch
 
-from infinity.codecs import Int4Groups
+from infinity.codecs import AffineGroups
 from infinity.config import SwapConfig
 from infinity.config.cores import norm_threads, threads_here
 from infinity.config.schema import NvmeTier
@@ -189,7 +189,7 @@ def _norm_gb_per_s(num_threads: int) -> float:
 def _decode_gb_per_s() -> float:
     """Returns GB/s of bfloat16 weights that are made of INT4 ones. Other formats are within a third
     of it (docs/formats/quantized.md)."""
-    codec, shape = Int4Groups(), (4096, 4096)
+    codec, shape = AffineGroups(), (4096, 4096)
     parts = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in codec.parts(shape)]
     weights = torch.empty(shape, dtype=torch.bfloat16)
     return weights.nbytes / _median_s(lambda: codec.decode(parts, shape, weights)) / 1e9

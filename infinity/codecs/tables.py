@@ -39,7 +39,7 @@ NF4_VALUES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Nf4(FusedCodec):
+class TableBlocks(FusedCodec):
     """Two codes per byte, highest bits first, in blocks of the flattened weight.
 
     block: codes that share a scale; the last block may be short
@@ -87,8 +87,11 @@ class Nf4(FusedCodec):
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
-            scales = self._scales(parts)
-            native.decode_nf4(parts, scales, shape, out, block=self.block, stored=self.stored)
+            values = typed(parts[2], torch.float32).tolist()
+            native.decode_four_bits(
+                parts[0], self._scales(parts), *_as_matrix(shape, out), group=self.block,
+                scale="F32", values=values, product=self.stored, is_high_first=True,
+            )  # fmt: skip
         else:
             on_device.decode(self, parts, shape, out)
 
@@ -141,12 +144,12 @@ class Nf4(FusedCodec):
         nested_table = _dynamic_map()
         nested_largest, nested_scaled = _normalised(largest - offset, self.nested_block)
         nested = _nearest(nested_scaled, nested_table)[: largest.numel()]
-        codec = Nf4(self.block, self.nested_block, offset, self.stored)
+        codec = TableBlocks(self.block, self.nested_block, offset, self.stored)
         tensors = (packed, nested, table, nested_largest, nested_table)
         return self._encoding(codec, shape, tensors)
 
     @staticmethod
-    def _encoding(codec: Nf4, shape: Shape, tensors: tuple[torch.Tensor, ...]) -> Encoding:
+    def _encoding(codec: TableBlocks, shape: Shape, tensors: tuple[torch.Tensor, ...]) -> Encoding:
         state = torch.tensor(list(codec.state_json(shape)), dtype=torch.uint8)
         return Encoding(codec, tuple(map(flat_bytes, tensors)), {STATE_SUFFIX: state})
 
@@ -178,6 +181,12 @@ class Nf4(FusedCodec):
             return codes, (4 * blocks[0], 4 * blocks[1]), table
         nested = (4 * (blocks[0] // self.nested_block), 4 * -(-blocks[1] // self.nested_block))
         return codes, blocks, table, nested, (0, 4 * NUM_NESTED_CODES)
+
+
+def _as_matrix(shape: Shape, out: torch.Tensor) -> tuple[Shape, torch.Tensor]:
+    if out.is_contiguous():
+        return (1, out.numel()), out.view(1, -1)
+    return ((1, *shape), out[None]) if len(shape) == 1 else (shape, out)
 
 
 def _normalised(flat: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:

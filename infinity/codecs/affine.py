@@ -27,11 +27,12 @@ from infinity.fused.decode import FourBits
 
 _CODES_PER_WORD = 8
 _ZERO = 8  # The code of 0: codes are 0 to 15, values -8 to 7.
+_VALUES = tuple(float(code - _ZERO) for code in range(16))
 _SCALE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Groups(FusedCodec):
+class AffineGroups(FusedCodec):
     """Eight codes per I32, lowest bits first, and scales of rows x (columns / group).
 
     group: columns that share a scale
@@ -67,7 +68,11 @@ class Int4Groups(FusedCodec):
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
         if native.runs(parts, out):
-            native.decode_int4(parts, shape, out, group=self.group, scale=self.scale)
+            codes, scales = parts
+            native.decode_four_bits(
+                codes, scales, shape, out, group=self.group, scale=self.scale, values=_VALUES,
+                product=self.scale,
+            )  # fmt: skip
         else:
             on_device.decode(self, parts, shape, out)
 

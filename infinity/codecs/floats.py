@@ -1,0 +1,213 @@
+"""Codes that are floats of 8 or 4 bits, with a scale per block: docs/formats/quantized.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from infinity.codecs import native, on_device
+from infinity.codecs.part import (
+    Encoding,
+    FusedCodec,
+    Shape,
+    StoredPart,
+    check_decode,
+    check_encode,
+    even_rows,
+    flat_bytes,
+    matrix_of,
+    typed,
+)
+from infinity.codecs.rounding import exponents_of, fp32_to_e8m0, scales_to_fp32
+from infinity.errors import ConfigError
+from infinity.fused.decode import CodeForm, EightBits, FourBits
+
+MX_BLOCK = 32
+# By code of E2M1: sign, two bits of exponent, one of mantissa.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
+_LARGEST = {"E4M3": 448.0, "E2M1": 6.0}
+_LARGEST_EXPONENT = 2  # Of E2M1: 6 is 1.5 x 2^2.
+# A magnitude of E2M1 has as many thresholds below it as its code; ties go to the even code.
+_TIES_UP = (0.75, 1.75, 3.5)
+_TIES_DOWN = (0.25, 1.25, 2.5, 5.0)
+_POWERS = ("F8_E8M0", "U8")
+
+
+@dataclass(frozen=True, slots=True)
+class FloatBlocks(FusedCodec):
+    """Codes of the weight's shape, and one scale per block of rows and columns.
+
+    block: rows and columns that share a scale; 0 is the full length, so (1, 0) has a scale per row
+        and (0, 0) has one per matrix. The last block of each direction may be short. E2M1 has
+        blocks of one row, and all of them are full.
+    scale: the dtype of the scales: F32, BF16, F16, F8_E8M0, or U8 for the same
+    element: E4M3, a byte each, or E2M1, two in a byte, the first one in its low half
+    is_transposed: the stored matrix is the transpose of the weight (E2M1 of gpt-oss)
+
+    The value is fp32(code) * fp32(scale), rounded to fp32, then to the dtype of the output. Leading
+    dimensions are matrices of their own.
+    """
+
+    block: tuple[int, int] = (128, 128)
+    scale: str = "F32"
+    element: str = "E4M3"
+    is_transposed: bool = False
+
+    @property
+    @override
+    def format(self) -> str:
+        if self.element == "E2M1":
+            return "MXFP4"
+        return f"FP8 E4M3 in blocks of {self.block[0]}x{self.block[1]}"
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @override
+    def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
+        matrix_of(self.format, shape)
+        stored = self._stored(shape)
+        grid = (*stored[:-2], *self._grid(stored))
+        if self.element == "E4M3":
+            return StoredPart("", "F8_E4M3", stored), StoredPart("_scale_inv", self.scale, grid)
+        size = self.block[1]
+        if stored[-1] % size:
+            raise ConfigError(
+                f"{self.format}: {stored} as stored does not have full blocks of {size}"
+            )
+        if self.is_transposed:
+            codes = StoredPart("_blocks", "U8", (*grid, size // 2))
+            return codes, StoredPart("_scales", self.scale, grid)
+        codes = StoredPart("_packed", "U8", (*stored[:-1], stored[-1] // 2))
+        return codes, StoredPart("_scale", self.scale, grid)
+
+    def _stored(self, shape: Shape) -> Shape:
+        return (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape
+
+    def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(-1, -2) if self.is_transposed else tensor
+
+    def _block(self, stored: Shape) -> tuple[int, int]:
+        return self.block[0] or max(stored[-2], 1), self.block[1] or max(stored[-1], 1)
+
+    def _grid(self, stored: Shape) -> tuple[int, int]:
+        rows, columns = self._block(stored)
+        return -(-stored[-2] // rows), -(-stored[-1] // columns)
+
+    @override
+    def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
+        check_decode(self, parts, shape, out)
+        if not native.runs(parts, out):
+            on_device.decode(self, parts, shape, out)
+            return
+        (codes, scales), stored, turned = parts, self._stored(shape), self._turned(out)
+        if self.element == "E4M3":
+            block = self._block(stored)
+            native.decode_fp8(codes, scales, stored, turned, block=block, scale=self.scale)
+        else:
+            size = self.block[1]
+            native.decode_four_bits(
+                codes, scales, stored, turned, group=size, scale=self.scale, values=E2M1_VALUES
+            )
+
+    @property
+    @override
+    def trial_shapes(self) -> tuple[Shape, ...]:
+        if self.element == "E2M1":
+            return (self._stored((2, 35, 3 * self.block[1])),)
+        rows, columns = (min(length, 128) for length in self.block)
+        return (2, max(rows, 1), max(columns, 1)), (2, rows + 5, columns + 70)
+
+    @override
+    def form(self, shape: Shape) -> CodeForm:
+        scale = "F8_E8M0" if self.scale in _POWERS else self.scale
+        if self.element == "E4M3":
+            return EightBits(self._block(shape), scale)
+        return FourBits(self.block[1], "E2M1", scale, "F32", is_transposed=self.is_transposed)
+
+    @override
+    def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
+        stored = self._stored(shape)
+        if self.element == "E4M3":
+            numbers = typed(parts[0], torch.float8_e4m3fn).float()
+        else:
+            codes = torch.stack([parts[0] & 15, parts[0] >> 4], dim=-1)
+            numbers = torch.tensor(E2M1_VALUES, device=codes.device)[codes.int()]
+        scales = self._spread(scales_to_fp32(parts[1], self.scale), stored)
+        return self._turned(numbers.view(stored) * scales)
+
+    def _spread(self, scales: torch.Tensor, stored: Shape) -> torch.Tensor:
+        """Repeats every scale over its block: (..., rows, columns)."""
+        grid = scales.view(*stored[:-2], *self._grid(stored))
+        rows, columns = self._block(stored)
+        row_of = torch.arange(stored[-2], device=scales.device) // rows
+        column_of = torch.arange(stored[-1], device=scales.device) // columns
+        return grid.index_select(-2, row_of).index_select(-1, column_of)
+
+    def encode(self, weight: torch.Tensor) -> Encoding:
+        """As `Codec.encode`: the scale of a block is its largest magnitude / that of a code, or 1;
+        of E2M1 2^(floor(log2(largest magnitude)) - 2), as MX defines it."""
+        wide = self._turned(check_encode(self, weight))
+        stored, block, grid = tuple(wide.shape), self._block(wide.shape), self._grid(wide.shape)
+        padded = wide.new_zeros(*stored[:-2], grid[0] * block[0], grid[1] * block[1])
+        padded[..., : stored[-2], : stored[-1]] = wide
+        blocks = padded.view(*stored[:-2], grid[0], block[0], grid[1], block[1])
+        scales = self._scales_of(blocks.abs().amax(dim=(-3, -1)))
+        spread = self._spread(scales_to_fp32(flat_bytes(scales), self.scale), stored)
+        if self.element == "E4M3":
+            largest = _LARGEST["E4M3"]
+            codes = (wide / spread).clamp(-largest, largest).to(torch.float8_e4m3fn)
+        else:
+            codes = _e2m1_codes(wide.double() / spread.double())
+        return Encoding(self, (flat_bytes(codes), flat_bytes(scales)), {})
+
+    def _scales_of(self, largest: torch.Tensor) -> torch.Tensor:
+        """Returns the scales, as stored, for the largest magnitudes of the blocks."""
+        if self.element == "E2M1":
+            return fp32_to_e8m0(exponents_of(largest) - _LARGEST_EXPONENT)
+        exact = torch.where(largest == 0, 1.0, largest / _LARGEST["E4M3"])
+        exact = exact.clamp(min=2.0**-126)
+        if self.scale == "F32":
+            return exact
+        if self.scale in ("BF16", "F16"):
+            rounded = exact.to(torch.bfloat16 if self.scale == "BF16" else torch.float16)
+            return rounded.clamp(min=torch.finfo(rounded.dtype).tiny)
+        exponents = exponents_of(exact)
+        exponents = exponents + (torch.ldexp(torch.ones_like(exact), exponents) < exact)
+        return fp32_to_e8m0(exponents)
+
+    @override
+    def rows(self, shape: Shape, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
+        codes, scales = self.parts(shape)
+        if len(shape) > 2:
+            return even_rows((codes, scales), shape[0], start, stop)
+        if self.is_transposed:
+            return None  # A row of the weight is a column of the stored matrix.
+        block = self._block(shape)[0]
+        if start % block or (stop % block and stop != shape[0]):
+            return None
+        blocks = (start // block, -(-stop // block))
+        of_codes = even_rows((codes,), shape[0], start, stop)
+        return (*of_codes, *even_rows((scales,), scales.shape[0], *blocks))
+
+
+def mxfp4(is_transposed: bool = False) -> FloatBlocks:
+    """Returns MXFP4 as compressed-tensors stores it, or as gpt-oss does: transposed."""
+    return FloatBlocks((1, MX_BLOCK), "U8", "E2M1", is_transposed)
+
+
+def _e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns the packed codes: to nearest, ties to even, at most 6."""
+    magnitudes = numbers.abs()
+    codes = torch.signbit(numbers).to(torch.uint8) << 3
+    for tie in _TIES_UP:
+        codes += magnitudes >= tie
+    for tie in _TIES_DOWN:
+        codes += magnitudes > tie
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
