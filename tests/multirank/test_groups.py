@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +194,12 @@ def test_what_makes_each_operation_wait_for_all_ranks_is_refused(
             process_groups.refuse_blocking_calls()
     finally:
         dist.set_debug_level(level)
+    for name in process_groups._BLOCKING:
+        for value, is_refused in (("1", True), ("TRUE", True), ("0", False), ("", False)):
+            with monkeypatch.context() as patched:
+                patched.setenv(name, value)
+                with pytest.raises(ConfigError, match=name) if is_refused else nullcontext():
+                    process_groups.refuse_blocking_calls()
     monkeypatch.setattr(process_groups, "use_torchcomms_enabled", lambda: True)
     with pytest.raises(ConfigError, match="TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
         process_groups.refuse_blocking_calls()

@@ -28,6 +28,15 @@ TIMEOUT_S = 600.0
 _ABORT_S = 60.0  # An abort may wait for an operation of the program's own that lost a rank.
 _MOST_CTAS = 16  # Of a kernel. Gathers, sums and 32 of the program's own fit 64 multiprocessors.
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_WAITS = "makes each operation between devices wait on the host, expected one that is only issued"
+_BLOCKING = {
+    "TORCH_NCCL_BLOCKING_WAIT": _WAITS,
+    "NCCL_BLOCKING_WAIT": _WAITS,  # Its name before PyTorch 2.2, which PyTorch still reads.
+    "CUDA_LAUNCH_BLOCKING": _WAITS,
+    "NCCL_LAUNCH_ORDER_IMPLICIT": (
+        "makes NCCL take the operations of two groups on one device for an error"
+    ),
+}
 
 
 class DeviceGroups:
@@ -133,11 +142,22 @@ def refuse_blocking_calls() -> None:
             "for all ranks, expected one that is only issued; set it to INFO, or set "
             'distributed.exchange to "one_sided"'
         )
+    for name, what in _BLOCKING.items():
+        if _is_on(os.environ.get(name, "")):
+            raise ConfigError(
+                f"{name}={os.environ[name]} {what}; unset it, or set distributed.exchange to "
+                '"one_sided"'
+            )
     if use_torchcomms_enabled is not None and use_torchcomms_enabled():  # And it is installed.
         raise ConfigError(
             "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 sorts the ranks of a new group, expected the order "
             'of the engine; set it to 0, or set distributed.exchange to "one_sided"'
         )
+
+
+def _is_on(value: str) -> bool:
+    """Whether PyTorch and NCCL read the value of an environment variable as true."""
+    return value.lower() not in ("", "0", "n", "no", "off", "f", "false")
 
 
 def _device_group(group: RankTopology, backend: str, divided: Sequence[Sequence[int]]) -> Any:
