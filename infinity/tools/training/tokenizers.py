@@ -124,8 +124,10 @@ class HuggingFaceTokenizer:
             raise
         except Exception as error:  # A broken directory makes transformers raise any exception.
             raise ConfigError(f"data.tokenizer: {path} cannot be loaded: {error}") from error
-        last = max(vocabulary, key=vocabulary.__getitem__, default="")
-        largest = vocabulary.get(last, 0)
+        if not vocabulary:  # Some releases of transformers load ids of 2^32 - 1 as no tokens.
+            raise ConfigError(f"data.tokenizer: {path} has no tokens; expected a vocabulary")
+        last = max(vocabulary, key=vocabulary.__getitem__)
+        largest = vocabulary[last]
         if largest >= MOST_TOKENS:
             raise ConfigError(
                 f"data.tokenizer: {path} gives {last!r} the id {largest}; expected ids below "
