@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from infinity.distributed.kept_shards import KeptShards
 from infinity.distributed.pending import PendingShards
 from infinity.distributed.resting_weights import RestingWeights
+from infinity.distributed.store import DistributedStore
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.store import LocalStore, NvmeLocation, changing_kinds
@@ -37,15 +38,20 @@ from infinity.tiers.pool import HostPool
 _WRITES_POLL_S = 0.01  # The end of a write wakes nobody.
 
 
-def can_update_beside(local: LocalStore, shards: Iterable[Unit]) -> bool:
-    """Whether a thread without device streams reaches all state that updates of these shards read
-    or write: the state rests on NVMe, or where the host can address it."""
-    return all(
-        isinstance(local.location(unit, kind), NvmeLocation)
-        or local.host_view(unit, kind) is not None
-        for unit in shards
-        if unit.state_numel
-        for kind in (*changing_kinds(unit), StateKind.GRADIENTS)
+def can_defer(store: DistributedStore, settings: UpdateSettings) -> bool:
+    """Whether this rank's shards are updated after the step. The thread has no device streams: all
+    state that it reads or writes must rest on NVMe, or where the host can address it."""
+    can_have_thread = settings.reads_ahead and settings.on_device is None
+    return (
+        store.partition.shards_parameters
+        and can_have_thread
+        and all(
+            isinstance(store.local.location(shard.unit, kind), NvmeLocation)
+            or store.local.host_view(shard.unit, kind) is not None
+            for shard in store.partition.local
+            if shard.unit.state_numel
+            for kind in (*changing_kinds(shard.unit), StateKind.GRADIENTS)
+        )
     )
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from infinity.distributed.collective.unshard import DeviceUnshard
 from infinity.distributed.early_shards import EarlyShards
-from infinity.distributed.shard_updates import ShardUpdates, can_update_beside
+from infinity.distributed.shard_updates import ShardUpdates, can_defer
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.distributed.sync import flush_owned, pull_updated
@@ -39,6 +39,7 @@ from infinity.streaming.updates.unit_update import UnitUpdate, updates_of
 from infinity.streaming.updates.updater import Updater
 from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.pool import HostPool
+from infinity.tiers.spare import Giver
 
 
 class ShardWeights(UpdatedWeights):
@@ -119,34 +120,27 @@ class DistributedUpdater(StepRunner):
         self._full_units = weight_cache
         self._gathering = None if store.partition.shards_parameters else gathering
         self._parts = {share.full: share.part for s in store.partition.local for share in s.shares}
-        self._gradients = gradients.owned
         self.deferred: ShardUpdates | None = None
         self._early: EarlyShards | None = None
         self._decided_s = time.monotonic()  # The last decision.
-        shard_units = [shard.unit for shard in store.partition.local]
-        if (
-            store.partition.shards_parameters
-            and settings.reads_ahead
-            and settings.on_device is None
-            and can_update_beside(store.local, shard_units)
-        ):
-            undecided = UndecidedState(store.local, pool, self._spare_nbytes, serves_weights=True)
+        if can_defer(store, settings):
+            shard_units = [shard.unit for shard in store.partition.local]
+            undecided = UndecidedState(store.local, pool, serves_weights=True)
             self.deferred = ShardUpdates(
                 store.local, shard_units, store.pending, store.kept, pool, counters, settings,
                 store.transport.abort, undecided, gradients.owned,
             )  # fmt: skip
-            gradients.owned.blocks.spare_nbytes = self._spare_nbytes
             if settings.in_backward:
                 store.serve_old(undecided)
                 self._early = EarlyShards(
                     store, gradients, undecided, self.deferred, counters,
                     is_beside=settings.is_beside,
                 )  # fmt: skip
-
-    def _spare_nbytes(self) -> int:
-        """Returns free host memory that neither weights nor sums of this step need."""
-        needed_nbytes = self._full_units.absent_nbytes() + self._gradients.blocks.to_come_nbytes
-        return self._pool.free_nbytes - needed_nbytes
+        kept = store.kept
+        pool.add_giver(Giver.KEPT_SHARDS, lambda _: kept.give_back(pool))
+        pool.add_giver(Giver.KEPT_SHARDS_IN_USE, lambda _: kept.give_back(pool, waits=True))
+        pool.add_giver(Giver.IDLE_SHARD_UPDATES, lambda _: self._release_idle(is_needed=True))
+        pool.add_giver(Giver.SHARD_UPDATES, lambda _: self._release())
 
     def apply(self, record: StepRecord) -> None:
         """Updates this rank's shards, and makes the new weights visible to every rank. In a
@@ -260,7 +254,11 @@ class DistributedUpdater(StepRunner):
             return False
         if self._early is not None and (
             self._early.is_active
-            or (self._early.policy.is_on and not is_needed and self._spare_nbytes() >= 0)
+            or (
+                self._early.policy.is_on
+                and not is_needed
+                and self._pool.spare.unclaimed_nbytes >= 0
+            )
         ):
             return False
         return self.deferred.release(waits=False)
@@ -301,27 +299,14 @@ class DistributedUpdater(StepRunner):
         finally:
             self.local.abandon()
 
-    @override
-    def reclaim_idle(self) -> bool:
-        if self._release_idle(is_needed=True):
-            return True
-        return self.local.reclaim_idle()
-
-    @override
-    def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
-        if self._store.kept.give_back(self._pool, waits=waits):
-            return True
-        return self.local.give_back_spare(waits=waits, drops=drops)
-
-    @override
-    def reclaim(self) -> bool:
+    def _release(self) -> bool:
+        """Frees the memory of updates after their end, or what the last early one has taken.
+        Returns whether there was any."""
         if self._early is not None:
             self._early.pause()
         if self.deferred is not None and self.deferred.release(waits=True):
             return True
-        if self._early is not None and self._early.release():
-            return True
-        return self.local.reclaim()
+        return self._early is not None and self._early.release()
 
     def _changed_by(self, record: StepRecord) -> list[Unit]:
         full_units = self._store.partition.full_units

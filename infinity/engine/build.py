@@ -28,9 +28,11 @@ from infinity.distributed.setup import (
     refuse_different_weights,
     remove_directories,
 )
+from infinity.distributed.shard_updates import can_defer
 from infinity.distributed.step import DistributedMasters, DistributedUpdater
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sums.grad_memory import SumsMemory
+from infinity.distributed.sums.over_ranks import SumsOverRanks
 from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.distributed.sync import OneRank, Ranks, RankSync
 from infinity.engine.engine import Engine
@@ -55,6 +57,7 @@ from infinity.state.units import Unit
 from infinity.storage.protocol import StorageEngine
 from infinity.storage.shards import ShardIdentity
 from infinity.storage.volume import Adopted
+from infinity.streaming.gradients.blocks import PooledSumBlocks, SumsStay
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.inputs.activations import ActivationStore
@@ -70,6 +73,7 @@ from infinity.streaming.weights.state import WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.open_device import ChosenDevice, OwnDevice, choose_device
 from infinity.tiers.pool import HostPool
+from infinity.tiers.spare import Giver
 
 _log = logging.getLogger("infinity")
 
@@ -274,7 +278,6 @@ def _assemble(
     )  # fmt: skip
     step = _step_parts(plan, tiers, local, sharded, pool, weight_cache, updates, passes, resources)
     activations, waiting = _activation_stores(plan, tiers, pool, inputs, weight_cache)
-    _add_reclaimers(plan, pool, weight_cache, step, (activations, waiting))
     return _Assembly(
         store, pool, device, weight_cache, step, activations, WaitingMemory(waiting), passes,
         counters, update_device,
@@ -335,21 +338,33 @@ def _step_parts(
 ) -> _StepParts:
     device, counters = tiers.device, tiers.counters
     resources.callback(store.close)
+    takes_bf16 = updates.is_beside and updates.on_device is None
     if sharded is None:
-        gradients = GradientStore(store, pool=pool, device=device, counters=counters)
+        gradients = GradientStore(
+            store, pool=pool, device=device, counters=counters,
+            blocks=PooledSumBlocks(pool, SumsStay.WHILE_FREE),
+            takes_bf16=takes_bf16, has_worker=updates.is_beside,
+        )  # fmt: skip
+        pool.add_giver(Giver.FORGOTTEN_SUMS, lambda _: gradients.reclaim(waits=False))
+        pool.add_giver(Giver.SUMS, lambda _: gradients.reclaim())
         resources.callback(gradients.close)
         updater = Updater(store, pool, weight_cache, gradients, counters, updates)
         return _StepParts(gradients, updater, Masters(store, pool), OneRank())
-    reduced = DistributedGradients(
-        sharded.store,
-        pool=pool,
-        device=device,
-        counters=counters,
-        reduce_dtype=_DTYPES.get(plan.config.distributed.reduce_dtype),
-        passes=passes,
-        buckets=sharded.buckets,
-        sums=SumsMemory(pool, sharded.plan.sums, plan.budgets),
+    memory = SumsMemory(pool, sharded.plan.sums, plan.budgets)
+    local = GradientStore(sharded.store, pool=pool, device=device, counters=counters, blocks=memory)
+    stay = SumsStay.BESIDE_OTHERS if can_defer(sharded.store, updates) else SumsStay.NEVER
+    over_ranks = SumsOverRanks(
+        sharded.store, pool, device, counters, stay=stay, takes_bf16=takes_bf16
     )
+    # Sums that will be sent wait for all their parts, also when memory is short.
+    if not sharded.store.partition.shards_gradients:
+        pool.add_giver(Giver.SUMS, lambda _: local.reclaim())
+    pool.add_giver(Giver.SUMS, lambda _: over_ranks.store.reclaim())
+    reduced = DistributedGradients(
+        sharded.store, local=local, sums=over_ranks, sums_memory=memory, device=device,
+        reduce_dtype=_DTYPES.get(plan.config.distributed.reduce_dtype),
+        passes=passes, buckets=sharded.buckets,
+    )  # fmt: skip
     resources.callback(reduced.local.close)
     resources.callback(reduced.owned.close)
     distributed = DistributedUpdater(
@@ -359,33 +374,6 @@ def _step_parts(
     masters = DistributedMasters(sharded.store, pool)
     sync = RankSync(sharded.store, weight_cache, reduced, sharded.collectives)
     return _StepParts(reduced, distributed, masters, sync)
-
-
-def _add_reclaimers(
-    plan: RunPlan,
-    pool: HostPool,
-    weight_cache: WeightCache,
-    step: _StepParts,
-    stores: Sequence[ActivationStore],
-) -> None:
-    """Tells the pool which parts give up blocks, in the order in which it asks them."""
-    updater, gradients = step.updater, step.gradients
-    pool.add_lender(lambda: gradients.reclaim(waits=False))
-    pool.add_lender(updater.give_back_spare)
-    pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True))
-    if plan.config.schedule.updates == "at_step" or step.ranks.num_ranks > 1:
-        pool.add_reclaimer(lambda _: updater.reclaim_idle())
-    # Cheapest first: gradients on their way to the drive, weights that would be read again, and the
-    # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would
-    # cost more weights than it holds, because they are not adjacent.
-    pool.add_reclaimer(lambda _: gradients.reclaim())
-    pool.add_reclaimer(lambda _: any(store.reclaim() for store in stores))
-    pool.add_reclaimer(lambda _: updater.give_back_spare(waits=True, drops=True))
-    pool.add_reclaimer(weight_cache.space.reclaim)
-    # A byte of these is written and read again, one of kept weights is only read.
-    pool.add_reclaimer(lambda _: any(store.spill() for store in stores))
-    pool.add_reclaimer(lambda _: updater.reclaim())
-    pool.add_reclaimer(lambda _: weight_cache.space.give_up_zone())
 
 
 def _params(

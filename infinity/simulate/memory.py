@@ -10,6 +10,7 @@ from typing import NamedTuple
 from infinity.simulate.order import Move
 from infinity.simulate.spec import NOT_SHARDED, StepSpec
 from infinity.tiers.ranges import rounded_nbytes
+from infinity.tiers.spare import SpareMemory
 
 
 def inputs_on_host(job: StepSpec) -> list[int]:
@@ -124,14 +125,14 @@ def _sums(job: StepSpec) -> tuple[dict[int, int], float]:
         for unit in use.units
         if job.units[unit].gradients == "nvme" and job.units[unit].gradient_nbytes
     }
-    left_nbytes = job.weights_cache_nbytes - fetched_nbytes(job)
+    spare = SpareMemory(job.weights_cache_nbytes, fetched_nbytes(job))
     if any(unit.sharded is not NOT_SHARDED for unit in job.units):
         if not job.defers or not job.weights_cache_nbytes:
             return {}, 0
-        left_nbytes -= NUM_BLOCKS * max(unit.written_nbytes for unit in job.units)
+        spare.free_nbytes -= NUM_BLOCKS * max(unit.written_nbytes for unit in job.units)
     elif not job.is_deferred:
-        left_nbytes -= job.ring_nbytes
-    return sums, left_nbytes
+        spare.ring_to_come_nbytes = job.ring_nbytes
+    return sums, spare.for_sums_nbytes
 
 
 def _fitting(sums: Mapping[int, int], left_nbytes: float) -> Iterator[int]:

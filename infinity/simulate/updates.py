@@ -8,6 +8,7 @@ from infinity.simulate.fetches import Fetches
 from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
 from infinity.simulate.memory import fetched_nbytes
 from infinity.simulate.spec import NOT_SHARDED, UnitLoad
+from infinity.tiers.spare import SpareMemory
 
 
 class UnitUpdates:
@@ -38,7 +39,8 @@ class UnitUpdates:
             for load in job.units
             if load.sharded.is_gathered and load.weights == "nvme" and load.update_nbytes
         )
-        return max(0.0, job.weights_cache_nbytes - self._all_fetched_nbytes - kept_nbytes)
+        spare = SpareMemory(job.weights_cache_nbytes, self._all_fetched_nbytes, kept_nbytes)
+        return max(0.0, spare.unclaimed_nbytes)
 
     def can_go_back(self, load: UnitLoad) -> bool:
         """Whether the unit can be updated before the step decides (design/0003)."""

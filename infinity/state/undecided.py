@@ -20,7 +20,7 @@ Note [Readers of old bytes]
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -83,21 +83,19 @@ class UndecidedState:
     The training thread takes and frees memory, under the engine's lock. One thread updates a unit;
     `publish` and `drop` follow its last write of the unit. Any thread may `read`.
 
-    `spare_nbytes`: returns the free memory of `pool` that copies may take. `serves_weights`: other
-    ranks read weights where they rest, so these do not change there before `publish`.
+    `serves_weights`: other ranks read weights where they rest, so these do not change there before
+    `publish`.
     """
 
     def __init__(
         self,
         store: LocalStore,
         pool: HostPool,
-        spare_nbytes: Callable[[], int],
         *,
         serves_weights: bool,
     ) -> None:
         self.store = store
         self._pool = pool
-        self._spare_nbytes = spare_nbytes
         self._serves_weights = serves_weights
         self._lock = threading.Lock()  # Guards the copies, and the bytes at home against a change.
         self._copies: dict[int, _Copy] = {}
@@ -124,7 +122,7 @@ class UndecidedState:
         nbytes += sum(unit.nbytes(kind) for kind in self._kinds(unit))
         if not nbytes or unit.index in self._copies:
             return True
-        if self._spare_nbytes() < nbytes:
+        if self._pool.spare.unclaimed_nbytes < nbytes:
             return False
         block = self._pool.try_allocate(nbytes, _LABEL)
         if block is not None:

@@ -18,6 +18,7 @@ from infinity.observe import Counters
 from infinity.sizes import GIB
 from infinity.storage.arena import Arena
 from infinity.tiers.ranges import Range, RangeAllocator
+from infinity.tiers.spare import SpareMemory
 
 # The most bytes that are page-locked for a device at once. CUDA drivers keep one object of page
 # table entries for each registration: with pages of 4 KiB 512 GiB need 2 GiB of them, more than the
@@ -51,6 +52,7 @@ class HostBlocks:
         self._ranges = RangeAllocator(
             arena.capacity_nbytes, registered_nbytes=MAX_REGISTERED_NBYTES
         )
+        self.spare = SpareMemory(self._ranges.free_nbytes)
         self._counters = counters
         self._lock = threading.Lock()
         self._lent: set[Block] = set()
@@ -149,6 +151,7 @@ class HostBlocks:
             return sorted(block.label for block in self._lent)
 
     def _note_use(self) -> None:
+        self.spare.free_nbytes = self._ranges.free_nbytes
         used_nbytes = self.capacity_nbytes - self._ranges.free_nbytes
         self.high_water_nbytes = max(self.high_water_nbytes, used_nbytes)
         self._counters.set("host_in_use_nbytes", used_nbytes)

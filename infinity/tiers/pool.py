@@ -1,7 +1,7 @@
 """Working memory on the host tier: `require` frees blocks of other owners to find space.
 
-An owner of blocks that can be freed registers a reclaimer. `require` calls the reclaimers, in the
-order of their registration, until a block of the wanted size is free or no reclaimer frees one.
+An owner of blocks that can be freed registers as a giver. `require` asks the givers, in the order
+of `spare.py`, until a block of the wanted size is free or no giver frees one.
 
 Note [Tight budgets]
   A block that is in use cannot be moved, so kept blocks around it may leave only holes that are too
@@ -12,14 +12,15 @@ Note [Tight budgets]
   by `restack` before the block is in use.
 
 Note [Spare memory]
-  `try_spare` allocates memory for something that is only faster with it. Its owner registers a
-  lender, which gives blocks back at once. Whoever else allocates asks the lenders first, so nobody
-  has less memory because of spare blocks.
+  `try_spare` allocates memory for something that is only faster with it. Its owner registers as a
+  giver that gives blocks back at once. Whoever else allocates asks it first, so nobody has less
+  memory because of spare blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import torch
 
@@ -27,6 +28,7 @@ from infinity.errors import CapacityError
 from infinity.sizes import format_nbytes
 from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.ranges import Range, is_stacked
+from infinity.tiers.spare import Giver
 
 
 class HostPool:
@@ -35,8 +37,8 @@ class HostPool:
     def __init__(self, host: HostBlocks, *, is_tight: bool = False) -> None:
         self._host = host
         self.is_tight = is_tight
-        self._reclaimers: list[Callable[[int], bool]] = []
-        self._lenders: list[Callable[[], bool]] = []
+        self.spare = host.spare
+        self._givers: list[tuple[Giver, Callable[[int], bool]]] = []  # In the order of the asking.
         self._lent: set[Block] = set()  # By the pool; what rests on the host is not among them.
 
     @property
@@ -54,14 +56,10 @@ class HostPool:
         """Bytes of the budget that are not lent."""
         return self._host.free_nbytes
 
-    def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
-        """`reclaim(wanted_nbytes)` frees at least one block and may wait for it, or returns False.
-        `wanted_nbytes` is the size of the block that is needed."""
-        self._reclaimers.append(reclaim)
-
-    def add_lender(self, give_back: Callable[[], bool]) -> None:
-        """`give_back()` frees a block of `try_spare` without a wait, or returns False."""
-        self._lenders.append(give_back)
+    def add_giver(self, giver: Giver, give: Callable[[int], bool]) -> None:
+        """`give(wanted_nbytes)` frees at least one block, or returns False. `wanted_nbytes`: the
+        size of the block that is needed."""
+        self._givers = sorted([*self._givers, (giver, give)], key=itemgetter(0))
 
     def try_allocate(self, nbytes: int, label: str, *, at_top: bool | None = None) -> Block | None:
         """Allocates a block for use ahead of time; None when no space is free now. `at_top`: the
@@ -74,7 +72,7 @@ class HostPool:
 
     def _allocate(self, nbytes: int, label: str, at_top: bool | None = None) -> Block | None:
         while (block := self._allocate_free(nbytes, label, at_top)) is None:
-            if not any(give_back() for give_back in self._lenders):
+            if not self._ask(nbytes, at_once=True):
                 return None
         return block
 
@@ -122,7 +120,13 @@ class HostPool:
         )
 
     def _reclaim(self, wanted_nbytes: int) -> bool:
-        return any(reclaim(wanted_nbytes) for reclaim in self._reclaimers)
+        return self._ask(wanted_nbytes, at_once=False)
+
+    def _ask(self, wanted_nbytes: int, *, at_once: bool) -> bool:
+        """Returns whether a giver, of those that give at once or of the others, has freed a
+        block."""
+        givers = (give for giver, give in self._givers if giver.gives_at_once is at_once)
+        return any(give(wanted_nbytes) for give in givers)
 
     def carve(self, block: Block, offset_nbytes: int, nbytes: int) -> Block:
         """A part of a lent block; see HostBlocks.carve."""

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infinity
-from infinity.distributed.step import DistributedUpdater
 from infinity.errors import StorageError
 from infinity.state.store import LocalStore
 from infinity.state.undecided import _LABEL as OLD_STATE
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
+from infinity.tiers.spare import SpareMemory
 from tests.support.exhaustive import sampled
 
 from .early_run import PATIENCE_S, EarlyRun
@@ -270,7 +270,7 @@ def test_an_update_that_is_half_made_is_seen_by_nobody(placement: dict[str, str]
 def _cannot_write(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, float]]:
     """No early update of rank 1 finds space for its writes, or for its old state on the host."""
     if rank and not case.placement:
-        DistributedUpdater._spare_nbytes = lambda _: 0  # type: ignore[method-assign]
+        SpareMemory.unclaimed_nbytes = 0  # type: ignore[method-assign, assignment]
     run = EarlyRun(rank, case, Path(tempfile.gettempdir()))
     with _patched(LocalStore, "write", _failing if rank else lambda write: write):
         for number in range(3):

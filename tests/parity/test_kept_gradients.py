@@ -111,7 +111,7 @@ def test_no_sum_is_written_while_all_have_memory_and_one_is_if_others_need_a_byt
             found.append(loss.detach().clone())
             if not run.is_plain and spare_nbytes:
                 counts.append(moved.num_writes)
-                engine.gradients.blocks.spare_nbytes = partial(int, spare_nbytes.pop(0))
+                engine.gradients._blocks.spare_nbytes = partial(int, spare_nbytes.pop(0))
         run.step(CLIPPED)
         return found
 
@@ -181,14 +181,14 @@ def test_state_that_is_read_a_pass_ahead_leaves_space_for_the_sums_to_come(
     """A sum that stays in memory saves a read; a spare slot only moves one."""
     run, engine, drive = offloaded_run(swap_directory, "4500KiB", updates)
     drive.is_idle = True
-    grow, blocks, to_come = StagingRing._grow, engine.gradients.blocks, 0
+    grow, spare, to_come = StagingRing._grow, engine.pool.spare, 0.0
 
     def note_grow(ring: StagingRing, *, is_for_later: bool = False) -> bool:
         nonlocal to_come
         is_grown = grow(ring, is_for_later=is_for_later)
         if is_for_later:
-            to_come = max(to_come, blocks.to_come_nbytes)
-            assert not is_grown or engine.pool.free_nbytes >= blocks.to_come_nbytes
+            to_come = max(to_come, spare.sums_to_come_nbytes)
+            assert not is_grown or engine.pool.free_nbytes >= spare.sums_to_come_nbytes
         return is_grown
 
     monkeypatch.setattr(StagingRing, "_grow", note_grow)

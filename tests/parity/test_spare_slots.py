@@ -165,13 +165,15 @@ def test_weights_that_are_not_cached_yet_count_as_needed(swap_directory: Path) -
     steps(run, 3, lambda _: CLIPPED)
     cache = engine.weight_cache
     absent = sum(w.unit.weight_nbytes for w in cache.weights if w.block is None)
-    assert cache.absent_nbytes() == absent
+    assert engine.pool.spare.weights_to_come_nbytes == absent
     engine.flush()
     for unit in engine.store.units:
         cache.discard(unit.index)
-    assert cache.absent_nbytes() == sum(unit.weight_nbytes for unit in engine.store.units)
+    assert engine.pool.spare.weights_to_come_nbytes == sum(
+        unit.weight_nbytes for unit in engine.store.units
+    )
     loss_of(run.model, 3)
-    assert engine.pool.free_nbytes >= cache.absent_nbytes()
+    assert engine.pool.free_nbytes >= engine.pool.spare.weights_to_come_nbytes
     engine.close()
 
 

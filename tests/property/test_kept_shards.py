@@ -19,6 +19,7 @@ from infinity.storage.arena import Arena
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.pool import HostPool
+from infinity.tiers.spare import Giver
 
 NUM_SHARDS = 4
 NBYTES = 2 * MIB
@@ -35,7 +36,7 @@ class KeptShardsMachine(RuleBasedStateMachine):
         self.arena = Arena(6 * MIB)  # Less than all shards need.
         host = HostBlocks(self.arena, Counters())
         self.pool, self.kept = HostPool(host), KeptShards(host)
-        self.pool.add_lender(lambda: self.kept.give_back(self.pool))
+        self.pool.add_giver(Giver.KEPT_SHARDS, lambda _: self.kept.give_back(self.pool))
         self.at_rest = list(range(NUM_SHARDS))
         self.undecided: dict[int, int] = {}
         self.next_byte = 100

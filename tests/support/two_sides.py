@@ -146,8 +146,8 @@ def idle_drives() -> Iterator[None]:
 
     def now(early: EarlyTurns) -> None:
         real(early)
-        while early.wake_worker is not None:  # What the worker may not get to before the step.
-            early.end_work()
+        while early.has_worker:  # What the worker may not get to before the step.
+            early._gradients.end_readers()
             turn = early.turn()
             if isinstance(turn, LooseWork):
                 turn.run()

@@ -14,6 +14,7 @@ from infinity.storage.arena import Arena
 from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import Range
+from infinity.tiers.spare import Giver
 
 
 def test_a_dissolved_block_is_free_but_for_the_parts_that_stay() -> None:
@@ -74,7 +75,7 @@ def test_an_idle_block_below_idle_ones_is_moved_to_the_stack_with_its_bytes() ->
             kept, gone, block = (pool.require(size, "") for size in (nbytes, nbytes // 2, nbytes))
             pool.tensor(block).copy_(torch.arange(nbytes) % 251)
             idle = [gone]
-            pool.add_reclaimer(partial(free_one, pool, idle))
+            pool.add_giver(Giver.UPDATES, partial(free_one, pool, idle))
             assert pool.is_stacked(block, [kept, gone], 0)
             assert pool.is_stacked(block, [kept], nbytes // 2)
             assert not pool.is_stacked(block, [kept], nbytes // 2 - 1)

@@ -24,9 +24,7 @@ class Changing:
 
     def __init__(self, engine: Any) -> None:
         self.store, self.pool = engine.store, engine.pool
-        self.undecided = UndecidedState(
-            self.store, self.pool, lambda: self.pool.free_nbytes, serves_weights=True
-        )
+        self.undecided = UndecidedState(self.store, self.pool, serves_weights=True)
         [self.unit] = self.store.units
         self.kinds = [k for k in changing_kinds(self.unit) if k is not StateKind.PARAMETERS]
         for number, kind in enumerate(self.kinds):

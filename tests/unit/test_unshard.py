@@ -25,6 +25,7 @@ from infinity.testing import SimulatedDevice
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.ranges import Range
+from infinity.tiers.spare import SpareMemory
 
 
 class Stub:
@@ -40,7 +41,7 @@ class Stub:
     arrival = departure = FINISHED
 
     def __init__(self) -> None:
-        self.num_lent = 0
+        self.num_lent, self.spare = 0, SpareMemory(0)
         self.patience: list[bool] = []
 
     def home(self, unit: Any, kind: Any) -> NvmeLocation:
@@ -124,16 +125,16 @@ def test_stored_weights_count_once_as_shards_or_as_full_units(
         source = UnshardedWeights(stub, 2, is_outdated_by_step=False)
     moves = WeightMoves(stub, stub, stub, Counters(), source)
     weights = moves.weights
-    assert moves.absent_nbytes == absent_nbytes
+    assert stub.spare.weights_to_come_nbytes == absent_nbytes
     main = [unit.stored.nbytes for unit in stub.units if not moves.is_at_top(unit)]
     assert main == of_units
     for entry in weights:
         moves.start_read(entry, moves.require(entry), Priority.FORWARD)
-    assert moves.absent_nbytes == 0
+    assert stub.spare.weights_to_come_nbytes == 0
     for entry in weights:
         moves.finish_read(entry)
         moves.evict(entry)
-    assert moves.absent_nbytes == absent_nbytes
+    assert stub.spare.weights_to_come_nbytes == absent_nbytes
 
 
 class Refusing:

@@ -9,7 +9,7 @@ fragmented.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import CapacityError
@@ -52,9 +52,6 @@ def plan_sums(
 
 class SumsMemory:
     """Lends the memory of a plan, between `open` and `close`. Called under the engine lock."""
-
-    to_come_nbytes = 0  # Reserved by the plan.
-    spare_nbytes: Callable[[], int] | None = None  # Sums do not stay: other sums need the place.
 
     def __init__(self, pool: HostPool, plan: SumsPlan, budgets: Budgets) -> None:
         self._pool = pool
@@ -99,6 +96,9 @@ class SumsMemory:
         if self._shared is not None and not self._lent:
             self._pool.free(self._shared)
             self._shared = None
+
+    def spare_nbytes(self) -> None:
+        """Sums do not stay: other sums need the place."""
 
     def take(self, unit: Unit) -> Block:
         """Returns memory for the unit's gradients in fp32.

@@ -26,6 +26,7 @@ from infinity.ops.host_sums import add_, multiplied_
 from infinity.state.partition import ShardSlice
 from infinity.state.store import StateStore
 from infinity.state.units import TensorSpec, Unit
+from infinity.streaming.gradients.blocks import PooledSumBlocks, SumsStay
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.gradients.tensors import CompleteSums
 from infinity.tiers.device import DeviceAdapter
@@ -40,7 +41,7 @@ class OwnedSums(GradientStore):
     That thread reads the block of a shard that awaits its update, or is updated early, and takes no
     lock (Note [Sums that stay in memory] in `streaming/gradients/blocks.py`). No such block is
     given up: a reclaim of that memory waits for the updates, or takes them back
-    (`DistributedUpdater.reclaim`). All other methods are for the training thread, under the
+    (`Giver.SHARD_UPDATES`). All other methods are for the training thread, under the
     engine's lock.
     """
 
@@ -52,8 +53,13 @@ class OwnedSums(GradientStore):
         counters: Counters,
         norms: CompleteSums,
         pending: PendingShards,
+        stay: SumsStay,
+        takes_bf16: bool,
     ) -> None:
-        super().__init__(store, pool=pool, device=device, counters=counters, norms=norms)
+        super().__init__(
+            store, pool=pool, device=device, counters=counters, norms=norms,
+            blocks=PooledSumBlocks(pool, stay), takes_bf16=takes_bf16,
+        )  # fmt: skip
         self._pending = pending
 
     @override
@@ -69,7 +75,14 @@ class SumsOverRanks:
     """
 
     def __init__(
-        self, store: DistributedStore, pool: HostPool, device: DeviceAdapter, counters: Counters
+        self,
+        store: DistributedStore,
+        pool: HostPool,
+        device: DeviceAdapter,
+        counters: Counters,
+        *,
+        stay: SumsStay,
+        takes_bf16: bool,
     ) -> None:
         partition = store.partition
         self._device = device
@@ -83,7 +96,9 @@ class SumsOverRanks:
             for share in shard.shares
         }
         self.norms = measured_shards(share for _, share in self._owned.values())
-        self.store = OwnedSums(store, pool, device, counters, self.norms, store.pending)
+        self.store = OwnedSums(
+            store, pool, device, counters, self.norms, store.pending, stay, takes_bf16
+        )
         self._waiting: OrderedReduction[PartialGradient] = OrderedReduction(
             partition.count, combine=self._combine, drop=self._partials.drop
         )

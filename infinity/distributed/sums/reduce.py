@@ -25,7 +25,6 @@ from infinity.distributed.wire.failures import ending_all
 from infinity.distributed.wire.protocol import RemoteRequest
 from infinity.distributed.wire.transport import PeerTransport
 from infinity.errors import UnsupportedError
-from infinity.observe import Counters
 from infinity.ops.host_sums import copied
 from infinity.state.partition import Partition
 from infinity.state.units import StateKind, TensorSpec, Unit
@@ -34,7 +33,6 @@ from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.gradients.sums import flat_of, in_memory_order, refuse_sparse
 from infinity.streaming.passes import Passes
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.pool import HostPool
 
 _LEAD_S = 10.0  # A rank that is ahead waits so long for the others, once in a step.
 _ALL = 2**32 - 1  # More backward passes than a step has.
@@ -61,21 +59,21 @@ class DistributedGradients(GradientSink):
         self,
         store: DistributedStore,
         *,
-        pool: HostPool,
+        local: GradientStore,
+        sums: SumsOverRanks,
+        sums_memory: SumsMemory,
         device: DeviceAdapter,
-        counters: Counters,
         reduce_dtype: torch.dtype | None,
         passes: Passes,
         buckets: GradientBuckets | None,
-        sums: SumsMemory,
     ) -> None:
-        self.local = GradientStore(store, pool=pool, device=device, counters=counters, blocks=sums)
-        self.sums = SumsOverRanks(store, pool, device, counters)
+        """`sums_memory`: that of `local`."""
+        self.local, self.sums = local, sums
         self.owned, self.norms = self.sums.store, self.sums.norms
         self.progress = self.sums.progress
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
-        self._buckets, self._sums_memory = buckets, sums
+        self._buckets, self._sums_memory = buckets, sums_memory
         self._device, self._store = device, store
         self._partition: Partition = store.partition
         self._transport: PeerTransport = store.transport
@@ -405,14 +403,6 @@ class DistributedGradients(GradientSink):
             self._turns.end_backward()
         self.take_in()
         self.owned.write_out_all()
-
-    @override
-    def reclaim(self, *, waits: bool = True) -> bool:
-        if not waits:
-            return False
-        # Sums that will be sent wait for all their parts, also when memory is short.
-        are_sent = self._partition.shards_gradients
-        return (not are_sent and self.local.reclaim()) or self.owned.reclaim()
 
     def _end_local(self) -> None:
         if self._partition.shards_gradients:  # Its sums rest nowhere.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from typing import Protocol
 
 import torch
@@ -33,14 +34,11 @@ _NUM_LEAVING = 2  # Sums that are on their way to the drive while others stay.
 
 
 class SumBlocks(Protocol):
-    """Host blocks that gradients of a unit are summed in: fp32 (state_numel,).
+    """Host blocks that gradients of a unit are summed in: fp32 (state_numel,)."""
 
-    `to_come_nbytes`: blocks that were taken in the last step and not yet in this one.
-    `spare_nbytes`: returns the free memory that nobody needs; None: sums are written at once.
-    """
-
-    to_come_nbytes: int
-    spare_nbytes: Callable[[], int] | None = None
+    def spare_nbytes(self) -> float | None:
+        """Returns the memory that complete sums may have to stay in, unwritten; None: they are
+        written at once."""
 
     def take(self, unit: Unit) -> Block:
         """Returns a host block for the fp32 sums of a unit. Raises CapacityError."""
@@ -52,21 +50,37 @@ class SumBlocks(Protocol):
         """The next step is expected to take the blocks that this one has taken."""
 
 
+class SumsStay(Enum):
+    """When a complete sum stays in its block, unwritten; see `tiers/spare.py`."""
+
+    NEVER = auto()
+    WHILE_FREE = auto()
+    BESIDE_OTHERS = auto()  # If the sums that are still to come have memory, too.
+
+
 class PooledSumBlocks(SumBlocks):
     """Takes each block from the pool when it is needed."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool, stay: SumsStay) -> None:
         self._pool = pool
-        self.to_come_nbytes = 0
+        self._stay = SumsStay.NEVER if pool.is_tight else stay
         self._expected: dict[int, int] = {}  # Bytes by unit, not yet taken in this step.
         self._taken: dict[int, int] = {}
+
+    @override
+    def spare_nbytes(self) -> float | None:
+        if self._stay is SumsStay.NEVER:
+            return None
+        spare = self._pool.spare
+        is_alone = self._stay is SumsStay.WHILE_FREE
+        return spare.for_sums_nbytes if is_alone else spare.unclaimed_nbytes
 
     @override
     def take(self, unit: Unit) -> Block:
         nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
         block = self._pool.require(nbytes, f"gradients of {unit.name}")
         self._taken[unit.index] = nbytes
-        self.to_come_nbytes -= self._expected.pop(unit.index, 0)
+        self._pool.spare.sums_to_come_nbytes -= self._expected.pop(unit.index, 0)
         return block
 
     @override
@@ -76,7 +90,7 @@ class PooledSumBlocks(SumBlocks):
     @override
     def end_step(self) -> None:
         self._expected, self._taken = self._taken, {}
-        self.to_come_nbytes = sum(self._expected.values())
+        self._pool.spare.sums_to_come_nbytes = sum(self._expected.values())
 
 
 class SumsInBlocks:
@@ -103,9 +117,7 @@ class SumsInBlocks:
         self._norms = norms
         self._tensors = tensors
         self._is_in_use = is_in_use
-        # Whether an update reads the unit's sum, though the gradients may have been forgotten. Set
-        # by the updater, which alone knows.
-        self.awaits_update: Callable[[int], bool] = lambda _: False
+        self._awaited: set[int] = set()  # Units whose sum an update is to read.
         self._lent: dict[Unit, UnitGradients] = {}  # The oldest first.
         self._due: dict[Unit, UnitGradients] = {}  # DUE, in the order of their writes.
         all_nbytes = [
@@ -146,13 +158,16 @@ class SumsInBlocks:
 
     def may_stay(self) -> bool:
         """Whether a complete sum may stay in its block, unwritten."""
-        if self._blocks.spare_nbytes is None or self._pool.is_tight:
-            return False
+        spare_nbytes = self._blocks.spare_nbytes()
         needed_nbytes = min(self._leaving_nbytes, max(self._absent_nbytes, 0))
-        return self._blocks.spare_nbytes() + self._written_nbytes >= needed_nbytes
+        return spare_nbytes is not None and spare_nbytes + self._written_nbytes >= needed_nbytes
+
+    def await_update(self, unit: int, is_awaited: bool) -> None:
+        """Sets whether an update reads the unit's sum, though the gradients may be forgotten."""
+        (self._awaited.add if is_awaited else self._awaited.discard)(unit)
 
     def _is_needed(self, unit: Unit) -> bool:
-        return self.awaits_update(unit.index) or has_any(self._tensors, unit)
+        return unit.index in self._awaited or has_any(self._tensors, unit)
 
     def await_more(self, sums: UnitGradients) -> None:
         """DUE -> ON_HOST, for another gradient; another state stays."""

@@ -226,13 +226,14 @@ class LeavingGradients:
         counters: Counters,
         most_kept_nbytes: int,
         note: Callable[[LeavingGradient], None],
+        has_worker: bool,
     ) -> None:
         self._device = device
         self._staging = staging
         self._counters = counters
         self._note = note
         self.num_additions = 0  # Those that are due.
-        self.has_worker = False  # Which calls `add_next`.
+        self._has_worker = has_worker  # Which calls `add_next`.
         self._most_kept_nbytes = most_kept_nbytes
         self._leaving: deque[LeavingGradient] = deque()  # Not on the host, or not known to be.
         self._awaited: Copy | None = None  # By the end of a backward.
@@ -291,7 +292,7 @@ class LeavingGradients:
     def end_there(self) -> None:
         """Ends the copies that are over, in order. Never waits. Additions are the worker's, if
         there is one."""
-        while self._leaving and not (self.has_worker and self._leaving[0].addition):
+        while self._leaving and not (self._has_worker and self._leaving[0].addition):
             if not self._leaving[0].copy.done():
                 return
             self._end_oldest()
@@ -373,11 +374,13 @@ class NarrowSums:
         tensors: Mapping[TensorSpec, TensorGradient],
         leaving: LeavingGradients,
         norms: CompleteSums,
+        *,
+        is_on: bool,
     ) -> None:
         self._tensors = tensors
         self._leaving = leaving
         self._norms = norms
-        self.is_on = False
+        self.is_on = is_on
         self.units: set[int] = set()
 
     def array_for(

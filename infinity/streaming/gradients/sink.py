@@ -93,11 +93,6 @@ class GradientSink(Protocol):
         of which this rank has a part."""
 
     # Memory.
-    def reclaim(self, *, waits: bool = True) -> bool:
-        """Frees one block of host memory. Returns False if there is none to free. Without `waits`
-        only one whose content nobody needs; over ranks it is the place of the next sum, and
-        stays."""
-
     def prepare_step(self) -> None:
         """Makes every gradient complete for `optimizer.step()`. Does not wait for writes; blocks
         stay lent."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation, StateStore
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
-from infinity.streaming.gradients.blocks import PooledSumBlocks, SumBlocks, SumsInBlocks
+from infinity.streaming.gradients.blocks import SumBlocks, SumsInBlocks
 from infinity.streaming.gradients.leaving import (
     DeviceSums,
     GradientStaging,
@@ -41,6 +42,13 @@ from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
 
+class Reader(Protocol):
+    """An update that reads sums without the engine's lock."""
+
+    def end(self) -> None:
+        """Waits until it is over, and does what follows."""
+
+
 class GradientStore(GradientSink):
     """The gradients of units whose state this process owns. Called under the engine's lock."""
 
@@ -51,32 +59,34 @@ class GradientStore(GradientSink):
         pool: HostPool,
         device: DeviceAdapter,
         counters: Counters,
-        blocks: SumBlocks | None = None,
+        blocks: SumBlocks,
         norms: CompleteSums | None = None,
+        takes_bf16: bool = False,
+        has_worker: bool = False,
     ) -> None:
+        """`takes_bf16`: updates read sums in bf16. `has_worker`: one calls `leaving.add_next`."""
         self._store = store
         self._pool = pool
-        self.blocks = blocks or PooledSumBlocks(pool)
+        self._blocks = blocks
         self._device = device
         self._counters = counters
         self._sums = {unit.index: sums_of(unit, store) for unit in store.units}
         self._tensors: defaultdict[TensorSpec, TensorGradient] = defaultdict(TensorGradient)
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
-        # Ends an update that reads a sum without the lock. Set by the updater.
-        self.end_readers: Callable[[], None] = lambda: None
+        self._reader: Reader | None = None
         self.device_sums = DeviceSums()
         most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
         largest_numel = max(spec.numel for unit in store.units for spec in unit.tensors)
         self._staging = GradientStaging(pool, largest_numel, most_kept_nbytes)
         self.leaving = LeavingGradients(
-            device, self._staging, counters, most_kept_nbytes, self._note_there
+            device, self._staging, counters, most_kept_nbytes, self._note_there, has_worker
         )
         self.norms = CompleteSums() if norms is None else norms
-        self.narrow = NarrowSums(self._tensors, self.leaving, self.norms)
+        self.narrow = NarrowSums(self._tensors, self.leaving, self.norms, is_on=takes_bf16)
         self.narrow_units = self.narrow.units
         self.in_blocks = SumsInBlocks(
-            store, pool, self.blocks, counters, self.norms, self._tensors, self._is_in_use
+            store, pool, blocks, counters, self.norms, self._tensors, self._is_in_use
         )
         most_nbytes = 2 * STATE_ITEM_NBYTES * max(unit.state_numel for unit in store.units)
         self._resting = RestingNorms(device, pool, self.norms, most_nbytes)
@@ -306,6 +316,16 @@ class GradientStore(GradientSink):
         self.in_blocks.reclaim(sums)
         return True
 
+    def lend(self, reader: Reader | None) -> None:
+        """`reader` reads sums without the lock, until `end_readers`."""
+        self._reader = reader
+
+    def end_readers(self) -> None:
+        """Waits until nobody reads a sum without the lock."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.end()
+
     def _is_in_use(self, unit: Unit) -> bool:
         return unit is self._in_use
 
@@ -314,7 +334,7 @@ class GradientStore(GradientSink):
         self.finish_copies()
         self._resting.advance()
         self.in_blocks.start_writes()
-        self.blocks.end_step()
+        self._blocks.end_step()
         while self._pool.is_tight and self.reclaim():
             pass
 

@@ -33,6 +33,7 @@ from infinity.streaming.inputs.input_memory import InputMemory
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
+from infinity.tiers.spare import Giver
 
 _LABEL = "activations"
 # Tensors that computation may run ahead of while they leave the device, which has to keep them.
@@ -113,6 +114,8 @@ class ActivationStore:
         self._in_use: SavedInput | None = None
         self._leaving: deque[tuple[Copy, Block]] = deque()  # Being copied to the device.
         self._departing: deque[Copy] = deque()  # Off the device, the last few.
+        pool.add_giver(Giver.MOVING_INPUTS, lambda _: self.reclaim())
+        pool.add_giver(Giver.INPUTS, lambda _: self.spill())
 
     @property
     def keeps_all(self) -> bool:

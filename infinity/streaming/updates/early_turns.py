@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from typing_extensions import override
@@ -18,7 +18,7 @@ from infinity.state.undecided import UndecidedState, can_be_undecided, has_gener
 from infinity.state.units import Chunk, Unit
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.early import Early, EarlyUpdates
-from infinity.streaming.updates.record import StepRecord
+from infinity.streaming.updates.record import StepRecord, UpdateSettings
 from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate, chunks_of
 from infinity.streaming.updates.worker import MOST_CHECKED_OUT, LooseWork
@@ -39,10 +39,9 @@ class EarlyTurns(EarlyUpdates):
         counters: Counters,
         *,
         chunk_nbytes: int,
-        is_beside: bool,
+        settings: UpdateSettings,
     ) -> None:
-        """`is_beside`: the device that computes has memory of its own."""
-        store = undecided.store
+        store, is_beside = undecided.store, settings.is_beside
         able = [unit for unit in store.units if can_be_undecided(store, unit, is_beside=is_beside)]
         self._is_newest_first = is_beside and not any(has_generations(store, u) for u in able)
         super().__init__(
@@ -58,10 +57,7 @@ class EarlyTurns(EarlyUpdates):
         self._chunks_of: dict[int, tuple[Chunk, ...]] = {}
         self._to_make: dict[int, UnitUpdate] = {}  # Not DONE, in the order in which they came.
         self._is_advancing = False
-        # Of the worker that updates, where there is one: wakes it, and ends what it does without
-        # the lock.
-        self.wake_worker: Callable[[], None] | None = None
-        self.end_work: Callable[[], None] = lambda: None
+        self.has_worker = is_beside and settings.on_device is None  # Which takes turns.
         self._made_s = 0.0
 
     # -- The backward ------------------------------------------------------------------------------
@@ -111,17 +107,22 @@ class EarlyTurns(EarlyUpdates):
         self._is_advancing = True
         try:
             super().advance()
-            if self.wake_worker is None:
+            if self.has_worker:
+                self._check_out_first()
+            else:
                 while self._to_make and self._advance_at_once(self._in_turn()[0]):
                     pass
-            elif self._check_out_first():
-                self.wake_worker()
             self._read_ahead()
         finally:
             self._is_advancing = False
 
-    def _check_out_first(self) -> bool:
-        """Checks weights out for the worker. Returns whether the worker has any."""
+    @property
+    def has_turn(self) -> bool:
+        """Whether the worker has weights of an update."""
+        return self.has_worker and any(map(self._is_checked_out, self._to_make))
+
+    def _check_out_first(self) -> None:
+        """Checks weights out for the worker."""
         num_checked_out = sum(map(self._is_checked_out, self._to_make))
         for index in self._in_turn():
             if num_checked_out >= MOST_CHECKED_OUT:
@@ -132,7 +133,6 @@ class EarlyTurns(EarlyUpdates):
             if update.weights is None and self._can_update(update):
                 self._chunks.check_out(update)
                 num_checked_out += 1
-        return num_checked_out > 0
 
     def _in_turn(self) -> list[int]:
         """The units in the order of their updates; one that is begun is finished first."""
@@ -217,7 +217,7 @@ class EarlyTurns(EarlyUpdates):
 
     @override
     def take_back_others(self, record: StepRecord) -> None:
-        self.end_work()
+        self._gradients.end_readers()
         super().take_back_others(record)
 
     def publish(self, record: StepRecord) -> list[UnitUpdate]:
@@ -240,7 +240,7 @@ class EarlyTurns(EarlyUpdates):
     @override
     def take_back(self, index: int) -> None:
         if index in self._early:
-            self.end_work()
+            self._gradients.end_readers()
         super().take_back(index)
 
     @override
@@ -284,7 +284,7 @@ class EarlyTurns(EarlyUpdates):
 
     @override
     def withdraw(self) -> None:
-        self.end_work()
+        self._gradients.end_readers()
         super().withdraw()
 
     @override
@@ -295,7 +295,7 @@ class EarlyTurns(EarlyUpdates):
     def release(self) -> bool:
         """Gives memory back: weights that are checked out between two chunks, or the last copy of
         old state. Returns whether there was any."""
-        self.end_work()
+        self._gradients.end_readers()
         for index, update in self._to_make.items():
             if update.weights is not None:
                 if self._is_advancing:

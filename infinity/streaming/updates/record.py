@@ -136,16 +136,3 @@ class StepRunner(Protocol):
 
     def abandon(self) -> None:
         """Drops what is pending, and waits for transfers in flight: the engine closes."""
-
-    def reclaim_idle(self) -> bool:
-        """Frees the staging ring's block if nothing is pending. Returns whether it did."""
-
-    def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
-        """Frees spare memory of state on its way: of what has been written; with `waits` what is
-        being written; with `drops` what was read ahead. Returns whether there was any."""
-
-    def reclaim(self) -> bool:
-        """Frees the staging ring's block, with the chunks read ahead, unless an update runs.
-
-        Returns whether it did.
-        """

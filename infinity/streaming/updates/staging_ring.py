@@ -8,9 +8,7 @@ Note [Spare slots]
   Where host memory is free, there are more slots than the block has. Reads go ahead of writes at
   the drive, so updated state then waits in memory until the drive has nothing to read: what the
   forward updates is written in the backward, and the slots are filled for the next forward when
-  they have been written. Spare slots take memory that nobody else needs. Weights that are not in
-  memory yet count as needed, because a cached weight saves a read, and a slot only moves one. For
-  state that is read a pass ahead, so do sums of gradients that are still to come.
+  they have been written. `tiers/spare.py` says how much they may take.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.chunk_update import StagedChunk, StagingSlot
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
+from infinity.tiers.spare import Giver
 
 _RING_LABEL = "chunks of the optimizer"
 # Slots that are looked at for one whose transfers are over: writes end in about their order.
@@ -47,7 +46,7 @@ class StagingRing:
 
     A slot has space for a chunk of `chunk_nbytes` of fp32 in every state kind that travels.
     `gradients`: those in memory in another place or form than at rest are not read.
-    `spare_nbytes`: returns the free memory that may be taken for spare slots; None: there are none.
+    `grows`: whether there are spare slots.
     `is_for_device`: the device updates, so state that rests on it does not travel. `reads_again`: a
     read that has failed before anybody needed it is made again. `has_fixed_arrays`: state at rest
     stays at its address as long as the store. `travels`: whether any state does. `undecided`: what
@@ -63,7 +62,7 @@ class StagingRing:
         *,
         chunk_nbytes: int,
         num_slots: int,
-        spare_nbytes: Callable[[], int] | None = None,
+        grows: bool = False,
         is_for_device: bool = False,
         has_fixed_arrays: bool = False,
         reads_again: bool = False,
@@ -87,7 +86,7 @@ class StagingRing:
         self._travelling = staging_nbytes(store.units, travelling, chunk_nbytes)
         self.travels = bool(self._travelling)
         self._slot_nbytes = sum(self._travelling.values())
-        self._spare_nbytes = spare_nbytes
+        self._grows = grows
         self._gradients = gradients
         self._has_fixed_arrays = has_fixed_arrays
         self._reads_again = reads_again
@@ -98,6 +97,11 @@ class StagingRing:
         self._started: dict[tuple[int, int], StagedChunk] = {}  # By unit and start; oldest first.
         # Where no state travels: chunks with all their arrays, until `forget_arrays`.
         self._at_rest: dict[tuple[int, int, bool], StagedChunk] = {}
+        pool.spare.ring_to_come_nbytes += self._block_nbytes(num_slots)
+        if grows:
+            pool.add_giver(Giver.FREE_SLOTS, lambda _: self.give_back_spare())
+            pool.add_giver(Giver.WRITTEN_SLOTS, lambda _: self.give_back_spare(waits=True))
+            pool.add_giver(Giver.SLOTS_READ_AHEAD, lambda _: self.give_back_spare(drops=True))
 
     # -- The block -------------------------------------------------------------------------------
 
@@ -117,6 +121,7 @@ class StagingRing:
             count, self._block = self._require(count)
         if self._block is None:
             return False
+        self._pool.spare.ring_to_come_nbytes -= self._block_nbytes(self._num_slots)
         for index in range(count):
             self._slots.append(StagingSlot(self._parts(self._block, index * self._slot_nbytes)))
         return True
@@ -153,20 +158,18 @@ class StagingRing:
         finally:
             for slot in self._slots:
                 if slot.spare is not None:
-                    self._pool.free(slot.spare)
+                    self._free_spare(slot.spare)
             self._slots.clear()
-            self._num_spare = 0
             block, self._block = self._block, None
             self._pool.free(block)
+            self._pool.spare.ring_to_come_nbytes += self._block_nbytes(self._num_slots)
         return True
 
     # -- Spare slots -------------------------------------------------------------------------------
 
     def _grow(self, *, is_for_later: bool = False) -> bool:
         """Takes a spare slot, which is free, if there is memory for one."""
-        if self._spare_nbytes is None or self._block is None:
-            return False
-        if self._num_spare == _MOST_SPARE_SLOTS:
+        if not self._grows or self._block is None or self._num_spare == _MOST_SPARE_SLOTS:
             return False
         if self._left_nbytes(is_for_later) < self._slot_nbytes:
             return False
@@ -175,11 +178,17 @@ class StagingRing:
             return False
         self._slots.appendleft(StagingSlot(self._parts(block, 0), spare=block))
         self._num_spare += 1
+        self._pool.spare.spare_slots_nbytes += self._slot_nbytes
         return True
+
+    def _free_spare(self, block: Block) -> None:
+        self._num_spare -= 1
+        self._pool.spare.spare_slots_nbytes -= self._slot_nbytes
+        self._pool.free(block)
 
     def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
         """Frees a spare slot: one that is free; with `waits` else the first that is being written;
-        with `drops` else the last that was read ahead. Returns whether it did. Raises StorageError
+        with `drops` also the last that was read ahead. Returns whether it did. Raises StorageError
         if the write has failed; the slot is free then, too."""
         if not self._num_spare:
             return False
@@ -187,7 +196,7 @@ class StagingRing:
         if not spare and drops:
             spare = self._drop_last_spare()
         chosen = next((slot for slot in spare if slot.is_idle), None)
-        if chosen is None and waits:
+        if chosen is None and (waits or drops):
             chosen = next(iter(spare), None)
         if chosen is None or chosen.spare is None:
             return False
@@ -195,8 +204,7 @@ class StagingRing:
             self._wait(chosen.transfers, "write_wait_s", "memory of updated state is needed")
         finally:
             self._slots.remove(chosen)
-            self._num_spare -= 1
-            self._pool.free(chosen.spare)
+            self._free_spare(chosen.spare)
         return True
 
     def _drop_last_spare(self) -> list[StagingSlot]:
@@ -206,12 +214,6 @@ class StagingRing:
                 self._drop(staged)
                 return [staged.slot]
         return []
-
-    @property
-    def to_give_nbytes(self) -> int:
-        """Memory of spare slots, less the block if it is still to be taken."""
-        to_take_nbytes = 0 if self.is_taken else self._block_nbytes(self._num_slots)
-        return self._num_spare * self._slot_nbytes - to_take_nbytes
 
     def held_back_nbytes(self) -> int:
         """Bytes of updated state that are not where they rest yet."""
@@ -287,11 +289,11 @@ class StagingRing:
             pass
         return bool(self._slots and self._slots[0].is_idle) or self._grow(is_for_later=is_for_later)
 
-    def _left_nbytes(self, is_for_later: bool) -> int:
-        """Free memory for spare slots. A chunk whose gradients are still to come holds its slot
-        until then: it leaves space for their sums, which save a read if they stay in memory."""
-        left_nbytes = 0 if self._spare_nbytes is None else self._spare_nbytes()
-        return left_nbytes - (self._gradients.blocks.to_come_nbytes if is_for_later else 0)
+    def _left_nbytes(self, is_for_later: bool) -> float:
+        """Spare memory for slots. A chunk whose gradients are still to come holds its slot until
+        then."""
+        spare = self._pool.spare
+        return spare.unclaimed_nbytes if is_for_later else spare.beside_weights_nbytes
 
     def drop_reads(self, is_dropped: Callable[[Chunk], bool] | None = None) -> None:
         """Gives up reads ahead, the last started first: those of which `is_dropped` holds, or

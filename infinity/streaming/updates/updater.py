@@ -52,6 +52,7 @@ from infinity.streaming.updates.unit_update import (
 from infinity.streaming.updates.worker import LooseWork, UpdateWorker, Waitable
 from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.pool import HostPool
+from infinity.tiers.spare import Giver
 
 
 class Updater(StepRunner):
@@ -76,19 +77,15 @@ class Updater(StepRunner):
         undecided: UndecidedState | None = None
         if settings.in_backward and settings.reads_ahead:
             assert isinstance(store, LocalStore)
-            undecided = UndecidedState(store, pool, self._spare_for_undecided, serves_weights=False)
+            undecided = UndecidedState(store, pool, serves_weights=False)
         self._ring = StagingRing(
             store, pool, counters, gradients,
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
-            spare_nbytes=self._spare_nbytes if settings.rides_along else None,
+            grows=settings.rides_along,
             is_for_device=not self._is_on_host, has_fixed_arrays=isinstance(store, LocalStore),
             undecided=None if undecided is None else undecided.contents,
         )  # fmt: skip
-        gradients.narrow.is_on = settings.is_beside and self._is_on_host
         self.chunk_nbytes = settings.chunk_nbytes * (1 if self._ring.travels else CHUNKS_AT_REST)
-        gradients.in_blocks.awaits_update = self.is_pending
-        if isinstance(weight_cache, WeightCache):
-            gradients.blocks.spare_nbytes = self._spare_for_sums
         self._rides_along = settings.rides_along and settings.reads_ahead
         # The streams that copy it are known to the thread that trains.
         self._has_state_on_device = any(
@@ -101,7 +98,7 @@ class Updater(StepRunner):
             assert isinstance(store, LocalStore) and isinstance(weight_cache, WeightCache)
             self._early = EarlyTurns(
                 weight_cache, gradients, undecided, self._ring, self._chunks, counters,
-                chunk_nbytes=self.chunk_nbytes, is_beside=settings.is_beside,
+                chunk_nbytes=self.chunk_nbytes, settings=settings,
             )  # fmt: skip
         # Where no state travels, gradients change nothing for updates.
         self.follows_gradients = self._early is not None or self._ring.travels
@@ -119,9 +116,11 @@ class Updater(StepRunner):
             self._pending, weight_cache, self._chunks, self._ring,
             following=self._expected, ended=self._end, torn=self._tear,
         )  # fmt: skip
-        self._work: LooseWork | None = None  # What the worker does without the lock.
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
         self._decided_s = time.monotonic()  # The last decision.
+        if not settings.rides_along:
+            pool.add_giver(Giver.IDLE_RING, lambda _: not self._pending and self.reclaim())
+        pool.add_giver(Giver.UPDATES, lambda _: self.reclaim())
 
     @override
     def start_worker(
@@ -129,14 +128,8 @@ class Updater(StepRunner):
     ) -> None:
         self._worker = UpdateWorker(lock, self._turn, begin_thread)
         self.follows_gradients = True
-        self._gradients.leaving.has_worker = True
         resources.callback(self._worker.close)
         self._updates_beside = self._rides_along and self._is_on_host
-        if not self._updates_beside:
-            return
-        self._gradients.end_readers = self._end_work
-        if self._early is not None:
-            self._early.wake_worker, self._early.end_work = self._worker.wake, self._end_work
 
     # -- Pending updates -------------------------------------------------------------------------
 
@@ -144,7 +137,7 @@ class Updater(StepRunner):
     def defer(self, record: StepRecord) -> None:
         """Makes every unit with a parameter in the record pending, but for those that were updated
         in the backward; nothing is moved yet."""
-        self._end_work()
+        self._gradients.end_readers()
         if self._worker is not None:
             self._worker.refuse_failed()  # Before anything is decided.
         self._make_space_for_weights()
@@ -170,12 +163,17 @@ class Updater(StepRunner):
     def _make_space_for_weights(self) -> None:
         """Frees the memory of gradients that rest on NVMe, those that are needed last first, until
         weights have enough. What is left is not read for the updates. Raises StorageError."""
-        while self._rides_along and self._spare_nbytes() < 0 and self._gradients.reclaim():
+        spare = self._pool.spare
+        while self._rides_along and spare.beside_weights_nbytes < 0 and self._gradients.reclaim():
             pass
 
     def _make_pending(self, update: UnitUpdate) -> None:
         self._pending[update.unit.index] = update
-        self._weight_cache.await_update(update.unit.index, True)
+        self._await_update(update.unit.index, True)
+
+    def _await_update(self, unit: int, is_awaited: bool) -> None:
+        self._weight_cache.await_update(unit, is_awaited)
+        self._gradients.in_blocks.await_update(unit, is_awaited)
 
     def _decide(self, record: StepRecord) -> set[int]:
         """Tells the early updates what the step decided. Returns the units whose early updates are
@@ -211,7 +209,7 @@ class Updater(StepRunner):
 
     def _withdraw(self) -> None:
         for unit, update in self._pending.items():
-            self._weight_cache.await_update(unit, False)
+            self._await_update(unit, False)
             self._chunks.check_in(update, write_now=False)
         self._pending.clear()
         self._beside.clear()
@@ -233,8 +231,8 @@ class Updater(StepRunner):
         """
         if self._early is not None:
             self._early.take_back(unit)
-        if self._work is not None and unit in self._pending:
-            self._end_work()
+        if unit in self._pending:
+            self._gradients.end_readers()
         update = self._pending.get(unit)
         if update is None:
             return
@@ -265,14 +263,14 @@ class Updater(StepRunner):
     @override
     def finish_writes(self) -> None:
         """Waits until what was updated so far is where it rests."""
-        self._end_work()
+        self._gradients.end_readers()
         self._ring.finish_writes()
 
     @override
     def abandon(self) -> None:
         """Forgets what is pending and waits for what is in flight; the engine is closing."""
         with contextlib.suppress(Exception):  # It would have been raised by whoever needed it.
-            self._end_work()
+            self._gradients.end_readers()
         self._withdraw()
         self.finish_writes()
         self._ring.forget_arrays()
@@ -330,7 +328,7 @@ class Updater(StepRunner):
         """Every chunk is updated: the unit is not pending any more."""
         del self._pending[update.unit.index]
         self._updated[update.unit.index] = update.chunks
-        self._weight_cache.await_update(update.unit.index, False)
+        self._await_update(update.unit.index, False)
         self._gradients.give_back(update.unit)
 
     def _run(self, update: UnitUpdate, is_needed: bool) -> None:
@@ -357,21 +355,15 @@ class Updater(StepRunner):
             return added
         if not self._updates_beside:
             return None
-        self._end_work()
+        self._gradients.end_readers()
         update = self._beside.first()
         found: Sequence[Waitable] | LooseWork | None = None
         if update is not None:
             found = self._beside.turn_of(update)
         elif self._early is not None:
             found = self._early.turn()
-        self._work = found if isinstance(found, LooseWork) else None
+        self._gradients.lend(found if isinstance(found, LooseWork) else None)
         return found
-
-    def _end_work(self) -> None:
-        """Ends what the worker does without the lock, see `LooseWork`."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.end()
 
     def _finish(self, unit: int) -> bool:
         """Makes the rest of a pending update. Returns whether it can be made now."""
@@ -414,11 +406,6 @@ class Updater(StepRunner):
     def note_left(self, unit: int) -> bool:
         return self._early is not None and self._early.note_left(unit)
 
-    @property
-    def _local_weights(self) -> WeightCache:
-        assert isinstance(self._weight_cache, WeightCache), "ranks update at the step, or beside it"
-        return self._weight_cache
-
     @override
     def begin_early(self, unit: int, record: StepRecord) -> None:
         assert self._early is not None, "`note_left` has asked for it"
@@ -440,6 +427,8 @@ class Updater(StepRunner):
             self._worker.wake()
         if self._early is not None:
             self._early.advance()
+            if self._worker is not None and self._early.has_turn:
+                self._worker.wake()
         if self._before_backward is not None:
             self._read_ahead("forward", self._before_backward)
         if self._next is not None:
@@ -462,32 +451,12 @@ class Updater(StepRunner):
 
     # -- Memory ------------------------------------------------------------------------------------
 
-    @override
-    def reclaim_idle(self) -> bool:
-        """Gives the ring's block back when nothing is pending. False if there is none to give."""
-        return not self._pending and self.reclaim()
-
-    def _spare_nbytes(self) -> int:
-        return self._pool.free_nbytes - self._local_weights.absent_nbytes()
-
-    def _spare_for_undecided(self) -> int:
-        return self._spare_nbytes() - self._gradients.blocks.to_come_nbytes
-
-    def _spare_for_sums(self) -> int:
-        """As `_spare_nbytes`, for sums of gradients: spare slots give way to them."""
-        return self._spare_nbytes() + self._ring.to_give_nbytes
-
-    @override
-    def give_back_spare(self, *, waits: bool = False, drops: bool = False) -> bool:
-        return self._ring.give_back_spare(waits=waits, drops=drops)
-
-    @override
     def reclaim(self) -> bool:
         """Gives memory back unless an update is running: weights that the worker has, the ring's
         block, with what was read ahead, or weights of an early update that is under way."""
         if self._is_applying:
             return False
-        self._end_work()
+        self._gradients.end_readers()
         if self._beside.release(self._finish):
             return True
         return self._ring.give_up() or (self._early is not None and self._early.release())

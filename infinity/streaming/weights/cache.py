@@ -258,10 +258,6 @@ class WeightCache:
 
     # -- Changing weights --------------------------------------------------------------------------
 
-    def absent_nbytes(self) -> int:
-        """Host memory that the weights still need until all of them are kept there."""
-        return self._moves.absent_nbytes
-
     def is_in_use(self, unit: int) -> bool:
         """Whether the unit has a use."""
         return self.weights[unit].use_count > 0

@@ -52,9 +52,8 @@ _log = logging.getLogger("infinity")
 class WeightDecoding:
     """Decodes stored weights. Writes `decoded` and `is_decoding` of `Weights`, nothing else.
 
-    `detach(weights)` drops a unit's decoded block that is not in use. `absent_nbytes()`: host
-    memory that weights still need until all of them are kept. Under the engine's lock. The pool may
-    call reclaimers in each call that needs a block.
+    `detach(weights)` drops a unit's decoded block that is not in use. Under the engine's lock. The
+    pool may ask givers in each call that needs a block.
     """
 
     def __init__(
@@ -64,14 +63,12 @@ class WeightDecoding:
         device: DeviceAdapter,
         counters: Counters,
         detach: Callable[[Weights], None],
-        absent_nbytes: Callable[[], int],
     ) -> None:
         self._store = store
         self._pool = pool
         self._device = device
         self._counters = counters
         self._detach = detach
-        self._absent_nbytes = absent_nbytes
         self._zone: Block | None = None
         self._ranges = RangeAllocator(0)  # Of the zone.
         self._in_zone: dict[Block, tuple[Range, Weights]] = {}
@@ -132,7 +129,7 @@ class WeightDecoding:
                 self._in_zone[block] = taken, weights
                 return block
             # Among stored weights that are read for the first time it would leave a hole later.
-            if self._pool.free_nbytes - self._absent_nbytes() >= nbytes:
+            if self._pool.spare.beside_weights_nbytes >= nbytes:
                 free = self._pool.try_allocate(nbytes, label)
                 if free is not None:
                     return free

@@ -41,8 +41,7 @@ class WeightMoves:
 
     `weights`: all units, by index. `nbytes`: host bytes of the weights, by unit; also of full units
     whose weights rest in shards of other units. `attached_nbytes`: weights on the device that rest
-    elsewhere. `absent_nbytes`: those of `nbytes` that travel through host memory in training and
-    have no block there. `num_changes`: blocks outside the zone that were taken or freed. Called
+    elsewhere. `num_changes`: blocks outside the zone that were taken or freed. Called
     under the engine's lock.
     """
 
@@ -59,11 +58,8 @@ class WeightMoves:
         self._device = device
         self._counters = counters
         self._source = source
-        self.decoding = WeightDecoding(
-            store, pool, device, counters, self.detach, lambda: self.absent_nbytes
-        )
+        self.decoding = WeightDecoding(store, pool, device, counters, self.detach)
         self.attached_nbytes = 0
-        self.absent_nbytes = 0
         self.num_changes = 0
         self._there: dict[int, Weights] = {}
         # Where the next use waits for the write, the write does not wait behind updated state.
@@ -104,7 +100,7 @@ class WeightMoves:
     def _count_absent(self, weights: Weights, sign: int) -> None:
         unit = weights.unit.index
         if not weights.rests_on_device and self._travels[unit]:
-            self.absent_nbytes += sign * self.nbytes[unit]
+            self._pool.spare.weights_to_come_nbytes += sign * self.nbytes[unit]
 
     def there(self) -> list[Weights]:
         """Returns the units with a host block or device memory besides where they rest, by index. A

@@ -17,6 +17,7 @@ from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import rounded_nbytes
+from infinity.tiers.spare import Giver
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class WeightSpace:
         # Stored blocks, tiles of them and decoded blocks have very different sizes.
         self._has_stored = any(entry.unit.stored is not None for entry in self._weights)
         self._refusal: _Refusal | None = None  # Of the last read ahead among stored weights.
+        pool.add_giver(Giver.WEIGHTS, self.reclaim)
+        pool.add_giver(Giver.DECODED_ZONE, lambda _: self.give_up_zone())
 
     # -- Device ------------------------------------------------------------------------------------
 

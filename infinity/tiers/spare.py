@@ -1,0 +1,89 @@
+"""Spare host memory: who may take it, who gives it back, and in which order. Pure.
+
+Everything that works asks `HostPool` for memory and gets it. What is only faster with memory takes
+what is spare: free, and not needed by weights or sums that are still to come.
+
+  taken for                                          at most                  given back as
+  weights of updated shards                          all that is free         KEPT_SHARDS
+  more staging slots, for an update that is due      beside_weights_nbytes    FREE_SLOTS
+  decoded weights outside of their zone              beside_weights_nbytes    WEIGHTS
+  sums of gradients that stay unwritten              for_sums_nbytes          SUMS
+  sums that a thread reads without the lock          unclaimed_nbytes         SUMS
+  more staging slots, for the next pass              unclaimed_nbytes         FREE_SLOTS
+  old state of early updates                         unclaimed_nbytes         UPDATES
+  what an idle thread of updates has read ahead      unclaimed_nbytes         IDLE_SHARD_UPDATES
+
+Weights come first because a weight that is kept saves a read, and a slot only moves one. A sum that
+stays saves a write and a read: staging slots give way to it. A chunk that is read for the next pass
+holds its slot until its gradients come, so it leaves space for their sums. A sum that a thread
+reads without the lock is not given up until that thread has ended: it leaves space for the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, auto
+
+
+@dataclass(slots=True)
+class SpareMemory:
+    """What is free of the host's working memory, and who will need it: bytes, one writer each.
+
+    `free_nbytes`: `HostBlocks`. `weights_to_come_nbytes`: weights that travel through host memory
+    and are not there (`WeightMoves`). `sums_to_come_nbytes`: blocks that the last step has taken,
+    and this one has not yet (`PooledSumBlocks`). `ring_to_come_nbytes`: the staging ring while it
+    is not taken; `spare_slots_nbytes`: what it has taken beyond (`StagingRing`).
+    """
+
+    free_nbytes: float
+    weights_to_come_nbytes: float = 0
+    sums_to_come_nbytes: float = 0
+    ring_to_come_nbytes: float = 0
+    spare_slots_nbytes: float = 0
+
+    @property
+    def beside_weights_nbytes(self) -> float:
+        """What is left if all weights are kept. Negative: they lack as much."""
+        return self.free_nbytes - self.weights_to_come_nbytes
+
+    @property
+    def for_sums_nbytes(self) -> float:
+        """What sums of this step may take: slots give way to them, but not the ring."""
+        return self.beside_weights_nbytes + self.spare_slots_nbytes - self.ring_to_come_nbytes
+
+    @property
+    def unclaimed_nbytes(self) -> float:
+        """What is left if all weights are kept and all sums have come."""
+        return self.beside_weights_nbytes - self.sums_to_come_nbytes
+
+
+class Giver(IntEnum):
+    """What gives memory back, in the order in which the pool asks.
+
+    Every allocation asks the first three. They give back at once what costs nothing. The others may
+    wait for a write, or lose bytes that are read again: `HostPool.require` asks them, cheapest
+    first, after those.
+    """
+
+    FORGOTTEN_SUMS = auto()  # Sums that no update awaits.
+    KEPT_SHARDS = auto()  # Weights of updated shards that nobody reads now.
+    FREE_SLOTS = auto()
+    KEPT_SHARDS_IN_USE = auto()  # After their readers and writes.
+    WRITTEN_SLOTS = auto()  # After their writes.
+    IDLE_SHARD_UPDATES = auto()  # The ring and blocks of a thread that has no update to make.
+    IDLE_RING = auto()  # Of updates inside the step. Others need the ring in every forward.
+    SUMS = auto()  # After their writes.
+    MOVING_INPUTS = auto()  # On their way to the device or the drive.
+    SLOTS_READ_AHEAD = auto()
+    WEIGHTS = auto()  # Needed latest; they are read again.
+    INPUTS = auto()  # Written and read again, where kept weights are only read.
+    # The ring, weights and copies of updates. To allocate a ring again would cost more weights than
+    # it holds, because they are not adjacent.
+    SHARD_UPDATES = auto()
+    UPDATES = auto()
+    DECODED_ZONE = auto()  # For good.
+
+    @property
+    def gives_at_once(self) -> bool:
+        """Whether it gives back without a wait what nobody needs."""
+        return self <= Giver.FREE_SLOTS
