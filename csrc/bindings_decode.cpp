@@ -40,6 +40,7 @@ ScaleFormat scale_format(const std::string& name) {
   if (name == "BF16") return ScaleFormat::kBf16;
   if (name == "F16") return ScaleFormat::kFp16;
   if (name == "F8_E8M0" || name == "U8") return ScaleFormat::kE8m0;
+  if (name == "F8_E4M3") return ScaleFormat::kE4m3;
   throw py::value_error("there are no scales of " + name);
 }
 
@@ -91,12 +92,14 @@ void fp8(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_n
 void four_bits(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,
                const Shape& shape, const OutTuple& out, std::size_t group,
                const std::array<float, 16>& values, bool is_high_first,
-               const std::string& product_format, std::size_t num_threads,
-               const std::string& simd) {
+               const std::string& product_format, std::uintptr_t global_scales, bool is_divided,
+               std::size_t num_threads, const std::string& simd) {
   Job job = make_job(codes, scales, scale_name, shape, out);
   if (group == 0) throw py::value_error("a group has no elements");
   job.code_format = decode::CodeFormat::kFourBits;
   job.group = group;
+  job.global_scales = pointer_to<const std::uint8_t*>(global_scales);
+  job.is_divided = is_divided;
   job.is_high_first = is_high_first;
   std::copy(values.begin(), values.end(), job.values);
   job.product_format = float_format(product_format);
@@ -113,7 +116,8 @@ void bind_decode(py::module_& module) {
   decode.def("four_bits", &four_bits, py::arg("codes"), py::arg("scales"),
              py::arg("scale_format"), py::arg("shape"), py::arg("out"), py::kw_only(),
              py::arg("group"), py::arg("values"), py::arg("is_high_first"),
-             py::arg("product_format"), py::arg("num_threads"), py::arg("simd"));
+             py::arg("product_format"), py::arg("global_scales"), py::arg("is_divided"),
+             py::arg("num_threads"), py::arg("simd"));
 }
 
 }  // namespace infinity

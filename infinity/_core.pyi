@@ -225,6 +225,8 @@ class decode:  # noqa: N801 (a submodule)
         values: Sequence[float],
         is_high_first: bool,
         product_format: str,
+        global_scales: int,
+        is_divided: bool,
         num_threads: int,
         simd: str,
     ) -> None: ...

@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 import torch
 
-from infinity.codecs import AffineGroups, Codec, TableBlocks, mxfp4
+from infinity.codecs import AffineGroups, Codec, TableBlocks, mxfp4, nvfp4
 from infinity.codecs.part import flat_bytes
 
 SHAPES = ((64, 64), (96, 160), (1, 32), (7, 224), (7, 192), (512, 1536))
@@ -67,6 +67,25 @@ def e2m1(weight: torch.Tensor) -> int:
     return differing(mxfp4(), parts, expected.bfloat16())
 
 
+def e2m1_of_16(weight: torch.Tensor) -> int:
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    args = QuantizationArgs(
+        num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    rows, columns = weight.shape
+    largest = weight.float().view(rows, columns // 16, 16).abs().amax(-1)
+    whole = (448.0 * 6.0 / largest.amax()).view(1)
+    scale = (largest / 6.0 * whole).to(torch.float8_e4m3fn)
+    state = {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": whole}
+    packed = NVFP4PackedCompressor.compress(state, scheme)
+    expected = NVFP4PackedCompressor.decompress(packed, scheme)["weight"]
+    parts = [packed[f"weight_{part}"] for part in ("packed", "scale", "global_scale")]
+    return differing(nvfp4(), parts, expected.bfloat16())
+
+
 def nf4(weight: torch.Tensor) -> int:
     import bitsandbytes.functional as bnb
 
@@ -83,7 +102,7 @@ def main() -> int:
     packages = ("compressed-tensors", "bitsandbytes", "torch")
     print(", ".join(f"{name} {version(name)}" for name in packages))
     failed = 0
-    for compare in (int4, e2m1, nf4):
+    for compare in (int4, e2m1, e2m1_of_16, nf4):
         for shape in SHAPES:
             if compare is nf4 and shape[0] > 1 and shape[1] % 64:
                 continue  # bitsandbytes' kernel for the CPU takes the scales of other blocks there.

@@ -8,7 +8,7 @@
 namespace infinity::decode {
 
 enum class CodeFormat : unsigned char { kFp8, kFourBits };
-enum class ScaleFormat : unsigned char { kFp32, kBf16, kFp16, kE8m0 };
+enum class ScaleFormat : unsigned char { kFp32, kBf16, kFp16, kE8m0, kE4m3 };
 enum class FloatFormat : unsigned char { kBf16, kFp16, kFp32 };
 
 // One weight: matrices of rows of columns. Codes and scales may lie at any address; the output at a
@@ -26,9 +26,12 @@ struct Job {
   std::size_t block_rows = 1;
   std::size_t block_columns = 1;
 
-  // Four bits: a scale per `group` codes, counted from the first code of all. The product of a
-  // value and a scale is rounded to `product_format`, then to the format of the output.
+  // Four bits: a scale per `group` codes, counted from the first code of all, times the fp32 global
+  // scale of its matrix or divided by it, if there are such. The product of a value and a scale is
+  // rounded to `product_format`, then to the format of the output.
   std::size_t group = 1;
+  const std::uint8_t* global_scales = nullptr;
+  bool is_divided = false;
   bool is_high_first = false;  // Which half of a byte holds the first of its two codes.
   float values[16] = {};
   FloatFormat product_format = FloatFormat::kFp32;

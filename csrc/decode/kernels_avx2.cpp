@@ -18,7 +18,7 @@ inline __m256i bf16_bits(__m256 numbers) noexcept {
   return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7FC0), is_nan);
 }
 
-// 32 codes at a time: the two bytes of an element are looked up apart, and then joined.
+// 32 codes at a time, or 16: the two bytes of an element are looked up apart, and then joined.
 struct Avx2Lookup {
   template <class Product, class Out>
   static __m256i elements_of(const float* values, float scale) noexcept {
@@ -31,6 +31,14 @@ struct Avx2Lookup {
       const Table<Product, Out> table(values, scale);
       return _mm256_load_si256(reinterpret_cast<const __m256i*>(table.elements));
     }
+  }
+
+  static void store16(__m128i low, __m128i high, __m128i index, std::uint16_t* out) noexcept {
+    auto* to = reinterpret_cast<__m128i*>(out);
+    const __m128i lows = _mm_shuffle_epi8(low, index);
+    const __m128i highs = _mm_shuffle_epi8(high, index);
+    _mm_storeu_si128(to, _mm_unpacklo_epi8(lows, highs));
+    _mm_storeu_si128(to + 1, _mm_unpackhi_epi8(lows, highs));
   }
 
   template <class Product, class Out>
@@ -54,14 +62,19 @@ struct Avx2Lookup {
         const __m128i high_codes = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
         const __m128i even = is_high_first ? high_codes : low_codes;
         const __m128i odd = is_high_first ? low_codes : high_codes;
-        const __m128i indices[] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
-        auto* to = reinterpret_cast<__m128i*>(out + done);
-        for (const __m128i index : indices) {
-          const __m128i lows = _mm_shuffle_epi8(low, index);
-          const __m128i highs = _mm_shuffle_epi8(high, index);
-          _mm_storeu_si128(to++, _mm_unpacklo_epi8(lows, highs));
-          _mm_storeu_si128(to++, _mm_unpackhi_epi8(lows, highs));
-        }
+        store16(low, high, _mm_unpacklo_epi8(even, odd), out + done);
+        store16(low, high, _mm_unpackhi_epi8(even, odd), out + done + 16);
+      }
+      if (done + 16 <= numel) {
+        const __m128i packed =
+            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + done / 2));
+        const __m128i low_codes = _mm_and_si128(packed, nibble);
+        const __m128i high_codes = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+        store16(low, high,
+                is_high_first ? _mm_unpacklo_epi8(high_codes, low_codes)
+                              : _mm_unpacklo_epi8(low_codes, high_codes),
+                out + done);
+        done += 16;
       }
     }
     if (done == numel) return done;

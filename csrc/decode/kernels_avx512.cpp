@@ -19,7 +19,7 @@ inline __m256i bf16_bits(__m512 numbers) noexcept {
   return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7FC0)));
 }
 
-// 32 codes at a time; the 16 elements stay in a register.
+// 32 codes at a time, or 16; the 16 elements stay in a register.
 struct Avx512Lookup {
   template <class Product, class Out>
   static __m512i elements_of(const float* values, float scale) noexcept {
@@ -61,6 +61,23 @@ struct Avx512Lookup {
         _mm512_storeu_si512(out + done, low);
         _mm512_storeu_si512(out + done + 16, high);
       }
+    }
+    if (done + 16 <= numel) {
+      const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + done / 2));
+      const __m128i low_codes = _mm_and_si128(packed, nibble);
+      const __m128i high_codes = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+      const __m128i first = is_high_first ? _mm_unpacklo_epi8(high_codes, low_codes)
+                                          : _mm_unpacklo_epi8(low_codes, high_codes);
+      if constexpr (sizeof(typename Out::Bits) == 2) {
+        const __m256i index = _mm256_cvtepu8_epi16(first);
+        _mm256_storeu_si256(
+            reinterpret_cast<__m256i*>(out + done),
+            _mm256_permutexvar_epi16(index, _mm512_castsi512_si256(elements)));
+      } else {
+        _mm512_storeu_si512(out + done,
+                            _mm512_permutexvar_epi32(_mm512_cvtepu8_epi32(first), elements));
+      }
+      done += 16;
     }
     if (done == numel) return done;
     return done + ScalarLookup::pairs<Product, Out>(values, scale, codes + done / 2, numel - done,

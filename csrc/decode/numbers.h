@@ -104,8 +104,18 @@ inline float scale_at(const Job& job, std::size_t index) noexcept {
       return Fp16::number(load<std::uint16_t>(job.scales, index));
     case ScaleFormat::kE8m0:
       return e8m0_number(job.scales[index]);
+    case ScaleFormat::kE4m3:
+      return fp8_number(job.scales[index]);
   }
   return 0.0F;
+}
+
+// The scale of a group of four-bit codes, which lie in one matrix.
+inline float group_scale(const Job& job, std::size_t group, std::size_t matrix) noexcept {
+  const float scale = scale_at(job, group);
+  if (job.global_scales == nullptr) return scale;
+  const float global = load<float>(job.global_scales, matrix);
+  return job.is_divided ? scale / global : scale * global;
 }
 
 }  // namespace

@@ -72,7 +72,7 @@ void four_bit_row(const Job& job, std::size_t row, std::size_t column, std::size
   std::size_t group = index / job.group;
   for (std::size_t end = (group + 1) * job.group; index < stop; ++group, end += job.group) {
     const std::size_t next = smaller(stop, end);
-    const float scale = scale_at(job, group);
+    const float scale = group_scale(job, group, row / job.num_rows);
     if (index % 2 != 0) {
       *elements++ = element_at<Product, Out>(job, scale, index++);
     }

@@ -10,7 +10,7 @@ finds the codec of every tensor of a checkpoint.
 
 from infinity.codecs.affine import AffineGroups
 from infinity.codecs.detect import logical_tensors, quantization_of
-from infinity.codecs.floats import FloatBlocks, mxfp4
+from infinity.codecs.floats import FloatBlocks, mxfp4, nvfp4
 from infinity.codecs.found import LogicalTensor
 from infinity.codecs.part import Codec, Encoding, StoredPart, stored_nbytes
 from infinity.codecs.plain import Plain
@@ -27,6 +27,7 @@ __all__ = [
     "TableBlocks",
     "logical_tensors",
     "mxfp4",
+    "nvfp4",
     "quantization_of",
     "stored_nbytes",
 ]

@@ -7,20 +7,20 @@ Source: compressed-tensors `quantization/quant_args.py`, `quantization/quant_con
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from infinity.codecs.affine import AffineGroups
-from infinity.codecs.floats import FloatBlocks, mxfp4
+from infinity.codecs.floating import PER_ROW, PER_TENSOR, add_fp4, add_fp8
 from infinity.codecs.found import FoundTensors
-from infinity.codecs.part import StoredPart
 from infinity.errors import ConfigError
 
 KNOWN_FORMATS = (
     "pack-quantized (4 bits, symmetric), float-quantized and naive-quantized (FP8, symmetric), "
-    "mxfp4-pack-quantized"
+    "mxfp8-quantized, mxfp4-pack-quantized, nvfp4-pack-quantized"
 )
+_FP8_FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized")
 _PACKED = ".weight_packed"
 _LEFTOVERS = (
     _PACKED,
@@ -36,7 +36,7 @@ _LEFTOVERS = (
 class _Group:
     """How the weights of some modules are stored. `size` is of INT4 groups, 0 for full rows."""
 
-    kind: str  # "int4", "fp8" or "mxfp4"
+    kind: str  # "int4", "fp8", "mxfp4" or "nvfp4"
     size: int = 0
     block: tuple[int, int] = (0, 0)
 
@@ -59,22 +59,22 @@ class CompressedScheme:
             if not isinstance(group, dict) or group.get("weights") is not None
         ]
 
-    def find(self, found: FoundTensors, read: Callable[[str], bytes]) -> None:
+    def find(self, found: FoundTensors) -> None:
         """See `Scheme.find`."""
-        for suffix in (".weight_zero_point", ".weight_g_idx", ".weight_global_scale"):
+        for suffix in (".weight_zero_point", ".weight_g_idx"):
             for name in found.unused(suffix):
                 raise found.error(
-                    f"{name!r} is there: weights with zero points, act-order or a global scale "
-                    "have no codec; use a symmetric checkpoint without act-order"
+                    f"{name!r} is there: weights with zero points or act-order have no codec; use "
+                    "a symmetric checkpoint without act-order"
                 )
         for name in found.unused(_PACKED):
             stem = name.removesuffix("_packed")
             if found.headers[name][0] == "U8":
-                self._add_mxfp4(found, stem)
+                self._add_fp4(found, stem)
             else:
                 self._add_int4(found, stem)
         for name, (dtype, _) in found.headers.items():
-            if dtype == "F8_E4M3":
+            if dtype == "F8_E4M3" and not found.is_used(name):
                 self._add_fp8(found, name)
         found.refuse_leftovers(_LEFTOVERS, "compressed-tensors")
 
@@ -96,41 +96,19 @@ class CompressedScheme:
         names, codec = (packed, scale), AffineGroups(size, dtype)
         found.add(name, codec, logical, names, aside=(f"{name}_shape",))
 
-    def _add_mxfp4(self, found: FoundTensors, name: str) -> None:
+    def _add_fp4(self, found: FoundTensors, name: str) -> None:
         packed, scale = f"{name}_packed", f"{name}_scale"
-        if all(group.kind != "mxfp4" for group in self._groups):
-            raise found.error(f"{packed!r} is U8, and config.json has no group of MXFP4")
-        shape = found.matrix(packed)
-        logical = (*shape[:-1], 2 * shape[-1])
-        dtype, _ = _scale_of(found, name, ("U8", "F8_E8M0"))
-        codes, scales = found.parts(name, mxfp4(), logical)
-        parts = (codes, StoredPart(scales.suffix, dtype, scales.shape))
-        aside = (f"{name}_shape",)
-        found.add(name, mxfp4(), logical, (packed, scale), parts=parts, aside=aside)
+        kinds = {"nvfp4": ("F8_E4M3",), "mxfp4": ("U8", "F8_E8M0")}
+        known = [kind for kind in kinds if any(group.kind == kind for group in self._groups)]
+        if not known:
+            raise found.error(f"{packed!r} is U8, and config.json has no group of FP4")
+        _scale_of(found, name, tuple(dtype for kind in known for dtype in kinds[kind]))
+        add_fp4(found, packed, scale, f"{name}_global_scale", name=name, is_divided=True)
 
     def _add_fp8(self, found: FoundTensors, name: str) -> None:
-        scale = f"{name}_scale"
-        dtype, stored = _scale_of(found, name, ("BF16", "F16", "F32"))
-        shape = found.headers[name][1]
-        stem = name.removesuffix("weight")
-        for group in self._groups:
-            if group.kind != "fp8":
-                continue
-            codec = FloatBlocks(group.block, dtype)
-            codes, scales = found.parts(name, codec, shape)
-            if _squeezed(scales.shape) == _squeezed(stored) or scales.shape == stored:
-                parts = (codes, StoredPart(scales.suffix, dtype, stored))
-                aside = (f"{stem}input_scale",)
-                found.add(name, codec, shape, (name, scale), parts=parts, aside=aside)
-                return
-        raise found.error(
-            f"{scale!r} has shape {stored} for FP8 codes of {shape}, which fits no group of "
-            "config.json"
-        )
-
-
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(length for length in shape if length != 1)
+        _scale_of(found, name, ("BF16", "F16", "F32", "U8", "F8_E8M0"))
+        blocks = [group.block for group in self._groups if group.kind == "fp8"]
+        add_fp8(found, name, f"{name}_scale", [*dict.fromkeys(blocks), *blocks[:1]])
 
 
 def _scale_of(
@@ -167,21 +145,25 @@ def _parse_group(name: str, group: Any, default: Any, where: str) -> _Group:
             return _Group("int4", size)
         if strategy == "channel":
             return _Group("int4")
-    if form in ("float-quantized", "naive-quantized") and (kind, bits) == ("float", 8):
-        block = _fp8_block(strategy, weights.get("block_structure"))
+    if form in _FP8_FORMATS and (kind, bits) == ("float", 8):
+        block = _fp8_block(strategy, weights.get("block_structure"), size)
         if block is not None:
             return _Group("fp8", block=block)
     if (form, kind, bits, size) == ("mxfp4-pack-quantized", "float", 4, 32):
         return _Group("mxfp4")
+    if (form, kind, bits, size) == ("nvfp4-pack-quantized", "float", 4, 16):
+        return _Group("nvfp4")
     raise _unknown(where, name, told)
 
 
-def _fp8_block(strategy: Any, structure: Any) -> tuple[int, int] | None:
+def _fp8_block(strategy: Any, structure: Any, size: Any) -> tuple[int, int] | None:
     """Returns the block of an FP8 strategy, None for one without a codec."""
     if strategy in ("tensor", None):
-        return 0, 0
+        return PER_TENSOR
     if strategy == "channel":
-        return 1, 0
+        return PER_ROW
+    if strategy == "group" and isinstance(size, int) and size > 0:
+        return 1, size
     if isinstance(structure, str) and re.fullmatch(r"\d+x\d+", structure):
         structure = [int(size) for size in structure.split("x")]
     is_pair = isinstance(structure, list) and len(structure) == 2

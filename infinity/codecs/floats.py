@@ -26,10 +26,12 @@ from infinity.errors import ConfigError
 from infinity.fused.decode import CodeForm, EightBits, FourBits
 
 MX_BLOCK = 32
+NVFP4_BLOCK = 16
 # By code of E2M1: sign, two bits of exponent, one of mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
 _LARGEST = {"E4M3": 448.0, "E2M1": 6.0}
+_SMALLEST_E4M3 = 2.0**-9
 _LARGEST_EXPONENT = 2  # Of E2M1: 6 is 1.5 x 2^2.
 # A magnitude of E2M1 has as many thresholds below it as its code; ties go to the even code.
 _TIES_UP = (0.75, 1.75, 3.5)
@@ -44,11 +46,13 @@ class FloatBlocks(FusedCodec):
     block: rows and columns that share a scale; 0 is the full length, so (1, 0) has a scale per row
         and (0, 0) has one per matrix. The last block of each direction may be short. E2M1 has
         blocks of one row, and all of them are full.
-    scale: the dtype of the scales: F32, BF16, F16, F8_E8M0, or U8 for the same
+    scale: the dtype of the scales: F32, BF16, F16, F8_E4M3, F8_E8M0, or U8 for the same
     element: E4M3, a byte each, or E2M1, two in a byte, the first one in its low half
     is_transposed: the stored matrix is the transpose of the weight (E2M1 of gpt-oss)
+    global_scale: what an F32 scale of each matrix does: TIMES or OVER scales, "" without one
 
-    The value is fp32(code) * fp32(scale), rounded to fp32, then to the dtype of the output. Leading
+    The value is fp32(code) * fp32(scale), rounded to fp32, then to the dtype of the output. With a
+    global scale, which only E2M1 has, the scale is rounded to fp32 after that operation. Leading
     dimensions are matrices of their own.
     """
 
@@ -56,12 +60,15 @@ class FloatBlocks(FusedCodec):
     scale: str = "F32"
     element: str = "E4M3"
     is_transposed: bool = False
+    global_scale: str = ""
 
     @property
     @override
     def format(self) -> str:
         if self.element == "E2M1":
-            return "MXFP4"
+            return "NVFP4" if self.global_scale else "MXFP4"
+        if self.scale in _POWERS and self.block == (1, MX_BLOCK):
+            return "MXFP8"
         return f"FP8 E4M3 in blocks of {self.block[0]}x{self.block[1]}"
 
     @property
@@ -85,7 +92,10 @@ class FloatBlocks(FusedCodec):
             codes = StoredPart("_blocks", "U8", (*grid, size // 2))
             return codes, StoredPart("_scales", self.scale, grid)
         codes = StoredPart("_packed", "U8", (*stored[:-1], stored[-1] // 2))
-        return codes, StoredPart("_scale", self.scale, grid)
+        scales = StoredPart("_scale", self.scale, grid)
+        if not self.global_scale:
+            return codes, scales
+        return codes, scales, StoredPart("_global_scale", "F32", shape[:-2] or (1,))
 
     def _stored(self, shape: Shape) -> Shape:
         return (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape
@@ -106,15 +116,17 @@ class FloatBlocks(FusedCodec):
         if not native.runs(parts, out):
             on_device.decode(self, parts, shape, out)
             return
-        (codes, scales), stored, turned = parts, self._stored(shape), self._turned(out)
+        codes, scales, *of_matrices = parts
+        stored, turned = self._stored(shape), self._turned(out)
         if self.element == "E4M3":
             block = self._block(stored)
             native.decode_fp8(codes, scales, stored, turned, block=block, scale=self.scale)
         else:
-            size = self.block[1]
             native.decode_four_bits(
-                codes, scales, stored, turned, group=size, scale=self.scale, values=E2M1_VALUES
-            )
+                codes, scales, stored, turned, group=self.block[1], scale=self.scale,
+                values=E2M1_VALUES, global_scales=of_matrices[0] if of_matrices else None,
+                is_divided=self.global_scale == "OVER",
+            )  # fmt: skip
 
     @property
     @override
@@ -125,7 +137,9 @@ class FloatBlocks(FusedCodec):
         return (2, max(rows, 1), max(columns, 1)), (2, rows + 5, columns + 70)
 
     @override
-    def form(self, shape: Shape) -> CodeForm:
+    def form(self, shape: Shape) -> CodeForm | None:
+        if self.global_scale:
+            return None
         scale = "F8_E8M0" if self.scale in _POWERS else self.scale
         if self.element == "E4M3":
             return EightBits(self._block(shape), scale)
@@ -139,8 +153,17 @@ class FloatBlocks(FusedCodec):
         else:
             codes = torch.stack([parts[0] & 15, parts[0] >> 4], dim=-1)
             numbers = torch.tensor(E2M1_VALUES, device=codes.device)[codes.int()]
-        scales = self._spread(scales_to_fp32(parts[1], self.scale), stored)
-        return self._turned(numbers.view(stored) * scales)
+        scales = self._with_global(scales_to_fp32(parts[1], self.scale), parts[2:], stored)
+        return self._turned(numbers.view(stored) * self._spread(scales, stored))
+
+    def _with_global(
+        self, scales: torch.Tensor, parts: Sequence[torch.Tensor], stored: Shape
+    ) -> torch.Tensor:
+        if not parts:
+            return scales
+        scales = scales.view(*stored[:-2], *self._grid(stored))
+        of_matrices = typed(parts[0], torch.float32).view(*stored[:-2], 1, 1)
+        return scales / of_matrices if self.global_scale == "OVER" else scales * of_matrices
 
     def _spread(self, scales: torch.Tensor, stored: Shape) -> torch.Tensor:
         """Repeats every scale over its block: (..., rows, columns)."""
@@ -152,26 +175,38 @@ class FloatBlocks(FusedCodec):
 
     def encode(self, weight: torch.Tensor) -> Encoding:
         """As `Codec.encode`: the scale of a block is its largest magnitude / that of a code, or 1;
-        of E2M1 2^(floor(log2(largest magnitude)) - 2), as MX defines it."""
+        of MXFP4 2^(floor(log2(largest magnitude)) - 2), as MX defines it. A global scale makes the
+        largest scale of its matrix 448."""
         wide = self._turned(check_encode(self, weight))
         stored, block, grid = tuple(wide.shape), self._block(wide.shape), self._grid(wide.shape)
         padded = wide.new_zeros(*stored[:-2], grid[0] * block[0], grid[1] * block[1])
         padded[..., : stored[-2], : stored[-1]] = wide
         blocks = padded.view(*stored[:-2], grid[0], block[0], grid[1], block[1])
-        scales = self._scales_of(blocks.abs().amax(dim=(-3, -1)))
-        spread = self._spread(scales_to_fp32(flat_bytes(scales), self.scale), stored)
+        largest, of_matrices = blocks.abs().amax(dim=(-3, -1)), []
+        if self.global_scale:
+            of_matrix = largest.amax(dim=(-2, -1)) / (_LARGEST["E2M1"] * _LARGEST["E4M3"])
+            of_matrix = torch.where(of_matrix == 0, 1.0, of_matrix).clamp(min=2.0**-126)
+            largest = largest / of_matrix[..., None, None]
+            of_matrices = [
+                flat_bytes(1.0 / of_matrix if self.global_scale == "OVER" else of_matrix)
+            ]
+        scales = self._scales_of(largest)
+        wide_scales = scales_to_fp32(flat_bytes(scales), self.scale)
+        spread = self._spread(self._with_global(wide_scales, of_matrices, stored), stored)
         if self.element == "E4M3":
-            largest = _LARGEST["E4M3"]
-            codes = (wide / spread).clamp(-largest, largest).to(torch.float8_e4m3fn)
+            limit = _LARGEST["E4M3"]
+            codes = (wide / spread).clamp(-limit, limit).to(torch.float8_e4m3fn)
         else:
             codes = _e2m1_codes(wide.double() / spread.double())
-        return Encoding(self, (flat_bytes(codes), flat_bytes(scales)), {})
+        return Encoding(self, (flat_bytes(codes), flat_bytes(scales), *of_matrices), {})
 
     def _scales_of(self, largest: torch.Tensor) -> torch.Tensor:
         """Returns the scales, as stored, for the largest magnitudes of the blocks."""
-        if self.element == "E2M1":
+        if self.element == "E2M1" and self.scale in _POWERS:
             return fp32_to_e8m0(exponents_of(largest) - _LARGEST_EXPONENT)
-        exact = torch.where(largest == 0, 1.0, largest / _LARGEST["E4M3"])
+        exact = torch.where(largest == 0, 1.0, largest / _LARGEST[self.element])
+        if self.scale == "F8_E4M3":
+            return exact.clamp(_SMALLEST_E4M3, _LARGEST["E4M3"]).to(torch.float8_e4m3fn)
         exact = exact.clamp(min=2.0**-126)
         if self.scale == "F32":
             return exact
@@ -184,9 +219,9 @@ class FloatBlocks(FusedCodec):
 
     @override
     def rows(self, shape: Shape, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
-        codes, scales = self.parts(shape)
+        codes, scales, *of_matrices = self.parts(shape)
         if len(shape) > 2:
-            return even_rows((codes, scales), shape[0], start, stop)
+            return even_rows((codes, scales, *of_matrices), shape[0], start, stop)
         if self.is_transposed:
             return None  # A row of the weight is a column of the stored matrix.
         block = self._block(shape)[0]
@@ -194,12 +229,18 @@ class FloatBlocks(FusedCodec):
             return None
         blocks = (start // block, -(-stop // block))
         of_codes = even_rows((codes,), shape[0], start, stop)
-        return (*of_codes, *even_rows((scales,), scales.shape[0], *blocks))
+        of_scales = even_rows((scales,), scales.shape[0], *blocks)
+        return (*of_codes, *of_scales, *((0, part.nbytes) for part in of_matrices))
 
 
 def mxfp4(is_transposed: bool = False) -> FloatBlocks:
     """Returns MXFP4 as compressed-tensors stores it, or as gpt-oss does: transposed."""
     return FloatBlocks((1, MX_BLOCK), "U8", "E2M1", is_transposed)
+
+
+def nvfp4(global_scale: str = "OVER") -> FloatBlocks:
+    """Returns NVFP4 as compressed-tensors stores it (OVER), or as modelopt does (TIMES)."""
+    return FloatBlocks((1, NVFP4_BLOCK), "F8_E4M3", "E2M1", global_scale=global_scale)
 
 
 def _e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,12 +46,14 @@ class LogicalTensor:
 class FoundTensors:
     """The headers of a checkpoint, and the logical tensors that were found in them so far.
 
-    `where` begins every message.
+    where: begins every message
+    read: returns the bytes of a stored tensor
     """
 
-    def __init__(self, headers: Headers, where: str) -> None:
+    def __init__(self, headers: Headers, where: str, read: Callable[[str], bytes]) -> None:
         self.headers = headers
         self.where = where
+        self.read = read
         self.logical: dict[str, LogicalTensor] = {}
         self._used: set[str] = set()
 
@@ -111,6 +113,27 @@ class FoundTensors:
     def unused(self, suffix: str) -> list[str]:
         """Returns the names with this end that belong to no logical tensor yet."""
         return [name for name in self.headers if name.endswith(suffix) and name not in self._used]
+
+    def is_used(self, name: str) -> bool:
+        """Whether a stored tensor belongs to a logical one already."""
+        return name in self._used
+
+    def put_aside(self, suffixes: tuple[str, ...]) -> bool:
+        """Gives tensors with these ends to a logical tensor of their module, or of one inside it.
+        Returns whether there are any."""
+        names = [n for n in self.headers if n.endswith(suffixes) and n not in self._used]
+        owners: dict[str, str] = {}
+        for name in self.logical if names else ():
+            module = name
+            while module := module.rpartition(".")[0]:
+                owners.setdefault(module, name)
+        for name in names:
+            owner = owners.get(name.rpartition(".")[0])
+            if owner is not None:
+                logical = self.logical[owner]
+                self.logical[owner] = replace(logical, aside=(*logical.aside, name))
+                self._used.add(name)
+        return bool(names)
 
     def refuse_leftovers(self, suffixes: tuple[str, ...], format_name: str) -> None:
         """Raises ConfigError for codes, scales and the like that belong to no logical tensor."""

@@ -78,9 +78,12 @@ def decode_four_bits(
     values: Sequence[float],
     product: str = "F32",
     is_high_first: bool = False,
+    global_scales: torch.Tensor | None = None,
+    is_divided: bool = False,
 ) -> None:
     """Decodes codes of 16 `values`, of which `group` share a scale; `product` is the dtype that
-    value * scale is rounded to first."""
+    value * scale is rounded to first. Scales are multiplied by the fp32 global scale of their
+    matrix, or divided by it."""
     _core.decode.four_bits(
         codes.data_ptr(),
         scales.data_ptr(),
@@ -91,6 +94,8 @@ def decode_four_bits(
         values=values,
         is_high_first=is_high_first,
         product_format=product,
+        global_scales=0 if global_scales is None else global_scales.data_ptr(),
+        is_divided=is_divided,
         num_threads=threads_here(torch.get_num_threads()),
         simd=_simd(),
     )

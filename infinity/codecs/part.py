@@ -119,11 +119,11 @@ class Codec(Decoder, Protocol):
 
 
 class FusedCodec(Codec):
-    """A codec that has a Triton kernel."""
+    """A codec that has a Triton kernel, for some of its layouts at least."""
 
     @abstractmethod
-    def form(self, shape: Shape) -> CodeForm:
-        """Returns how the kernel decodes a weight of this shape."""
+    def form(self, shape: Shape) -> CodeForm | None:
+        """Returns how the kernel decodes a weight of this shape; None if no kernel does."""
 
     @property
     def offset(self) -> float:

@@ -97,11 +97,11 @@ def place_of(target: int, offset: float, starts: Sequence[int]) -> tuple[int, ..
 
 
 def launch_of(
-    form: CodeForm, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    form: CodeForm | None, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> DecodeLaunch | None:
     """Returns the launch for weights of this shape, dtype and strides; None if no kernel decodes
     them: at least a vector, and one stride that leads from matrix to matrix."""
-    if not shape or dtype not in _FORMS:
+    if form is None or not shape or dtype not in _FORMS:
         return None
     leading = [
         (length, step) for length, step in zip(shape[:-2], stride[:-2], strict=True) if length != 1

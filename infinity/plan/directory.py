@@ -19,8 +19,9 @@ import torch
 from pydantic import ValidationError
 
 from infinity.bounded import MalformedError, read_json, table_of
+from infinity.checkpoint.huggingface.import_checks import with_declared
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
-from infinity.codecs.detect import quantization_of, scheme_of
+from infinity.codecs.detect import method_of, quantization_of, scheme_of
 from infinity.errors import ConfigError
 from infinity.plan.frozen_base import (
     PlannedPart,
@@ -80,11 +81,11 @@ def read_directory(directory: Path) -> ModelDirectory:
     if not files:
         shape = shape.model_copy(update={"stored": published_format(table, where)})
         stored = stored_of_shape(shape)
-        said = f"{stored.formats}; by config.json, not downloaded"
+        formats = f"{stored.formats}; by config.json, not downloaded"
         return ModelDirectory(
-            directory, shape, replace(stored, formats=said), (), _max_positions(table)
+            directory, shape, replace(stored, formats=formats), (), _max_positions(table)
         )
-    quantization = quantization_of(table, str(directory))
+    quantization = quantization_of(with_declared(directory, table), str(directory))
     if quantization is not None:
         scheme_of(quantization, str(directory))  # Refuses formats without a codec.
     headers = _ModelHeaders(shape)
@@ -92,7 +93,8 @@ def read_directory(directory: Path) -> ModelDirectory:
         with SafetensorsReader(file) as reader:
             for info in reader.tensors.values():
                 headers.add(info, str(file))
-    stored = headers.stored(directory, _format_of(table))
+    said = "not quantised" if quantization is None else method_of(quantization) or "quantised"
+    stored = headers.stored(directory, said)
     return ModelDirectory(directory, shape, stored, files, _max_positions(table))
 
 
@@ -177,16 +179,6 @@ def _moe(text: dict[str, Any]) -> Moe | None:
         shared_experts=shared,
         dense_layers=text.get("first_k_dense_replace") or 0,
     )
-
-
-def _format_of(table: dict[str, Any]) -> str:
-    quantisation = table.get("quantization_config")
-    if not isinstance(quantisation, dict):
-        text = table.get("text_config")
-        quantisation = text.get("quantization_config") if isinstance(text, dict) else None
-    if not isinstance(quantisation, dict):
-        return "not quantised"
-    return str(quantisation.get("quant_method", "quantised"))
 
 
 def _files(directory: Path) -> tuple[Path, ...]:
@@ -342,6 +334,10 @@ def _format_name(quantization: Mapping[str, Any]) -> str:
         return "mxfp4"
     if method == "bitsandbytes":
         return "nf4"
+    if method in ("gptq", "awq"):
+        return "int4-g128"
+    if "nvfp4" in f"{quantization.get('format')} {quantization.get('quant_algo')}".lower():
+        return "nvfp4"
     groups = quantization.get("config_groups")
     weights = [
         group.get("weights")

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from typing_extensions import override
 
-from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4, nvfp4
 from infinity.codecs import stored_nbytes as nbytes_of_parts
 from infinity.codecs.part import Decoder
 from infinity.config import AdapterConfig
@@ -216,7 +216,9 @@ _CODECS: dict[str, Codec] = {
     PLAIN: Plain("BF16"),
     "fp8-128x128": FloatBlocks(),
     "int4-g32": AffineGroups(),
+    "int4-g128": AffineGroups(128),
     "mxfp4": mxfp4(),
+    "nvfp4": nvfp4(),
     "nf4": TableBlocks(),
 }
 

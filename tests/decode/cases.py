@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4, nvfp4
 
 Shape = tuple[int, ...]
 
@@ -23,6 +23,10 @@ CASES: tuple[tuple[Codec, Shape], ...] = (
     (mxfp4(), (33, 96)),
     (mxfp4(is_transposed=True), (3, 64, 40)),
     (mxfp4(is_transposed=True), (96, 33)),
+    (nvfp4(), (33, 80)),
+    (nvfp4("TIMES"), (3, 5, 48)),
+    (FloatBlocks((1, 32), "U8"), (6, 96)),
+    (FloatBlocks((0, 1)), (3, 16, 40)),
     (TableBlocks(), (130, 129)),
     (TableBlocks(nested_block=0, stored="F16"), (33, 77)),
     (TableBlocks(128, 64, 0.25, "F32"), (40, 64)),

@@ -44,6 +44,16 @@ def product(a: float, b: float, dtype: str) -> float:
     return a * b
 
 
+def quotient(a: float, b: float, dtype: str) -> float:
+    """The quotient, rounded once."""
+    if math.isfinite(a) and math.isfinite(b) and a and b:
+        return rounded(Fraction(a) / Fraction(b), dtype)
+    if b:
+        return a / b
+    is_negative = math.copysign(1.0, a) != math.copysign(1.0, b)
+    return math.nan if not a or math.isnan(a) else -math.inf if is_negative else math.inf
+
+
 def total(a: float, b: float, dtype: str) -> float:
     if math.isfinite(a) and math.isfinite(b) and a + b:
         return rounded(Fraction(a) + Fraction(b), dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.codecs import AffineGroups, FloatBlocks, Plain, TableBlocks, mxfp4
+from infinity.codecs import AffineGroups, FloatBlocks, Plain, TableBlocks, mxfp4, nvfp4
 from tests.support.quantized import (
     LAYOUTS,
     TINY_CONFIGS,
@@ -39,6 +39,13 @@ PUBLISHED = [
     ("llama", "int4-dense", 21),
     ("llama", "nf4", 21),
     ("llama", "bf16", 0),
+    ("deepseek-v3", "nvfp4", 72),
+    ("deepseek-v3", "modelopt-nvfp4", 72),
+    ("qwen3-moe", "modelopt-fp8", 84),
+    ("qwen3-moe", "mxfp8", 84),
+    ("llama", "fp8-rows", 21),
+    ("llama", "fbgemm", 21),
+    ("llama", "quark-fp8", 21),
 ]
 CODECS = {
     "fp8": {FloatBlocks()},
@@ -49,6 +56,13 @@ CODECS = {
     "mxfp4-packed": {mxfp4()},
     "mxfp4": {mxfp4(is_transposed=True)},
     "bf16": set(),
+    "nvfp4": {nvfp4()},
+    "modelopt-nvfp4": {nvfp4("TIMES")},
+    "modelopt-fp8": {FloatBlocks((0, 0))},
+    "mxfp8": {FloatBlocks((1, 32), "U8")},
+    "fp8-rows": {FloatBlocks((1, 0), "BF16")},
+    "fbgemm": {FloatBlocks((1, 0))},
+    "quark-fp8": {FloatBlocks((0, 0))},
 }
 
 

@@ -16,6 +16,7 @@ from infinity.codecs import (
     TableBlocks,
     logical_tensors,
     mxfp4,
+    nvfp4,
 )
 from infinity.errors import ConfigError, UnsupportedError
 from tests.support.quantized import LAYOUTS
@@ -26,6 +27,9 @@ FP8 = {"quantization_config": LAYOUTS["fp8"].table}
 INT4 = {"quantization_config": LAYOUTS["int4"].table}
 MXFP4 = {"quantization_config": LAYOUTS["mxfp4"].table}
 NF4 = {"quantization_config": LAYOUTS["nf4"].table}
+
+NVFP4 = {"quantization_config": LAYOUTS["nvfp4"].table}
+MODELOPT = {"quantization_config": LAYOUTS["modelopt-fp8"].table}
 
 NORM: Headers = {"norm.weight": ("BF16", (64,))}
 FP8_HEADERS: Headers = {
@@ -55,12 +59,34 @@ NF4_HEADERS: Headers = {
     "a.weight.nested_quant_map": ("F32", (256,)),
     "a.weight.quant_state.bitsandbytes__nf4": ("U8", (len(NF4_STATE),)),
 }
+NVFP4_HEADERS: Headers = {
+    **NORM,
+    "a.weight_packed": ("U8", (48, 32)),
+    "a.weight_scale": ("F8_E4M3", (48, 4)),
+    "a.weight_global_scale": ("F32", (1,)),
+    "a.input_global_scale": ("F32", (1,)),
+}
+MODELOPT_HEADERS: Headers = {
+    **NORM,
+    "a.weight": ("U8", (48, 32)),
+    "a.weight_scale": ("F8_E4M3", (48, 4)),
+    "a.weight_scale_2": ("F32", (1,)),
+    "a.input_scale": ("F32", ()),
+    "a.k_scale": ("F32", (1,)),
+}
 CHECKPOINTS = {
+    "nvfp4": (NVFP4, NVFP4_HEADERS, "a.weight", nvfp4(), (48, 64)),
+    "modelopt": (MODELOPT, MODELOPT_HEADERS, "a.weight", nvfp4("TIMES"), (48, 64)),
     "fp8": (FP8, FP8_HEADERS, "a.weight", FloatBlocks(), (576, 200)),
     "int4": (INT4, INT4_HEADERS, "a.weight", AffineGroups(), (48, 96)),
     "mxfp4": (MXFP4, MXFP4_HEADERS, "e.down_proj", mxfp4(True), (4, 64, 40)),
     "nf4": (NF4, NF4_HEADERS, "a.weight", TableBlocks(offset=0.5), (64, 96)),
 }
+
+OPTIONAL = {
+    "norm.weight", "a.weight_shape", "e.down_proj_bias", "a.input_global_scale", "a.input_scale",
+    "a.k_scale",
+}  # fmt: skip
 
 
 def find(
@@ -113,8 +139,7 @@ def test_without_a_quantisation_every_tensor_is_plain() -> None:
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_every_missing_part_is_named(kind: str) -> None:
     config, headers, *_ = CHECKPOINTS[kind]
-    optional = {"norm.weight", "a.weight_shape", "e.down_proj_bias"}
-    for name in headers.keys() - optional:
+    for name in headers.keys() - OPTIONAL:
         rest = {key: value for key, value in headers.items() if key != name}
         with pytest.raises(ConfigError, match="/model: '[ae]"):
             find(config, rest)
@@ -123,9 +148,8 @@ def test_every_missing_part_is_named(kind: str) -> None:
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_every_part_of_another_shape_or_dtype_is_named(kind: str) -> None:
     config, headers, *_ = CHECKPOINTS[kind]
-    optional = {"norm.weight", "a.weight_shape", "e.down_proj_bias"}
     for name, (dtype, shape) in headers.items():
-        if name in optional or name.endswith("nf4"):
+        if name in OPTIONAL or name.endswith("nf4"):
             continue
         for wrong in [
             (dtype, (*shape[:-1], shape[-1] + 129)),
@@ -143,12 +167,12 @@ def test_every_part_of_another_shape_or_dtype_is_named(kind: str) -> None:
 def test_parts_of_any_shape_are_refused_by_name(kind: str, shape: tuple[int, ...]) -> None:
     config, headers, *_ = CHECKPOINTS[kind]
     for name, (dtype, _) in headers.items():
-        if (
-            name not in ("norm.weight", "a.weight_shape", "e.down_proj_bias")
-            and "state" not in name
-        ):
-            with pytest.raises(ConfigError, match="/model: '[ae]"):
-                find(config, {**headers, name: (dtype, shape)})
+        if name in OPTIONAL or "state" in name:
+            continue
+        if not shape and name.endswith(("_global_scale", "_scale_2")):
+            continue  # One number.
+        with pytest.raises(ConfigError, match="/model: '[ae]"):
+            find(config, {**headers, name: (dtype, shape)})
 
 
 def test_groups_that_are_not_full_are_refused_by_name() -> None:
@@ -216,8 +240,6 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"quantization_config": {"bits": 4}}, "None"),
         ({"quantization_config": "fp8"}, "expected a table"),
         ({"quantization_config": {"quant_method": "fp8"}, "text_config": INT4}, "two different"),
@@ -229,6 +251,20 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
         (quantization(INT4, config_groups={"group_0": 4}), "group_0"),
         (quantization(INT4, format="marlin-24"), "marlin-24"),
         (quantization(INT4, format="nvfp4-pack-quantized"), "nvfp4"),
+        (quantization(MODELOPT, quant_algo="W4A16_AWQ"), "'W4A16_AWQ'"),
+        (quantization(MODELOPT, quantized_layers={"a": {"quant_algo": "INT8_SQ"}}), "INT8_SQ"),
+        (quantization(MODELOPT, quant_algo="NVFP4", group_size=32), "groups of 16, got 32"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "quark",
+                    "global_quant_config": {"weight": {"dtype": "int4"}},
+                }
+            },
+            "int4",
+        ),
+        ({"quantization_config": {"quant_method": "exl3"}}, "'exl3' .'a.weight_packed' is I32"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "'mlx'"),
         (quantization(INT4, sparsity_config={"format": "sparse-24"}), "sparsity_config"),
         (quantization(INT4, transform_config={"config_groups": {}}), "transform_config"),
         (weights(symmetric=False), "asymmetric"),
@@ -323,3 +359,39 @@ def test_a_dtype_that_torch_lacks_is_refused_only_when_it_is_used() -> None:
     assert found["norm.weight"].nbytes == 128
     with pytest.raises(UnsupportedError, match="F6_E2M3"):
         assert found["a"].dtype
+
+
+@pytest.mark.parametrize(("shape", "block"), [
+    ((), (0, 0)), ((576,), (1, 0)), ((5, 1, 2, 1), (128, 128)),
+])  # fmt: skip
+def test_scales_of_modelopt_have_the_shape_of_their_blocks(
+    shape: tuple[int, ...], block: tuple[int, int]
+) -> None:
+    headers = {"a.weight": ("F8_E4M3", (576, 200)), "a.weight_scale": ("F32", shape)}
+    assert find(MODELOPT, headers)["a.weight"].codec == FloatBlocks(block)
+    with pytest.raises(ConfigError, match="fits no group"):
+        find(MODELOPT, {**headers, "a.weight_scale": ("F32", (7, 2))})
+
+
+def test_experts_of_fbgemm_have_a_scale_per_column() -> None:
+    headers = {
+        "e.gate_up_proj": ("F8_E4M3", (4, 64, 64)),
+        "e.gate_up_proj_scale": ("F32", (4, 1, 64)),
+    }
+    found = find({"quantization_config": LAYOUTS["fbgemm"].table}, headers)
+    assert found["e.gate_up_proj"].codec == FloatBlocks((0, 1))
+
+
+def test_scales_of_activations_belong_to_the_weights_of_their_module(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    headers = {
+        **MODELOPT_HEADERS,
+        "a.b.weight": ("F8_E4M3", (8, 8)),
+        "a.b.weight_scale": ("F32", ()),
+    }
+    caplog.set_level("INFO", logger="infinity")
+    for _ in range(2):
+        found = logical_tensors(MODELOPT, headers, read=bytes, where="/once")
+        assert found["a.weight"].aside == ("a.input_scale", "a.k_scale")
+    assert caplog.text.count("scales of activations") == 1

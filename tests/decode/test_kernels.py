@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4, rounding
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4, nvfp4, rounding
 from infinity.codecs import native as native_module
 from infinity.codecs.part import ITEM_NBYTES
 from infinity.codecs.rounding import store
@@ -131,7 +131,10 @@ def test_a_weight_without_elements_decodes(codec: Codec, shape: tuple[int, ...])
 def weights(draw: st.DrawFn) -> tuple[Codec, tuple[int, ...]]:
     rows, columns = draw(st.integers(1, 70)), draw(st.integers(1, 150))
     matrices = draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
-    kind = draw(st.sampled_from(["fp8", "int4", "mxfp4", "nf4"]))
+    kind = draw(st.sampled_from(["fp8", "int4", "mxfp4", "nvfp4", "nf4"]))
+    if kind == "nvfp4":
+        codec = nvfp4(draw(st.sampled_from(["OVER", "TIMES"])))
+        return codec, (*matrices, rows, 16 * draw(st.integers(1, 9)))
     if kind == "fp8":
         block = draw(
             st.tuples(st.sampled_from([0, 1, 7, 16, 128]), st.sampled_from([0, 5, 32, 128]))
@@ -264,6 +267,28 @@ def test_every_mxfp4_code_with_every_scale(
         values = [values[32 * row + column] for column in range(32) for row in range(256)]
     shape = (32, 256) if is_transposed else (256, 32)
     check(mxfp4(is_transposed), [codes, scales], shape, values, dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("global_scale", ["OVER", "TIMES"])
+@pytest.mark.parametrize("whole", [1.0, 0.0009765, 3e38, 2.0**-140, 0.0, -7.3, math.inf, math.nan])
+def test_every_nvfp4_code_with_every_scale(
+    whole: float, global_scale: str, dtype: torch.dtype, simd: str
+) -> None:
+    row = bytes((2 * i % 16) | ((2 * i + 1) % 16) << 4 for i in range(8))
+    codes = torch.frombuffer(bytearray(row * 256), dtype=torch.uint8)
+    scales = torch.arange(256, dtype=torch.uint8)
+    of_matrix = torch.tensor([whole])
+    whole = of_matrix.item()
+    values = []
+    for code in range(256):
+        if global_scale == "TIMES":
+            scale = scalar.product(scalar.e4m3(code), whole, "F32")
+        else:
+            scale = scalar.quotient(scalar.e4m3(code), whole, "F32")
+        values += [scalar.product(scalar.e2m1(i), scale, "F32") for i in range(16)]
+    parts = [codes, scales, of_matrix.view(torch.uint8)]
+    check(nvfp4(global_scale), parts, (256, 16), values, dtype)
 
 
 def test_finite_mxfp4_values_are_exact_in_bfloat16() -> None:

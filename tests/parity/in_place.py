@@ -52,7 +52,7 @@ class Base:
         num_steps: int = STEPS,
         num_batches: int = MICRO_BATCHES,
     ) -> None:
-        architecture, layout = CASES[case]
+        architecture, layout = CASES.get(case) or case.split("/")
         self.quantized, self.decoded = directory / "base", directory / "decoded"
         write_quantized(tiny_causal_lm(architecture), self.quantized, layout)
         write_decoded(self.quantized, self.decoded)

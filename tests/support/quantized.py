@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.codecs import (
     AffineGroups,
     Codec,
@@ -29,6 +30,7 @@ from infinity.codecs import (
     TableBlocks,
     logical_tensors,
     mxfp4,
+    nvfp4,
 )
 from infinity.codecs.part import flat_bytes
 
@@ -51,7 +53,7 @@ class Layout:
     """How one publisher stores quantised weights.
 
     codec_of: returns the codec of a tensor by name, None for one that stays plain
-    table: `quantization_config` of config.json
+    table: `quantization_config` of config.json, or the content of another `file`
     lists_plain: whether the table lists the modules that stay plain
     suffixes: other ends of names than those that the codec writes; "/scale" replaces the last part
         of the name of the weight
@@ -63,13 +65,14 @@ class Layout:
     lists_plain: bool = False
     suffixes: Mapping[str, str] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    file: str = CONFIG_NAME
 
 
 def _matching(pattern: re.Pattern[str], codec: Codec) -> Callable[[str], Codec | None]:
     return lambda name: codec if pattern.search(name) else None
 
 
-def _compressed_table(form: str, kind: str, ignore: list[str]) -> dict[str, Any]:
+def _compressed_table(form: str, kind: str, ignore: list[str], **changes: Any) -> dict[str, Any]:
     group: dict[str, Any] = {
         "input_activations": None,
         "output_activations": None,
@@ -85,6 +88,7 @@ def _compressed_table(form: str, kind: str, ignore: list[str]) -> dict[str, Any]
             "strategy": "group",
             "symmetric": True,
             "type": kind,
+            **changes,
         },
     }
     return {
@@ -112,6 +116,13 @@ _MXFP4_TABLE = {
     ],
     "quant_method": "mxfp4",
 }
+_NVFP4_OF_MODELOPT = {
+    "quant_algo": "NVFP4",
+    "kv_cache_quant_algo": "FP8",
+    "group_size": 16,
+    "exclude_modules": ["lm_head"],
+}
+_FP8_OF_QUARK = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, "input_tensors": {}}
 _INT4_IGNORED = [
     "lm_head",
     "re:.*self_attn.*",
@@ -160,6 +171,48 @@ LAYOUTS: dict[str, Layout] = {
         _matching(_EXPERTS, mxfp4()),
         _compressed_table("mxfp4-pack-quantized", "float", ["lm_head"]),
     ),
+    "mxfp8": Layout(
+        _matching(_PROJECTIONS, FloatBlocks((1, 32), "U8")),
+        _compressed_table("mxfp8-quantized", "float", ["lm_head"], num_bits=8),
+        suffixes={"_scale_inv": "_scale"},
+    ),
+    # RedHatAI's NVFP4.
+    "nvfp4": Layout(
+        _matching(_PROJECTIONS, nvfp4()),
+        _compressed_table(
+            "nvfp4-pack-quantized", "float", ["lm_head"], group_size=16, strategy="tensor_group"
+        ),
+    ),
+    # NVIDIA's NVFP4, and its FP8, which config.json does not mention.
+    "modelopt-nvfp4": Layout(
+        _matching(_PROJECTIONS, nvfp4("TIMES")),
+        {"producer": {"name": "modelopt"}, "quantization": _NVFP4_OF_MODELOPT},
+        suffixes={"_packed": "", "_global_scale": "_scale_2"},
+        file="hf_quant_config.json",
+    ),
+    "modelopt-fp8": Layout(
+        _matching(_PROJECTIONS, FloatBlocks((0, 0))),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        suffixes={"_scale_inv": "_scale"},
+    ),
+    # RedHatAI's FP8-dynamic: a scale per row.
+    "fp8-rows": Layout(
+        _matching(_PROJECTIONS, FloatBlocks((1, 0), "BF16")),
+        _compressed_table(
+            "float-quantized", "float", ["lm_head"], num_bits=8, strategy="channel", group_size=None
+        ),
+        suffixes={"_scale_inv": "_scale"},
+    ),
+    "fbgemm": Layout(
+        _matching(_PROJECTIONS, FloatBlocks((1, 0))),
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        suffixes={"_scale_inv": "_scale"},
+    ),
+    "quark-fp8": Layout(
+        _matching(_PROJECTIONS, FloatBlocks((0, 0))),
+        {"quant_method": "quark", "global_quant_config": _FP8_OF_QUARK},
+        suffixes={"_scale_inv": "_scale"},
+    ),
     # DeepSeek-V4: experts in FP4, the rest in FP8, with scales that are powers of two.
     "fp4-experts": Layout(
         _fp4_or_fp8,
@@ -199,7 +252,10 @@ def write_quantized(
             stored.update(_encoded(name, weight, codec, layout))
     if layout.table:
         assert len(plain) < len(weights), f"{codec_name} stores no tensor of this model"
+    if layout.table and layout.file == CONFIG_NAME:
         config["quantization_config"] = {**layout.table, **_skipped(layout, plain)}
+    elif layout.table:
+        (target / layout.file).write_text(json.dumps(layout.table))
     (target / CONFIG_NAME).write_text(json.dumps(config, indent=2))
     write_shards(target, stored, num_shards)
 
@@ -285,7 +341,7 @@ def find_logical(directory: str | Path) -> dict[str, LogicalTensor]:
     """Returns the logical tensors of a directory."""
     places = read_headers(directory)
     return logical_tensors(
-        json.loads((Path(directory) / CONFIG_NAME).read_text()),
+        read_config(Path(directory)),
         {name: place[:2] for name, place in places.items()},
         read=lambda name: read_tensor_bytes(places[name]),
         where=str(directory),
@@ -309,7 +365,8 @@ def write_decoded(directory: str | Path, target: str | Path, *, num_shards: int 
     target = Path(target)
     target.mkdir(parents=True)
     config = json.loads((Path(directory) / CONFIG_NAME).read_text())
-    config.pop("quantization_config", None)
+    for key in ("quantization_config", "quantization"):
+        config.pop(key, None)
     (target / CONFIG_NAME).write_text(json.dumps(config))
     stored = {name: _plain(weight) for name, weight in decoded_weights(directory).items()}
     write_shards(target, stored, num_shards)

@@ -53,7 +53,7 @@ def test_a_format_without_a_codec_is_refused_by_its_name(tmp_path: Path) -> None
     saved(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     plain = json.loads(file.read_text())
-    for key, method in (("quantization_config", "gptq"), ("compression_config", "awq")):
+    for key, method in (("quantization_config", "exl3"), ("compression_config", "hqq")):
         for table in (plain | {key: {"quant_method": method}},
                       plain | {"text_config": {key: {"quant_method": method}}}):  # fmt: skip
             file.write_text(json.dumps(table))
@@ -61,8 +61,9 @@ def test_a_format_without_a_codec_is_refused_by_its_name(tmp_path: Path) -> None
                 offload(LlamaForCausalLM(small()), tmp_path, tmp_path / "model")
     assert not (tmp_path / "swap").exists()
     file.write_text(json.dumps(plain))
-    (tmp_path / "model" / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="hf_quant_config.json is there"):
+    declared = {"quantization": {"quant_algo": "W4A8_AWQ"}}
+    (tmp_path / "model" / "hf_quant_config.json").write_text(json.dumps(declared))
+    with pytest.raises(ConfigError, match="by modelopt as 'W4A8_AWQ'"):
         offload(LlamaForCausalLM(small()), tmp_path, tmp_path / "model")
 
 

@@ -7,7 +7,7 @@ and every tensor that the model has no place for: a scale, a zero point, a missi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,37 +16,36 @@ import torch
 from torch import nn
 
 from infinity.bounded import MalformedError, read_json, table_of
-from infinity.codecs.detect import quantization_of
+from infinity.codecs.detect import DECLARING_FILES, quantization_of
 from infinity.errors import ConfigError, listed
 
 WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# ModelOpt, GPTQ and AWQ write one of these and may leave config.json as it was.
-_QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns the table in config.json, empty if there is no such file. Raises ConfigError."""
+    """Returns the table in config.json, empty if there is no such file, with the quantisation that
+    another file declares. Raises ConfigError."""
     file = directory / "config.json"
-    if not file.is_file():
-        return {}
+    return with_declared(directory, _table_in(file) if file.is_file() else {})
+
+
+def with_declared(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json with a `quantization_config`, if only another file of the directory says
+    how weights are quantised. Raises ConfigError for a file that cannot be read."""
+    if quantization_of(config, str(directory)) is not None:
+        return config
+    for name, as_config in DECLARING_FILES.items():
+        if (directory / name).is_file():
+            declared = as_config(_table_in(directory / name))
+            return {**config, "quantization_config": declared} if declared else config
+    return config
+
+
+def _table_in(file: Path) -> dict[str, Any]:
     try:  # Configurations of some models have numbers that are not finite.
         return table_of(read_json(file, is_strict=False), "it")
     except (MalformedError, OSError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
-
-
-def refuse_undeclared(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a directory of quantised weights whose config.json does not say so."""
-    if quantization_of(config, str(directory)) is not None:
-        return  # A codec is found for it, or refused.
-    for name in _QUANTISATION_FILES:
-        if (directory / name).is_file():
-            raise ConfigError(
-                f"{directory} holds quantized weights ({name} is there), and its config.json does "
-                "not say in which format; expected plain weights, or a quantization_config of a "
-                "format that has a codec. Use another checkpoint of the model"
-            )
 
 
 def refuse_codes(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from infinity.bounded import MalformedError, field, plain_name, read_json, table_of
-from infinity.checkpoint.huggingface.import_checks import read_config, refuse_undeclared
+from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.checkpoint.huggingface.safetensors_file import (
     KnownHeader,
     SafetensorsReader,
@@ -71,10 +71,8 @@ class WeightTensors:
 
     def _find_encoded(self) -> dict[str, LogicalTensor]:
         directory = self.path if self.path.is_dir() else self.path.parent
-        config = read_config(directory)
-        refuse_undeclared(directory, config)
         return logical_tensors(
-            config, self.stored_facts(), read=self._read_bytes, where=str(directory)
+            read_config(directory), self.stored_facts(), read=self._read_bytes, where=str(directory)
         )
 
     def _read_bytes(self, name: str) -> bytes:

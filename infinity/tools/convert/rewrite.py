@@ -27,6 +27,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
 from infinity.checkpoint.huggingface.weight_source import WeightSource
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, SINGLE_NAME
 from infinity.codecs import Encoding, TableBlocks
+from infinity.codecs.detect import DECLARING_FILES
 from infinity.codecs.part import Codec, Shape
 from infinity.codecs.tables import STATE_SUFFIX
 from infinity.errors import ConfigError, reporting
@@ -224,10 +225,11 @@ def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress
 
 
 def _copy_other_files(source: Path, target: Path) -> None:
-    """Copies tokenizer, generation settings, code and licence: every file that has no weights.
-    Syncs the copies."""
+    """Copies tokenizer, generation settings, code and licence: every file that has no weights and
+    declares no quantisation, which config.json does. Syncs the copies."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+        is_weights |= path.name in DECLARING_FILES
         if path.is_file() and not is_weights and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
             sync_file(target / path.name)

@@ -1,0 +1,92 @@
+"""The checkpoints of bitsandbytes: a JSON beside each weight says how it is stored.
+
+Source: transformers `integrations/bitsandbytes.py`; bitsandbytes `functional.py` (QuantState).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.bounded import (
+    MalformedError,
+    field,
+    integer,
+    list_of,
+    parse_json,
+    table_of,
+    text_of,
+)
+from infinity.codecs.found import FoundTensors
+from infinity.codecs.part import ITEM_NBYTES, Shape, StoredPart
+from infinity.codecs.tables import STATE_SUFFIX, TableBlocks
+from infinity.errors import ConfigError
+
+_STATE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_SUFFIXES = (
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+    ".bitsandbytes__nf4",
+    ".bitsandbytes__fp4",
+    ".SCB",
+)
+
+
+class BitsandbytesScheme:
+    """`weight` U8 with `weight.absmax` and so on; a JSON in a tensor says the rest."""
+
+    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
+        kind = quantization.get("bnb_4bit_quant_type", "fp4")  # The default of bitsandbytes.
+        if not quantization.get("load_in_4bit", quantization.get("_load_in_4bit")):
+            kind = "8 bits"
+        if kind != "nf4":
+            raise ConfigError(
+                f"{where}: its weights are quantized by bitsandbytes as {kind!r}; a codec exists "
+                "for 'nf4'. Use such a checkpoint, or the bfloat16 one of the model"
+            )
+
+    def find(self, found: FoundTensors) -> None:
+        """See `Scheme.find`."""
+        for state in found.unused(STATE_SUFFIX):
+            name = state.removesuffix(STATE_SUFFIX)
+            try:
+                codec, shape = _parse_state(found.read(state))
+            except MalformedError as error:
+                raise found.error(f"{state!r} is malformed: {error}") from None
+            codes, *others = codec.parts(shape)
+            stored, packed = found.headers.get(name, ("", ()))
+            as_stored = StoredPart("", stored, packed)
+            if stored in ITEM_NBYTES and as_stored.nbytes == codes.nbytes:
+                codes = as_stored  # bnb_4bit_quant_storage: the same bytes under another dtype.
+            names = [f"{name}{part.suffix}" for part in (codes, *others)]
+            found.add(name, codec, shape, names, parts=(codes, *others), aside=(state,))
+        found.refuse_leftovers(_SUFFIXES, "NF4 of bitsandbytes")
+
+
+def _parse_state(content: bytes) -> tuple[TableBlocks, Shape]:
+    """Returns (codec, shape of the weight) of a quant_state. Raises MalformedError."""
+    state = table_of(parse_json(content), "it")
+    kind = text_of(field(state, "quant_type"), "quant_type", max_length=32)
+    dtype = text_of(field(state, "dtype"), "dtype", max_length=32)
+    if kind != "nf4" or dtype not in _STATE_DTYPES:
+        raise MalformedError(f"expected quant_type nf4 of a float dtype, got {kind} of {dtype}")
+    shape = tuple(integer(n, "a length") for n in list_of(field(state, "shape"), "shape"))
+    block = _block(state, "blocksize")
+    if "nested_blocksize" not in state:
+        return TableBlocks(block, 0, 0.0, _STATE_DTYPES[dtype]), shape
+    if state.get("nested_dtype", "float32") != "float32":
+        raise MalformedError(f"expected nested_dtype float32, got {state['nested_dtype']!r}")
+    offset = field(state, "nested_offset")
+    if isinstance(offset, bool) or not isinstance(offset, int | float):
+        raise MalformedError(f"expected a number as nested_offset, got {offset!r}")
+    nested = _block(state, "nested_blocksize")
+    return TableBlocks(block, nested, float(offset), _STATE_DTYPES[dtype]), shape
+
+
+def _block(state: dict[str, Any], key: str) -> int:
+    size = integer(field(state, key), key)
+    if size < 2 or size % 2:
+        raise MalformedError(f"expected an even {key}, got {size}")
+    return size

@@ -1,0 +1,213 @@
+"""The checkpoints that have floats of 8 or 4 bits, and scales beside them under names of their own.
+
+    DeepSeek, Kimi, Qwen, Mistral (`quant_method` fp8)    fbgemm    modelopt    quark    gpt-oss
+
+The dtypes of codes and scales say what is stored, and the shape of FP8 scales which block they are
+of. Sources: transformers `integrations/finegrained_fp8.py`, `fbgemm_fp8.py`, `mxfp4.py`; modelopt
+`torch/export/quant_utils.py`; vLLM `quantization/modelopt.py`, `quark/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infinity.bounded import MalformedError, integer, list_of
+from infinity.codecs.floats import MX_BLOCK, NVFP4_BLOCK, FloatBlocks, mxfp4, nvfp4
+from infinity.codecs.found import FoundTensors
+from infinity.codecs.part import Shape, StoredPart
+from infinity.errors import ConfigError
+
+Block = tuple[int, int]  # See `FloatBlocks.block`.
+
+PER_TENSOR, PER_ROW, PER_COLUMN = (0, 0), (1, 0), (0, 1)
+_MODELOPT_BLOCKS = (PER_TENSOR, PER_ROW, (128, 128), (1, MX_BLOCK))
+_MODELOPT_ALGORITHMS = (
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "NVFP4_AWQ",
+    "W4A16_NVFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8", "W4A8_NVFP4_FP8", "MIXED_PRECISION",
+)  # fmt: skip
+_FP8_SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+_POWERS = ("F8_E8M0", "U8")
+_LEFTOVERS = (
+    "_scale_inv", "_weight_scale", ".weight_scale", ".weight_scale_2", ".qscale_weight",
+    ".pre_quant_scale",
+)  # fmt: skip
+
+
+class FloatScheme:
+    """Codes F8_E4M3, or U8 or I8 of two codes E2M1 each, and their scales.
+
+    | codes | scales, after the name of the codes | format |
+    | --- | --- | --- |
+    | F8_E4M3 | `_scale_inv`, `_scale` | FP8 in one of `blocks`, MXFP8 |
+    | U8, I8 | `_scale` F8_E8M0 or U8 | MXFP4 |
+    | U8 | `_scale` F8_E4M3 and `_scale_2` F32 | NVFP4 |
+
+    `.scale` and `.qscale_weight` in place of `.weight` are other names of scales.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        """blocks: those that FP8 codes may have."""
+        self._blocks = tuple(blocks)
+
+    def find(self, found: FoundTensors) -> None:
+        """See `Scheme.find`."""
+        for name, (dtype, _) in found.headers.items():
+            if dtype in ("U8", "I8"):
+                scale = _scale_of(found, name)
+                if scale is not None:
+                    add_fp4(found, name, scale, f"{name}_scale_2")
+        for name, (dtype, _) in found.headers.items():
+            if dtype != "F8_E4M3" or found.is_used(name):
+                continue
+            scale = _scale_of(found, name)
+            if scale is None:
+                raise found.error(
+                    f"{name!r} is F8_E4M3, and its scales {name + '_scale_inv'!r} are missing; "
+                    "copy the checkpoint again, or use one that is complete"
+                )
+            add_fp8(found, name, scale, self._blocks)
+        found.refuse_leftovers(_LEFTOVERS, "FP8 or FP4")
+
+
+def _scale_of(found: FoundTensors, name: str) -> str | None:
+    stem = name.removesuffix(".weight")
+    names = (f"{name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight", f"{name}_scale")
+    return next((scale for scale in names if scale in found.headers), None)
+
+
+def add_fp8(found: FoundTensors, name: str, scale: str, blocks: Sequence[Block]) -> None:
+    """Adds FP8 codes with the first of the blocks that has as many scales.
+
+    Dimensions of length 1 may be stored or left out. Raises ConfigError if no block fits.
+    """
+    shape, (dtype, stored) = found.matrix(name), found.headers[scale]
+    if dtype not in _FP8_SCALES:
+        raise found.error(f"{scale!r} is {dtype}; expected scales of {', '.join(_FP8_SCALES)}")
+    codecs = [FloatBlocks(block, dtype) for block in blocks]
+    grids = [found.parts(name, codec, shape)[1].shape for codec in codecs]
+    fits = [stored == grid for grid in grids]
+    if not any(fits):
+        fits = [_without_ones(stored) == _without_ones(grid) for grid in grids]
+    if not any(fits) and len(blocks) != 1:
+        raise found.error(
+            f"{scale!r} has shape {stored} for FP8 codes of {shape}, which fits no group of "
+            "config.json"
+        )
+    codec = codecs[fits.index(True) if any(fits) else 0]
+    codes, scales = found.parts(name, codec, shape)
+    if any(fits):
+        scales = StoredPart(scales.suffix, dtype, stored)
+    found.add(name, codec, shape, (name, scale), parts=(codes, scales))
+
+
+def add_fp4(
+    found: FoundTensors, codes: str, scale: str, global_scale: str, *, name: str = "",
+    is_divided: bool = False,
+) -> None:  # fmt: skip
+    """Adds codes E2M1, two of which are in a byte, with the dtype of their scales: NVFP4 if it is
+    F8_E4M3, which then have a global one, else MXFP4. `name`: of the weight, if not `codes`."""
+    (stored, _), (dtype, _) = found.headers[codes], found.headers.get(scale, ("", ()))
+    shape = found.matrix(codes)
+    if dtype == "F8_E4M3":
+        codec, names = nvfp4("OVER" if is_divided else "TIMES"), [codes, scale, global_scale]
+    else:
+        codec, names = mxfp4(), [codes, scale]
+    logical = (*shape[:-1], 2 * shape[-1])
+    of_codes, scales, *of_matrices = found.parts(name or codes, codec, logical)
+    parts = [StoredPart(of_codes.suffix, stored, of_codes.shape), scales]
+    if dtype in _POWERS:
+        parts[1] = StoredPart(scales.suffix, dtype, scales.shape)
+    for part in of_matrices:
+        _, length = found.headers.get(global_scale, ("", ()))
+        is_same = _without_ones(length) == _without_ones(part.shape)
+        parts.append(StoredPart(part.suffix, "F32", length if is_same else part.shape))
+    found.add(name or codes, codec, logical, names, parts=parts)
+
+
+def _without_ones(shape: Shape) -> Shape:
+    return tuple(length for length in shape if length != 1)
+
+
+class Mxfp4Scheme:
+    """gpt-oss: `..._blocks` and `..._scales` U8 of the transposed weight."""
+
+    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
+        del quantization, where
+
+    def find(self, found: FoundTensors) -> None:
+        """See `Scheme.find`."""
+        for blocks in found.unused("_blocks"):
+            name, shape = blocks.removesuffix("_blocks"), found.headers[blocks][1]
+            if len(shape) < 3 or shape[-1] != MX_BLOCK // 2:
+                raise found.error(
+                    f"{blocks!r} has shape {shape}; MXFP4 needs "
+                    f"(..., rows, blocks, {MX_BLOCK // 2})"
+                )
+            logical = (*shape[:-3], MX_BLOCK * shape[-2], shape[-3])
+            found.add(name, mxfp4(True), logical, (blocks, f"{name}_scales"))
+        found.refuse_leftovers(("_scales",), "MXFP4")
+
+
+# -- What the configurations of writers say --------------------------------------------------------
+
+
+def fp8_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
+    """Returns the scheme of `quant_method` fp8. Raises ConfigError."""
+    if quantization.get("fmt") not in (None, "e4m3"):
+        raise ConfigError(f"{where}: expected FP8 of fmt='e4m3', got {quantization['fmt']!r}")
+    block = quantization.get("weight_block_size")
+    return FloatScheme((PER_TENSOR, PER_ROW) if block is None else (_two_sizes(block, where),))
+
+
+def fbgemm_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
+    """Returns the scheme of fbgemm, whose packed experts are transposed: a scale per column."""
+    del quantization, where
+    return FloatScheme((PER_ROW, PER_COLUMN))
+
+
+def modelopt_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
+    """Returns the scheme of modelopt. Raises ConfigError for an algorithm that no codec knows."""
+    layers = quantization.get("quantized_layers") or {}
+    tables = [quantization, *(layers.values() if isinstance(layers, Mapping) else ())]
+    for table in tables:
+        algorithm = table.get("quant_algo") if isinstance(table, Mapping) else table
+        if algorithm not in (*_MODELOPT_ALGORITHMS, None):
+            raise ConfigError(
+                f"{where}: its weights are quantized by modelopt as {algorithm!r}; codecs exist "
+                f"for {', '.join(_MODELOPT_ALGORITHMS)}. Use such a checkpoint, or the bfloat16 "
+                "one of the model"
+            )
+    size = quantization.get("group_size")
+    if "NVFP4" in str(quantization.get("quant_algo")) and size not in (None, NVFP4_BLOCK):
+        raise ConfigError(f"{where}: expected NVFP4 in groups of {NVFP4_BLOCK}, got {size!r}")
+    return FloatScheme(_MODELOPT_BLOCKS)
+
+
+def quark_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
+    """Returns the scheme of quark. Raises ConfigError for a dtype that no codec knows."""
+    of_layers = quantization.get("layer_quant_config") or {}
+    tables = [quantization.get("global_quant_config"), *dict(of_layers).values()]
+    for table in tables:
+        weight = table.get("weight") if isinstance(table, Mapping) else None
+        for spec in weight if isinstance(weight, list) else [weight]:
+            dtype = spec.get("dtype") if isinstance(spec, Mapping) else None
+            if dtype not in (None, "fp8_e4m3", "fp4", "mxfp4"):
+                raise ConfigError(
+                    f"{where}: its weights are quantized by quark as {dtype!r}; codecs exist for "
+                    "fp8_e4m3 and fp4 (MXFP4). Use such a checkpoint, or the bfloat16 one of the "
+                    "model"
+                )
+    return FloatScheme((PER_TENSOR, PER_ROW))
+
+
+def _two_sizes(block: Any, where: str) -> tuple[int, int]:
+    try:
+        sizes = [integer(size, "a size") for size in list_of(block, "it")]
+    except MalformedError:
+        sizes = []
+    if len(sizes) != 2 or 0 in sizes:
+        raise ConfigError(
+            f"{where}: expected a weight_block_size of two positive numbers, got {block!r}"
+        )
+    return sizes[0], sizes[1]
