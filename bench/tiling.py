@@ -31,7 +31,7 @@ from infinity.config import SwapConfig
 from infinity.errors import CapacityError
 from infinity.plan import Batch, forecast, load_hardware
 from infinity.plan.model import model_of_shape
-from infinity.plan.shapes import ModelShape
+from infinity.plan.shapes import gpt_shape
 from infinity.sizes import GIB, MIB, format_nbytes
 from infinity.state.tiles import SMALLEST_TILE_NBYTES
 from infinity.testing.simulated_device import SimulatedDevice
@@ -80,10 +80,7 @@ def predict(factor: int, window_nbytes: int) -> dict[str, Any]:
     hardware = load_hardware("dgx-2")
 
     def fits(hidden: int) -> bool:
-        shape = ModelShape(
-            name="one block", layers=1, hidden=hidden, ffn=4 * hidden, heads=hidden // 128,
-            vocab=1, gated=False, biases=True, tied=True,
-        )  # fmt: skip
+        shape = gpt_shape("one block", 1, hidden, vocab=1)
         widest_nbytes = 4 * hidden * hidden * 2
         try:
             forecast(

@@ -7,6 +7,7 @@ blocks are numbered, routed experts are below a module called "experts".
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 import re
 from collections import defaultdict
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.huggingface.import_checks import with_declared
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
+from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
+from infinity.modules.reading.configuration import config_of_directory
 from infinity.plan.frozen_base import (
     PlannedPart,
     StoredBlock,
@@ -31,7 +33,14 @@ from infinity.plan.frozen_base import (
     stored_experts,
     stored_of_shape,
 )
-from infinity.plan.shapes import LatentAttention, ModelShape, Moe, Part, PublishedFormat
+from infinity.plan.shapes import (
+    BlockShape,
+    ModelShape,
+    Part,
+    PublishedFormat,
+    numel_of,
+    shape_of_config,
+)
 from infinity.plan.shipped import shapes_remedy
 from infinity.sizes import format_nbytes
 from infinity.storage.shards import ShardRange
@@ -39,7 +48,9 @@ from infinity.storage.shards import ShardRange
 _INDEX = "model.safetensors.index.json"
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_OTHER_TOWERS = re.compile(r"(?:^|\.)(?:vision|visual|audio|mm_projector|multi_modal)")
+# Towers beside the text model, and layers for multi-token prediction.
+_UNREAD = re.compile(r"(?:^|\.)(?:vision|visual|audio|mm_projector|multi_modal|mtp|embed_vision)")
+_MOST_OTHER = 0.01  # Some files have a buffer that the class makes itself.
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -52,7 +63,6 @@ class ModelDirectory:
     shape: ModelShape
     stored: StoredModel
     files: tuple[Path, ...]
-    max_positions: int | None = None  # The longest sequence, if config.json says.
 
     @property
     def is_quantised(self) -> bool:
@@ -76,15 +86,16 @@ def read_directory(directory: Path) -> ModelDirectory:
     """
     where = str(directory / "config.json")
     table = _table(directory / "config.json")
-    shape = shape_of_config(table, where)
+    require_transformers("infinity plan of a directory")
+    hf_config = config_of_directory(directory)
+    name = f"{hf_config.get_text_config().model_type} in {directory.name or directory}"
+    shape = shape_of_config(hf_config, name, where)
     files = _files(directory)
     if not files:
-        shape = shape.model_copy(update={"stored": published_format(table, where)})
+        shape = replace(shape, stored=published_format(table, where))
         stored = stored_of_shape(shape)
         formats = f"{stored.formats}; by config.json, not downloaded"
-        return ModelDirectory(
-            directory, shape, replace(stored, formats=formats), (), _max_positions(table)
-        )
+        return ModelDirectory(directory, shape, replace(stored, formats=formats), ())
     quantization = quantization_of(with_declared(directory, table), str(directory))
     if quantization is not None:
         scheme_of(quantization, str(directory))  # Refuses formats without a codec.
@@ -94,33 +105,7 @@ def read_directory(directory: Path) -> ModelDirectory:
             for info in reader.tensors.values():
                 headers.add(info, str(file))
     said = "not quantised" if quantization is None else method_of(quantization) or "quantised"
-    stored = headers.stored(directory, said)
-    return ModelDirectory(directory, shape, stored, files, _max_positions(table))
-
-
-def shape_of_config(table: dict[str, Any], where: str) -> ModelShape:
-    """Returns the shape that a config.json of transformers describes. Raises ConfigError with the
-    missing key."""
-    text = table.get("text_config") or table
-    try:
-        return ModelShape(
-            name=f"{text.get('model_type', 'model')} in {Path(where).parent.name or where}",
-            source=where,
-            layers=_first(text, "num_hidden_layers", "n_layer"),
-            hidden=_first(text, "hidden_size", "n_embd"),
-            ffn=text.get("intermediate_size") or 4 * _first(text, "hidden_size", "n_embd"),
-            heads=_first(text, "num_attention_heads", "n_head"),
-            kv_heads=text.get("num_key_value_heads"),
-            head_dim=None if text.get("kv_lora_rank") else text.get("head_dim"),
-            vocab=_first(text, "vocab_size"),
-            tied=bool(text.get("tie_word_embeddings", table.get("tie_word_embeddings", False))),
-            latent_attention=_latent(text),
-            moe=_moe(text),
-        )
-    except KeyError as error:
-        raise ConfigError(f"{where}: expected the key {error}; it is missing") from None
-    except (ValidationError, TypeError) as error:
-        raise ConfigError(f"{where} describes no model that can be planned: {error}") from None
+    return ModelDirectory(directory, shape, headers.stored(directory, said), files)
 
 
 def _table(file: Path) -> dict[str, Any]:
@@ -133,52 +118,6 @@ def _table(file: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from None
-
-
-def _first(text: dict[str, Any], *keys: str) -> Any:
-    """Returns the value of the first key that is there. Raises KeyError with the first key."""
-    for key in keys:
-        if text.get(key) is not None:
-            return text[key]
-    raise KeyError(keys[0])
-
-
-def _max_positions(table: dict[str, Any]) -> int | None:
-    text = table.get("text_config") or table
-    for key in ("max_position_embeddings", "n_positions"):
-        if isinstance(text.get(key), int):
-            return int(text[key])
-    return None
-
-
-def _latent(text: dict[str, Any]) -> LatentAttention | None:
-    if not text.get("kv_lora_rank"):
-        return None
-    return LatentAttention(
-        q_rank=_first(text, "q_lora_rank"),
-        kv_rank=text["kv_lora_rank"],
-        nope_head_dim=_first(text, "qk_nope_head_dim"),
-        rope_head_dim=_first(text, "qk_rope_head_dim"),
-        v_head_dim=_first(text, "v_head_dim"),
-    )
-
-
-def _moe(text: dict[str, Any]) -> Moe | None:
-    keys = ("n_routed_experts", "num_experts", "num_local_experts")
-    experts = next((text[key] for key in keys if text.get(key)), None)
-    if experts is None:
-        return None
-    ffn = _first(text, "moe_intermediate_size", "intermediate_size")
-    shared = text.get("n_shared_experts") or 0
-    if text.get("shared_expert_intermediate_size"):
-        shared = -(-text["shared_expert_intermediate_size"] // ffn)
-    return Moe(
-        experts=experts,
-        experts_per_token=_first(text, "num_experts_per_tok", "experts_per_token"),
-        expert_ffn=ffn,
-        shared_experts=shared,
-        dense_layers=text.get("first_k_dense_replace") or 0,
-    )
 
 
 def _files(directory: Path) -> tuple[Path, ...]:
@@ -206,13 +145,15 @@ class _PartHeaders:
     """The tensors of one part of the model, as headers are read."""
 
     nbytes: int = 0
+    numel: int = 0
     is_encoded: bool = False
     ranges: defaultdict[int, list[ShardRange]] = field(default_factory=lambda: defaultdict(list))
     stacks: list[ShardRange] = field(default_factory=list)
 
-    def add(self, info: TensorInfo, path: str, num_experts: int | None) -> None:
-        """Counts a tensor; `num_experts` of routed experts, else None."""
+    def add(self, info: TensorInfo, path: str, num_experts: int = 0) -> None:
+        """Counts a tensor; `num_experts` of routed experts, else 0."""
         self.nbytes += info.nbytes
+        self.numel += math.prod(info.shape)
         self.is_encoded |= info.unreadable is not None or info.dtype not in _PLAIN_DTYPES
         found = _EXPERT.search(info.name)
         part = ShardRange(path, info.offset_nbytes, info.nbytes)
@@ -220,9 +161,9 @@ class _PartHeaders:
             self.stacks.append(part)
         else:
             number = int(found[1]) if found is not None else 0
-            self.ranges[number if number < (num_experts or 0) else 0].append(part)
+            self.ranges[number if number < num_experts else 0].append(part)
 
-    def stored(self, num_experts: int | None = None) -> PlannedPart:
+    def stored(self, num_experts: int = 0) -> PlannedPart:
         """Returns the bytes, and where they are."""
         if num_experts:
             tensor = stored_experts(self.ranges, self.stacks, num_experts)
@@ -243,38 +184,35 @@ class _ModelHeaders:
         default_factory=lambda: defaultdict(_PartHeaders)
     )
 
-    @property
-    def num_experts(self) -> int | None:
-        """The number of routed experts of a block."""
-        return None if self.shape.moe is None else self.shape.moe.experts
-
     def add(self, info: TensorInfo, path: str) -> None:
         """Counts a tensor of a file."""
         found = _BLOCK.search(info.name)
-        if _OTHER_TOWERS.search(info.name) or (found and int(found[1]) >= self.shape.layers):
-            self.outside["unused"].add(info, path, None)
+        layer = int(found[1]) if found else -1
+        if _UNREAD.search(info.name) or layer >= len(self.shape.blocks):
+            self.outside["unused"].add(info, path)
         elif found:
             is_experts = "experts" in found[2].split(".")
-            part = self.blocks[int(found[1]), is_experts]
-            part.add(info, path, self.num_experts if is_experts else None)
+            num_experts = self.shape.blocks[layer].num_experts if is_experts else 0
+            self.blocks[layer, is_experts].add(info, path, num_experts)
         else:
-            self.outside[_part_outside(info.name)].add(info, path, None)
+            self.outside[_part_outside(info.name)].add(info, path)
 
     def stored(self, directory: Path, format_name: str) -> StoredModel:
         """Returns what training reads. Raises ConfigError if a block has no weights."""
-        layers = range(self.shape.layers)
-        for layer in layers:
+        layers = range(len(self.shape.blocks))
+        for layer, block in enumerate(self.shape.blocks):
             if not self.blocks[layer, False].nbytes:
                 raise ConfigError(
                     f"{directory}: config.json has {len(layers)} layers, and no file has weights "
                     f"of layer {layer}; download all files"
                 )
+            self._compare(directory, layer, block)
         unused_nbytes = self.outside["unused"].nbytes
         unused = [f"{format_nbytes(unused_nbytes)} of the files are not read"] * bool(unused_nbytes)
         return StoredModel(
             blocks=tuple(
                 StoredBlock(
-                    experts=self.blocks[layer, True].stored(self.num_experts),
+                    experts=self.blocks[layer, True].stored(self.shape.blocks[layer].num_experts),
                     rest=self.blocks[layer, False].stored(),
                 )
                 for layer in layers
@@ -284,6 +222,17 @@ class _ModelHeaders:
             head=self.outside["head"].stored(),
             formats="; ".join([format_name, *unused]),
             unused_nbytes=unused_nbytes,
+        )
+
+    def _compare(self, directory: Path, layer: int, block: BlockShape) -> None:
+        """Raises ConfigError for a layer that has other sizes in the files than its class has."""
+        parts = [self.blocks[layer, of_experts] for of_experts in (True, False)]
+        found, wanted = sum(part.numel for part in parts), numel_of(block.weights)
+        if any(part.is_encoded for part in parts) or abs(found - wanted) <= wanted * _MOST_OTHER:
+            return
+        raise ConfigError(
+            f"{directory}: layer {layer} has {found:,} parameters in the files, and {wanted:,} in "
+            "the class of config.json in transformers; expected the config.json of these files"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from infinity.codecs import stored_nbytes as nbytes_of_parts
 from infinity.codecs.part import Decoder
 from infinity.config import AdapterConfig
 from infinity.errors import ConfigError
-from infinity.plan.shapes import ModelShape, linears, norms, numel_of
+from infinity.plan.shapes import ModelShape, numel_of
 from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.state.stored import (
     StoredSlice,
@@ -189,24 +190,23 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
     parts = frozenset(shape.stored.parts) if shape.stored is not None else frozenset()
     name = PLAIN if shape.stored is None else shape.stored.format
     blocks = []
-    for layer in range(shape.layers):
+    for block in shape.blocks:
         nbytes = {True: 0, False: 0}
         encoded = {True: False, False: False}
-        for linear in linears(shape, layer):
-            format_name = name if linear.part in parts else PLAIN
-            is_expert = linear.part == "experts"
-            one_nbytes = stored_nbytes(format_name, linear.rows, linear.columns)
-            nbytes[is_expert] += linear.count * one_nbytes
-            encoded[is_expert] |= format_name != PLAIN
-        nbytes[False] += 2 * sum(numel_of(size) for size in norms(shape).values())
+        for weight in block.weights:
+            is_encoded = weight.is_linear and weight.part in parts
+            *stacked, rows, columns = weight.shape if weight.is_linear else (weight.numel, 1)
+            one_nbytes = stored_nbytes(name if is_encoded else PLAIN, rows, columns)
+            of_experts = weight.part == "experts"
+            nbytes[of_experts] += math.prod(stacked) * one_nbytes
+            encoded[of_experts] |= is_encoded
         experts, rest = (PlannedPart(nbytes[key], encoded[key]) for key in (True, False))
         blocks.append(StoredBlock(experts, rest))
-    table_nbytes = 2 * shape.vocab * shape.hidden
     return StoredModel(
         blocks=tuple(blocks),
-        embedding=PlannedPart(table_nbytes),
-        norm=PlannedPart(2 * shape.hidden),
-        head=PlannedPart(0 if shape.tied else table_nbytes),
+        embedding=PlannedPart(2 * numel_of(shape.embedding)),
+        norm=PlannedPart(2 * numel_of(shape.norm)),
+        head=PlannedPart(2 * numel_of(shape.head)),
         formats=PLAIN if name == PLAIN else f"{name} ({', '.join(sorted(parts))}), rest {PLAIN}",
     )
 

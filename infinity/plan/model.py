@@ -8,25 +8,30 @@ token.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import Field
 
 from infinity.config import AdapterConfig, SwapConfig
-from infinity.plan.files import read_table
+from infinity.config.extras import require_transformers
+from infinity.errors import ConfigError
+from infinity.modules.reading.configuration import config_of_table
+from infinity.plan.files import Table, read_table
 from infinity.plan.frozen_base import FrozenBase, PlannedPart, StoredModel, stored_of_shape
 from infinity.plan.shapes import (
     ModelShape,
+    Part,
+    PublishedFormat,
+    Weight,
     adapter_size,
-    attention,
-    attention_width,
-    feed_forward,
-    linears,
-    norms,
-    numel_of,
+    gpt_shape,
     refuse_unknown_targets,
+    shape_of_config,
 )
 from infinity.state.moments import moments_of
 from infinity.state.stored import StoredTensor
@@ -104,9 +109,44 @@ def load_model(name: str, dtype: torch.dtype, moments: Moments = OF_ADAM) -> Pla
     return model_of_shape(load_shape(name), dtype, moments)
 
 
+class _Gpt(Table):
+    layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    vocab: int = Field(50304, gt=0)
+
+
+class _Stored(Table):
+    format: str
+    parts: tuple[Part, ...]
+
+
+class _ModelFile(Table):
+    """The file of a model: `gpt`, or `config`, the keys of config.json that transformers reads.
+    `stored` is the format of its checkpoint."""
+
+    name: str
+    source: str = ""
+    hub: str = ""
+    gpt: _Gpt | None = None
+    config: dict[str, Any] | None = None
+    stored: _Stored | None = None
+
+
+@functools.lru_cache(maxsize=32)
 def load_shape(name: str) -> ModelShape:
     """Loads the shapes of a shipped model by name, or of a file by path. Raises ConfigError."""
-    return read_table(ModelShape, "models", name)
+    file = read_table(_ModelFile, "models", name)
+    if file.gpt is not None:
+        return gpt_shape(file.name, file.gpt.layers, file.gpt.hidden, file.gpt.vocab)
+    if file.config is None or "model_type" not in file.config:
+        raise ConfigError(
+            f"models {name}: expected [gpt] with layers and hidden, or [config] with model_type "
+            "and other keys of a config.json; got neither"
+        )
+    require_transformers(f"infinity plan of {name}")
+    stored = None if file.stored is None else PublishedFormat(file.stored.format, file.stored.parts)
+    hf_config = config_of_table(dict(file.config))
+    return shape_of_config(hf_config, file.name, name, hub=file.hub, stored=stored)
 
 
 def model_for(
@@ -141,17 +181,16 @@ def model_of_shape(
         refuse_unknown_targets(shape, adapter)
         stored = stored or stored_of_shape(shape)
     builder = _Builder(shape, dtype, adapter, stored if adapter is not None else None)
-    table = (shape.vocab, shape.hidden)
-    embedding = builder.outside("embedding", table, lambda base: base.embedding)
+    embedding = builder.outside("embedding", shape.embedding, lambda base: base.embedding)
     builder.use((embedding,), 0, has_backward=adapter is None)
-    for layer in range(shape.layers):
+    for layer in range(len(shape.blocks)):
         builder.block(layer)
-    builder.use((builder.outside("final norm", (shape.hidden,), lambda base: base.norm),), 0)
+    builder.use((builder.outside("final norm", shape.norm, lambda base: base.norm),), 0)
     head = embedding
-    has_head = not shape.tied if builder.stored is None else builder.stored.head.nbytes > 0
+    has_head = bool(shape.head) if builder.stored is None else builder.stored.head.nbytes > 0
     if has_head:
-        head = builder.outside("head", table, lambda base: base.head)
-    builder.use((head,), shape.vocab * shape.hidden)
+        head = builder.outside("head", shape.head, lambda base: base.head)
+    builder.use((head,), shape.vocab_numel)
     return builder.model(moments)
 
 
@@ -183,7 +222,6 @@ class _Builder:
         self._adapter = adapter
         self._units: list[tuple[str, list[TensorFacts]]] = []
         self._work: list[ModuleWork] = []
-        self._base_params = (1 if shape.tied else 2) * shape.vocab * shape.hidden + shape.hidden
         self._trained_params = 0
         self._decoded_per_byte: dict[str, float] = {}
         self._tensors: dict[str, StoredTensor] = {}
@@ -195,47 +233,40 @@ class _Builder:
         self._work.append(work)
 
     def outside(
-        self, name: str, size: tuple[int, ...], part: Callable[[StoredModel], PlannedPart]
+        self, name: str, weights: Sequence[Weight], part: Callable[[StoredModel], PlannedPart]
     ) -> int:
-        """Adds the unit of a weight outside blocks."""
+        """Adds the unit of weights outside blocks."""
         if self.stored is not None:
             return self._add_stored(name, {"weight": part(self.stored)})
-        return self._add_trained(name, {"weight": size})
+        return self._add_trained(name, {weight.name: weight.shape for weight in weights})
 
     def block(self, layer: int) -> None:
         """Adds the units of a block, and their work."""
-        shape, name = self._shape, f"block {layer}"
+        block, name = self._shape.blocks[layer], f"block {layer}"
+        experts, rest = (block.numel(of_experts=of_experts) for of_experts in (True, False))
+        routed = block.per_token(experts)
         if self.stored is None or self._adapter is None:
-            tensors = attention(shape) | feed_forward(shape, layer) | norms(shape)
-            routed = sum(numel_of(s) for name, s in tensors.items() if name.startswith("experts."))
-            active = sum(map(numel_of, tensors.values())) - routed + self._per_token(routed)
-            unit = self._add_trained(name, tensors)
-            self._work.append(ModuleWork((unit,), active, attention_width(shape)))
+            unit = self._add_trained(name, {w.name: w.shape for w in block.weights})
+            self._work.append(ModuleWork((unit,), rest + routed, block.attention_width))
             return
-        size, block = adapter_size(shape, layer, self._adapter), self.stored.blocks[layer]
+        size, stored = adapter_size(block, self._adapter), self.stored.blocks[layer]
         self._trained_params += size.num_params
         needed = []
         if size.num_params:
             needed.append(self._add_trained(name, {"adapter": (size.num_params,)}))
-        found = linears(shape, layer)
-        experts = sum(linear.numel for linear in found if linear.part == "experts")
-        rest = sum(linear.numel for linear in found) - experts
-        rest += sum(numel_of(size) for size in norms(shape).values())
-        self._base_params += experts + rest
         frozen = f"{name} (frozen)" if needed else name
-        parts = {"weights": block.rest}
-        if block.experts.nbytes:
-            parts["experts"] = block.experts
-        needed.append(self._add_stored(frozen, parts))
+        parts = {"weights": stored.rest}
+        if stored.experts.nbytes:
+            parts["experts"] = stored.experts
+        needed.append(self._add_stored(frozen, parts, block.num_experts))
         for tensor, part in parts.items():
             if part.is_encoded:
                 params = experts if tensor == "experts" else rest
                 decoded_nbytes = params * self._dtype.itemsize
                 self._decoded_per_byte[f"{frozen}.{tensor}"] = decoded_nbytes / part.nbytes
-        routed = sum(self._per_token(part.numel) for part in found if part.part == "experts")
         self._work.append(
             ModuleWork(
-                tuple(needed), rest + routed, attention_width(shape), expert_params=routed,
+                tuple(needed), rest + routed, block.attention_width, expert_params=routed,
                 trained_params=size.active_params,
             )
         )  # fmt: skip
@@ -245,7 +276,7 @@ class _Builder:
         units, frozen = layout_units(self._units, moments), None
         if self.stored is not None and self._adapter is not None:
             frozen = FrozenBase(
-                self.stored, self._adapter, self._base_params, self._trained_params,
+                self.stored, self._adapter, self._shape.num_params, self._trained_params,
                 self._decoded_per_byte, self._tensors,
             )  # fmt: skip
         return PlannedModel(
@@ -255,17 +286,10 @@ class _Builder:
             held_nbytes=max(unit.weight_nbytes for unit in units)
             if frozen is None
             else _held_nbytes(units, self._work),
-            num_params=sum(tensor.numel for unit in units for tensor in unit.tensors)
-            if frozen is None
-            else self._base_params,
+            num_params=self._shape.num_params,
             checkpoint_width=self._shape.hidden,
             frozen=frozen,
         )
-
-    def _per_token(self, routed_params: int) -> int:
-        """Returns the parameters that a token uses of those of all routed experts."""
-        moe = self._shape.moe
-        return 0 if moe is None else routed_params * moe.experts_per_token // moe.experts
 
     def _add_trained(self, name: str, tensors: Mapping[str, tuple[int, ...]]) -> int:
         return self._add(
@@ -276,12 +300,11 @@ class _Builder:
             ],
         )
 
-    def _add_stored(self, name: str, parts: Mapping[str, PlannedPart]) -> int:
+    def _add_stored(self, name: str, parts: Mapping[str, PlannedPart], num_experts: int = 0) -> int:
         facts = []
         for tensor, part in parts.items():
             size: tuple[int, ...] = (part.nbytes,)
-            if tensor == "experts" and self._shape.moe is not None:
-                num_experts = self._shape.moe.experts
+            if tensor == "experts":
                 size = (num_experts, 1, -(-part.nbytes // num_experts))
             full_name = f"{name}.{tensor}"
             facts.append(facts_of_shape(full_name, size, torch.uint8, is_trainable=False))
@@ -345,8 +368,8 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
 def _active(size: tuple[int, ...], experts_per_token: int | None) -> int:
     """Returns the weights of a tensor that multiply one token. Experts are stacked in front."""
     if len(size) == 3 and experts_per_token is not None:
-        return numel_of(size[1:]) * min(experts_per_token, size[0])
-    return numel_of(size)
+        return math.prod(size[1:]) * min(experts_per_token, size[0])
+    return math.prod(size)
 
 
 def copied_model(model: PlannedModel, dtype: torch.dtype) -> PlannedModel:

@@ -1,49 +1,38 @@
-"""The shapes of a causal language model: a table of its dimensions, and the tensors of each part.
+"""The shapes of a causal language model: the parameters of each block, and those outside blocks.
 
-Names of modules are those of transformers, as an adapter's targets name them. Expert matrices are
-stacked, as in transformers.
+They are those of transformers' own class, built on meta, or of a GPT-like model. Names of modules
+are those of transformers, as an adapter's targets name them.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+import torch
+from torch import nn
 
 from infinity.config import AdapterConfig
 from infinity.config.schema.adapter import ALL_LINEAR, AUTO_TARGETS
 from infinity.errors import ConfigError
-from infinity.plan.files import Table
-
-
-class LatentAttention(Table):
-    """Multi-head latent attention. Source: DeepSeek-V2 (2024), section 2.1."""
-
-    q_rank: int
-    kv_rank: int
-    nope_head_dim: int
-    rope_head_dim: int
-    v_head_dim: int
-
-
-class Moe(Table):
-    """Blocks after the first `dense_layers` have `experts` of width `expert_ffn`. Each token passes
-    `experts_per_token` of them and all of the `shared_experts`."""
-
-    experts: int
-    experts_per_token: int
-    expert_ffn: int
-    shared_experts: int = 0
-    dense_layers: int = 0
-
+from infinity.modules.reading.architecture import empty_model, text_model_of, towers
 
 # Parts of a block whose weights a checkpoint stores in one format.
 Part = Literal["attention", "dense", "shared", "experts", "router"]
+_AUTO_PARTS = ("attention", "dense", "shared")
+_ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
+_TOP_K = (
+    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k",
+    "top_k_experts", "top_k", "num_selected_experts",
+)  # fmt: skip
 
 
-class PublishedFormat(Table):
+@dataclass(frozen=True, slots=True)
+class PublishedFormat:
     """The format of the matrices of `parts` in the published checkpoint; other weights are bf16.
     The names of formats are those that the codecs find in checkpoints."""
 
@@ -51,36 +40,83 @@ class PublishedFormat(Table):
     parts: tuple[Part, ...]
 
 
-class ModelShape(Table):
-    """A causal language model; `hub` is its name on the Hugging Face hub. `gated` feed-forwards
-    have three matrices, others two. Heads have `head_dim` values each, by default an even part of
-    the hidden size."""
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter, by its name below the block. Experts are one, with a row for each expert.
+    `is_linear`: a matrix that an adapter can be attached to, or a stack of these."""
 
     name: str
-    source: str = ""
-    hub: str = ""
-    layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
-    ffn: int = Field(gt=0)
-    heads: int = Field(gt=0)
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    vocab: int = Field(gt=0)
-    gated: bool = True
-    biases: bool = False
-    tied: bool = False
-    latent_attention: LatentAttention | None = None
-    moe: Moe | None = None
-    stored: PublishedFormat | None = None
+    shape: tuple[int, ...]
+    part: Part = "dense"
+    is_linear: bool = False
 
     @property
-    def head_width(self) -> int:
-        """Values of one head."""
-        return self.head_dim or self.hidden // self.heads
+    def numel(self) -> int:
+        """The elements of all experts."""
+        return math.prod(self.shape)
 
-    def is_sparse(self, layer: int) -> bool:
-        """Returns whether the block of this number has routed experts."""
-        return self.moe is not None and layer >= self.moe.dense_layers
+    @property
+    def module(self) -> str:
+        """The last part of the name of its module."""
+        return self.name.removesuffix(".weight").rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The parameters of a block. `attention_width`: the products per token and position, of scores
+    and of mixing the values (1 without attention). Each token passes `experts_per_token` of the
+    `num_experts` routed experts."""
+
+    weights: tuple[Weight, ...]
+    attention_width: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    def numel(self, *, of_experts: bool) -> int:
+        """Returns the elements of routed experts, or of all other parameters."""
+        return sum(w.numel for w in self.weights if (w.part == "experts") == of_experts)
+
+    def per_token(self, routed_numel: int) -> int:
+        """Returns the elements that a token uses of those of all routed experts."""
+        return routed_numel * self.experts_per_token // max(self.num_experts, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A causal language model. A tied head has no weight of its own. Parts beside the text model
+    are left out. `hub` is its name on the Hugging Face hub; `max_positions` its longest sequence,
+    if that is known."""
+
+    name: str
+    hidden: int
+    blocks: tuple[BlockShape, ...]
+    embedding: tuple[Weight, ...]
+    norm: tuple[Weight, ...]  # All other parameters outside blocks.
+    head: tuple[Weight, ...]
+    hub: str = ""
+    stored: PublishedFormat | None = None
+    max_positions: int | None = None
+
+    @property
+    def vocab_numel(self) -> int:
+        """The weights of the head, also of one that is tied."""
+        return numel_of(self.head or self.embedding[:1])
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some block has routed experts."""
+        return any(block.num_experts for block in self.blocks)
+
+    @property
+    def num_params(self) -> int:
+        """All parameters."""
+        outside = numel_of((*self.embedding, *self.norm, *self.head))
+        return outside + sum(numel_of(block.weights) for block in self.blocks)
+
+
+def numel_of(weights: tuple[Weight, ...]) -> int:
+    """Returns the elements of all of them."""
+    return sum(weight.numel for weight in weights)
 
 
 def scaled_gpt(num_params: int) -> ModelShape:
@@ -88,143 +124,152 @@ def scaled_gpt(num_params: int) -> ModelShape:
     width of 150 per block, between the shapes of ZeRO-Infinity's table."""
     hidden = max(256, round((num_params * 150 / 12) ** (1 / 3) / 256) * 256)
     layers = max(1, round(num_params / (12 * hidden**2)))
+    return gpt_shape(f"GPT-like, {num_params / 1e9:,.0f} B asked", layers, hidden)
+
+
+def gpt_shape(name: str, layers: int, hidden: int, vocab: int = 50304) -> ModelShape:
+    """Returns the shapes of GPT-2, which has biases and a tied head."""
+    linear = {
+        "attn.c_attn": (3 * hidden, hidden), "attn.c_proj": (hidden, hidden),
+        "mlp.c_fc": (4 * hidden, hidden), "mlp.c_proj": (hidden, 4 * hidden),
+    }  # fmt: skip
+    weights = [Weight(f"ln_{i}.{of}", (hidden,)) for i in (1, 2) for of in ("weight", "bias")]
+    for module, size in linear.items():
+        part: Part = "attention" if module.startswith("attn") else "dense"
+        weights.append(Weight(f"{module}.weight", size, part, is_linear=True))
+        weights.append(Weight(f"{module}.bias", size[:1], part))
+    block = BlockShape(tuple(weights), 2 * hidden)
+    table, norm = Weight("weight", (vocab, hidden)), Weight("weight", (hidden,))
+    return ModelShape(name, hidden, (block,) * layers, (table,), (norm,), ())
+
+
+def shape_of_config(
+    hf_config: Any, name: str, where: str, *, hub: str = "", stored: PublishedFormat | None = None
+) -> ModelShape:
+    """Returns the shapes of the class that transformers has for a configuration.
+
+    Raises ConfigError if it has none, and for a class without blocks.
+    """
+    model = empty_model(hf_config, torch.bfloat16, where)
+    text, config = text_model_of(model), hf_config.get_text_config()
+    layers = _layers_of(text)
+    if layers is None:
+        raise ConfigError(f"{where}: {type(model).__name__} has no list of layers to plan")
+    seen: set[int] = {id(p) for tower in towers(model).values() for p in tower.parameters()}
+    blocks = tuple(_block_of(layer, config, seen, where) for layer in layers)
+    tables = {
+        id(parameter) for module in text.modules() if isinstance(module, nn.Embedding)
+        for parameter in module.parameters()
+    }  # fmt: skip
+    output = model.get_output_embeddings()
+    ends = {id(parameter) for parameter in output.parameters()} if output is not None else set()
+    rest: defaultdict[str, list[Weight]] = defaultdict(list)
+    for full_name, parameter in model.named_parameters():  # A tied head is named once.
+        if id(parameter) not in seen:
+            where_to = "norm"
+            if id(parameter) in tables or parameter is model.get_input_embeddings().weight:
+                where_to = "embedding"
+            elif id(parameter) in ends:
+                where_to = "head"
+            rest[where_to].append(Weight(full_name, tuple(parameter.shape)))
     return ModelShape(
-        name=f"GPT-like, {num_params / 1e9:,.0f} B asked",
-        layers=layers,
-        hidden=hidden,
-        ffn=4 * hidden,
-        heads=hidden // 128,
-        vocab=50304,
-        gated=False,
-        biases=True,
-        tied=True,
+        name=name,
+        hidden=int(config.hidden_size),
+        blocks=blocks,
+        embedding=tuple(rest["embedding"]),
+        norm=tuple(rest["norm"]),
+        head=tuple(rest["head"]),
+        hub=hub,
+        stored=stored,
+        max_positions=getattr(config, "max_position_embeddings", None),
     )
 
 
-def numel_of(size: tuple[int, ...]) -> int:
-    """Returns the number of elements."""
-    return math.prod(size)
+def _layers_of(text: nn.Module) -> nn.ModuleList | None:
+    """Returns the outermost list of modules with the most parameters."""
+    lists: list[nn.ModuleList] = []
+
+    def walk(module: nn.Module) -> None:
+        if isinstance(module, nn.ModuleList):
+            lists.append(module)
+            return
+        for child in module.children():
+            walk(child)
+
+    walk(text)
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=None)
 
 
-def attention(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors of a block's attention."""
-    hidden, heads = shape.hidden, shape.heads
-    latent = shape.latent_attention
-    if latent is not None:
-        key_dim = latent.nope_head_dim + latent.rope_head_dim
-        return {
-            "q_down": (latent.q_rank, hidden),
-            "q_norm": (latent.q_rank,),
-            "q_up": (heads * key_dim, latent.q_rank),
-            "kv_down": (latent.kv_rank + latent.rope_head_dim, hidden),
-            "kv_norm": (latent.kv_rank,),
-            "kv_up": (heads * (latent.nope_head_dim + latent.v_head_dim), latent.kv_rank),
-            "out": (hidden, heads * latent.v_head_dim),
-        }
-    width, kv_width = heads * shape.head_width, shape.head_width * (shape.kv_heads or heads)
-    tensors: dict[str, tuple[int, ...]] = {
-        "q": (width, hidden),
-        "k": (kv_width, hidden),
-        "v": (kv_width, hidden),
-        "out": (hidden, width),
-    }
-    if shape.biases:
-        tensors |= {"qkv_bias": (width + 2 * kv_width,), "out_bias": (hidden,)}
-    return tensors
+def _block_of(layer: nn.Module, config: Any, seen: set[int], where: str) -> BlockShape:
+    """Returns a block; parameters that were `seen`, in a block before, are left out."""
+    linear = {
+        f"{name}.weight" for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    }  # fmt: skip
+    found: dict[str, Weight] = {}
+    num_experts = 0
+    for name, parameter in layer.named_parameters():
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        part, shape, is_linear = _part_of(name), tuple(parameter.shape), name in linear
+        one = _ONE_EXPERT.search(name) if part == "experts" else None
+        if one is not None:  # A list of experts becomes a stack.
+            name = f"{name[: one.start()]}.experts.{name[one.end() :]}"
+            before = found.get(name)
+            shape = (1 if before is None else before.shape[0] + 1, *shape)
+        elif part == "experts":
+            is_linear = len(shape) > 2
+        if part == "experts":
+            num_experts = max(num_experts, shape[0])
+        found[name] = Weight(name, shape, part, is_linear)
+    top_k = _experts_per_token(layer, config, where) if num_experts else 0
+    has_attention = any(_is_attention(name) for name in found)
+    width = _attention_width(config) if has_attention else 1
+    return BlockShape(tuple(found.values()), width, num_experts, min(top_k, num_experts))
 
 
-def attention_width(shape: ModelShape) -> int:
-    """Returns the products per token and position, of scores and of mixing the values."""
-    latent = shape.latent_attention
-    if latent is not None:
-        return shape.heads * (latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim)
-    return 2 * shape.heads * shape.head_width
+_ONE_EXPERT = re.compile(r"\.\w*experts\.(\d+)\.")
 
 
-def feed_forward(shape: ModelShape, layer: int) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors of a block's feed-forward."""
-    hidden, moe = shape.hidden, shape.moe
-    inner = 3 if shape.gated else 2
-    if moe is None or layer < moe.dense_layers:
-        tensors: dict[str, tuple[int, ...]] = {"ffn": (inner, shape.ffn, hidden)}
-        return tensors | ({"ffn_bias": (shape.ffn + hidden,)} if shape.biases else {})
-    tensors = {
-        "router": (moe.experts, hidden),
-        "experts.ffn": (moe.experts, inner, moe.expert_ffn, hidden),
-    }
-    if moe.shared_experts:
-        tensors["shared.ffn"] = (inner, moe.shared_experts * moe.expert_ffn, hidden)
-    return tensors
+def _part_of(name: str) -> Part:
+    parts = name.split(".")
+    if any("shared" in part for part in parts[:-1]) and parts[-2] not in _ROUTERS:
+        return "shared"
+    if any("experts" in part for part in parts[:-1]):
+        return "experts"
+    if len(parts) > 1 and parts[-2] in _ROUTERS:
+        return "router"
+    return "attention" if _is_attention(name) or "linear_attn" in name else "dense"
 
 
-def norms(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors of a block's norms."""
-    values = 2 if shape.biases else 1
-    return {"norms": (2, values * shape.hidden)}
+def _is_attention(name: str) -> bool:
+    return re.search(r"(^|[._])(attn|attention)", name) is not None and "linear_attn" not in name
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A matrix product of a block: the name of its module, and `count` matrices of [rows, columns]
-    (several: one per expert)."""
-
-    module: str
-    part: Part
-    rows: int
-    columns: int
-    count: int = 1
-
-    @property
-    def numel(self) -> int:
-        """The elements of the weights of all `count` layers."""
-        return self.rows * self.columns * self.count
+def _experts_per_token(layer: nn.Module, config: Any, where: str) -> int:
+    for holder in (config, *layer.modules()):
+        for key in _TOP_K:
+            value = getattr(holder, key, None)
+            if isinstance(value, int) and not (holder is config and key == "top_k"):
+                return value
+    raise ConfigError(
+        f"{where}: expected the number of experts that a token passes "
+        f"({', '.join(_TOP_K[:3])}); none of these keys is there"
+    )
 
 
-def linears(shape: ModelShape, layer: int) -> list[Linear]:
-    """Returns the matrix products of a block, by the names of transformers' modules."""
-    found = _linears_of_attention(shape)
-    moe = shape.moe
-    if moe is None or not shape.is_sparse(layer):
-        return found + _linears_of_mlp(shape, "dense", shape.ffn)
-    found.append(Linear("gate", "router", moe.experts, shape.hidden))
-    found += [
-        Linear("gate_up_proj", "experts", 2 * moe.expert_ffn, shape.hidden, moe.experts),
-        Linear("down_proj", "experts", shape.hidden, moe.expert_ffn, moe.experts),
-    ]
-    if moe.shared_experts:
-        found += _linears_of_mlp(shape, "shared", moe.shared_experts * moe.expert_ffn)
-    return found
-
-
-def _linears_of_attention(shape: ModelShape) -> list[Linear]:
-    hidden, heads, latent = shape.hidden, shape.heads, shape.latent_attention
-    if latent is None:
-        width, kv_width = heads * shape.head_width, shape.head_width * (shape.kv_heads or heads)
-        sizes = {
-            "q_proj": (width, hidden),
-            "k_proj": (kv_width, hidden),
-            "v_proj": (kv_width, hidden),
-            "o_proj": (hidden, width),
-        }
-    else:
-        key_dim = latent.nope_head_dim + latent.rope_head_dim
-        sizes = {
-            "q_a_proj": (latent.q_rank, hidden),
-            "q_b_proj": (heads * key_dim, latent.q_rank),
-            "kv_a_proj_with_mqa": (latent.kv_rank + latent.rope_head_dim, hidden),
-            "kv_b_proj": (heads * (latent.nope_head_dim + latent.v_head_dim), latent.kv_rank),
-            "o_proj": (hidden, heads * latent.v_head_dim),
-        }
-    return [Linear(name, "attention", *size) for name, size in sizes.items()]
-
-
-def _linears_of_mlp(shape: ModelShape, part: Part, width: int) -> list[Linear]:
-    inward = ["gate_proj", "up_proj"] if shape.gated else ["up_proj"]
-    found = [Linear(name, part, width, shape.hidden) for name in inward]
-    return [*found, Linear("down_proj", part, shape.hidden, width)]
-
-
-_AUTO_PARTS = ("attention", "dense", "shared")
+def _attention_width(config: Any) -> int:
+    """Returns the products per token and position. Sliding windows and sparse attention count as
+    full attention."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 2 * int(config.hidden_size)
+    if getattr(config, "kv_lora_rank", None):
+        latent = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        return heads * int(latent)
+    width = getattr(config, "head_dim", None)
+    return 2 * heads * (width if isinstance(width, int) else int(config.hidden_size) // heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,27 +280,24 @@ class AdapterSize:
     active_params: int
 
 
-def adapter_size(shape: ModelShape, layer: int, adapter: AdapterConfig) -> AdapterSize:
+def adapter_size(block: BlockShape, adapter: AdapterConfig) -> AdapterSize:
     """Returns the adapter of a block. A block without a target has none."""
-    found = linears(shape, layer)
-    plain = sum(_params(linear, adapter) for linear in found if _is_target(linear, adapter))
-    experts = [linear for linear in found if linear.part == "experts" and adapter.experts]
-    routed = sum(linear.count * _params(linear, adapter) for linear in experts)
-    per_token = 0
-    if experts and shape.moe is not None:
-        per_token = routed * shape.moe.experts_per_token // shape.moe.experts
-    return AdapterSize(plain + routed, plain + per_token)
+    plain = sum(_params(weight, adapter) for weight in block.weights if _is_target(weight, adapter))
+    routed = 0
+    if adapter.experts:
+        routed = sum(_params(weight, adapter) for weight in _stacks(block))
+    return AdapterSize(plain + routed, plain + block.per_token(routed))
 
 
 def refuse_unknown_targets(shape: ModelShape, adapter: AdapterConfig) -> None:
     """Raises ConfigError for a target that no block has, with the names that there are, and for
     routed experts that the model has not."""
-    if adapter.experts and shape.moe is None:
+    if adapter.experts and not shape.has_experts:
         raise ConfigError(f"adapter.experts: {shape.name} has no routed experts; leave it out")
     if set(adapter.targets) & {AUTO_TARGETS, ALL_LINEAR}:
         return
-    found = {linear for layer in range(shape.layers) for linear in linears(shape, layer)}
-    names = {linear.module for linear in found if linear.part != "experts"}
+    found = (weight for block in shape.blocks for weight in block.weights)
+    names = {w.module for w in found if w.is_linear and w.part != "experts"}
     for target in adapter.targets:
         if target.rpartition(".")[2] not in names:
             raise ConfigError(
@@ -264,16 +306,21 @@ def refuse_unknown_targets(shape: ModelShape, adapter: AdapterConfig) -> None:
             )
 
 
-def _is_target(linear: Linear, adapter: AdapterConfig) -> bool:
-    if linear.part == "experts":
+def _stacks(block: BlockShape) -> Iterator[Weight]:
+    return (w for w in block.weights if w.part == "experts" and w.is_linear)
+
+
+def _is_target(weight: Weight, adapter: AdapterConfig) -> bool:
+    if weight.part == "experts" or not weight.is_linear:
         return False
     if AUTO_TARGETS in adapter.targets:
-        return linear.part in _AUTO_PARTS
+        return weight.part in _AUTO_PARTS
     if ALL_LINEAR in adapter.targets:
         return True
-    return any(target.rpartition(".")[2] == linear.module for target in adapter.targets)
+    return any(target.rpartition(".")[2] == weight.module for target in adapter.targets)
 
 
-def _params(linear: Linear, adapter: AdapterConfig) -> int:
-    magnitudes = linear.rows if adapter.method == "dora" else 0
-    return adapter.rank * (linear.rows + linear.columns) + magnitudes
+def _params(weight: Weight, adapter: AdapterConfig) -> int:
+    *stacked, rows, columns = weight.shape
+    magnitudes = rows if adapter.method == "dora" else 0
+    return math.prod(stacked) * (adapter.rank * (rows + columns) + magnitudes)

@@ -18,7 +18,7 @@ from infinity.plan.frozen_base import stored_nbytes, stored_of_shape
 from infinity.plan.hardware import Device, Hardware
 from infinity.plan.inputs import activations_nbytes
 from infinity.plan.model import PlannedModel, load_shape, model_of_shape
-from infinity.plan.shapes import ModelShape, Moe, adapter_size
+from infinity.plan.shapes import adapter_size, shape_of_config
 from infinity.sizes import MIB, format_nbytes
 from infinity.tools.plan.report import answer, sentences
 
@@ -118,11 +118,9 @@ def test_a_dense_adapter_has_pefts_parameters(
             head_dim=16,
         )  # fmt: skip
     model = AutoModelForCausalLM.from_config(small)
-    shape = ModelShape(
-        name="", layers=2, hidden=64, ffn=96, heads=8, kv_heads=2, head_dim=16, vocab=64
-    )
+    shape = shape_of_config(small, "", "")
     trained = get_peft_model(model, peft).num_parameters(only_trainable=True)
-    assert sum(adapter_size(shape, layer, settings).num_params for layer in (0, 1)) == trained
+    assert sum(adapter_size(block, settings).num_params for block in shape.blocks) == trained
 
 
 def test_an_adapter_of_all_experts_has_pefts_parameters() -> None:
@@ -139,18 +137,15 @@ def test_an_adapter_of_all_experts_has_pefts_parameters() -> None:
         num_experts_per_tok=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(small)
-    shape = ModelShape(
-        name="", layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=64,
-        moe=Moe(experts=8, experts_per_token=2, expert_ffn=32),
-    )  # fmt: skip
+    shape = shape_of_config(small, "", "")
     peft = LoraConfig(
         r=4, target_modules=["q_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )  # fmt: skip
     trained = get_peft_model(model, peft).num_parameters(only_trainable=True)
     sizes = [
-        adapter_size(shape, layer, AdapterConfig(targets=("q_proj",), rank=4, experts=True))
-        for layer in (0, 1)
+        adapter_size(block, AdapterConfig(targets=("q_proj",), rank=4, experts=True))
+        for block in shape.blocks
     ]
     assert sum(size.num_params for size in sizes) == trained
     experts = sizes[0].num_params - 4 * (64 + 64)

@@ -19,7 +19,7 @@ from infinity.modules.reading.dtypes import Dtypes
 from infinity.modules.tiling.split import Tiling
 from infinity.plan import Batch, forecast, load_hardware
 from infinity.plan.model import ModuleWork, PlannedModel, model_of_shape
-from infinity.plan.shapes import ModelShape
+from infinity.plan.shapes import gpt_shape
 from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import GIB
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, fit, limits
@@ -176,10 +176,7 @@ def test_the_same_units_as_the_engine_makes() -> None:
     ],
 )  # fmt: skip
 def test_the_widest_block_of_a_window(hidden: int, num_tiles: int, fits: bool) -> None:
-    shape = ModelShape(
-        name="one block", layers=1, hidden=hidden, ffn=4 * hidden, heads=hidden // 128, vocab=1,
-        gated=False, biases=True, tied=True,
-    )  # fmt: skip
+    shape = gpt_shape("one block", 1, hidden, vocab=1)
     tile = 0 if num_tiles == 1 else 8 * hidden**2 // num_tiles
     table = {
         "tiers": {

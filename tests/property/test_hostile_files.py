@@ -25,12 +25,12 @@ from infinity.config import SwapConfig
 from infinity.config.deepspeed import configuration_of, translate
 from infinity.config.source import read_file
 from infinity.errors import InfinityError
+from infinity.modules.reading.configuration import config_of_directory
 from infinity.observe import chrome
 from infinity.observe.step_summary import summarize
 from infinity.observe.tracer import Span
 from infinity.plan.hardware import load_hardware
 from infinity.storage.swap_inspect import examine
-from infinity.tools.training.model import _config_of_directory
 
 ROUNDS = 60
 HOSTILE: list[Any] = [
@@ -148,7 +148,7 @@ def read_deepspeed(content: bytes, place: Path) -> None:
 
 
 def read_model(content: bytes, place: Path) -> None:
-    _config_of_directory(_file(place / "config.json", content).parent)
+    config_of_directory(_file(place / "config.json", content).parent)
 
 
 def read_trace(content: bytes, place: Path) -> None:

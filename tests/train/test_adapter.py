@@ -25,12 +25,12 @@ import infinity
 from infinity.checkpoint.huggingface.weight_source import weight_source
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.modules.reading.configuration import published_config
 from infinity.tools.convert.spread import plan_gather, plan_spread, run_gather, run_spread
 from infinity.tools.training import program
 from infinity.tools.training.adapter import auto_targets, expert_targets, save_adapter
 from infinity.tools.training.base_identity import identify, read_identity
 from infinity.tools.training.merge import plan_merge
-from infinity.tools.training.model import published_config
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
 from tests.support.quantized import tiny_causal_lm, write_decoded, write_quantized

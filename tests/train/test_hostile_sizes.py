@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.modules.reading.configuration import check_sides
 from infinity.tools.training import program
-from infinity.tools.training.model import check_sides
 from infinity.tools.training.token_file import tokenize
 from infinity.tools.training.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from infinity.config import SwapConfig
@@ -32,6 +33,7 @@ from infinity.private.torch import DisableTorchFunctionSubclass, make_subclass, 
 # Parameters up to this size keep the values of their module's constructor: for a scale made by
 # torch.ones no reset_parameters exists that could make it again.
 _KEPT_NBYTES = 64 << 10
+_HUGE_NUMEL = 1 << 30  # No buffer is as large: those have values.
 
 
 class _Building(threading.local):
@@ -58,7 +60,8 @@ def init_empty_weights(config: Any = None) -> Iterator[None]:
     outer = _building.kept
     _building.kept = kept = [] if outer is None else outer
     try:
-        yield
+        with _WithoutHugeMemory():
+            yield
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, InfinityError) or "meta" not in str(error).lower():
             raise
@@ -79,6 +82,22 @@ def _observe() -> None:
     """Has PyTorch call a hook for each parameter that a module registers. The hook stays: another
     thread may be going through PyTorch's hooks."""
     register_module_parameter_registration_hook(_registered)  # type: ignore[arg-type]
+
+
+class _WithoutHugeMemory(TorchFunctionMode):
+    """Makes huge tensors that have no values yet on meta: a stack of experts may be larger than the
+    memory, and zeros would be written to all of it."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.zeros) and "out" not in kwargs:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() >= _HUGE_NUMEL:
+                return made
+        return func(*args, **kwargs)
 
 
 def _registered(module: nn.Module, name: str, parameter: nn.Parameter) -> Awaited | None:

@@ -166,27 +166,14 @@ def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:
             f"--full: {asked.directory} is quantised ({directory.stored.formats}), and codes "
             "cannot be trained; leave --full out for an adapter, or use the one in bfloat16"
         )
-    if asked.experts and directory.shape.moe is None:
+    if asked.experts and not directory.shape.has_experts:
         raise ConfigError(f"--experts: {asked.directory} has no routed experts; leave it out")
-    limit = directory.max_positions
+    limit = directory.shape.max_positions
     if asked.sequence is not None and limit is not None and asked.sequence > limit:
         raise ConfigError(
             f"--sequence {asked.sequence}: {asked.directory} has {limit} positions, give "
             "fewer tokens"
         )
-    _refuse_unknown(asked.directory)
-
-
-def _refuse_unknown(directory: Path) -> None:
-    """Raises ConfigError for a model that the installed transformers does not have."""
-    from importlib.util import find_spec
-
-    if find_spec("transformers") is None:  # `infinity train` will ask for it.
-        return
-    from infinity.config import Model
-    from infinity.tools.training.model import plan_model
-
-    plan_model(Model.model_validate({"path": directory}), reads_weights=False)
 
 
 def _write_new(file: Path, text: str) -> None:
@@ -204,7 +191,7 @@ def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
     name = (asked.file or asked.directory.resolve()).name.removesuffix(".toml")
     return Wish(
         model=asked.directory.resolve(),
-        max_positions=directory.max_positions,
+        max_positions=directory.shape.max_positions,
         rank=None if asked.full else asked.rank or _RANK,
         experts=asked.experts,
         data=_facts(asked),

@@ -17,9 +17,8 @@ from infinity.config import SwapConfig
 from infinity.errors import CapacityError, InfinityError
 from infinity.plan.frozen_base import stored_of_shape
 from infinity.plan.hardware import Hardware
-from infinity.plan.model import PlannedModel, load_shape, model_for, model_of_shape
+from infinity.plan.model import PlannedModel, load_shape, model_for
 from infinity.plan.predict import Forecast, forecast
-from infinity.plan.shapes import ModelShape
 from infinity.plan.shipped import shipped_in
 from infinity.simulate.job import batch_of
 from infinity.tools.plan.draft import Wish, fitted_draft
@@ -63,7 +62,7 @@ def published_models() -> list[str]:
     """Returns the names of the shipped models that can be downloaded, the smallest first."""
     shapes = {name: load_shape(name) for name in shipped_in("models")}
     found = [name for name, shape in shapes.items() if shape.hub]
-    return sorted(found, key=lambda name: _num_params(shapes[name]))
+    return sorted(found, key=lambda name: shapes[name].num_params)
 
 
 def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> Cell:
@@ -99,10 +98,6 @@ def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> 
     return Cell(name, machine, rank, said.tokens_per_s, said.step.step_s, tokens, said.step.binding)
 
 
-def _num_params(shape: ModelShape) -> int:
-    return model_of_shape(shape, _DTYPE).num_params
-
-
 def to_dict(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Returns the cells in plain numbers."""
     return [asdict(cell) for cell in cells]
@@ -116,7 +111,7 @@ def to_rows(cells: Sequence[Cell]) -> list[list[str]]:
     rows = [["model", "size", *machines]]
     for name in dict.fromkeys(model for model, _ in found):
         shape = load_shape(name)
-        size = count(_num_params(shape))
+        size = count(shape.num_params)
         if is_adapter:
             size += f", {decimal(stored_of_shape(shape).nbytes)}"
         rows.append([name, size, *(found[name, machine].text for machine in machines)])

@@ -17,13 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-import infinity
 from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.checkpoint.huggingface.names import PlacedSource, SourcePlaces
 from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
 from infinity.codecs import Plain
 from infinity.config.schema import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.modules.reading.architecture import empty_model
+from infinity.modules.reading.configuration import config_of_directory
 from infinity.tools.convert.quantize import plain, without_quantisation
 from infinity.tools.convert.rewrite import (
     DirectoryPlan,
@@ -33,7 +34,6 @@ from infinity.tools.convert.rewrite import (
     unchanged,
 )
 from infinity.tools.training.adapter import attach_adapter
-from infinity.tools.training.model import published_config
 
 Stored = Literal["bf16", "keep"]
 _PREFIX, _ADAPTER = "base_model.model.", "default"
@@ -77,16 +77,10 @@ def plan_merge(
 
 
 def _on_meta(base: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        config = published_config(base)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        with infinity.init_empty_weights():
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # A broken file makes transformers raise any exception.
-        raise ConfigError(f"{base} cannot be used as a base: {error}") from error
+    config = config_of_directory(base)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return empty_model(config, config.dtype or torch.float32, str(base / "config.json"))
 
 
 def _outcome(source: WeightSource, name: str, changes: list[_Change], to: Stored) -> PlannedTensor:

@@ -27,11 +27,11 @@ import numpy.typing as npt
 
 from infinity.bounded import read_json
 from infinity.errors import ConfigError
+from infinity.modules.reading.configuration import MOST_TOKENS
 
 _RANKS, _FAST, _NAMES = "tiktoken.model", "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 Ids = npt.NDArray[np.integer[Any]]
-MOST_TOKENS = 2**31  # Their ids are 32-bit integers to tokenizers and kernels.
 _MOST_ADDED = 1 << 16  # Ids behind the ranks; Kimi has 256.
 _CODE = "tokenization_kimi"  # The module that tokenizer_config.json names.
 

@@ -1,0 +1,232 @@
+"""Configurations of transformers: read from a directory or a table, and checked before transformers
+builds anything of them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
+from infinity.config.paths import refuse_absent_model
+from infinity.errors import ConfigError
+
+_log = logging.getLogger("infinity")
+
+MOST_TOKENS = 2**31  # Their ids are 32-bit integers to tokenizers and kernels.
+# Keys that transformers accepts although no configuration class declares them.
+_EXTRA_KEYS = frozenset({
+    "attn_implementation", "experts_implementation", "num_labels", "partial_rotary_factor",
+    "rope_scaling", "rope_theta", "torch_dtype",
+})  # fmt: skip
+
+
+def config_of_table(table: dict[str, Any]) -> Any:
+    """Returns the configuration of a table with `model_type`. Raises ConfigError, which names the
+    key."""
+    from transformers import AutoConfig
+
+    check_numbers(table, "model.config.")
+    options = {key: value for key, value in table.items() if key != "model_type"}
+    model_type = table["model_type"]
+    try:
+        default = AutoConfig.for_model(model_type)
+    except ValueError:
+        near = _nearest(model_type, _model_types())
+        raise ConfigError(
+            f"model.config.model_type: transformers has no {model_type!r}"
+            + (f"; did you mean {near!r}?" if near else "")
+        ) from None
+    for key in _unread_keys(options, default):
+        near = _nearest(key, sorted({*default.to_dict(), *default.attribute_map}))
+        if near:
+            raise ConfigError(
+                f"model.config.{key}: a {model_type} configuration has no such key; "
+                f"did you mean {near!r}?"
+            )
+        _log.warning("model.config.%s: nothing of %s is known to read it", key, model_type)
+    try:
+        return AutoConfig.for_model(model_type, **options)
+    except Exception as error:  # transformers raises its own exceptions in validation.
+        raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
+
+
+def _unread_keys(table: Mapping[str, Any], config: Any) -> Iterator[str]:
+    """Yields the keys that no class of this configuration declares, and no code of it reads."""
+    kind = type(config)
+    known = _EXTRA_KEYS | set(dir(kind)) | set(config.attribute_map)
+    known |= set(inspect.signature(kind.__init__).parameters)
+    unknown = [key for key in table if key not in known]
+    source = _source_of(config) if unknown else ""
+    for key in unknown:  # Some are read by getattr, with a default of the model.
+        if not re.search(rf"\bconfig\.{re.escape(key)}\b|[\"']{re.escape(key)}[\"']", source):
+            yield key
+
+
+def config_of_directory(path: Path, *, trusts_code: bool = False) -> Any:
+    """Returns the configuration of a directory. With `trusts_code`, code of the directory may run.
+
+    Raises ConfigError for a file that transformers cannot use, for an architecture that it does not
+    have, and for a size that its class does not read.
+    """
+    refuse_absent_model(path)
+    file = path / "config.json"
+    table = table_of_file(file)
+    check_numbers(table, f"model.path: {file}: ")
+    try:
+        config = published_config(path, trusts_code=trusts_code)
+    except Exception as error:  # A broken file makes transformers raise any exception.
+        raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
+    parts: list[tuple[Any, Any]] = [
+        (table, config),
+        (table.get("text_config"), config.get_text_config()),
+    ]
+    for part, own in parts:
+        for key in _unread_keys(part, own) if isinstance(part, dict) else ():
+            if not _SIZED.fullmatch(key) or "mtp" in key or "nextn" in key:
+                continue
+            raise ConfigError(
+                f"model.path: {file}: {key} is a size that {config.model_type} of this "
+                "transformers does not read, so its model is another one; expected a newer "
+                "transformers, or a directory that was converted for it"
+            )
+    return config
+
+
+# Published with code of their own for an architecture that transformers has under another name.
+_SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
+
+
+def published_config(path: Path, *, trusts_code: bool = False) -> Any:
+    """Returns the configuration of a directory. Runs no code of the directory unless it is trusted.
+
+    Raises what transformers raises for a broken file, or for an architecture that it does not have.
+    """
+    from transformers import AutoConfig
+
+    table = table_of_file(path / "config.json")
+    same = _SAME_ARCHITECTURE.get(str(table.get("model_type")))
+    if same is None:
+        return AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trusts_code
+        )
+    own = {key: value for key, value in table.items() if key not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(same, **{**own, "name_or_path": str(path)})
+
+
+def table_of_file(file: Path) -> dict[str, Any]:
+    """Reads a JSON table of bounded size, before transformers reads it again."""
+    try:
+        # Published configurations have numbers that are not finite, and repeated keys.
+        content = read_json(file, max_nbytes=16 * MAX_TEXT_NBYTES, is_strict=False)
+        return table_of(content, "it")
+    except (OSError, MalformedError) as error:
+        raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
+
+
+def _source_of(config: Any) -> str:
+    """Returns the source code of a configuration class and of its causal LM."""
+    module = type(config).__module__
+    names = (module, module.replace(".configuration_", ".modeling_"))
+    try:
+        return "".join(inspect.getsource(importlib.import_module(name)) for name in names)
+    except (ImportError, OSError):
+        return ""
+
+
+def _model_types() -> list[str]:
+    from transformers import CONFIG_MAPPING
+
+    return list(CONFIG_MAPPING.keys())
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, known, n=1)), None)
+
+
+# -- Impossible numbers of a configuration ---------------------------------------------------------
+#
+# transformers builds one module after the other, and lists with one entry per layer, for any number
+# in the file. A number that is negative, or larger than that of any model, is refused before that.
+
+
+# Counts of modules that are built one by one, under every name used by architectures.
+_COUNT = re.compile(
+    r"(\w+_)?(n|num)_(\w+_)?(layers?|blocks?|heads?|experts?|kv)"
+    r"|(\w+_)?(layers|heads|experts)|depth"
+)
+# Lengths of a side of a weight.
+_SIZE = re.compile(
+    r"(\w+_)?(vocab|hidden|intermediate|ffn|inner)_(size|dim)|d_model|d_ff|n_embd|n_inner|d_kv"
+    r"|ffn_hidden_size|(encoder|decoder)_ffn_dim|head_dim|n_positions|max_position_embeddings"
+)
+# Keys of these names change the size of a model.
+_SIZED = re.compile(
+    r"(\w+_)?(n|num)_(\w+_)?(layers?|blocks?|heads?|experts?)"
+    r"|(\w+_)?(hidden|intermediate|ffn|inner)_(size|dim)|d_model|d_ff|n_embd|n_inner|head_dim"
+)
+_MOST_MODULES = 65_536
+_MOST_LENGTH = 2**40
+# A weight has a side of each of these lengths.
+_SIDES = ("vocab_size", "hidden_size", "d_model", "n_embd")
+
+
+def check_numbers(table: dict[str, Any], where: str) -> None:
+    """Raises ConfigError that names the key of an impossible count, size or token id. `where` is
+    put before the key."""
+    for key, value in _leaves(table, ""):
+        name = key.rpartition(".")[2]
+        if name.endswith("_token_id"):
+            _check_ids(value, f"{where}{key}")
+            continue
+        most = _MOST_MODULES if _COUNT.fullmatch(name) else _MOST_LENGTH
+        if most == _MOST_LENGTH and not _SIZE.fullmatch(name):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue  # None, lists and words have their own meaning, which transformers checks.
+        most = MOST_TOKENS - 1 if name.endswith("vocab_size") else most
+        least = 1 if name in ("num_hidden_layers", "n_layer", "n_layers", "vocab_size") else 0
+        if not least <= value <= most:
+            raise _impossible(f"{where}{key}", f"{least} to {most}", value)
+
+
+def check_sides(table: dict[str, Any], longest: int, where: str) -> None:
+    """Raises ConfigError that names a length of the configuration that no stored weight has.
+
+    longest: the longest side of all stored weights
+    """
+    for key, value in _leaves(table, ""):  # Other parts, such as vision, may not be stored.
+        is_side = key.removeprefix("text_config.") in _SIDES
+        if is_side and isinstance(value, int) and value > longest:
+            raise _impossible(
+                f"{where}{key}", f"at most {longest}, the longest side of the stored weights", value
+            )
+
+
+def _check_ids(value: Any, what: str) -> None:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if type(token) is not int or not -MOST_TOKENS < token < MOST_TOKENS:
+            raise _impossible(what, f"an id below {MOST_TOKENS}, or a list of these", token)
+
+
+def _impossible(what: str, expected: str, value: Any) -> ConfigError:
+    is_long = isinstance(value, (int, float)) and abs(value) >= 10**40
+    shown = "a number of more than 40 digits" if is_long else repr(value)[:80]
+    return ConfigError(
+        f"{what}: expected {expected}, got {shown}; correct it, or get the model's configuration "
+        "again"
+    )
+
+
+def _leaves(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
