@@ -11,7 +11,13 @@ import pytest
 
 import infinity.fused
 
-KERNELS = ("number_kernels", "decode_kernels", "update_kernels", "mean_kernels")
+KERNELS = (
+    "number_kernels",
+    "decode_kernels",
+    "update_kernels",
+    "mean_kernels",
+    "token_sums_kernels",
+)
 
 
 def forget() -> None:
