@@ -112,7 +112,8 @@ def build(
             resources.callback(remove_directories, config)
         stored = StoredParams(model, weights if config.placement.reads_in_place else None)
         dtypes = Dtypes(model, config)
-        tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
+        products = config.schedule.experts
+        tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize, products)
         try:
             plan = lay_out(model, config, units, chosen, ranks, tiling, dtypes, stored)
             parts = _assemble(plan, wrap_storage, adopted, stored.identities, resources)

@@ -46,6 +46,8 @@ ATTRIBUTES = frozenset(
         "_is_hf_initialized", "_weight_conversions",
         # Trainer
         "_load_callback_state", "_prepare_inputs",
+        # Classes with `use_experts_implementation`
+        "_apply_gate",
         # accelerate.Accelerator.prepare, peft.tuners.lora.layer.ParamWrapper
         "_is_accelerate_prepared", "_did_swap_in_out_features",
     }

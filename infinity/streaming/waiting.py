@@ -35,13 +35,18 @@ class WaitingMemory:
         self._store = store
         self._away: dict[StorageWeakRef, _Away] = {}
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every tensor stays on the device."""
+        return self._store.keeps_all
+
     def put_away(self, tensor: torch.Tensor) -> None:
         """Moves the content of the tensor's storage to a tier.
 
         Raises CapacityError if the tiers are full, StorageError if a write fails.
         """
         storage, place = tensor.untyped_storage(), place_of(tensor)
-        if self._store.keeps_all or place in self._away:
+        if self.keeps_all or place in self._away:
             return
         if not storage.nbytes() or not storage.resizable():
             return

@@ -20,7 +20,7 @@ from torch import nn
 
 import infinity
 from infinity.modules.tiling.experts import ExpertsTile, TiledExperts
-from infinity.modules.tiling.experts_call import ExpertsCall
+from infinity.modules.tiling.experts_call import ExpertsCall, Together
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.testing.simulated_device import SimulatedDevice
@@ -341,11 +341,12 @@ def test_micro_batches_wait_at_experts_without_memory(
     calls: set[ExpertsCall] = set()
     seen: dict[str, set[tuple[int, ...]]] = {"run_forward": set(), "run_backward": set()}
     for name, sizes in seen.items():
-        run = getattr(ExpertsCall, name)
+        run = getattr(Together, name)
 
-        def note(call: Any, *args: Any, run: Any = run, sizes: Any = sizes, **kwargs: Any) -> None:
+        def note(one: Any, *args: Any, run: Any = run, sizes: Any = sizes, **kwargs: Any) -> None:
+            (call,) = one.calls
             calls.add(call)
-            run(call, *args, **kwargs)
+            run(one, *args, **kwargs)
             others = [
                 each.untyped_storage().nbytes()
                 for other in calls - {call}
@@ -354,7 +355,7 @@ def test_micro_batches_wait_at_experts_without_memory(
             ]
             sizes.add(tuple(sorted(set(others))))
 
-        monkeypatch.setattr(ExpertsCall, name, note)
+        monkeypatch.setattr(Together, name, note)
     with offloaded(build("deepseek_v3"), config) as model:
         infinity.forward_backward(model, partial(loss_of, model), range(count))
         engine = infinity.engine_of(model)

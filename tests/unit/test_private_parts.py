@@ -138,6 +138,7 @@ def test_the_attributes_are_in_this_release() -> None:
         inspect.getsource(torch.distributed.distributed_c10d),
         inspect.getsource(import_module("transformers.core_model_loading")),
         inspect.getsource(import_module("transformers.modeling_utils")),
+        inspect.getsource(import_module("transformers.integrations.moe")),
     ]  # fmt: skip
     objects: list[Any] = [
         tensor, node, nn.GRU(1, 1), torch.ops.aten.detach.default, torch.autograd.Variable,

@@ -13,6 +13,7 @@ from infinity.config.schema.adapter import (
 from infinity.config.schema.engine import (
     ComputeDtype,
     Distributed,
+    ExpertProducts,
     Io,
     IoEngineName,
     MomentFormat,
@@ -66,6 +67,7 @@ __all__ = [
     "DirectIo",
     "Distributed",
     "Durability",
+    "ExpertProducts",
     "HostTier",
     "Io",
     "IoEngineName",

@@ -14,6 +14,7 @@ ComputeDtype = Literal["auto", "float32", "bfloat16"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["auto", "both_passes", "deferred", "at_step"]
 UpdateOn = Literal["auto", "host", "device"]
+ExpertProducts = Literal["auto", "grouped", "exact"]
 RankBudgets = Literal["node", "rank"]
 ReduceDtype = Literal["auto", "bfloat16"]
 RankExchange = Literal["auto", "collective", "one_sided"]
@@ -112,6 +113,16 @@ class Schedule(Section):
         "tiles of linear layers together. One fetch of a tile serves all of them, and memory holds "
         "the block's activations for all of them. Tiles of experts serve all micro-batches; up to "
         "this many keep their graph between the two parts of the backward. Never changes a result.",
+    )
+    experts: Annotated[ExpertProducts, Choice(ExpertProducts)] = Field(
+        "auto",
+        description='How a tile of experts computes. "exact" runs the forward of the experts\' '
+        "class, one micro-batch after the other; with the loop of transformers "
+        '(`experts_implementation="eager"`) its results have the loop\'s bits. "grouped" is one '
+        "product for all experts of a tile, and where the device is shown to compute each row by "
+        "itself, for all micro-batches of `infinity.forward_backward`. Its rows have the bits of "
+        'transformers\' `grouped_mm`; it agrees with the loop to rounding. "auto" is "grouped" on '
+        'a GPU for models that use `grouped_mm` (the default of transformers), else "exact".',
     )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
         16 * MIB,

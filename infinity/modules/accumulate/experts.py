@@ -183,7 +183,8 @@ class ExpertsSchedule(Runner):
         self._bring_back(call)
 
     def _put_away(self, call: ExpertsCall) -> None:
-        self._away.add(call)
+        if not self._waiting.keeps_all:
+            self._away.add(call)
         for tensor in call.arguments.per_token():
             self._waiting.put_away(tensor)
 
@@ -235,7 +236,7 @@ class ExpertsSchedule(Runner):
     def serve(self, calls: Sequence[ExpertsCall]) -> None:
         """Runs calls of the same module whose micro-batches are stopped."""
         if calls:
-            go_forward(calls, self._present)
+            go_forward(calls, self._present if self._away.intersection(calls) else None)
 
     def probe(
         self,
@@ -300,13 +301,12 @@ class ExpertsSchedule(Runner):
                     stack.enter_context(call.with_arguments(*suspended.values))
                     call.begin_backward(suspended.gradient, suspended.needs)
                     running.append(call)
-                    if suspended.is_away:
+                    if suspended.is_away and not self._waiting.keeps_all:
                         self._away.add(call)
             if running:
                 is_for_leaves = any(call.has_leaves for call in running)
-                go_backward(
-                    running, is_for_leaves=is_for_leaves, hold=self._hold, present=self._present
-                )
+                present = self._present if self._away.intersection(running) else None
+                go_backward(running, is_for_leaves=is_for_leaves, hold=self._hold, present=present)
             for suspended in together:
                 if suspended.gradient is not None:
                     assert suspended.call is not None

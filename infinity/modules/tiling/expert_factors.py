@@ -59,6 +59,13 @@ class AdaptedWeight:
         self._right = right
         self._scaling = scaling
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._ends: torch.Tensor | None = None
+
+    def of_groups(self, ends: torch.Tensor) -> AdaptedWeight:
+        """Gives the factors groups of their own in grouped products: `ends` of rows, one group for
+        each of their matrices."""
+        self._ends = ends
+        return self
 
     @property
     def weight(self) -> torch.Tensor:
@@ -92,7 +99,9 @@ class AdaptedWeight:
             return self.merged().transpose(first, second)
         weight = self.weight.transpose(-2, -1)
         left, right = self._right.transpose(-2, -1), self._left.transpose(-2, -1)
-        return AdaptedWeight(lambda: weight, left, right, self._scaling)
+        transposed = AdaptedWeight(lambda: weight, left, right, self._scaling)
+        transposed._ends = self._ends
+        return transposed
 
     @property
     def mT(self) -> Any:  # noqa: N802  # PyTorch's name.
@@ -153,8 +162,10 @@ class AdaptedWeight:
         """Returns the product of each group of rows with the matrix of its expert. `product` takes
         the rows, a stack of matrices, and the arguments that give the ends of the groups."""
         left, right = _aligned(self._left, self._right)
-        through = product(product(rows, left, *args, **kwargs), right, *args, **kwargs)
         product_of_base = product(rows, self.weight, *args, **kwargs)
+        if self._ends is not None:
+            kwargs = {**kwargs, "offs": self._ends}
+        through = product(product(rows, left, *args, **kwargs), right, *args, **kwargs)
         return torch.add(product_of_base, through, alpha=self._scaling)
 
     @classmethod

@@ -2,10 +2,10 @@
 
 transformers keeps the experts of a block as `gate_up_proj` and `down_proj`, one row per expert.
 Their module is called with hidden states [tokens, width], indexes of experts [tokens, k] and
-routing weights [tokens, k]. A tile is a module of the same class with fewer experts and runs the
-forward of that class, whatever the model's `experts_implementation` is. The computation of an
-expert is therefore not repeated here. A tile receives the (token, expert) pairs of its own experts,
-each as a token with one expert; `experts_call.py` has the order of tiles and sums.
+routing weights [tokens, k]. A tile is a module of the same class with fewer experts. It receives
+the (token, expert) pairs of its own experts, each as a token with one expert, and runs the forward
+of its class, whatever the model's `experts_implementation` is, or one product for all experts
+(`grouped.py`). `experts_call.py` has the order of tiles and sums.
 
 Note [Same bits]
   With the loop over experts ("eager"), all results have the bits of the whole module for every size
@@ -21,6 +21,7 @@ Note [Experts without tokens]
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from infinity.config.schema import ExpertProducts
 from infinity.modules.autograd.hooks import HeldByCaller
 from infinity.modules.autograd.threads import Modes
 from infinity.modules.tiling.experts_call import (
@@ -39,9 +41,19 @@ from infinity.modules.tiling.experts_call import (
     Runner,
     anchored,
 )
+from infinity.modules.tiling.grouped import explain_no_groups
 from infinity.modules.tiling.layers import Tiled, tensor_of
 from infinity.modules.tiling.peft_experts import Adaptation, adaptations_of
 from infinity.private.torch import DropoutNd
+
+_log = logging.getLogger("infinity")
+
+
+@cache
+def _say(reason: str) -> None:
+    _log.info(
+        "experts run one micro-batch after the other, by the forward of their class: %s", reason
+    )
 
 
 class TiledExperts(Tiled):
@@ -74,6 +86,24 @@ class ExpertsTile(HeldByCaller):
     """Some of the experts. Precedes the user's class in the method resolution order."""
 
     num_experts: int
+    products: ExpertProducts = "auto"  # `schedule.experts`.
+
+    @property
+    def matrices(self) -> dict[str, nn.Parameter]:
+        """The tile's parameters without biases: [experts, rows, columns] each."""
+        own = {name: p for name, p in self._parameters.items() if p is not None}
+        return {name: p for name, p in own.items() if not name.endswith("_bias")}
+
+    def is_grouped_on(self, device: torch.device) -> bool:
+        """Whether all experts are one product; else the tile runs the forward of its class."""
+        is_asked = self.products == "grouped"
+        if self.products == "auto" and device.type != "cpu":
+            config = self.__dict__.get("config")
+            is_asked = getattr(config, "_experts_implementation", None) == "grouped_mm"
+        reason = explain_no_groups(self) if is_asked else ""
+        if reason:
+            _say(reason)
+        return is_asked and not reason
 
     def trained(self) -> list[nn.Parameter]:
         """Returns the tile's own parameters that need a gradient."""

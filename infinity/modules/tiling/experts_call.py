@@ -4,11 +4,13 @@ The forward keeps no activations. It visits the tiles in ascending order and add
 gives to the sum. The backward visits the tiles in descending order, repeats the forward of a tile
 and runs its backward at once. Each direction needs each tile once, and the activations of one tile
 are in memory. A runner may put the calls of several micro-batches together
-(`modules/accumulate/experts.py`): every tile is then there for all of them.
+(`modules/accumulate/experts.py`): every tile is then there for all of them, and a grouped product
+may be, too (`grouped.py`).
 
 Note [Same bits]
-  All sums have the order of the loop over experts ("eager") and of its autograd. An output row is a
-  sum over its experts in ascending order. The gradient of a hidden state is a sum over its experts
+  A row has the bits of the class's forward, or of grouped products. All sums have the order of the
+  loop over experts ("eager") and of its autograd. An output row is a sum over its experts in
+  ascending order. The gradient of a hidden state is a sum over its experts
   in descending order. The gradient of an expert's weights, of its adapters and of a routing weight
   depends on that expert's rows only. Therefore no bit depends on the division into tiles, on the
   number of calls that share a tile, or on where tiles rest. A repeated forward has the bits of the
@@ -26,10 +28,9 @@ Note [Leaves]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,43 +40,14 @@ from torch.autograd.graph import Node
 from typing_extensions import override
 
 from infinity.modules.autograd.threads import Modes
+from infinity.modules.tiling.grouped import products
 from infinity.modules.tiling.peft_experts import Adaptation
+from infinity.ops.expert_pairs import Pairs
+from infinity.ops.grouped_product import are_rows_apart
+from infinity.ops.token_sums import add_rows_
 from infinity.private.torch import will_engine_execute_node
 
 Recipe = tuple[str, int, Callable[..., Any]]  # An attribute; number and `shown` of its adaptation.
-
-
-class Pairs:
-    """The pairs of token and expert, ordered by expert, then by a token's choice, then by token.
-
-    indices: [tokens, k], the experts of each token; an index past the last expert belongs to no
-    expert. starts: the first expert of every tile, then the number of experts.
-    """
-
-    def __init__(self, indices: torch.Tensor, starts: Sequence[int]) -> None:
-        self._starts = starts
-        self._experts, order = indices.t().reshape(-1).sort(stable=True)
-        self.tokens, self.choices = order % len(indices), order // max(len(indices), 1)
-        bounds = torch.arange(starts[-1] + 1, dtype=indices.dtype, device=indices.device)
-        self._ends: list[int] = torch.searchsorted(self._experts, bounds).tolist()
-
-    def experts_of(self, tile: int) -> slice:
-        """Returns the experts of a tile."""
-        return slice(self._starts[tile], self._starts[tile + 1])
-
-    def range_of(self, tile: int) -> tuple[int, int]:
-        """Returns the first pair of a tile, and the end."""
-        return self._ends[self._starts[tile]], self._ends[self._starts[tile + 1]]
-
-    def ranges_of_experts(self, tile: int) -> list[tuple[int, int]]:
-        """Returns first pair and end of every expert that has pairs."""
-        ends = self._ends[self._starts[tile] : self._starts[tile + 1] + 1]
-        return [(first, end) for first, end in pairwise(ends) if first < end]
-
-    def indices_in(self, tile: int) -> torch.Tensor:
-        """Returns the tile's own number of the expert of each pair: [pairs, 1]."""
-        first, end = self.range_of(tile)
-        return (self._experts[first:end] - self._starts[tile]).unsqueeze(-1)
 
 
 class ExpertsCall:
@@ -90,10 +62,10 @@ class ExpertsCall:
         modes: Modes,
     ) -> None:
         self.tiles = tiles
-        self._starts = starts
-        self._recipes = recipes
+        self.starts = starts
+        self.recipes = recipes
+        self.modes = modes
         self._anchor = anchor
-        self._modes = modes
         self.is_graded = torch.is_grad_enabled()
         self._arguments: _Arguments | None = None
 
@@ -101,7 +73,7 @@ class ExpertsCall:
     def with_arguments(self, *values: torch.Tensor) -> Iterator[None]:
         """Has arguments and sums for the time of a `with` block. values: hidden states [tokens,
         width], indices [tokens, k], routing weights [tokens, k], factors of adapters."""
-        self._arguments = _Arguments(values, self._starts)
+        self._arguments = _Arguments(values)
         try:
             yield
         finally:
@@ -123,91 +95,40 @@ class ExpertsCall:
         """Whether a leaf of a tile may need a gradient of this call."""
         return self._anchor is not None
 
-    # -- Forward -----------------------------------------------------------------------------------
-
-    def needs_forward(self, index: int) -> bool:
-        """A tile without tokens gives nothing."""
-        first, end = self.arguments.pairs.range_of(index)
-        return first < end
-
-    @torch.no_grad()
-    def run_forward(self, index: int) -> None:
-        """Adds what the experts of one tile give. The tile's weights are there."""
-        arguments, out = self.arguments, self.arguments.sum()
-        with self._modes.set(), torch.no_grad():
-            part = self._run_tile(index, *arguments.rows_of(index)).to(out.dtype)
-        first, _ = arguments.pairs.range_of(index)
-        for begin, end in arguments.pairs.ranges_of_experts(index):
-            out.index_add_(0, arguments.pairs.tokens[begin:end], part[begin - first : end - first])
-
-    # -- Backward ----------------------------------------------------------------------------------
+    @property
+    def kind(self) -> Hashable:
+        """Calls of one kind may share products: equal adapters, modes and needs of gradients."""
+        values, recipes = self.arguments, []
+        for name, count, shown in self.recipes:
+            options = getattr(shown, "keywords", {})
+            recipes.append((name, count, getattr(shown, "func", shown), *options.items()))
+        tensors = (values.hidden, values.indices, values.weights, *values.factors)
+        facts = [(tensor.shape[1:], tensor.dtype) for tensor in tensors]
+        return (self.modes, values.needs, *recipes, *facts)
 
     def begin_backward(self, gradient: torch.Tensor, needs: Sequence[bool]) -> None:
         """gradient: of the output. `needs`: which of the hidden states, the routing weights and the
         factors need one."""
         self.arguments.out, self.arguments.needs = gradient, tuple(needs)
 
-    def needs_backward(self, index: int, *, is_for_leaves: bool) -> bool:
-        """A trained tile without tokens has a gradient, too: zeros, and AdamW decays it."""
-        return self.needs_forward(index) or (is_for_leaves and self.tiles[index].is_trained)
-
-    @torch.no_grad()
-    def run_backward(self, index: int, *, is_for_leaves: bool) -> None:
-        """Adds the gradients of one tile, whose weights are there."""
-        arguments, tile = self.arguments, self.tiles[index]
-        totals = arguments.gradients()
-        trained = tile.trained() if is_for_leaves else []
-        found: list[torch.Tensor | None] = [None] * len(trained)
-        if self.needs_forward(index):
-            leaves = [
-                value.detach().requires_grad_(total is not None)
-                for value, total in zip(arguments.rows_of(index), totals, strict=True)
-            ]
-            needed = [leaf for leaf in leaves if leaf.requires_grad] + trained
-            if not needed:
-                return
-            with self._modes.set():
-                part = self._run_tile(index, *leaves).to(arguments.sum().dtype)
-            first, end = arguments.pairs.range_of(index)
-            gradient = arguments.sum()[arguments.pairs.tokens[first:end]]
-            found = list(torch.autograd.grad([part], needed, [gradient], allow_unused=True))
-            self._add(index, [found.pop(0) if leaf.requires_grad else None for leaf in leaves])
-        _deliver(trained, found)
-
-    def _add(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        arguments, pairs = self.arguments, self.arguments.pairs
-        first, end = pairs.range_of(index)
-        (hidden, of_hidden), (weights, of_weights), *rest = zip(
-            arguments.gradients(), gradients, strict=True
-        )
-        if hidden is not None and of_hidden is not None:
-            for begin, stop in reversed(pairs.ranges_of_experts(index)):
-                rows = of_hidden[begin - first : stop - first]
-                hidden.index_add_(0, pairs.tokens[begin:stop], rows)
-        if weights is not None and of_weights is not None:
-            places = pairs.tokens[first:end], pairs.choices[first:end]
-            weights.index_put_(places, of_weights, accumulate=True)
-        for factor, of_factor in rest:
-            if factor is not None and of_factor is not None:
-                factor[pairs.experts_of(index)] = of_factor
-
-    def _run_tile(
-        self,
-        index: int,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        *factors: torch.Tensor,
-    ) -> torch.Tensor:
-        adaptations, rest = {}, list(factors)
-        for name, count, shown in self._recipes:
-            adaptations[name] = Adaptation(tuple(rest[:count]), shown)
+    def may_share_products(self) -> bool:
+        """Whether rows of other calls may stand beside those of this one."""
+        hidden, tile, rest = self.arguments.hidden, self.tiles[0], list(self.arguments.factors)
+        if not tile.is_grouped_on(hidden.device):
+            return False
+        shapes = [(*matrices.shape[1:], False) for matrices in tile.matrices.values()]
+        for _, count, _ in self.recipes:
+            if count == 2:
+                shapes += [(*factor.shape[1:], True) for factor in rest[:2]]
             del rest[:count]
-        tile = self.tiles[index]
-        with tile.adapted(adaptations):
-            part: torch.Tensor = tile(
-                hidden, self.arguments.pairs.indices_in(index), weights.unsqueeze(-1)
+        return all(
+            are_rows_apart(
+                (first, second) if tile.is_transposed else (second, first),
+                next(iter(tile.matrices.values())).dtype, hidden.device,
+                is_transposed=not tile.is_transposed, is_trained=is_factor,
             )
-        return part
+            for first, second, is_factor in shapes
+        )  # fmt: skip
 
 
 class _Arguments:
@@ -216,9 +137,8 @@ class _Arguments:
     out: torch.Tensor | None = None  # The output so far; in a backward, its gradient.
     needs: tuple[bool, ...] = ()  # Which of hidden states, routing weights, factors.
 
-    def __init__(self, values: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
         self.hidden, self.indices, self.weights, *self.factors = values
-        self._starts = starts
         self._gradients: list[torch.Tensor | None] | None = None
 
     def sum(self) -> torch.Tensor:
@@ -238,23 +158,175 @@ class _Arguments:
             ]
         return self._gradients
 
+    def take(self, gradients: list[torch.Tensor | None]) -> None:
+        """Takes the memory of its gradients."""
+        self._gradients = gradients
+
     def per_token(self) -> list[torch.Tensor]:
         """Returns the tensors as large as the hidden states: these and what is summed so far."""
         found = [self.hidden, self.out, (self._gradients or [None])[0]]
         return [tensor for tensor in found if tensor is not None]
 
-    @cached_property
-    def pairs(self) -> Pairs:
-        return Pairs(self.indices, self._starts)
 
-    def rows_of(self, index: int) -> list[torch.Tensor]:
-        """Returns hidden states and routing weights by pair, and the factors of a tile's
-        experts."""
-        first, end = self.pairs.range_of(index)
-        tokens, choices = self.pairs.tokens[first:end], self.pairs.choices[first:end]
-        experts = self.pairs.experts_of(index)
-        factors = [factor[experts] for factor in self.factors]
-        return [self.hidden[tokens], self.weights[tokens, choices], *factors]
+class Together:
+    """Calls of one module whose rows pass a tile at once, of one thread. Several calls have hidden
+    states, sums and gradients in a row, of which those of each call are views."""
+
+    def __init__(self, calls: Sequence[ExpertsCall]) -> None:
+        self.calls = calls
+        self._call = calls[0]
+        self._values = [call.arguments for call in calls]
+        self._sizes = [len(values.hidden) for values in self._values]
+        self.pairs = Pairs([values.indices for values in self._values], self._call.starts)
+        self._sum: torch.Tensor | None = None
+        self._totals: list[torch.Tensor | None] | None = None
+
+    # -- Forward -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run_forward(self, index: int) -> None:
+        """Adds what the experts of one tile give. The tile's weights are there."""
+        for experts in self.pairs.parts(index):
+            with self._call.modes.set(), torch.no_grad():
+                part = self._run(index, experts, *self._rows_of(experts))
+            rows = self.pairs.range_of(experts)
+            add_rows_(self._out(), self.pairs.tokens[rows], part)
+
+    # -- Backward ----------------------------------------------------------------------------------
+
+    def needs_backward(self, index: int, *, is_for_leaves: bool) -> bool:
+        """A trained tile without tokens has a gradient, too: zeros, and AdamW decays it."""
+        return self.pairs.has(index) or (is_for_leaves and self._call.tiles[index].is_trained)
+
+    @torch.no_grad()
+    def run_backward(self, index: int, *, is_for_leaves: bool) -> None:
+        """Adds the gradients of one tile, whose weights are there."""
+        trained = self._call.tiles[index].trained() if is_for_leaves else []
+        found: list[torch.Tensor | None] = [None] * len(trained)
+        for experts in reversed(self.pairs.parts(index)):
+            found = self._part_backward(index, experts, trained)
+        _deliver(trained, found)
+
+    def _part_backward(
+        self, index: int, experts: slice, trained: list[nn.Parameter]
+    ) -> list[torch.Tensor | None]:
+        leaves = [
+            value.detach().requires_grad_(need)
+            for value, need in zip(self._rows_of(experts), self._values[0].needs, strict=True)
+        ]
+        needed = [leaf for leaf in leaves if leaf.requires_grad] + trained
+        if not needed:
+            return []
+        with self._call.modes.set():
+            part = self._run(index, experts, *leaves)
+        gradient = self._out()[self.pairs.tokens[self.pairs.range_of(experts)]]
+        found: list[torch.Tensor | None] = list(
+            torch.autograd.grad([part], needed, [gradient], allow_unused=True)
+        )
+        self._add(experts, [found.pop(0) if leaf.requires_grad else None for leaf in leaves])
+        return found
+
+    def _add(self, experts: slice, gradients: Sequence[torch.Tensor | None]) -> None:
+        tokens, choices = self._places_of(experts)
+        (hidden, of_hidden), (weights, of_weights), *rest = zip(
+            self._gradients(), gradients, strict=True
+        )
+        if hidden is not None and of_hidden is not None:
+            add_rows_(hidden, tokens, of_hidden, is_last_first=True)
+        if weights is not None and of_weights is not None:
+            weights.index_put_((tokens, choices), of_weights, accumulate=True)
+        for factor, of_factor in rest:
+            if factor is not None and of_factor is not None:
+                factor[experts] = of_factor.view_as(factor[experts])
+
+    # -- Rows --------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        index: int,
+        experts: slice,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns what each row adds to the sum of its token, in the dtype of the sum."""
+        adaptations, rest = {}, list(factors)
+        for name, count, shown in self._call.recipes:
+            adaptations[name] = Adaptation(tuple(rest[:count]), shown)
+            del rest[:count]
+        tile, start = self._call.tiles[index], self._call.starts[index]
+        weights = weights.unsqueeze(-1)
+        if tile.is_grouped_on(hidden.device):
+            part = products(tile, start, experts, adaptations, hidden, self.pairs) * weights
+        else:
+            numbers = self.pairs.keys[self.pairs.range_of(experts)] - start
+            with tile.adapted(adaptations):
+                part = tile(hidden, numbers.unsqueeze(-1), weights)
+        return part.to(self._out().dtype)
+
+    def _places_of(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.pairs.range_of(experts)
+        return self.pairs.tokens[rows], self.pairs.choices[rows]
+
+    def _rows_of(self, experts: slice) -> list[torch.Tensor]:
+        """Returns hidden states and routing weights by pair, and the factors by group."""
+        tokens, choices = self._places_of(experts)
+        factors = [
+            of_calls[0][experts]
+            if len(of_calls) == 1
+            else torch.stack([factor[experts] for factor in of_calls], 1).flatten(0, 1)
+            for of_calls in zip(*(values.factors for values in self._values), strict=True)
+        ]
+        return [self._hidden[tokens], self._weights[tokens, choices], *factors]
+
+    @cached_property
+    def _hidden(self) -> torch.Tensor:
+        return _in_a_row([values.hidden for values in self._values])
+
+    @cached_property
+    def _weights(self) -> torch.Tensor:
+        return _in_a_row([values.weights for values in self._values])
+
+    def _out(self) -> torch.Tensor:
+        """Returns the output so far, or its gradient."""
+        first = self._values[0]
+        if len(self._values) == 1:
+            return first.sum()
+        if self._sum is None and first.out is None:
+            self._sum = torch.zeros_like(self._hidden)
+            for values, part in zip(self._values, self._sum.split(self._sizes), strict=True):
+                values.out = part
+        elif self._sum is None:
+            self._sum = torch.cat([values.sum() for values in self._values])
+        return self._sum
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Returns the gradients so far of hidden states, routing weights and factors; those of the
+        factors of several calls as [experts, calls, ...]."""
+        first, count = self._values[0], len(self._values)
+        if count == 1:
+            return first.gradients()
+        if self._totals is None:
+            factors = [(len(factor), count, *factor.shape[1:]) for factor in first.factors]
+            shapes = [self._hidden.shape, self._weights.shape, *factors]
+            likes = (first.hidden, first.weights, *first.factors)
+            self._totals = [
+                like.new_zeros(shape) if need else None
+                for like, shape, need in zip(likes, shapes, first.needs, strict=True)
+            ]
+            parts = [
+                [None] * count if total is None
+                else total.unbind(1) if number > 1
+                else total.split(self._sizes)
+                for number, total in enumerate(self._totals)
+            ]  # fmt: skip
+            for values, *own in zip(self._values, *parts, strict=True):
+                values.take(own)
+        return self._totals
+
+
+def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _deliver(parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -295,14 +367,15 @@ class Runner:
 Present = Callable[[Sequence[ExpertsCall]], Iterable[ExpertsCall]]
 
 
-def go_forward(calls: Sequence[ExpertsCall], present: Present = iter) -> None:
-    """Runs calls of the same module; every tile is fetched once for all of them."""
+def go_forward(calls: Sequence[ExpertsCall], present: Present | None = None) -> None:
+    """Runs calls of the same module; every tile is fetched once for all of them. With `present`
+    they run one after the other."""
+    every = _together(calls, is_alone=present is not None)
     for index, tile in enumerate(calls[0].tiles):
-        needy = [call for call in calls if call.needs_forward(index)]
-        if needy:
+        if needy := [together for together in every if together.pairs.has(index)]:
             with tile.held():
-                for call in present(needy):
-                    call.run_forward(index)
+                for together in _present(needy, present):
+                    together.run_forward(index)
 
 
 def _hold(tile: Any) -> AbstractContextManager[Any]:
@@ -315,16 +388,40 @@ def go_backward(
     *,
     is_for_leaves: bool,
     hold: Callable[[Any], AbstractContextManager[Any]] = _hold,
-    present: Present = iter,
+    present: Present | None = None,
 ) -> None:
     """Runs the backward of calls that have begun theirs. `hold(tile)` keeps a tile in memory."""
     tiles = calls[0].tiles
+    # A weight has a gradient of each call.
+    is_trained = is_for_leaves and any(tile.is_trained for tile in tiles)
+    every = _together(calls, is_alone=is_trained or present is not None)
     for index in reversed(range(len(tiles))):
-        needy = [c for c in calls if c.needs_backward(index, is_for_leaves=is_for_leaves)]
+        needy = [e for e in every if e.needs_backward(index, is_for_leaves=is_for_leaves)]
         if needy:
             with hold(tiles[index]):
-                for call in present(needy):
-                    call.run_backward(index, is_for_leaves=is_for_leaves)
+                for together in _present(needy, present):
+                    together.run_backward(index, is_for_leaves=is_for_leaves)
+
+
+def _together(calls: Sequence[ExpertsCall], *, is_alone: bool) -> list[Together]:
+    """Returns the calls, with those together that may share products. Waits for the routing of all
+    of them once."""
+    alike: dict[Any, list[ExpertsCall]] = {}
+    for number, call in enumerate(calls):
+        alike.setdefault(number if is_alone else call.kind, []).append(call)
+    every = []
+    for some in alike.values():
+        is_shared = len(some) > 1 and some[0].may_share_products()
+        every += [Together(some)] if is_shared else [Together([call]) for call in some]
+    Pairs.read([together.pairs for together in every])
+    return every
+
+
+def _present(every: Sequence[Together], present: Present | None) -> Iterable[Together]:
+    if present is None:
+        return every
+    of_call = {together.calls[0]: together for together in every}
+    return (of_call[call] for call in present(list(of_call)))
 
 
 class ExpertsNode(torch.autograd.Function):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.config.schema import ExpertProducts
 from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.handle_tensor import is_value_of, plain_value
 from infinity.modules.handles.originals import Follower
@@ -129,9 +130,15 @@ class Tiling:
     No value is copied: tiles are views of the parameters until the tiers have the values.
     """
 
-    def __init__(self, model: nn.Module, itemsize_of: Callable[[nn.Parameter], int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        itemsize_of: Callable[[nn.Parameter], int],
+        products: ExpertProducts = "auto",
+    ) -> None:
         self._model = model
         self._itemsize_of = itemsize_of  # Bytes of an element on the tiers.
+        self._products = products
         self._candidates, self._reasons = _survey(model)
         self._cuts: list[_TileEdit] = []
         # Tiles of experts have no sum of weights and adapters, so all experts use factors.
@@ -178,6 +185,8 @@ class Tiling:
             if bias is not None and "bias" not in tiled_params:
                 tiled_params["bias"] = self._tiled(f"{name}.bias" if name else "bias", bias, starts)
             self._cuts.append(_cut_module(module, starts, tiled_params))
+            for tile in self._cuts[-1].module.tiles:
+                tile.__dict__["products"] = self._products
 
     def _tiled(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
         tiles = []
