@@ -115,7 +115,7 @@ def offload(
     if resume is not None:
         group, adopted = _plan_adoption(resolved, resume, group)
     if group is None and not dist.is_initialized():  # Every rank has its own swap directory.
-        free_swap_directories(resolved, place)
+        free_swap_directories(resolved.tiers.nvme, place)
     build(
         model, resolved, weights=plan, seed=seed, units=units, device=device, group=group,
         model_parallel_group=model_parallel_group, adopted=adopted,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
+from infinity.config.schema import Distributed, NvmeTier, RankExchange
 from infinity.config.schema.section import changed
 from infinity.config.values import Capacity
 from infinity.distributed.collective.buckets import GradientBuckets
@@ -109,6 +110,11 @@ class ShardingPlan:
         backward passes.
         """
         return 2 * sum(unit.trainable_nbytes for unit in self.partition.full_units)
+
+    def part_of(self, machine: MachineSizes) -> MachineSizes:
+        """Returns what a rank has of a machine whose memory its ranks share."""
+        share_nbytes = machine.available_host_nbytes // self.sharing
+        return replace(machine, available_host_nbytes=share_nbytes)
 
     def budgets(self, config: SwapConfig, in_use: WeightsInUse, machine: MachineSizes) -> Budgets:
         """Returns this rank's budgets. Devices keep the buffers of their exchange."""
@@ -205,40 +211,41 @@ def plan_sharding(
     units: Sequence[Unit],
     by_block: tuple[list[int], list[set[int]]],
     group: RankTopology,
-    config: SwapConfig,
+    distributed: Distributed,
+    weight_tiers: Sequence[str],
     *,
     devices: AgreedDevices,
 ) -> ShardingPlan:
     """Returns this rank's part of the units, as `[distributed]` says. `by_block`: as of
-    `ModelLayout`.
+    `ModelLayout`. `weight_tiers`: those of weights.
     """
-    stage = config.distributed.zero_stage
+    stage = distributed.zero_stage
     divided = partition(
         units, rank=group.rank, count=group.count, stage=stage,
-        nodes=group.nodes, over_node=divides_over_node(config, group.nodes),
+        nodes=group.nodes, over_node=divides_over_node(distributed, group.nodes),
     )  # fmt: skip
     return ShardingPlan(
         divided,
         group,
-        group.node_count if config.distributed.budgets == "node" else 1,
-        _buffers(divided, config, devices),
+        group.node_count if distributed.budgets == "node" else 1,
+        _buffers(divided, weight_tiers, devices),
         plan_sums(units, *by_block) if stage > 1 else plan_sums(units, (), ()),
     )
 
 
-def divides_over_node(config: SwapConfig, nodes: Sequence[Sequence[int]]) -> bool:
+def divides_over_node(distributed: Distributed, nodes: Sequence[Sequence[int]]) -> bool:
     """Whether frozen weights are divided over the ranks of a node, as `distributed.shard_over`
     says. Pure.
 
     `nodes`: the ranks of each node. Raises ConfigError if nodes have unequal numbers of ranks, and
     for a stage in which every rank keeps all weights.
     """
-    if config.distributed.shard_over == "all" or len(nodes) < 2:
+    if distributed.shard_over == "all" or len(nodes) < 2:
         return False
-    if config.distributed.zero_stage < 3:
+    if distributed.zero_stage < 3:
         raise ConfigError(
             'distributed.shard_over: "node" divides frozen weights over the ranks of a node, and '
-            f"in stage {config.distributed.zero_stage} every rank keeps all weights; set "
+            f"in stage {distributed.zero_stage} every rank keeps all weights; set "
             'distributed.zero_stage to 3, or shard_over to "all"'
         )
     numbers = [len(ranks) for ranks in nodes]
@@ -250,12 +257,14 @@ def divides_over_node(config: SwapConfig, nodes: Sequence[Sequence[int]]) -> boo
     return True
 
 
-def _buffers(divided: Partition, config: SwapConfig, devices: AgreedDevices) -> Buffers | None:
+def _buffers(
+    divided: Partition, weight_tiers: Sequence[str], devices: AgreedDevices
+) -> Buffers | None:
     """Returns the buffers of the exchange between devices. Stage 3 gathers all weights, stages 1
     and 2 those that rest on the device."""
     if not devices.is_collective:
         return None
-    gathers = divided.shards_parameters or "device" in config.placement.parameters
+    gathers = divided.shards_parameters or "device" in weight_tiers
     # The most bytes that a rank gives, by whether they go to its node alone.
     of_one = dict.fromkeys((False, True), 0)
     for unit, shards in enumerate(divided.shards if gathers else ()):
@@ -269,12 +278,11 @@ def _buffers(divided: Partition, config: SwapConfig, devices: AgreedDevices) -> 
     )  # fmt: skip
 
 
-def exchanges_on_devices(config: SwapConfig, *, has_own_memory: bool, has_nccl: bool) -> bool:
+def exchanges_on_devices(wanted: RankExchange, *, has_own_memory: bool, has_nccl: bool) -> bool:
     """Whether devices exchange with each other, as `distributed.exchange` says. Pure.
 
     Raises ConfigError for "collective" if the devices compute on host memory.
     """
-    wanted = config.distributed.exchange
     if wanted == "collective" and not has_own_memory:
         raise ConfigError(
             'distributed.exchange: "collective" needs devices with their own memory, and '
@@ -284,7 +292,8 @@ def exchanges_on_devices(config: SwapConfig, *, has_own_memory: bool, has_nccl: 
 
 
 def agree_on_exchange(
-    config: SwapConfig,
+    distributed: Distributed,
+    weight_tiers: Sequence[str],
     group: RankTopology,
     *,
     has_own_memory: bool,
@@ -302,14 +311,16 @@ def agree_on_exchange(
     local, refusal = None, None
     has_nccl = is_cuda and dist.is_nccl_available()
     try:
-        local = exchanges_on_devices(config, has_own_memory=has_own_memory, has_nccl=has_nccl)
+        local = exchanges_on_devices(
+            distributed.exchange, has_own_memory=has_own_memory, has_nccl=has_nccl
+        )
         if local:
             refuse_blocking_calls()
     except ConfigError as error:
         local, refusal = None, error
     # A rank that refuses sends None to the others: they would wait for it.
-    division = config.distributed.shard_over, config.distributed.zero_stage
-    kind = *division, config.placement.parameters  # What the sizes of rounds depend on.
+    division = distributed.shard_over, distributed.zero_stage
+    kind = *division, weight_tiers  # What the sizes of rounds depend on.
     own = local, kind, identity, device_nbytes, number_of_groups()
     of_all = group.links.all_gather_objects("how ranks exchange", own)
     if refusal is not None:
@@ -398,9 +409,9 @@ def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
     return changed(config, values)
 
 
-def remove_directories(config: SwapConfig) -> None:
+def remove_directories(tiers: Iterable[NvmeTier]) -> None:
     """Removes the directories of this rank, which are empty once its volume is closed."""
-    for tier in config.tiers.nvme:
+    for tier in tiers:
         with contextlib.suppress(OSError):
             tier.path.rmdir()
 

@@ -106,12 +106,12 @@ def build(
             resources.callback(ranks.links.close)
         refuse_model(model, has_weights=weights is not None)
         originals = Originals(model)
-        chosen = choose_device(config, device)
+        chosen = choose_device(config.tiers.device, device)
         if ranks is not None:
             config = _settle_rank(config, ranks, chosen)
-            resources.callback(remove_directories, config)
+            resources.callback(remove_directories, config.tiers.nvme)
         stored = StoredParams(model, weights if config.placement.reads_in_place else None)
-        dtypes = Dtypes(model, config)
+        dtypes = Dtypes(model, config.precision)
         products = config.schedule.experts
         tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize, products)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -24,9 +24,15 @@ from infinity.modules.reading.load_plan import StoredParams
 from infinity.modules.tiling.split import Tiling
 from infinity.state.budgets import Budgets, MachineSizes, compute_budgets, weights_in_use
 from infinity.state.moments import moments_of
-from infinity.state.spare_generations import count_spares, free_nvme_nbytes, updates_in_backward
+from infinity.state.spare_generations import (
+    are_inside_step,
+    count_spares,
+    free_nvme_nbytes,
+    updates_in_backward,
+)
+from infinity.state.stored import StoredTensor
 from infinity.state.tiles import decodes_experts, fit
-from infinity.state.units import TensorFacts, Unit, layout_units
+from infinity.state.units import Moments, TensorFacts, Unit, layout_units
 from infinity.storage.arena import available_host_nbytes
 from infinity.tiers.open_device import ChosenDevice
 
@@ -45,8 +51,8 @@ class _Attempt:
 class RunPlan:
     """Everything about a run that is decided before a tier is opened.
 
-    `layout` refers to the parameters of the model. With ranks, `units` are the full ones and
-    `own_units` those of this rank. `num_spares`: generations of the volume beside the current one,
+    `layout` refers to the parameters of the model. With ranks, `units` are the full ones.
+    `num_spares`: generations of the volume beside the current one,
     `num_private` of them for early updates.
     """
 
@@ -54,12 +60,16 @@ class RunPlan:
     device: ChosenDevice
     layout: ModelLayout
     units: Sequence[Unit]
-    own_units: Sequence[Unit]
     sharding: ShardingPlan | None
     budgets: Budgets
     num_spares: int
     num_private: int
     updates_in_backward: bool
+
+    @property
+    def own_units(self) -> Sequence[Unit]:
+        """The units whose state this rank has."""
+        return self.units if self.sharding is None else self.sharding.partition.units
 
     @property
     def num_sharing(self) -> int:
@@ -86,13 +96,10 @@ def lay_out(
     device_nbytes, agreed = device.nbytes(), None
     if ranks is not None:
         agreed = agree_on_exchange(
-            config,
-            ranks,
-            has_own_memory=not device.shares_host_memory,
-            is_cuda=device.is_cuda,
-            identity=device.identity(),
-            device_nbytes=device_nbytes,
-        )
+            config.distributed, config.placement.parameters, ranks,
+            has_own_memory=not device.shares_host_memory, is_cuda=device.is_cuda,
+            identity=device.identity(), device_nbytes=device_nbytes,
+        )  # fmt: skip
     machine = MachineSizes(device.shares_host_memory, device_nbytes, available_host_nbytes())
 
     def attempt(limit_nbytes: int | None) -> _Attempt:
@@ -101,24 +108,23 @@ def lay_out(
         layout = discover_units(model, rule, stored=in_files, adapters=values_of_adapters(model))
         if not layout.units:
             raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
-        units: Sequence[Unit] = layout_units(
-            [
-                (name, [facts_of(member, dtypes, device.type) for member in members])
-                for name, members in layout.units
-            ],
-            moments_of(config),
-            {
-                member.name: in_files[id(member.parameter)]
-                for _, members in layout.units
-                for member in members
-                if id(member.parameter) in in_files
-            },
-        )
+        moments = moments_of(config.optimizer, config.precision)
+        units = _units(layout, in_files, moments, lambda m: facts_of(m, dtypes, device.type))
         sharding = None
         if agreed is not None and ranks is not None:
-            sharding = plan_sharding(units, layout.units_by_block(), ranks, config, devices=agreed)
+            sharding = plan_sharding(
+                units, layout.units_by_block(), ranks,
+                config.distributed, config.placement.parameters, devices=agreed,
+            )  # fmt: skip
             units = list(sharding.partition.full_units)
-        budgets = _budgets(config, units, layout, machine, sharding)
+        in_use = weights_in_use(
+            units, [unit.weight_nbytes for unit in units], layout.held_nbytes,
+            shares_host_memory=machine.shares_host_memory,
+        )  # fmt: skip
+        if sharding is None:
+            budgets = compute_budgets(config, units, in_use, machine)
+        else:
+            budgets = sharding.budgets(config, in_use, sharding.part_of(machine))
         return _Attempt(layout, units, sharding, budgets)
 
     def has_space_ahead(found: _Attempt) -> bool:
@@ -134,23 +140,42 @@ def lay_out(
         if config.schedule.tile is not None and reasons:
             error.args = (f"{error}; tiles do not help: {reasons}",)
         raise
-    return _with_spares(config, device, found)
+    return _with_spares(
+        RunPlan(
+            config, device, found.layout, found.units, found.sharding, found.budgets,
+            num_spares=0, num_private=0, updates_in_backward=False,
+        )
+    )  # fmt: skip
 
 
-def _with_spares(config: SwapConfig, device: ChosenDevice, found: _Attempt) -> RunPlan:
+def _units(
+    layout: ModelLayout,
+    in_files: Mapping[int, StoredTensor],
+    moments: Moments,
+    facts: Callable[[FoundParam], TensorFacts],
+) -> Sequence[Unit]:
+    members = [member for _, members in layout.units for member in members]
+    stored = {m.name: in_files[id(m.parameter)] for m in members if id(m.parameter) in in_files}
+    return layout_units(
+        [(name, list(map(facts, of_unit))) for name, of_unit in layout.units], moments, stored
+    )
+
+
+def _with_spares(plan: RunPlan) -> RunPlan:
     """Decides how many generations of state there are, and whether updates run in the backward."""
-    sharding = found.sharding
-    num_ranks = 1 if sharding is None else sharding.partition.count
-    own_units = found.units if sharding is None else sharding.partition.units
+    config, num_ranks = plan.config, 1 if plan.sharding is None else plan.sharding.partition.count
     num_spares = count_spares(config, num_ranks=num_ranks)
     in_backward = updates_in_backward(
-        config, own_units, found.budgets,
-        num_spares=num_spares, num_ranks=num_ranks, free_nbytes=free_nvme_nbytes(config),
+        config.schedule, plan.own_units, plan.budgets, num_spares=num_spares,
+        are_inside_step=are_inside_step(config.schedule, config.distributed, num_ranks),
+        free_nbytes=free_nvme_nbytes(config.tiers.nvme),
     )  # fmt: skip
-    return RunPlan(
-        config, device, found.layout, found.units, own_units, sharding, found.budgets,
-        num_spares + in_backward.num_spares, in_backward.num_spares, in_backward.is_on,
-    )  # fmt: skip
+    return replace(
+        plan,
+        num_spares=num_spares + in_backward.num_spares,
+        num_private=in_backward.num_spares,
+        updates_in_backward=in_backward.is_on,
+    )
 
 
 def facts_of(found: FoundParam, dtypes: Dtypes, device_type: str | None = None) -> TensorFacts:
@@ -165,23 +190,3 @@ def facts_of(found: FoundParam, dtypes: Dtypes, device_type: str | None = None) 
         dtype=dtype,
         is_trainable=parameter.requires_grad,
     )
-
-
-def _budgets(
-    config: SwapConfig,
-    units: Sequence[Unit],
-    layout: ModelLayout,
-    machine: MachineSizes,
-    sharding: ShardingPlan | None,
-) -> Budgets:
-    in_use = weights_in_use(
-        units,
-        [unit.weight_nbytes for unit in units],
-        layout.held_nbytes,
-        shares_host_memory=machine.shares_host_memory,
-    )
-    if sharding is None:
-        return compute_budgets(config, units, in_use, machine)
-    share_nbytes = machine.available_host_nbytes // sharding.sharing
-    machine = replace(machine, available_host_nbytes=share_nbytes)
-    return sharding.budgets(config, in_use, machine)

@@ -15,11 +15,11 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from infinity.config import SwapConfig
+from infinity.config.schema import NvmeTier
 from infinity.engine import registry
 from infinity.engine.engine import Engine
 from infinity.errors import SwapLockedError
@@ -72,18 +72,18 @@ def remember(engine: Engine, place: Place) -> None:
     _places[engine] = place
 
 
-def free_swap_directories(config: SwapConfig, place: Place) -> None:
-    """Closes engines of this process on the swap directories of `config` that this call replaces.
+def free_swap_directories(tiers: Sequence[NvmeTier], place: Place) -> None:
+    """Closes engines of this process on the swap directories of `tiers` that this call replaces.
 
     An unreachable engine is removed by garbage collection. An engine that the same call has made is
     closed with a warning, unless a variable would keep its model. For any other engine the function
     raises SwapLockedError, which names it.
     """
-    if not _are_taken(config):
+    if not _are_taken(tiers):
         return
     gc.collect()
     for engine in registry.engines():
-        path = _shared_path(engine, config)
+        path = _shared_path(engine, tiers)
         if path is None:
             continue
         names = set(_names_of(engine.model))
@@ -97,17 +97,17 @@ def free_swap_directories(config: SwapConfig, place: Place) -> None:
         engine.close()
 
 
-def _are_taken(config: SwapConfig) -> bool:
+def _are_taken(tiers: Sequence[NvmeTier]) -> bool:
     """A function of its own, so that no local variable keeps an engine alive."""
-    return any(_shared_path(engine, config) is not None for engine in registry.engines())
+    return any(_shared_path(engine, tiers) is not None for engine in registry.engines())
 
 
-def _shared_path(engine: Engine, config: SwapConfig) -> str | None:
+def _shared_path(engine: Engine, tiers: Sequence[NvmeTier]) -> str | None:
     """Returns a swap directory that both use."""
     if engine.store.volume is None or engine.num_ranks > 1:
         return None
     theirs = {os.path.realpath(tier.path) for tier in engine.config.tiers.nvme}
-    own = (os.path.realpath(tier.path) for tier in config.tiers.nvme)
+    own = (os.path.realpath(tier.path) for tier in tiers)
     return next((path for path in own if path in theirs), None)
 
 

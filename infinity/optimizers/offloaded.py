@@ -136,7 +136,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         the groups of this rule can use."""
         assert self._engine is not None
         config = self._engine.config
-        reserved = {kind.value for kind in moments_of(config).kinds}
+        reserved = {kind.value for kind in moments_of(config.optimizer, config.precision).kinds}
         if set(needed) <= reserved <= self.moments:
             return
         word = type(self).__name__

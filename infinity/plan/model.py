@@ -160,7 +160,9 @@ def model_for(
     ones, by default those of the published checkpoint. `dtype` of trained and of decoded weights:
     None takes the configuration's."""
     dtype = dtype or getattr(torch, config.precision.compute_dtype)
-    return model_of_shape(shape, dtype, moments_of(config), config.adapter, stored)
+    return model_of_shape(
+        shape, dtype, moments_of(config.optimizer, config.precision), config.adapter, stored
+    )
 
 
 def model_of_shape(
@@ -324,13 +326,13 @@ def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> Pla
     from infinity.modules.reading.discover import discover_units
     from infinity.modules.reading.dtypes import Dtypes
 
-    layout, dtypes = discover_units(module), Dtypes(module, config)
+    layout, dtypes = discover_units(module), Dtypes(module, config.precision)
     units = layout_units(
         (
             (name, [facts_of(member, dtypes) for member in members])
             for name, members in layout.units
         ),
-        moments_of(config),
+        moments_of(config.optimizer, config.precision),
     )
     text_config = hf_config.get_text_config()
     hidden = int(text_config.hidden_size)

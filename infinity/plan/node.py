@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
+from infinity.config.schema import RankExchange
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import (
     AgreedDevices,
@@ -68,7 +69,7 @@ class NodeView:
         if self.num_ranks > 1:
             self.config_of_rank = with_part_of_node(config, count)
             self.hardware_of_rank = hardware.of_rank(count)
-            self.is_collective = _exchanges_on_devices(config, hardware)
+            self.is_collective = _exchanges_on_devices(config.distributed.exchange, hardware)
 
     @property
     def num_ranks(self) -> int:
@@ -87,7 +88,8 @@ class NodeView:
             model.units,
             _units_by_block(model),
             group,
-            self.config_of_rank,
+            self.config_of_rank.distributed,
+            self.config_of_rank.placement.parameters,
             devices=AgreedDevices(self.is_collective, window_nbytes),
         )
         # The partition of each rank contains the shards of all ranks.
@@ -104,11 +106,11 @@ class NodeView:
         return [f"{self.count} of the machine's {self._num_devices} devices are used"]
 
 
-def _exchanges_on_devices(config: SwapConfig, hardware: Hardware) -> bool:
+def _exchanges_on_devices(wanted: RankExchange, hardware: Hardware) -> bool:
     """As `exchanges_on_devices`; a device with memory of its own counts as CUDA. Raises ConfigError
     for hardware without the rate of the exchange, too."""
     has_memory = not hardware.shares_host_memory
-    on_devices = exchanges_on_devices(config, has_own_memory=has_memory, has_nccl=has_memory)
+    on_devices = exchanges_on_devices(wanted, has_own_memory=has_memory, has_nccl=has_memory)
     if on_devices and hardware.device.gather_gb_per_s is None:
         raise ConfigError(
             f"{hardware.name} has no device.gather_gb_per_s, the rate at which a device receives "

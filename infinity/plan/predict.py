@@ -46,9 +46,10 @@ from infinity.simulate.step import EARLY_SHARES, Prediction, best_share
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.state.budgets import Budgets
 from infinity.state.spare_generations import (
+    are_inside_step,
+    count_spares,
     spares_nbytes,
     updates_in_backward,
-    wanted_spares,
 )
 from infinity.state.units import StateKind
 
@@ -134,9 +135,10 @@ def forecast(
     model, sharding, budgets = fitted(node, model, window_nbytes)
     placement = budgets.placement
     units = model.units if sharding is None else sharding.partition.units
-    num_spares = wanted_spares(config, is_linked=True, num_ranks=node.num_ranks)
+    num_spares = count_spares(config, is_linked=True, num_ranks=node.num_ranks)
     in_backward = updates_in_backward(
-        config, units, budgets, num_spares=num_spares, num_ranks=node.num_ranks,
+        config.schedule, units, budgets, num_spares=num_spares,
+        are_inside_step=are_inside_step(config.schedule, config.distributed, node.num_ranks),
         free_nbytes=0.0 if machine.nvme is None else machine.nvme.capacity,
     )  # fmt: skip
     num_spares += in_backward.num_spares
@@ -238,10 +240,11 @@ def _job(
     if sharding is not None:
         loads = list(
             rank_loads(
-                config,
                 sharding.partition,
                 budgets.placement,
                 batch,
+                reduce_dtype=config.distributed.reduce_dtype,
+                micro_batch=config.schedule.micro_batch,
                 is_collective=sharding.is_collective,
                 num_nodes=num_nodes,
             )

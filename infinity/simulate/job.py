@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from infinity.config import SwapConfig
-from infinity.config.schema import NvmeTier
+from infinity.config.schema import NvmeTier, ReduceDtype
 from infinity.simulate.order import Use
 from infinity.simulate.spec import ShardedLoad, StepSpec, UnitLoad
 from infinity.state.budgets import Budgets
@@ -79,11 +79,12 @@ def make_job(
     device_cache_nbytes: float | None = budgets.device_window_nbytes
     if device_cache_nbytes is None and not budgets.shares_host_memory:
         device_cache_nbytes = float("inf")
+    num_fibers = num_fibers_of(config.schedule.micro_batch, batch)
     return StepSpec(
-        units=tuple(loads or _loads(config, units, uses, budgets.placement, batch)),
+        units=tuple(loads or _loads(units, uses, budgets.placement, batch, num_fibers > 1)),
         uses=tuple(uses),
         num_micro_batches=batch.num_micro_batches,
-        num_fibers=num_fibers_of(config, batch),
+        num_fibers=num_fibers,
         tile_micro_batches=config.schedule.tile_micro_batches,
         backward_ratio=3.0 if batch.recomputes else 2.0,
         weights_cache_nbytes=0 if budgets.is_tight else cache_nbytes,
@@ -99,23 +100,21 @@ def make_job(
     )
 
 
-def num_fibers_of(config: SwapConfig, batch: Batch) -> int:
+def num_fibers_of(micro_batch: int | None, batch: Batch) -> int:
     """Returns the number of micro-batches that pass block by block. With several, gradients are
     summed on the device in float32."""
-    micro_batch = config.schedule.micro_batch
     if micro_batch is None:
         return 1
     return max(1, -(-batch.num_tokens // (micro_batch * batch.sequence_length)))
 
 
 def _loads(
-    config: SwapConfig,
     units: Sequence[Unit],
     uses: Sequence[Use],
     placement: StatePlacement,
     batch: Batch,
+    is_summed: bool,
 ) -> Iterator[UnitLoad]:
-    is_summed = num_fibers_of(config, batch) > 1
     multiplied = {index for use in uses if use.forward_flops for index in use.units}
     for unit in units:
         load = load_of(unit, placement, is_summed)
@@ -184,11 +183,12 @@ def tuned_gb_per_s(tiers: Sequence[NvmeTier]) -> tuple[float, float, float | Non
 
 
 def rank_loads(
-    config: SwapConfig,
     partition: Partition,
     placement: StatePlacement,
     batch: Batch,
     *,
+    reduce_dtype: ReduceDtype = "auto",
+    micro_batch: int | None = None,
     is_collective: bool,
     num_nodes: int = 1,
 ) -> Iterator[UnitLoad]:
@@ -197,8 +197,8 @@ def rank_loads(
     `num_nodes`, in their order."""
     per_node = partition.count // num_nodes
     own_node = partition.rank // per_node
-    is_summed = num_fibers_of(config, batch) > 1
-    reduced = None if config.distributed.reduce_dtype == "auto" else torch.bfloat16
+    is_summed = num_fibers_of(micro_batch, batch) > 1
+    reduced = None if reduce_dtype == "auto" else torch.bfloat16
     for full, of_ranks in zip(partition.full_units, partition.shards, strict=True):
         own = of_ranks[partition.rank]
         load = replace(load_of(own.unit, placement, is_summed), largest_nbytes=0)

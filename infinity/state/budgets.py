@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.config import SwapConfig
+from infinity.config.schema import Placement
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import MIB, align_up, format_nbytes
 from infinity.state.placement import (
@@ -216,7 +217,14 @@ def compute_budgets(
 
     Raises ConfigError for a tier that is not configured, CapacityError for too small a budget.
     """
-    request = _Request(config, units, _preferences(config), in_use, machine, ranks)
+    request = _Request(
+        config,
+        units,
+        _preferences(config.placement, has_nvme=bool(config.tiers.nvme)),
+        in_use,
+        machine,
+        ranks,
+    )
     alone, with_sums = request.least_nbytes
     smallest = alone if config.schedule.micro_batch is None else with_sums
     comfortable = _comfortable_nbytes(request, alone) + smallest - alone
@@ -278,12 +286,12 @@ def _is_tight(free_nbytes: int, needed_nbytes: int) -> bool:
     return free_nbytes < 3 * needed_nbytes
 
 
-def _preferences(config: SwapConfig) -> dict[str, tuple[str, ...]]:
+def _preferences(placement: Placement, *, has_nvme: bool) -> dict[str, tuple[str, ...]]:
     """Returns the tiers of each kind. Raises ConfigError for one that is not configured."""
-    preferences = {kind: tuple(getattr(config.placement, kind)) for kind in _PLACED_KINDS}
-    if config.tiers.nvme:
+    preferences = {kind: tuple(getattr(placement, kind)) for kind in _PLACED_KINDS}
+    if has_nvme:
         return preferences
-    others = {name: getattr(config.placement, name) for name in ("activations", "experts")}
+    others = {name: getattr(placement, name) for name in ("activations", "experts")}
     for kind, order in {**preferences, **others}.items():
         if "nvme" in order:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.config import SwapConfig
+from infinity.config.schema import Optimizer, Precision
 from infinity.state.units import MomentFormat, Moments, StateKind
 
 _MOMENTS = {
@@ -13,7 +13,7 @@ _MOMENTS = {
 }
 
 
-def moments_of(config: SwapConfig) -> Moments:
+def moments_of(optimizer: Optimizer, precision: Precision) -> Moments:
     """Returns the moments that a model reserves space for at offload."""
-    kinds = _MOMENTS[config.optimizer.name][: config.optimizer.num_moments]
-    return Moments(kinds, MomentFormat(config.precision.moments))
+    kinds = _MOMENTS[optimizer.name][: optimizer.num_moments]
+    return Moments(kinds, MomentFormat(precision.moments))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import SwapConfig
+from infinity.config.schema import Checkpoint, Distributed, NvmeTier, Schedule
 from infinity.errors import ConfigError
 from infinity.state.budgets import Budgets
 from infinity.state.placement import StatePlacement
@@ -17,9 +18,9 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage import volume_layout
 
 
-def count_spares(config: SwapConfig, *, num_ranks: int = 1) -> int:
+def count_spares(config: SwapConfig, *, num_ranks: int = 1, is_linked: bool | None = None) -> int:
     """Returns the number of spare generations: one per linked checkpoint, and one for the last
-    commit.
+    commit. `is_linked`: whether checkpoints can be links; None: the file systems say it.
 
     Checkpoints on another file system than the swap paths need one spare generation, for the step
     that is being copied. With swap paths on several file systems they need none, because nothing
@@ -30,33 +31,30 @@ def count_spares(config: SwapConfig, *, num_ranks: int = 1) -> int:
     checkpoint = config.checkpoint
     if checkpoint is None or checkpoint.durability == "none" or not config.tiers.nvme:
         return 0
-    swap = _file_systems(tier.path for tier in config.tiers.nvme)
+    if is_linked is None:
+        swap = _file_systems(tier.path for tier in config.tiers.nvme)
+        if len(swap) > 1:
+            _refuse_commits_over(swap, checkpoint)
+            return 0
+        is_linked = not is_elsewhere(config.tiers.nvme, config.checkpoint_directory)
+    # Without `every`, `infinity train` writes one checkpoint at the end.
+    kept = checkpoint.keep if checkpoint.every or config.train is None else 1
+    num_copying = 1 if num_ranks == 1 else 0
+    return (kept if is_linked else num_copying) + (checkpoint.durability == "step")
+
+
+def _refuse_commits_over(swap: set[int], checkpoint: Checkpoint) -> None:
     if checkpoint.durability == "step" and len(swap) > 1:
         raise ConfigError(
             'checkpoint.durability: "step" needs all [[tiers.nvme]] paths on one file system, and '
             'these are on several; use "checkpoint", or one file system over the drives (RAID 0)'
         )
-    if len(swap) > 1:
-        return 0
-    is_linked = not is_elsewhere(config, config.checkpoint_directory)
-    return wanted_spares(config, is_linked=is_linked, num_ranks=num_ranks)
 
 
-def is_elsewhere(config: SwapConfig, directory: Path) -> bool:
+def is_elsewhere(tiers: Iterable[NvmeTier], directory: Path) -> bool:
     """Whether all swap paths lie on one file system and the directory lies on another."""
-    swap = _file_systems(tier.path for tier in config.tiers.nvme)
+    swap = _file_systems(tier.path for tier in tiers)
     return len(swap) == 1 and swap != _file_systems([directory])
-
-
-def wanted_spares(config: SwapConfig, *, is_linked: bool, num_ranks: int = 1) -> int:
-    """Like `count_spares`, if it is known whether checkpoints can be links."""
-    checkpoint = config.checkpoint
-    if checkpoint is None or checkpoint.durability == "none" or not config.tiers.nvme:
-        return 0
-    # Without `every`, `infinity train` writes one checkpoint at the end.
-    kept = checkpoint.keep if checkpoint.every or config.train is None else 1
-    num_copying = 1 if num_ranks == 1 else 0
-    return (kept if is_linked else num_copying) + (checkpoint.durability == "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +69,12 @@ _NOT_IN_BACKWARD = BackwardUpdates(is_on=False, num_spares=0)
 
 
 def updates_in_backward(
-    config: SwapConfig,
+    schedule: Schedule,
     units: Sequence[Unit],
     budgets: Budgets,
     *,
     num_spares: int,
-    num_ranks: int,
+    are_inside_step: bool,
     free_nbytes: float,
 ) -> BackwardUpdates:
     """Returns whether units are updated in the backward, too.
@@ -84,14 +82,12 @@ def updates_in_backward(
     State on NVMe takes one more spare generation for this; state on the host is copied to memory
     that is free, beside a device alone.
 
-    `num_spares`: of commits and checkpoints. `free_nbytes`: space on NVMe before anything is
+    `num_spares`: of commits and checkpoints. `are_inside_step`: the updates; see
+    `are_inside_step`. `free_nbytes`: space on NVMe before anything is
     reserved; for "auto" as much as the weights take stays free: an export, or activations, fit.
     """
-    schedule, placement = config.schedule, budgets.placement
-    if schedule.updates not in ("auto", "both_passes"):
-        return _NOT_IN_BACKWARD
-    is_inside_step = schedule.update_on == "device" or config.distributed.zero_stage < 3
-    if num_ranks > 1 and is_inside_step:
+    placement = budgets.placement
+    if schedule.updates not in ("auto", "both_passes") or are_inside_step:
         return _NOT_IN_BACKWARD
     if budgets.is_tight or not schedule.prefetch:
         return _NOT_IN_BACKWARD
@@ -115,6 +111,11 @@ def updates_in_backward(
     return BackwardUpdates(is_on=True, num_spares=1)
 
 
+def are_inside_step(schedule: Schedule, distributed: Distributed, num_ranks: int) -> bool:
+    """Whether ranks make their updates inside the step."""
+    return num_ranks > 1 and (schedule.update_on == "device" or distributed.zero_stage < 3)
+
+
 def tiers_of_old_state(unit: Unit, placement: StatePlacement) -> set[str]:
     """Returns the tiers of everything that an update of the unit changes; none if some of it can
     not be brought back: state on a device."""
@@ -133,11 +134,11 @@ def spares_nbytes(
     return volume_layout.spares_nbytes(heads, num_spares, num_private)
 
 
-def free_nvme_nbytes(config: SwapConfig) -> float:
+def free_nvme_nbytes(tiers: Iterable[NvmeTier]) -> float:
     """Returns the bytes that all swap paths may still take: of each path its limit, and of each
     file system its free space."""
     limits: dict[int, float] = {}
-    for tier in config.tiers.nvme:
+    for tier in tiers:
         there = _nearest(tier.path)
         device, free_nbytes = os.stat(there).st_dev, float(shutil.disk_usage(there).free)
         limit = free_nbytes if tier.capacity.is_auto else tier.capacity.resolve(int(free_nbytes))

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.config import SwapConfig
 from infinity.config.cores import node_of_device
 from infinity.config.schema import DeviceTier
 from infinity.errors import ConfigError
@@ -72,19 +71,18 @@ class ChosenDevice:
         return CpuDevice(host, counters)
 
 
-def choose_device(config: SwapConfig, own: OwnDevice | None) -> ChosenDevice:
+def choose_device(tier: DeviceTier, own: OwnDevice | None) -> ChosenDevice:
     """Returns the device of the caller, or the configured one. Raises ConfigError as
     `device_kind`."""
-    tier = config.tiers.device
     if own is not None:
         return ChosenDevice(own, tier, own.torch_device.type, own.shares_host_memory)
-    kind = device_kind(config)
+    kind = device_kind(tier)
     return ChosenDevice(None, tier, kind, shares_host_memory=kind == "cpu")
 
 
-def device_kind(config: SwapConfig) -> str:
+def device_kind(tier: DeviceTier) -> str:
     """Returns "cuda" or "cpu". Raises ConfigError for "cuda" on a machine without it."""
-    kind = config.tiers.device.kind
+    kind = tier.kind
     if kind == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():

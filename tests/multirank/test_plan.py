@@ -82,7 +82,7 @@ def _count(rank: int, runs: list[Run]) -> list[dict[str, float]]:
 
 def _model(config: SwapConfig, case: Case) -> PlannedModel:
     model = build(case)
-    layout, dtypes = discover_units(model), Dtypes(model, config)
+    layout, dtypes = discover_units(model), Dtypes(model, config.precision)
     units = tuple(
         layout_unit(index, name, [facts_of(each, dtypes) for each in members])
         for index, (name, members) in enumerate(layout.units)

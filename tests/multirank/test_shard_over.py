@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import infinity
-from infinity import SwapConfig
 from infinity.checkpoint.run.directory import list_checkpoints, read_linked, read_manifest
+from infinity.config.schema import Distributed
 from infinity.distributed.setup import divides_over_node
 from infinity.errors import ConfigError
 from tests.support.bits import assert_same
@@ -217,15 +217,15 @@ def test_a_checkpoint_has_frozen_weights_of_nodes_once_and_resumes_with_other_ra
 
 
 def test_nodes_of_unequal_numbers_and_stages_that_keep_all_weights_are_refused() -> None:
-    over_node = SwapConfig(distributed={"shard_over": "node"}, **TIERS)
+    over_node = Distributed(shard_over="node")
     with pytest.raises(ConfigError, match="equally many ranks on each node, and there are 3, 1"):
         divides_over_node(over_node, [(0, 1, 2), (3,)])
-    of_stage_2 = SwapConfig(distributed={"shard_over": "node", "zero_stage": 2}, **TIERS)
+    of_stage_2 = Distributed(shard_over="node", zero_stage=2)
     with pytest.raises(ConfigError, match="in stage 2 every rank keeps all weights"):
         divides_over_node(of_stage_2, [(0, 1), (2, 3)])
     assert divides_over_node(over_node, [(0, 1), (2, 3)])
     assert not divides_over_node(over_node, [(0, 1, 2, 3)]), "one node"
-    assert not divides_over_node(SwapConfig(**TIERS), [(0, 1), (2, 3)])
+    assert not divides_over_node(Distributed(), [(0, 1), (2, 3)])
 
 
 TIERS: dict[str, Any] = {"tiers": {"host": {"capacity": "64MiB"}}}

@@ -43,8 +43,7 @@ def loads_of_ranks(
     for rank in range(count):
         divided = partition(laid_out, rank=rank, count=count, stage=stage)
         where = placed(list(divided.units), tier)
-        config = SwapConfig()
-        found.append(list(rank_loads(config, divided, where, BATCH, is_collective=is_collective)))
+        found.append(list(rank_loads(divided, where, BATCH, is_collective=is_collective)))
     return found
 
 
@@ -96,7 +95,7 @@ def test_frozen_weights_of_a_node_pass_no_network_and_each_node_reads_all_of_the
             )
             where, among = placed(list(divided.units), "nvme"), {"num_nodes": len(nodes)}
             of_rank.append(list(rank_loads(
-                SwapConfig(), divided, where, BATCH, is_collective=is_collective, **among
+                divided, where, BATCH, is_collective=is_collective, **among
             )))  # fmt: skip
         loads.append(of_rank)
     for unit in laid_out:

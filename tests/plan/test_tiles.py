@@ -141,7 +141,7 @@ def test_the_same_units_as_the_engine_makes() -> None:
     config = SwapConfig.load({})
 
     def units_of(module: nn.Module) -> PlannedModel:
-        layout, dtypes = discover_units(module), Dtypes(module, config)
+        layout, dtypes = discover_units(module), Dtypes(module, config.precision)
         units = tuple(
             layout_unit(index, name, [facts_of(each, dtypes) for each in members])
             for index, (name, members) in enumerate(layout.units)

@@ -128,7 +128,8 @@ def test_the_planner_predicts_what_would_be_chosen(
     )
     table: dict[str, Any] = {"tiers": {"host": {"capacity": "85%"}}}
     table["precision"] = {"compute": "bfloat16"}
-    moments = moments_of(SwapConfig.load(table))
+    config = SwapConfig.load(table)
+    moments = moments_of(config.optimizer, config.precision)
     model = model_of_shape(scaled_gpt(7 * 10**9), torch.bfloat16, moments)
     found, by_hand = (
         forecast(SwapConfig.load(table | more), model, machine, Batch(8192, 2048))

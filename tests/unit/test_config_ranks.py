@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from infinity.config import SwapConfig
+from infinity.config.schema import Distributed
 from infinity.distributed.collective.exchange import choose_round
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import (
@@ -117,7 +118,8 @@ class Links:
 
 def agree(rank: int, device_nbytes: int | None, stage: int = 3) -> AgreedDevices:
     return agree_on_exchange(
-        SwapConfig(distributed={"exchange": "collective", "zero_stage": stage}),
+        Distributed(exchange="collective", zero_stage=stage),
+        ("host",),
         replace(GROUP, rank=rank, count=3, links=Links(rank)),  # type: ignore[arg-type]
         has_own_memory=True,
         is_cuda=False,

@@ -249,7 +249,10 @@ class _Directory:
         Raises ConfigError for the state of another optimizer, UnsupportedError for moments of eight
         bits in the model.
         """
-        prefix, moments = self._optimizer_prefix(), moments_of(engine.config)
+        prefix, moments = (
+            self._optimizer_prefix(),
+            moments_of(engine.config.optimizer, engine.config.precision),
+        )
         if moments.is_8bit:
             raise UnsupportedError(
                 f"{self.path} has moments in float32, those of the model are of eight bits; set "

@@ -17,7 +17,7 @@ import errno
 import logging
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from infinity.checkpoint.durable import sync_directory
@@ -46,6 +46,7 @@ from infinity.checkpoint.run.linked import (
 )
 from infinity.checkpoint.run.opened import OpenCheckpoint
 from infinity.config import SwapConfig
+from infinity.config.schema import NvmeTier
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import config_of_rank
 from infinity.engine.state_access import StateAccess
@@ -285,9 +286,10 @@ def plan_adoption(
     checkpoint = find_checkpoint(Path(path))
     own = config if ranks is None else config_of_rank(config, ranks)
     num_spares = count_spares(own, num_ranks=1 if ranks is None else ranks.count)
-    found = _stale_files(own, num_spares)
+    found = _stale_files(own.tiers.nvme, num_spares)
+    saved, committed = config.checkpoint_directory, config.commit_directories
     if found is not None and (ranks is None or ranks.rank == 0):
-        _tidy(config, checkpoint)
+        _tidy(saved, committed, checkpoint)
     if ranks is not None:  # Links must not go while a rank counts them.
         ranks.links.all_gather("adopting swap files", b"")
     if found is None:
@@ -295,7 +297,7 @@ def plan_adoption(
     jobs, swap_files, num_found = found
     contents: dict[str, list[FileRange]] = {}
     num_links = dict.fromkeys(swap_files, 1)
-    for neighbour in _neighbours(config, checkpoint):
+    for neighbour in _neighbours([checkpoint.parent, saved, *committed]):
         for place, linked in _linked_states(neighbour).items():
             names = [name for name in linked.files() if name != COPIES_NAME]
             inodes = {name: _inode(neighbour / place / name) for name in names}
@@ -318,17 +320,17 @@ def plan_adoption(
 
 
 def _stale_files(
-    config: SwapConfig, num_spares: int
+    tiers: Sequence[NvmeTier], num_spares: int
 ) -> tuple[dict[str, str], dict[Inode, str], int] | None:
     """Returns (ended job by swap directory, path of every swap file that the jobs left, the most
     spare generations of a job). Early updates may have had one more than commits need."""
-    is_measured = len(config.tiers.nvme) > 1 and any(t.weight == "auto" for t in config.tiers.nvme)
+    is_measured = len(tiers) > 1 and any(tier.weight == "auto" for tier in tiers)
     if not num_spares or is_measured:  # A measurement of a path writes to its file.
         return None
     jobs: dict[str, str] = {}
     swap_files: dict[Inode, str] = {}
     num_found = 0
-    for tier in config.tiers.nvme:
+    for tier in tiers:
         job = _stale_job(tier.path)
         if job is None:
             return None
@@ -352,11 +354,11 @@ def _stale_job(directory: Path) -> str | None:
     return jobs.pop() if len(jobs) == 1 else None
 
 
-def _tidy(config: SwapConfig, checkpoint: Path) -> None:
+def _tidy(saved: Path, committed: Iterable[Path], checkpoint: Path) -> None:
     """Removes partial checkpoints and superseded commits. Checkpoints belong to the user."""
-    if config.checkpoint_directory.is_dir():
-        sweep(config.checkpoint_directory)
-    for commits in config.commit_directories:
+    if saved.is_dir():
+        sweep(saved)
+    for commits in committed:
         if not commits.is_dir():
             continue
         sweep(commits)
@@ -364,9 +366,8 @@ def _tidy(config: SwapConfig, checkpoint: Path) -> None:
             prune(commits, 1)
 
 
-def _neighbours(config: SwapConfig, checkpoint: Path) -> Iterator[Path]:
-    """Yields every checkpoint that may link to the same files, once."""
-    places = [checkpoint.parent, config.checkpoint_directory, *config.commit_directories]
+def _neighbours(places: Iterable[Path]) -> Iterator[Path]:
+    """Yields every checkpoint in these directories, once."""
     for place in {place.resolve(): None for place in places}:
         yield from list_checkpoints(place)
 

@@ -250,7 +250,7 @@ def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | Non
     num_spares = count_spares(engine.config, num_ranks=engine.num_ranks)
     if volume is None or copying is None or not num_spares or engine.num_ranks > 1:
         return None
-    if not is_elsewhere(engine.config, directory):
+    if not is_elsewhere(engine.config.tiers.nvme, directory):
         return None
     refuse_later(directory, step)
     thaw_removed(volume)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config import SwapConfig
+from infinity.config.schema import Precision
 from infinity.modules.reading.adapters import adapter_modules
 from infinity.modules.reading.empty_weights import is_to_come
 
@@ -33,8 +33,8 @@ _WRAPPING = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?
 class Dtypes:
     """The dtype of every parameter, decided once from the given model."""
 
-    def __init__(self, model: nn.Module, config: SwapConfig) -> None:
-        compute: torch.dtype = getattr(torch, config.precision.compute_dtype)
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        compute: torch.dtype = getattr(torch, precision.compute_dtype)
         has_narrow = any(parameter.dtype in _NARROW for parameter in model.parameters())
         self._model = model
         self._narrowed = None if compute is torch.float32 or has_narrow else compute

@@ -66,7 +66,7 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
 
     Raises ConfigError for a CUDA device that is asked for and not there.
     """
-    is_cuda = device_kind(config) == "cuda"
+    is_cuda = device_kind(config.tiers.device) == "cuda"
     dtype = getattr(torch, config.precision.compute_dtype)
     keep_freed_memory()  # As the training program does; otherwise page faults would be measured.
     if config.train is not None and config.train.threads != "auto":
