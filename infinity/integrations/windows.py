@@ -242,8 +242,9 @@ class LayerMajorSteps:
 
         def forward(index: int) -> torch.Tensor:
             taken: list[torch.Tensor] = []
-            _taken.set(taken)  # A fiber has a context of its own.
+            token = _taken.set(taken)  # A fiber has a context of its own.
             losses[index] = step(model, batches[index], num_items)
+            _taken.reset(token)
             if len(taken) != 1:
                 raise UnsupportedError(
                     f"expected training_step of {type(self).__name__} to call accelerator.backward "

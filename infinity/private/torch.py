@@ -72,6 +72,32 @@ PARTS = {
     "will_engine_execute_node": PrivatePart(
         "torch._C:_will_engine_execute_node", "units of a partial backward stay in use"
     ),
+    "named_members": PrivatePart(
+        "torch.nn.utils:_named_member_accessor", "torch.func.functional_call mixes micro-batches"
+    ),
+    # Modes of a thread.
+    "function_modes": PrivatePart(
+        "torch.overrides:_get_current_function_mode_stack",
+        "a mode of functions around a loss is missing in its blocks",
+    ),
+    "push_function_mode": PrivatePart(
+        "torch.overrides:_push_mode", "a mode of functions around a loss is missing in its blocks"
+    ),
+    "pop_function_mode": PrivatePart(
+        "torch.overrides:_pop_mode", "a mode of functions around a loss is missing in its blocks"
+    ),
+    "dispatch_modes": PrivatePart(
+        "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
+        "a mode of functions around a loss is missing in its blocks",
+    ),
+    "push_dispatch_mode": PrivatePart(
+        "torch.utils._python_dispatch:_push_mode",
+        "a mode of functions around a loss is missing in its blocks",
+    ),
+    "pop_dispatch_mode": PrivatePart(
+        "torch.utils._python_dispatch:_pop_mode",
+        "a mode of functions around a loss is missing in its blocks",
+    ),
     # Transforms and traces, in which no hook runs.
     "get_tracing_state": PrivatePart(
         "torch._C:_get_tracing_state", "torch.jit.trace is not refused"

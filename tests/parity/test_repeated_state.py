@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import infinity
 from infinity.errors import UnsupportedError
@@ -291,14 +293,132 @@ def of_what_blocks_kept(model: nn.Module, x: Tensor) -> Tensor:
     return found * sum(last.mean() for last in kept if last is not None)
 
 
+def with_other_parts_trained(model: nn.Module, x: Tensor) -> Tensor:
+    for name in ("head", "blocks.1"):
+        model.get_submodule(name).requires_grad_(bool(x[0, 0] > 0))
+    return square(model, x)
+
+
+def with_another_module(model: nn.Module, x: Tensor) -> Tensor:
+    stem = model.stem
+    if x[0, 0] > 0:
+        model.stem = nn.Identity()
+    try:
+        return square(model, x)
+    finally:
+        model.stem = stem
+
+
+def with_other_parameters(model: nn.Module, x: Tensor) -> Tensor:
+    others = {"head.bias": x.mean().reshape(1), "blocks.1.linear.bias": x.mean(0)}
+    found: Tensor = torch.func.functional_call(model, others, (x,)).square().mean()
+    return found
+
+
+class Halves(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 0.5 if func in (torch.tanh, torch.Tensor.mean) else found
+
+
+def in_a_mode(model: nn.Module, x: Tensor) -> Tensor:
+    with Halves():
+        return square(model, x)
+
+
+class MakesTensors(Block):
+    def change(self, y: Tensor) -> Tensor:
+        return (y * torch.tensor([1 / 3])).float()
+
+
+def in_another_dtype(model: nn.Module, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return square(model, x) * torch.tensor([1 / 7]).sum()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def with_other_kernels(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return square(model, x) * (1 + torch.backends.cuda.flash_sdp_enabled())
+
+
 @pytest.mark.parametrize(
     ("kind", "loss"),
-    [(Scaled, with_an_attribute), (Block, with_another_forward), (Keeps, of_what_blocks_kept)],
-)
+    [
+        (Scaled, with_an_attribute), (Block, with_another_forward), (Keeps, of_what_blocks_kept),
+        (Block, with_other_parts_trained), (Block, with_another_module),
+        (Block, with_other_parameters), (Block, in_a_mode), (MakesTensors, in_another_dtype),
+        (Block, with_other_kernels),
+    ],
+)  # fmt: skip
 def test_what_a_loss_sets_or_reads_is_that_of_its_micro_batch(
     kind: type[Block], loss: Loss, swap_directory: Path
 ) -> None:
     check(lambda: Model(kind), swap_directory, loss)
+    assert torch.get_default_dtype() == torch.float32 and torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_a_mode_around_the_window_reaches_its_micro_batches(swap_directory: Path) -> None:
+    with Halves():
+        check(lambda: Model(Block), swap_directory)
+
+
+class Masked(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        with torch.inference_mode():
+            mask = x.mean(-1, keepdim=True) > 0
+        for block in self.blocks:
+            x = block(x, mask)
+        found: Tensor = self.head(x)
+        return found
+
+
+class TakesAMask(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.SystemRandom()  # It has no state, and nothing draws from it.
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * torch.where(mask, 1.0, 0.5))
+
+
+def test_blocks_may_have_what_keeps_no_state(swap_directory: Path) -> None:
+    """Inference tensors, which count no versions, and the generator of the operating system."""
+    check(lambda: Masked(TakesAMask), swap_directory)
+
+
+class Mixes(Model):
+    """Compiled: a block, its module, the loss, and a residual between blocks, which meets others."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.blocks[0].compile(backend="aot_eager")
+        self.blocks[1] = torch.compile(self.blocks[1], backend="aot_eager")
+        self.mix = torch.compile(lambda a, b: a * b.sigmoid() + torch.tanh(a), backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = residual = self.stem(x)
+        for block in self.blocks:
+            x = self.mix(block(x), x)
+            residual = self.mix(residual, x)
+        found: Tensor = self.mix(self.head(residual), x[:, :1])
+        return found
+
+
+def test_compiled_code_runs_in_parts(swap_directory: Path) -> None:
+    batch = batches(0)
+    torch.manual_seed(0)
+    plain = Mixes()
+    sum(square(plain, x) for x in batch).backward()  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    with offloaded(Mixes(), swap_config(swap_directory)) as mine:
+        infinity.forward_backward(mine, lambda x: square(mine, x), batch)
+        found = OffloadedSide(mine).gradients()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
 
 
 # -- What is refused -------------------------------------------------------------------------------
@@ -349,12 +469,22 @@ def test_one_micro_batch_is_compared_in_later_windows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-def test_a_checksum_sees_rows_that_are_exchanged(dtype: torch.dtype) -> None:
-    values = torch.randn(6, 5).gt(0) if dtype == torch.bool else torch.randn(6, 5).to(dtype)
-    values[0], values[1] = 1, 0  # A row is summed, so rows of other sums are told apart.
-    (first,), (second,) = checksums([values]), checksums([values[[1, 0, 2, 3, 4, 5]]])
-    assert first is not None and second is not None and first != second
+@pytest.mark.parametrize("width", [5, 7, 1024, 8193])
+def test_a_checksum_sees_elements_that_are_exchanged(dtype: torch.dtype, width: int) -> None:
+    values = torch.randn(6, width).mul(9).to(dtype)
+    values[0, :3] = values[1, :3] = torch.tensor([1, 0, 1])
+    values[:, -1], values[1, 0] = values[:, 0], 0
+    (first,) = checksums([values])
+    others = [
+        values.roll(1, 1),
+        values.roll(1, 0),
+        values[:, torch.randperm(width)],
+        values[[1, 0, *range(2, 6)]],
+    ]
+    assert first is not None and all(first != found for found in checksums(others))
     assert checksums([values.t().contiguous().t(), None]) == [first, None]
+    shifted = torch.cat([values.new_ones(1), values.flatten()])[1:].view_as(values)
+    assert checksums([shifted]) == [first]
 
 
 class Hooked(Model):
@@ -415,6 +545,47 @@ def called_in_a_backward(model: nn.Module, x: Tensor) -> Tensor:
     return loss * 1
 
 
+class HooksItsInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(x)
+
+
+class KeepsAGradient(Block):
+    def change(self, y: Tensor) -> Tensor:
+        y.retain_grad()
+        return y
+
+
+def of_two_calls(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = model(-x)
+    found: Tensor = (model(x) - target).square().mean()
+    return found
+
+
+def with_a_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True, allow_unused=True)
+    found: Tensor = y.square().mean() + (0 if gradient is None else gradient.square().mean())
+    return found
+
+
+def with_two_backwards(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    y.abs().mean().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    return y.square().mean()
+
+
+COUNT = ContextVar("count", default=1)
+
+
+def of_a_context_variable(model: nn.Module, x: Tensor) -> Tensor:
+    COUNT.set(COUNT.get() + 1)
+    return square(model, x) * COUNT.get()
+
+
 # What makes the model, its loss, and the words of the refusal.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     "another output": (
@@ -431,6 +602,20 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     "statistics of two calls": (lambda: Twice(BatchNorm), square, "calls it more than once"),
     "counts of two calls": (lambda: Twice(Counts), square, "calls it more than once"),
     "numbers of two calls": (lambda: Twice(Noise), square, "calls it more than once"),
+    "a hook of its own input": (
+        lambda: Model(HooksItsInput), square, r"blocks\.0 calls register_hook of its own input",
+    ),
+    "a gradient kept inside": (
+        lambda: Model(KeepsAGradient), square, r"blocks\.0 calls retain_grad of a tensor inside it",
+    ),
+    "statistics of a call without gradients": (
+        lambda: Model(BatchNorm), of_two_calls, "calls it more than once",
+    ),
+    "a gradient inside a loss": (lambda: Model(Block), with_a_penalty, "a backward of its own"),
+    "a backward inside a loss": (lambda: Model(Block), with_two_backwards, "a backward of its own"),
+    "a context variable": (
+        lambda: Model(Block), of_a_context_variable, "in the context variable 'count'",
+    ),
     "a count outside of blocks": (
         lambda: Steps(Block), square, "step was 0 before a micro-batch and 1 after it",
     ),

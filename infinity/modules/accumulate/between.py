@@ -20,11 +20,11 @@ Note [Ends that meet]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.boundary import BlockCall, EdgeGradients
@@ -56,6 +56,14 @@ class GraphBetween:
 
         for node in walk(new(nodes), lambda node: new(behind(node))):
             self._reached[node] = number
+
+    def leads_to_blocks(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
+        """Whether a backward from `outputs` to `inputs`, tensors or edges, needs that of a block.
+        No inputs: a backward to all leaves."""
+        walked, ends = set(walk(_nodes_of(outputs))), _nodes_of(inputs)
+        if not any(_boundary(node) is not None for node in walked):
+            return False
+        return not ends or any(node in self._reached or node not in walked for node in ends)
 
     def put(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
         """Keeps a gradient for the edge. The sum so far was taken before."""
@@ -139,6 +147,11 @@ class GraphBetween:
         for _ in walk((node for node, _ in due if _boundary(node) is None), passed):
             pass
         return ends if has_waiting else {}
+
+
+def _nodes_of(found: Sequence[Any]) -> list[Node]:
+    edges = (t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in found)
+    return [edge.node for edge in edges]
 
 
 def _calls_twice() -> UnsupportedError:

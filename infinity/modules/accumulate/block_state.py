@@ -137,7 +137,8 @@ def _kind_of(cls: type) -> str | None:
     """Asked for every attribute of every module."""
     if cls in _CONTAINERS:
         return "container"
-    return "generator" if issubclass(cls, _GENERATORS) else None
+    is_generator = issubclass(cls, _GENERATORS) and not issubclass(cls, random.SystemRandom)
+    return "generator" if is_generator else None
 
 
 def _generator(value: Any) -> _GeneratorState:

@@ -22,6 +22,7 @@ from infinity.modules.accumulate.boundary import (
     refuse_hidden,
     refuse_interleaved,
     refuse_side_channels,
+    versions_of,
 )
 from infinity.modules.accumulate.experts import ExpertsSchedule
 from infinity.modules.accumulate.fiber import MicroBatch, Random
@@ -91,15 +92,20 @@ class BlockRuns:
             block, *tree_flatten((args, kwargs)), Modes.now(self._device), self._attributes.now(),
             self._random.state(), captured.keys(), get_sequence_nr(),
         )  # fmt: skip
-        versions = [leaf._version for leaf in call.leaves if is_activation(leaf)]
+        versions = versions_of(call.leaves)
         was_inside, fiber.is_inside = fiber.is_inside, True
+        fiber.called.append(block)
         changed = block.state.watch()
-        with self._experts.within(call.experts, call.leaves) if block.experts else _NONE:
+        with (
+            self._experts.within(call.experts, call.leaves) if block.experts else _NONE,
+            self._attributes.graph_dropped(block.hooked.name, call.first_node),
+        ):
             output = block.forward(*args, **kwargs)
         fiber.is_inside = was_inside
         stops = block.has_tiles or bool(block.experts)
         call.before = {} if stops else self._attributes.end_block(), changed()
-        if versions != [leaf._version for leaf in call.leaves if is_activation(leaf)]:
+        refuse_interleaved(call, fiber.called, stops=stops)
+        if versions != versions_of(call.leaves):
             raise UnsupportedError(
                 f"{block.hooked.name} changes an argument in place, so its forward cannot be "
                 "repeated; accumulate micro-batches by several backward() calls instead"
@@ -118,7 +124,6 @@ class BlockRuns:
         call.which = [indexes[0] for indexes in places.values()]
         if not call.which:
             return output
-        refuse_interleaved(call, fiber.calls, stops=stops)
         refuse_side_channels(block, call.first_node, [leaves[index] for index in call.which])
         call.gradients = EdgeGradients(len(call.which))
         values = [leaves[index].data for index in call.which]

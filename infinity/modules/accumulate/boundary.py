@@ -5,7 +5,7 @@ See the notes Boundaries and Same sums of `layer_major.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ class RunningBlock:
     has_tiles: bool  # Other than experts.
     experts: list[TiledExperts]
     state: BlockState
+    changes: str | None = None  # What it has changed in this window.
     order: int = -1  # Counts blocks in the order in which a fiber first reached them.
 
     @classmethod
@@ -130,6 +131,13 @@ class Boundary(torch.autograd.Function):
         return None, None, None
 
 
+def versions_of(leaves: Sequence[Any]) -> list[int | None]:
+    """Returns what counts the changes of each activation. Inference tensors count none."""
+    return [
+        None if leaf.is_inference() else leaf._version for leaf in leaves if is_activation(leaf)
+    ]
+
+
 def is_activation(leaf: Any) -> bool:
     """Whether the leaf is an activation, as opposed to a parameter or no tensor at all."""
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, (nn.Parameter, Handle))
@@ -162,21 +170,21 @@ def refuse_side_channels(block: RunningBlock, first: int, outputs: list[torch.Te
         node.register_prehook(refuse)
 
 
-def refuse_interleaved(call: BlockCall, earlier: list[BlockCall], *, stops: bool) -> None:
+def refuse_interleaved(call: BlockCall, called: list[RunningBlock], *, stops: bool) -> None:
     """Refuses state that a block has changed where micro-batches do not pass the block one after
-    the other. `stops`: they stop inside the block."""
-    attributes, state = call.before
-    label = state.label or next((name for _, name in attributes), None)
-    if label is None:
+    the other. called: the blocks that the micro-batch has called. `stops`: they stop inside it."""
+    (attributes, state), block = call.before, call.block
+    block.changes = block.changes or state.label or next((name for _, name in attributes), None)
+    if block.changes is None:
         return
-    name = call.block.hooked.name
     if stops:
         how = "micro-batches stop inside it, at its tiles"
-    elif any(other.block is call.block for other in earlier):
+    elif called.count(block) > 1:
         how = "a micro-batch calls it more than once"
     else:
         return
     raise UnsupportedError(
-        f"{name} changes {label}, and {how}, so the changes would come in another order than in "
-        "plain accumulation; accumulate micro-batches by several backward() calls instead"
+        f"{block.hooked.name} changes {block.changes}, and {how}, so the changes would come in "
+        "another order than in plain accumulation; accumulate micro-batches by several backward() "
+        "calls instead"
     )

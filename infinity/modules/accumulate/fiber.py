@@ -26,11 +26,15 @@ import torch
 from torch.autograd.graph import Node
 from typing_extensions import override
 
+from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.between import GraphBetween
 from infinity.modules.accumulate.block_state import is_alike
-from infinity.modules.accumulate.boundary import BlockCall
+from infinity.modules.accumulate.boundary import BlockCall, RunningBlock
 from infinity.modules.accumulate.module_state import Attributes
-from infinity.modules.autograd.threads import in_same_modes
+from infinity.modules.autograd.threads import in_same_modes, process_flags
+
+# Libraries keep settings of a thread in variables of their own when they are first asked (decimal).
+_PLAIN_VALUES = (bool, int, float, str, list, tuple, dict, set, torch.Tensor)
 
 
 class _Thread:
@@ -72,6 +76,20 @@ def run_in_thread(name: str, task: Callable[[], None], then: Callable[[], None])
     thread.run(name, task, then)
 
 
+def _refuse_other_values(before: contextvars.Context) -> None:
+    """Refuses context variables with other values than before; those of torch are its own."""
+    for variable, value in contextvars.copy_context().items():
+        is_new = variable not in before and type(value) in _PLAIN_VALUES
+        if not variable.name.startswith("torch.") and (
+            is_new or before.get(variable, value) is not value
+        ):
+            raise UnsupportedError(
+                f"a micro-batch leaves another value in the context variable {variable.name!r}, "
+                "which the next one would not see; reset it behind the loss, or accumulate "
+                "micro-batches by several backward() calls instead"
+            )
+
+
 class _Abandoned(BaseException):
     """Ends the thread of an abandoned fiber. It never reaches the caller."""
 
@@ -103,13 +121,16 @@ class Fiber:
         self._is_abandoned = False
         self._turn = threading.Semaphore(0)
         self._paused, self._ended = threading.Event(), threading.Event()
-        context, run = contextvars.copy_context(), in_same_modes(forward, device)
+        self.flags = process_flags()
+        self._variables = contextvars.copy_context()
+        context, run = self._variables.copy(), in_same_modes(forward, device)
         run_in_thread(f"micro-batch {number}", lambda: context.run(self._run, run), self._note_end)
 
     def _run(self, forward: Callable[[], torch.Tensor | None]) -> None:
         try:
             self._wait_to_run()
             self.loss = forward()
+            _refuse_other_values(self._variables)
         except _Abandoned:
             pass
         except BaseException as error:
@@ -161,6 +182,7 @@ class MicroBatch(Fiber):
         attributes: Attributes,
     ) -> None:
         self.calls: list[BlockCall] = []  # Calls whose backward has not run yet.
+        self.called: list[RunningBlock] = []  # With gradients or without.
         self.graph = GraphBetween()
         super().__init__(number, forward, device, random, attributes)
 
@@ -168,6 +190,7 @@ class MicroBatch(Fiber):
     def abandon(self) -> None:
         super().abandon()
         self.calls.clear()
+        self.called.clear()
         self.graph.clear()
 
 
@@ -193,7 +216,7 @@ class CallBeside(MicroBatch):
             self.has_ended = True
 
         super().__init__(parent.number, forward, device, random, attributes)
-        self.calls, self.graph = parent.calls, parent.graph
+        self.calls, self.called, self.graph = parent.calls, parent.called, parent.graph
         self.graph.is_in_one_thread &= not is_graded
 
     def result(self) -> Any:

@@ -54,6 +54,7 @@ New Execution Algorithm", 2020, section 3 (layer-to-layer).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ from infinity.modules.accumulate.of_transformers import (
 from infinity.modules.accumulate.proof import Proof
 from infinity.modules.accumulate.purity import foreign_hook, refuse_hook
 from infinity.modules.autograd.hooks import ModuleHooks
+from infinity.modules.autograd.threads import process_flags, set_process_flags
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.tiling.experts_call import ExpertsCall
@@ -121,7 +123,7 @@ class LayerMajorSchedule:
         self._activations = parts.inputs
         self._device = parts.device
         self._random = Random(parts.device)
-        self._attributes = ModuleState(model)
+        self._attributes = ModuleState(model, on_backward=self._refuse_parts)
         self._proof = parts.proof
         self._experts = ExpertsSchedule(uses, parts.results, parts.waiting, self._stop_at_experts)
         self._at_experts: dict[Fiber, ExpertsCall] = {}
@@ -198,13 +200,30 @@ class LayerMajorSchedule:
         self._started.append(fiber)
         return fiber.result
 
+    def _refuse_parts(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Refuses a backward in a loss that needs gradients of blocks. Their graphs are dropped."""
+        fiber = self._running
+        if (
+            isinstance(fiber, MicroBatch)
+            and self.is_in_loss
+            and fiber.graph.leads_to_blocks(outputs, inputs)
+        ):
+            raise UnsupportedError(
+                "a loss runs a backward of its own through blocks (torch.autograd.grad, backward), "
+                "whose graphs are there after the loss only; accumulate micro-batches by several "
+                "backward() calls instead"
+            )
+
     @contextmanager
     def _blocks_suspended(self) -> Iterator[None]:
         """Makes the blocks stop their fibers, and suspends the blocks' own hooks."""
         with ExitStack() as stack:
             for block, hooks in zip(self._blocks, self._hooks, strict=True):
+                block.changes = None
                 stack.enter_context(hooks.suspended())
                 stack.enter_context(_replaced(block, self._forward_of(block)))
+            if (functorch := sys.modules.get("torch._functorch.config")) is not None:
+                stack.enter_context(functorch.patch(donated_buffer=False))  # Nodes may run twice.
             if self._tile_micro_batches > 1:
                 stack.enter_context(self._uses.tiles_stop(self._yield_at_tile))
             experts = [experts for block in self._blocks for experts in block.experts]
@@ -288,10 +307,13 @@ class LayerMajorSchedule:
         UNINTERRUPTED.check()
         self._running = fiber
         self._attributes.set(fiber.attributes)
+        flags = process_flags()
+        set_process_flags(fiber.flags)
         try:
             fiber.run_on()
         finally:
-            fiber.attributes = self._attributes.now()
+            fiber.attributes, fiber.flags = self._attributes.now(), process_flags()
+            set_process_flags(flags)
             self._running = None
 
     def _run_on(self, fiber: MicroBatch, losses: dict[int, torch.Tensor]) -> None:
@@ -339,7 +361,10 @@ class LayerMajorSchedule:
             fiber.pause_at(_THROUGH)
             return output
 
-        return forward
+        if "torch._dynamo" not in sys.modules:
+            return forward
+        stops: Callable[..., Any] = torch.compiler.disable(forward)  # Compiled code stops, too.
+        return stops
 
     # -- Backward ----------------------------------------------------------------------------------
 

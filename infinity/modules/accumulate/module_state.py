@@ -13,7 +13,7 @@ Note [Inside a block]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -23,48 +23,39 @@ from torch import nn
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.of_transformers import HOOKS_INSTALLED
 from infinity.modules.accumulate.purity import (
-    INSTALLS,
-    hooked_nodes,
     is_trusted,
     refuse_hook,
 )
+from infinity.modules.accumulate.watching import watch
 
 Key: TypeAlias = tuple[int, str]  # The id of a module, and an attribute.
 Attributes: TypeAlias = Mapping[Key, Any]
 
 _ABSENT = object()
-# Which parameters of adapters are trained: PEFT writes this with the modes of its layers.
-_TRAINED: Key = (0, "requires_grad")
 _NOTHING: Attributes = {}
 _PREPARES = frozenset({"transformers"})
 _MODES = ("training", "forward", "prepare_inputs_for_generation")
 
-# What is watched while micro-batches take turns.
-_PLAIN = {
-    (owner, name): getattr(owner, name)
-    for owner, name in (
-        (nn.Module, "__setattr__"), (nn.Module, "__delattr__"),
-        (nn.Module, "register_forward_hook"), (nn.Module, "register_forward_pre_hook"),
-        (torch.Tensor, "register_hook"), (torch.Tensor, "retain_grad"),
-    )
-}  # fmt: skip
-_watching: list[ModuleState] = []
-
 
 class ModuleState:
     """The attributes of a model's modules that differ between micro-batches. Used by one running
-    thread at a time. `on_hook` is called with the class of a module and its new forward hook."""
+    thread at a time. `on_hook` is called with the class of a module and its new forward hook,
+    `on_backward` with the outputs and inputs of a backward."""
 
-    def __init__(self, model: nn.Module, on_hook: Callable[[str, Any], None] = refuse_hook) -> None:
-        self._on_hook = on_hook
+    def __init__(
+        self,
+        model: nn.Module,
+        on_hook: Callable[[str, Any], None] = refuse_hook,
+        on_backward: Callable[[Sequence[Any], Sequence[Any]], None] = lambda *_: None,
+    ) -> None:
+        self._on_hook, self.on_backward = on_hook, on_backward
+        self._first_forward: tuple[str, int] | None = None  # A block, and its first node.
         self.named = dict(model.named_modules())
         self._modules = {id(module): module for module in self.named.values()}
-        layers = [m for m in self._modules.values() if "_disable_adapters" in m.__dict__]
-        # The parameters of adapters. A layer's base holds parameters of its own, which PEFT leaves.
-        params = {id(p): p for layer in layers for p in layer.parameters()}
-        self._params: list[torch.Tensor] = list(params.values())
+        self._named_params = list(model.named_parameters())
+        self._params = {id(parameter): parameter for _, parameter in self._named_params}
         # Outside of micro-batches: values of all attributes that differ inside of one.
-        self._base: dict[Key, Any] = {_TRAINED: self._trained()}
+        self._base: dict[Key, Any] = {}
         self._current: Attributes = _NOTHING
         self._noted: dict[Key, Any] = {}  # Written since the last look, with the value before.
         self._of_blocks: set[Key] = set()
@@ -75,25 +66,24 @@ class ModuleState:
     def watched(self) -> Iterator[None]:
         """Notes every attribute that is written, new hooks of the modules (those of one micro-batch
         would be called for the others), and the nodes of tensors that get a hook."""
-        if not _watching:
-            _watch()
-        _watching.append(self)
-        try:
+        with watch(self):
             yield
-        finally:
-            _watching.remove(self)
-            if not _watching:
-                _stop_watching()
 
     def note(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute is about to be written. What transformers prepares in a first
         forward stays for all: it installs hooks, and keeps tables for the longest sequence."""
         if id(module) not in self._modules or (id(module), name) in self._noted:
             return
-        if name not in _MODES and (name == HOOKS_INSTALLED or is_trusted(type(module), _PREPARES)):
+        is_part = name in _MODES or name in module._parameters or name in module._modules
+        if not is_part and (name == HOOKS_INSTALLED or is_trusted(type(module), _PREPARES)):
             return
-        if name not in module._parameters and name not in module._modules:
-            key = id(module), name
+        key = id(module), name
+        self._noted[key] = self._read(key)
+
+    def note_trained(self, parameter: torch.Tensor) -> None:
+        """Notes that `requires_grad` is about to be written."""
+        key = id(parameter), "requires_grad"
+        if key[0] in self._params and key not in self._noted:
             self._noted[key] = self._read(key)
 
     def note_hook(self, module: nn.Module, hook: Any) -> None:
@@ -101,32 +91,49 @@ class ModuleState:
         if id(module) in self._modules:
             self._on_hook(type(module).__name__, hook)
 
+    @contextmanager
+    def graph_dropped(self, block: str, first_node: int) -> Iterator[None]:
+        """Runs the first forward of a block, whose graph is dropped."""
+        outer, self._first_forward = self._first_forward, (block, first_node)
+        try:
+            yield
+        finally:
+            self._first_forward = outer
+
+    def note_tensor(self, tensor: torch.Tensor, method: str) -> None:
+        """Notes that a tensor is about to get a hook, or to keep its gradient."""
+        if self._first_forward is None or isinstance(tensor, nn.Parameter):
+            return
+        (block, first), node = self._first_forward, tensor.grad_fn
+        is_from_outside = node is None or node._sequence_nr() < first
+        if is_from_outside is (method == "register_hook"):
+            tensor_of = "its own input" if is_from_outside else "a tensor inside it"
+            raise UnsupportedError(
+                f"{block} calls {method} of {tensor_of}, and its forward runs twice, on other "
+                "tensors; accumulate micro-batches by several backward() calls instead"
+            )
+
     def changed(self) -> Iterator[str]:
         """Yields the attributes that differ from those at the first look."""
-        return (self._place(key) for key in self.now() if key != _TRAINED)
+        return map(self._place, self.now())
 
     def _read(self, key: Key) -> Any:
-        if key == _TRAINED:
-            return self._trained()
+        if key[0] in self._params:
+            return None, self._params[key[0]].requires_grad
         module, name = self._modules[key[0]], key[1]
-        table = module._buffers if name in module._buffers else module.__dict__
-        return table.get(name, _ABSENT)
+        return next(((t, t[name]) for t in _tables(module) if name in t), _ABSENT)
 
     def _write(self, key: Key, value: Any) -> None:
-        if key == _TRAINED:
-            for parameter, is_trained in zip(self._params, value, strict=True):
-                if parameter.requires_grad is not is_trained:
-                    parameter.requires_grad = is_trained
+        if key[0] in self._params:
+            self._params[key[0]].requires_grad = value[1]
             return
         module, name = self._modules[key[0]], key[1]
-        table: dict[str, Any] = module._buffers if name in module._buffers else module.__dict__
-        if value is _ABSENT:
-            table.pop(name, None)
-        else:
-            table[name] = value
-
-    def _trained(self) -> tuple[bool, ...]:
-        return tuple([parameter.requires_grad for parameter in self._params])
+        place, found = (None, None) if value is _ABSENT else value
+        for table in _tables(module):
+            if table is not place:
+                table.pop(name, None)
+        if place is not None:
+            place[name] = found
 
     # -- Micro-batches -----------------------------------------------------------------------------
 
@@ -134,7 +141,6 @@ class ModuleState:
         """Returns the attributes of the running micro-batch that differ from those outside. Equal
         ones are the same object, so that many calls can keep them."""
         if self._noted:
-            self._noted[_TRAINED] = self._base[_TRAINED]
             current = dict(self._current)
             for key, before in self._noted.items():
                 value = self._read(key)
@@ -168,12 +174,13 @@ class ModuleState:
         """Raises UnsupportedError for a number that a micro-batch has changed for good: the next
         one has begun with the number before."""
         for key, value in attributes.items():
-            if key in self._of_blocks or key == _TRAINED:
+            if key in self._of_blocks or key[0] in self._params:
                 continue
             kind, before = type(self._modules[key[0]]), self._base[key]
             if is_trusted(kind):
                 continue
-            before = getattr(kind, key[1], None) if before is _ABSENT else before
+            before = getattr(kind, key[1], None) if before is _ABSENT else before[1]
+            value = None if value is _ABSENT else value[1]
             numbers = type(value), type(before)
             if all(kind in (int, float) for kind in numbers) and value != before:
                 raise UnsupportedError(
@@ -183,7 +190,8 @@ class ModuleState:
                 )
 
     def _place(self, key: Key) -> str:
-        name = next(name for name, module in self.named.items() if id(module) == key[0])
+        named = (*self.named.items(), *self._named_params)
+        name = next(name for name, found in named if id(found) == key[0])
         return ".".join(filter(None, (name, key[1])))
 
     # -- Blocks ------------------------------------------------------------------------------------
@@ -217,47 +225,16 @@ class ModuleState:
             self._noted.clear()
 
 
-def _watch() -> None:
-    def noting(plain: Any) -> Any:
-        def write(module: nn.Module, name: str, *value: Any) -> None:
-            for state in _watching:
-                state.note(module, name)
-            plain(module, name, *value)
-
-        return write
-
-    def noting_hook(plain: Any) -> Any:
-        def register(module: nn.Module, hook: Any, **options: Any) -> Any:
-            if not is_trusted(hook, INSTALLS):
-                for state in _watching:
-                    state.note_hook(module, hook)
-            return plain(module, hook, **options)
-
-        return register
-
-    def noting_tensor(plain: Any) -> Any:
-        def register(tensor: torch.Tensor, *hook: Any) -> Any:
-            if tensor.grad_fn is not None:
-                hooked_nodes.add(tensor.grad_fn)
-            return plain(tensor, *hook)
-
-        return register
-
-    for (owner, name), plain in _PLAIN.items():
-        is_write = name.startswith("__")
-        change = noting if is_write else noting_hook if owner is nn.Module else noting_tensor
-        setattr(owner, name, change(plain))
-
-
-def _stop_watching() -> None:
-    hooked_nodes.clear()
-    for (owner, name), plain in _PLAIN.items():
-        setattr(owner, name, plain)
+def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module.__dict__, module._buffers, module._parameters, module._modules
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    if value is other:
-        return True
+    if value is _ABSENT or other is _ABSENT:
+        return value is other
+    (table, value), (other_table, other) = value, other
+    if value is other or table is not other_table:
+        return table is other_table
     is_plain = type(value) in (bool, int, float, str, list, tuple) and type(value) is type(other)
     try:
         return is_plain and bool(value == other)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from infinity.modules.accumulate.block_state import BlockState, is_alike
-from infinity.modules.accumulate.boundary import is_activation
+from infinity.modules.accumulate.boundary import versions_of
 from infinity.modules.accumulate.fiber import Random
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.of_transformers import CapturedTensors
@@ -63,7 +63,7 @@ class Trial:
         devices = {parameter.device for parameter in model.parameters()}
         self._random = Random(next((d for d in devices if d.type != "cpu"), torch.device("cpu")))
         self._calls: list[tuple[int, int, int]] = []  # Block, first node, node behind the last.
-        self._began: list[tuple[int, list[tuple[torch.Tensor, int]], CapturedTensors]] = []
+        self._began: list[tuple[int, list[Any], list[int | None], CapturedTensors]] = []
         self._exits: set[Node] = set()  # The nodes of what blocks have returned.
         self._order: list[int] | None = None
         self._num_losses = 0
@@ -117,13 +117,12 @@ class Trial:
             self._note("the model is called in a backward")
 
     def _begin(self, block: nn.Module, *arguments: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(arguments) if is_activation(leaf)]
-        versions = [(tensor, tensor._version) for tensor in tensors]
-        self._began.append((get_sequence_nr(), versions, CapturedTensors()))
+        leaves = tree_leaves(arguments)
+        self._began.append((get_sequence_nr(), leaves, versions_of(leaves), CapturedTensors()))
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> None:
-        (first, versions, captured), last = self._began.pop(), get_sequence_nr()
-        if any(tensor._version != version for tensor, version in versions):
+        (first, leaves, versions, captured), last = self._began.pop(), get_sequence_nr()
+        if versions != versions_of(leaves):
             self._note("a block changes an argument in place")
         if current_backward() != OUTSIDE_BACKWARD:
             return  # The repeat of a checkpoint.

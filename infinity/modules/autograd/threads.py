@@ -10,19 +10,31 @@ are gone, and the swap files belong to the parent.
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
 from infinity.errors import InfinityError
-from infinity.private.torch import engine_run_backward, module_call_impl
+from infinity.private.torch import (
+    dispatch_modes,
+    engine_run_backward,
+    function_modes,
+    module_call_impl,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+)
 
 _CALL: CodeType = module_call_impl.__code__
 _BACKWARD: CodeType = engine_run_backward.__code__
@@ -105,12 +117,67 @@ def _frame_of(code: CodeType) -> int:
 # -- Modes of a thread ----------------------------------------------------------------------------
 
 
+def _set_filters(filters: Any) -> None:
+    warnings.filters = filters
+    with warnings.catch_warnings():  # At its end Python forgets what it has looked up.
+        pass
+
+
+_CUDA = torch.backends.cuda
+# What context managers set for the process, as pairs that read and write it.
+_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
+    (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
+    (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
+    (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
+    (lambda: warnings.filters, _set_filters),
+)
+
+
+def process_flags() -> tuple[Any, ...]:
+    """Returns what context managers set for the whole process: the default dtype, the kernels of
+    attention, the filters of warnings."""
+    return tuple([read() for read, _ in _FLAGS])
+
+
+def set_process_flags(flags: tuple[Any, ...]) -> None:
+    """Sets flags from `process_flags`."""
+    for (read, write), value in zip(_FLAGS, flags, strict=True):
+        if read() is not value:
+            write(value)
+
+
+@contextmanager
+def _stack(
+    modes: list[Any], now: Callable[[], list[Any]], push: Callable[[Any], Any], pop: Any
+) -> Iterator[None]:
+    """Puts these modes in the place of those of this thread. Entering one again could reset it."""
+    found = now()
+    is_same = len(found) == len(modes) and all(map(operator.is_, found, modes))
+    for _ in () if is_same else found:
+        pop()
+    for mode in () if is_same else modes:
+        push(mode)
+    try:
+        yield
+    finally:
+        for _ in () if is_same else modes:
+            pop()
+        for mode in () if is_same else found:
+            push(mode)
+
+
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The autocast state of the current thread. Every thread has its own."""
+    """What context managers have set around this code: the autocast state and the modes of torch
+    functions and dispatch, of which every thread has its own, and the flags of the process."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     is_cached: bool
+    flags: tuple[Any, ...]
+    functions: list[Any]
+    dispatches: list[Any]
 
     @classmethod
     def now(cls, device: torch.device) -> Modes:
@@ -120,12 +187,22 @@ class Modes:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         )
-        return cls(autocast, torch.is_autocast_cache_enabled())
+        is_cached = torch.is_autocast_cache_enabled()
+        return cls(autocast, is_cached, process_flags(), function_modes(), dispatch_modes())
 
     @contextmanager
     def set(self) -> Iterator[None]:
         """Sets these modes in this thread for a block."""
+        flags = process_flags()
         with ExitStack() as stack:
+            stack.callback(set_process_flags, flags)
+            set_process_flags(self.flags)
+            stack.enter_context(
+                _stack(self.functions, function_modes, push_function_mode, pop_function_mode)
+            )
+            stack.enter_context(
+                _stack(self.dispatches, dispatch_modes, push_dispatch_mode, pop_dispatch_mode)
+            )
             stack.enter_context(torch.enable_grad())
             for kind, is_on, dtype in self.autocast:
                 if is_on or torch.is_autocast_enabled(kind):
