@@ -8,6 +8,7 @@ here.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -180,14 +181,8 @@ def test_launches_of_a_tile_go_by_rows_not_by_experts(mode: str, apart: None) ->
     The loop launches more for more experts."""
     counts = {}
     for num_experts, num_calls in ((4, 1), (32, 1), (32, 8)):
-        calls = calls_of(num_experts, num_calls, mode)
-        with ExitStack() as stack, Operations() as operations:
-            for call, values in calls:
-                stack.enter_context(call.with_arguments(*values))
-            go_forward([call for call, _ in calls])
-            for call, values in calls:
-                call.begin_backward(torch.ones_like(values[0]), (True, True))
-            go_backward([call for call, _ in calls], is_for_leaves=False)
+        with Operations() as operations:
+            both_directions(calls_of(num_experts, num_calls, mode))
         counts[num_experts, num_calls] = operations.count
     if mode == "grouped":
         assert counts[32, 1] == counts[4, 1]
@@ -196,10 +191,28 @@ def test_launches_of_a_tile_go_by_rows_not_by_experts(mode: str, apart: None) ->
         assert counts[32, 1] > 4 * counts[4, 1]
 
 
-def calls_of(num_experts: int, count: int, mode: str) -> list[tuple[ExpertsCall, Any]]:
+def both_directions(calls: Sequence[tuple[ExpertsCall, Any]]) -> list[torch.Tensor | None]:
+    """Runs calls together. Returns outputs, and gradients of hidden states and routing weights."""
+    found: list[torch.Tensor | None] = []
+    with ExitStack() as stack:
+        for call, values in calls:
+            stack.enter_context(call.with_arguments(*values))
+        go_forward([call for call, _ in calls])
+        for call, values in calls:
+            found.append(call.arguments.sum())
+            call.begin_backward(torch.ones_like(values[0]), (True, True))
+        go_backward([call for call, _ in calls], is_for_leaves=False)
+        for call, _ in calls:
+            found += call.arguments.gradients()
+    return found
+
+
+def calls_of(
+    num_experts: int, count: int, mode: str, device: str = "cpu"
+) -> list[tuple[ExpertsCall, Any]]:
     config = configuration("mixtral", **{**SIZES, "num_local_experts": num_experts})
     config._experts_implementation = "eager"
-    module = MixtralExperts(config).bfloat16().requires_grad_(False)
+    module = MixtralExperts(config).bfloat16().requires_grad_(False).to(device)
     tile: Any = tile_of(module, 0, num_experts)
     tile._parameters.update(module._parameters)
     for parameter in tile._parameters.values():
@@ -208,8 +221,9 @@ def calls_of(num_experts: int, count: int, mode: str) -> list[tuple[ExpertsCall,
     calls: list[tuple[ExpertsCall, Any]] = []
     for _ in range(count):
         indices = torch.stack([torch.randperm(num_experts)[:2] for _ in range(64)])
-        values = torch.randn(64, 64).bfloat16(), indices, torch.rand(64, 2).bfloat16()
-        modes = Modes.now(torch.device("cpu"))
+        values = [torch.randn(64, 64).bfloat16(), indices, torch.rand(64, 2).bfloat16()]
+        values = [value.to(device) for value in values]
+        modes = Modes.now(torch.device(device))
         calls.append((ExpertsCall([tile], (0, num_experts), [], None, modes), values))
     return calls
 
