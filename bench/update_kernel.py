@@ -18,7 +18,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ import torch
 from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings, torch_adamw_
 from infinity.ops.dynamic_8bit import State8Bit, num_scales
-from infinity.ops.host_sums import add_
+from infinity.ops.host_sums import add_, copy_
 from infinity.ops.lion import LionSettings
 from infinity.ops.native import apply_rule, instruction_sets
 from infinity.ops.optimizers import update_
@@ -49,10 +49,10 @@ class Case:
 
 
 class Arrays:
-    """Three models' worth of state in one arena: fp32, split, and moments of eight bits."""
+    """Models' worth of state in one arena: fp32, split, split beside, and moments of eight bits."""
 
     def __init__(self, numel: int) -> None:
-        self._arena = Arena(12 * 4 * numel, huge_pages=True)
+        self._arena = Arena(15 * 4 * numel, huge_pages=True)
         self._memory = torch.frombuffer(
             self._arena.memory(0, self._arena.capacity_nbytes), dtype=torch.uint8
         )
@@ -67,6 +67,11 @@ class Arrays:
             self._take(numel, torch.bfloat16) for _ in range(2)
         )
         self.residual = self._take(numel, torch.int16)
+        self.beside = StateSpan(
+            self._take(numel, torch.bfloat16), self.gradient,
+            (self._take(numel, torch.float32), self._take(numel, torch.float32)),
+            self._take(numel, torch.int16),
+        )  # fmt: skip
         self.states_8bit = tuple(
             State8Bit(self._take(numel, torch.uint8), self._take(num_scales(numel), torch.float32))
             for _ in range(2)
@@ -97,6 +102,10 @@ class Arrays:
         states = (self.split_exp_avg, self.split_exp_avg_sq)
         return StateSpan(self.narrow_weight, gradient, states, self.residual)
 
+    def split_beside(self, gradient: torch.Tensor) -> StateSpan:
+        """New bytes go beside the old."""
+        return replace(self.split(gradient), into=self.beside)
+
     @property
     def fp32_8bit(self) -> StateSpan:
         return StateSpan(self.weight, self.gradient, self.states_8bit)
@@ -105,12 +114,17 @@ class Arrays:
         return StateSpan(self.narrow_weight, gradient, self.states_8bit, self.residual)
 
 
+def changed(span: StateSpan) -> list[torch.Tensor]:
+    return [span.weight, span.residual, *span.states]
+
+
 def make_cases(arrays: Arrays, threads: int) -> list[Case]:
     adam = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "step": 5}
     adamw = AdamWSettings(**adam)
     fp32 = arrays.fp32
     split_fp32 = arrays.split(arrays.gradient)
     split_bf16 = arrays.split(arrays.narrow_gradient)
+    beside = arrays.split_beside(arrays.gradient)
     one_state = StateSpan(arrays.weight, arrays.gradient, (arrays.exp_avg,))
     sgd = SGDSettings(
         lr=1e-6, momentum=0.9, dampening=0.0, weight_decay=0.01, nesterov=False, step=2
@@ -122,6 +136,11 @@ def make_cases(arrays: Arrays, threads: int) -> list[Case]:
 
     def native(span: StateSpan, settings: object) -> Callable[[], object]:
         return lambda: update_([span], settings, threads=threads)
+
+    def copied() -> None:
+        for old, copy in zip(changed(split_fp32), changed(arrays.beside), strict=True):
+            copy_(copy, old)
+        update_([split_fp32], adamw, threads=threads)
 
     def torch_fused() -> None:
         torch_adamw_(
@@ -144,6 +163,10 @@ def make_cases(arrays: Arrays, threads: int) -> list[Case]:
         Case("torch fused adamw", FP32_NBYTES, torch_fused, "stream fp32"),
         Case("stream split", 28, stream(split_fp32)),
         Case("adamw split, fp32 gradient", 28, native(split_fp32, adamw), "stream split"),
+        Case("stream split beside", 28, stream(beside)),
+        Case("adamw split beside, fp32 gradient", 28, native(beside, adamw), "stream split"),
+        # What it replaces: old bytes are copied first.
+        Case("copies, adamw split, fp32 gradient", 52, copied, "stream split"),
         Case("stream split, bf16 gradient", 26, stream(split_bf16)),
         Case(
             "adamw split, bf16 gradient",
@@ -212,13 +235,13 @@ def describe(cases: Sequence[Case], times: dict[str, list[float]], numel: int) -
 def print_table(rows: Sequence[dict], threads: int) -> None:
     print(f"\n{threads} thread{'s' if threads > 1 else ''}")
     print(
-        f"{'':<30}{'median ms':>10}{'best ms':>9}{'Gparam/s':>10}{'GB/s':>7}{'of ceiling':>12}"
+        f"{'':<36}{'median ms':>10}{'best ms':>9}{'Gparam/s':>10}{'GB/s':>7}{'of ceiling':>12}"
         f"{'x torch':>9}{'x fp32':>8}"
     )
     for row in rows:
         share = row["share_of_ceiling"]
         print(
-            f"{row['name']:<30}{row['median_s'] * 1e3:>10.2f}{row['best_s'] * 1e3:>9.2f}"
+            f"{row['name']:<36}{row['median_s'] * 1e3:>10.2f}{row['best_s'] * 1e3:>9.2f}"
             f"{row['parameters_per_s'] / 1e9:>10.3f}{row['bytes_per_s'] / 1e9:>7.1f}"
             f"{'' if share is None else format(share, '.2f'):>12}"
             f"{row['speed_over_torch']:>9.2f}{row['speed_over_adamw_fp32']:>8.2f}"

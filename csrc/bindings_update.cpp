@@ -25,10 +25,11 @@ using update::InstructionSet;
 using update::RuleKernels;
 using update::Span;
 
-// (weight, residual or 0, gradient, states, numel), addresses as integers. `states` are as many as
-// the rule has; when they are 8-bit, the codes and the scales of each.
-using SpanTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t,
-                             std::vector<std::uintptr_t>, std::size_t>;
+// (weight, residual or 0, states), addresses as integers. `states` are as many as the rule has; when
+// they are 8-bit, the codes and the scales of each.
+using ArraysTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::vector<std::uintptr_t>>;
+// (arrays that are read, arrays that are written, gradient, numel); the arrays may be the same.
+using SpanTuple = std::tuple<ArraysTuple, ArraysTuple, std::uintptr_t, std::size_t>;
 
 void check_array(std::uintptr_t address, std::size_t numel, std::size_t item_nbytes,
                  const char* what) {
@@ -43,11 +44,10 @@ void check_array(std::uintptr_t address, std::size_t numel, std::size_t item_nby
 }
 
 // That no array is missing, misaligned, or longer than memory.
-void check_span(const SpanTuple& fields, bool is_8bit, bool is_split, bool is_gradient_bf16) {
-  const auto& [weight, residual, gradient, states, numel] = fields;
+void check_arrays(const ArraysTuple& arrays, std::size_t numel, bool is_8bit, bool is_split) {
+  const auto& [weight, residual, states] = arrays;
   check_array(weight, numel, is_split ? 2 : 4, "weight");
   if (is_split) check_array(residual, numel, 2, "residual");
-  check_array(gradient, numel, is_gradient_bf16 ? 2 : 4, "gradient");
   const std::size_t num_scales = numel / update::kBlockNumel + (numel % update::kBlockNumel != 0);
   for (std::size_t i = 0; i < states.size(); ++i) {
     if (!is_8bit) {
@@ -60,29 +60,25 @@ void check_span(const SpanTuple& fields, bool is_8bit, bool is_split, bool is_gr
   }
 }
 
-Span to_span(const SpanTuple& fields, const RuleKernels& rule, bool is_8bit) {
-  const auto& [weight, residual, gradient, states, numel] = fields;
+update::Arrays to_arrays(const ArraysTuple& fields, const RuleKernels& rule, bool is_8bit) {
+  const auto& [weight, residual, states] = fields;
   const std::size_t num_arrays = is_8bit ? 2 * rule.num_states : rule.num_states;
   if (states.size() != num_arrays) {
     throw py::value_error(std::string(rule.name) + " needs " + std::to_string(num_arrays) +
                           " arrays of state, got " + std::to_string(states.size()));
   }
-  Span span{pointer_to<void*>(weight),
-            pointer_to<std::int16_t*>(residual),
-            pointer_to<const void*>(gradient),
-            {},
-            {},
-            {},
-            numel};
+  update::Arrays arrays;
+  arrays.weight = pointer_to<void*>(weight);
+  arrays.residual = pointer_to<std::int16_t*>(residual);
   for (std::size_t i = 0; i < rule.num_states; ++i) {
     if (is_8bit) {
-      span.codes[i] = pointer_to<std::uint8_t*>(states[2 * i]);
-      span.scales[i] = pointer_to<float*>(states[2 * i + 1]);
+      arrays.codes[i] = pointer_to<std::uint8_t*>(states[2 * i]);
+      arrays.scales[i] = pointer_to<float*>(states[2 * i + 1]);
     } else {
-      span.states[i] = pointer_to<float*>(states[i]);
+      arrays.states[i] = pointer_to<float*>(states[i]);
     }
   }
-  return span;
+  return arrays;
 }
 
 update::GradientFormat format_of(bool is_bf16) {
@@ -104,8 +100,12 @@ std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& 
   std::vector<Span> spans;
   spans.reserve(tuples.size());
   for (const SpanTuple& fields : tuples) {
-    spans.push_back(to_span(fields, *rule, is_8bit));
-    check_span(fields, is_8bit, is_split, is_gradient_bf16);
+    const auto& [from, to, gradient, numel] = fields;
+    spans.push_back({to_arrays(from, *rule, is_8bit), to_arrays(to, *rule, is_8bit),
+                     pointer_to<const void*>(gradient), numel});
+    check_arrays(from, numel, is_8bit, is_split);
+    check_arrays(to, numel, is_8bit, is_split);
+    check_array(gradient, numel, is_gradient_bf16 ? 2 : 4, "gradient");
   }
   if (num_threads == 0) throw py::value_error("num_threads=0, expected at least 1");
 

@@ -143,7 +143,9 @@ class update:  # noqa: N801 (a submodule)
     @staticmethod
     def apply(
         rule: str,
-        spans: Sequence[tuple[int, int, int, Sequence[int], int]],
+        spans: Sequence[
+            tuple[tuple[int, int, Sequence[int]], tuple[int, int, Sequence[int]], int, int]
+        ],
         coefficients: Sequence[float],
         *,
         is_split: bool,
@@ -154,9 +156,10 @@ class update:  # noqa: N801 (a submodule)
         simd: str,
         digests: Sequence[PageDigests] = (),
     ) -> int:
-        """Spans are (weight, residual or 0, gradient, states, numel), addresses as integers.
+        """Spans are (arrays that are read, arrays that are written, gradient, numel). Arrays are
+        (weight, residual or 0, states), addresses as integers; an array may be updated in place.
         8-bit states are two addresses each: codes and scales. `digests` take the checksums of what
-        they have of the weights, residuals and states."""
+        they have of the new weights, residuals and states."""
 
     SQUARES_NUMEL: int
 

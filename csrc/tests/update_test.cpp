@@ -50,15 +50,21 @@ struct State {
     }
   }
 
-  Span span(WeightFormat weight_format, GradientFormat gradient_format) {
-    Span made{weight.data(), nullptr, gradient.data(), {exp_avg.data(), exp_avg_sq.data()}, {}, {},
-              weight.size()};
+  Arrays arrays(WeightFormat weight_format) {
+    Arrays made{weight.data(), nullptr, {exp_avg.data(), exp_avg_sq.data()}, {}, {}};
     if (weight_format == WeightFormat::kSplit) {
       made.weight = narrow_weight.data();
       made.residual = residual.data();
     }
-    if (gradient_format == GradientFormat::kBf16) made.gradient = narrow_gradient.data();
     return made;
+  }
+
+  Span span(WeightFormat weight_format, GradientFormat gradient_format) {
+    const Arrays made = arrays(weight_format);
+    const bool is_bf16 = gradient_format == GradientFormat::kBf16;
+    const void* const read = is_bf16 ? static_cast<const void*>(narrow_gradient.data())
+                                     : static_cast<const void*>(gradient.data());
+    return {made, made, read, weight.size()};
   }
 
   [[nodiscard]] bool has_bits_of(const State& other) const {
@@ -69,8 +75,8 @@ struct State {
   }
 };
 
-std::uint64_t update(State& state, const InstructionSet& set, WeightFormat weight_format,
-                     GradientFormat gradient_format, std::size_t num_threads) {
+std::uint64_t update_span(const Span& span, const InstructionSet& set, WeightFormat weight_format,
+                          GradientFormat gradient_format, std::size_t num_threads) {
   Job job;
   job.rule = find_rule(set, "adamw");
   job.coefficients = kAdamW;
@@ -78,9 +84,49 @@ std::uint64_t update(State& state, const InstructionSet& set, WeightFormat weigh
   job.gradient_format = gradient_format;
   job.gradient_scale = 0.5F;
   job.num_threads = num_threads;
-  const Span span = state.span(weight_format, gradient_format);
   return apply(job, {&span, 1});
 }
+
+std::uint64_t update(State& state, const InstructionSet& set, WeightFormat weight_format,
+                     GradientFormat gradient_format, std::size_t num_threads) {
+  return update_span(state.span(weight_format, gradient_format), set, weight_format,
+                     gradient_format, num_threads);
+}
+
+// Memory for new arrays that begins at `misaligned_nbytes` behind a cache line.
+class Beside {
+ public:
+  Beside(std::size_t numel, std::size_t misaligned_nbytes) : numel_(numel) {
+    for (std::vector<unsigned char>& bytes : bytes_) {
+      bytes.assign(4 * numel + 128, 0xEE);
+      const auto start = reinterpret_cast<std::uintptr_t>(bytes.data());
+      offsets_[static_cast<std::size_t>(&bytes - bytes_)] =
+          (64 - start % 64) % 64 + misaligned_nbytes;
+    }
+  }
+
+  Arrays arrays(bool is_split) {
+    return {at(0), is_split ? reinterpret_cast<std::int16_t*>(at(1)) : nullptr,
+            {reinterpret_cast<float*>(at(2)), reinterpret_cast<float*>(at(3))}, {}, {}};
+  }
+
+  bool has_bits_of(const Arrays& expected, bool is_split) {
+    const std::size_t nbytes = numel_ * (is_split ? 2 : 4);
+    return holds(0, expected.weight, nbytes) &&
+           (!is_split || holds(1, expected.residual, 2 * numel_)) &&
+           holds(2, expected.states[0], 4 * numel_) && holds(3, expected.states[1], 4 * numel_);
+  }
+
+ private:
+  unsigned char* at(std::size_t index) { return bytes_[index].data() + offsets_[index]; }
+  bool holds(std::size_t index, const void* expected, std::size_t nbytes) {
+    return std::memcmp(at(index), expected, nbytes) == 0 && at(index)[nbytes] == 0xEE;
+  }
+
+  std::size_t numel_;
+  std::vector<unsigned char> bytes_[4];
+  std::size_t offsets_[4] = {};
+};
 
 }  // namespace
 
@@ -118,6 +164,29 @@ TEST(EveryInstructionSetHasTheBitsOfScalarAtEveryLength) {
   }
 }
 
+TEST(NewStateBesideTheOldHasTheBitsOfAnUpdateInPlaceAndLeavesTheOld) {
+  for (const WeightFormat weight_format : {WeightFormat::kFp32, WeightFormat::kSplit}) {
+    const bool is_split = weight_format == WeightFormat::kSplit;
+    for (const GradientFormat gradient_format : {GradientFormat::kFp32, GradientFormat::kBf16}) {
+      for (const std::size_t numel : {1U, 15U, 33U, 64U, 139U, 65536U + 77U}) {
+        State expected(numel);
+        update(expected, *find_instruction_set("scalar"), weight_format, gradient_format, 1);
+        for (const InstructionSet& set : instruction_sets()) {
+          for (const std::size_t misaligned_nbytes : {0U, 4U, 32U}) {
+            State state(numel);
+            Beside beside(numel, misaligned_nbytes);
+            Span span = state.span(weight_format, gradient_format);
+            span.to = beside.arrays(is_split);
+            CHECK(update_span(span, set, weight_format, gradient_format, 2) == 0);
+            CHECK(beside.has_bits_of(expected.arrays(weight_format), is_split));
+            CHECK(state.has_bits_of(State(numel)));
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(ThreadsChangeNoBit) {
   constexpr std::size_t kNumel = 300'007;
   State expected(kNumel);
@@ -144,10 +213,10 @@ TEST(EveryByteThatChangesIsToldOnceWhenItIsWritten) {
         const void* wanted;
         std::size_t nbytes;
       };
-      std::vector<Array> arrays{{span.weight, wanted.weight, numel * (is_split ? 2 : 4)},
-                                {span.states[0], wanted.states[0], numel * 4},
-                                {span.states[1], wanted.states[1], numel * 4}};
-      if (is_split) arrays.push_back({span.residual, wanted.residual, numel * 2});
+      std::vector<Array> arrays{{span.to.weight, wanted.to.weight, numel * (is_split ? 2 : 4)},
+                                {span.to.states[0], wanted.to.states[0], numel * 4},
+                                {span.to.states[1], wanted.to.states[1], numel * 4}};
+      if (is_split) arrays.push_back({span.to.residual, wanted.to.residual, numel * 2});
       std::atomic<std::size_t> told_nbytes{0};
       std::atomic<bool> is_new{true};
       Job job;
@@ -361,14 +430,21 @@ struct State8Bit {
   }
 };
 
-void update_8bit(State& state, State8Bit& moments, const InstructionSet& set,
-                 std::size_t num_threads) {
-  Span span = state.span(WeightFormat::kSplit, GradientFormat::kFp32);
+Arrays arrays_8bit(State& state, State8Bit& moments) {
+  Arrays arrays = state.arrays(WeightFormat::kSplit);
   for (std::size_t s = 0; s < 2; ++s) {
-    span.states[s] = nullptr;
-    span.codes[s] = moments.codes[s].data();
-    span.scales[s] = moments.scales[s].data();
+    arrays.states[s] = nullptr;
+    arrays.codes[s] = moments.codes[s].data();
+    arrays.scales[s] = moments.scales[s].data();
   }
+  return arrays;
+}
+
+// `to`: where the new bytes go; null: in place.
+void update_8bit(State& state, State8Bit& moments, const InstructionSet& set,
+                 std::size_t num_threads, const Arrays* to = nullptr) {
+  const Arrays from = arrays_8bit(state, moments);
+  const Span span{from, to == nullptr ? from : *to, state.gradient.data(), state.weight.size()};
   Job job;
   job.rule = find_rule(set, "adamw");
   job.coefficients = kAdamW;
@@ -388,9 +464,17 @@ TEST(EightBitsHaveTheBitsOfScalarAtEveryLength) {
       State8Bit found_moments(numel);
       update_8bit(found, found_moments, set, 1);
       CHECK(found.has_bits_of(expected));
+      State old(numel), beside(numel);
+      State8Bit old_moments(numel), moments_beside(numel);
+      const Arrays to = arrays_8bit(beside, moments_beside);
+      update_8bit(old, old_moments, set, 1, &to);
+      CHECK(beside.has_bits_of(expected) && old.has_bits_of(State(numel)));
       for (std::size_t s = 0; s < 2; ++s) {
         CHECK(found_moments.codes[s] == expected_moments.codes[s]);
         CHECK(found_moments.scales[s] == expected_moments.scales[s]);
+        CHECK(moments_beside.codes[s] == expected_moments.codes[s]);
+        CHECK(moments_beside.scales[s] == expected_moments.scales[s]);
+        CHECK(old_moments.codes[s] == State8Bit(numel).codes[s]);
       }
     }
   }

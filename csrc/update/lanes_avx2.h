@@ -17,7 +17,14 @@ struct Avx2Vector {
 
   static Float broadcast(float value) { return _mm256_set1_ps(value); }
   static Float load(const float* source) { return _mm256_loadu_ps(source); }
-  static void store(float* target, Float value) { _mm256_storeu_ps(target, value); }
+  template <bool kPastCaches = false>
+  static void store(float* target, Float value) {
+    if constexpr (kPastCaches) {
+      _mm256_stream_ps(target, value);
+    } else {
+      _mm256_storeu_ps(target, value);
+    }
+  }
 
   static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
   static Float sub(Float a, Float b) { return _mm256_sub_ps(a, b); }
@@ -45,14 +52,16 @@ struct Avx2Vector {
     const __m256i low = _mm256_cvtepi16_epi32(load_halves(residual));
     return _mm256_castsi256_ps(_mm256_add_epi32(widen_high(weight), low));
   }
+  template <bool kPastCaches>
   static void store_split(std::uint16_t* weight, std::int16_t* residual, Float first,
                           Float second) {
     const __m256i bits[2] = {without_payload(first), without_payload(second)};
     const __m256i half = _mm256_set1_epi32(0x8000);
     const __m256i low = _mm256_set1_epi32(0xFFFF);
-    store_halves(weight, _mm256_srli_epi32(_mm256_add_epi32(bits[0], half), 16),
-                 _mm256_srli_epi32(_mm256_add_epi32(bits[1], half), 16));
-    store_halves(residual, _mm256_and_si256(bits[0], low), _mm256_and_si256(bits[1], low));
+    store_halves<kPastCaches>(weight, _mm256_srli_epi32(_mm256_add_epi32(bits[0], half), 16),
+                              _mm256_srli_epi32(_mm256_add_epi32(bits[1], half), 16));
+    store_halves<kPastCaches>(residual, _mm256_and_si256(bits[0], low),
+                              _mm256_and_si256(bits[1], low));
   }
 
   template <bool kIsSigned>
@@ -150,10 +159,15 @@ struct Avx2Vector {
     return _mm256_castps_si256(_mm256_blendv_ps(a, nan, is_nan));
   }
   // The low half of each lane; the high half must be zero.
+  template <bool kPastCaches>
   static void store_halves(void* target, __m256i first, __m256i second) {
     const __m256i packed = _mm256_packus_epi32(first, second);  // Within each 128 bits.
     const __m256i ordered = _mm256_permute4x64_epi64(packed, 0b11'01'10'00);
-    _mm256_storeu_si256(static_cast<__m256i*>(target), ordered);
+    if constexpr (kPastCaches) {
+      _mm256_stream_si256(static_cast<__m256i*>(target), ordered);
+    } else {
+      _mm256_storeu_si256(static_cast<__m256i*>(target), ordered);
+    }
   }
 };
 

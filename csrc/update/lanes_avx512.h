@@ -28,7 +28,14 @@ struct Avx512Vector {
 
   static Float broadcast(float value) { return _mm512_set1_ps(value); }
   static Float load(const float* source) { return _mm512_loadu_ps(source); }
-  static void store(float* target, Float value) { _mm512_storeu_ps(target, value); }
+  template <bool kPastCaches = false>
+  static void store(float* target, Float value) {
+    if constexpr (kPastCaches) {
+      _mm512_stream_ps(target, value);
+    } else {
+      _mm512_storeu_ps(target, value);
+    }
+  }
 
   static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
   static Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }
@@ -58,13 +65,14 @@ struct Avx512Vector {
         _mm256_loadu_si256(static_cast<const __m256i*>(static_cast<const void*>(residual))));
     return _mm512_castsi512_ps(_mm512_add_epi32(widen_high(weight), low));
   }
+  template <bool kPastCaches>
   static void store_split(std::uint16_t* weight, std::int16_t* residual, Float first,
                           Float second) {
     const __m512i bits[2] = {without_payload(first), without_payload(second)};
     const __m512i half = _mm512_set1_epi32(0x8000);
-    _mm512_storeu_si512(weight, pick(kHighHalves, _mm512_add_epi32(bits[0], half),
-                                     _mm512_add_epi32(bits[1], half)));
-    _mm512_storeu_si512(residual, pick(kLowHalves, bits[0], bits[1]));
+    store_halves<kPastCaches>(weight, pick(kHighHalves, _mm512_add_epi32(bits[0], half),
+                                           _mm512_add_epi32(bits[1], half)));
+    store_halves<kPastCaches>(residual, pick(kLowHalves, bits[0], bits[1]));
   }
 
   template <bool kIsSigned>
@@ -137,6 +145,14 @@ struct Avx512Vector {
   }
   static Float lookup(const float* table, __m512i index) {
     return _mm512_permutexvar_ps(index, _mm512_load_ps(table));
+  }
+  template <bool kPastCaches>
+  static void store_halves(void* target, __m512i halves) {
+    if constexpr (kPastCaches) {
+      _mm512_stream_si512(static_cast<__m512i*>(target), halves);
+    } else {
+      _mm512_storeu_si512(target, halves);
+    }
   }
   static __m512i widen_high(const std::uint16_t* source) {
     const __m256i halves =

@@ -18,7 +18,10 @@ struct NeonVector {
 
   static Float broadcast(float value) { return vdupq_n_f32(value); }
   static Float load(const float* source) { return vld1q_f32(source); }
-  static void store(float* target, Float value) { vst1q_f32(target, value); }
+  template <bool kPastCaches = false>  // There is no NEON machine here to measure such stores on.
+  static void store(float* target, Float value) {
+    vst1q_f32(target, value);
+  }
 
   static Float add(Float a, Float b) { return vaddq_f32(a, b); }
   static Float sub(Float a, Float b) { return vsubq_f32(a, b); }
@@ -45,6 +48,7 @@ struct NeonVector {
     const uint32x4_t low = vreinterpretq_u32_s32(vmovl_s16(vld1_s16(residual)));
     return vreinterpretq_f32_u32(vaddq_u32(vshll_n_u16(vld1_u16(weight), 16), low));
   }
+  template <bool kPastCaches>
   static void store_split(std::uint16_t* weight, std::int16_t* residual, Float first,
                           Float second) {
     const uint32x4_t half = vdupq_n_u32(0x8000U);

@@ -18,9 +18,10 @@ struct PairLanes {
 
   static Float broadcast(float value) { return {V::broadcast(value), V::broadcast(value)}; }
   static Float load(const float* source) { return {V::load(source), V::load(source + V::kCount)}; }
+  template <bool kPastCaches = false>
   static void store(float* target, Float value) {
-    V::store(target, value.first);
-    V::store(target + V::kCount, value.second);
+    V::template store<kPastCaches>(target, value.first);
+    V::template store<kPastCaches>(target + V::kCount, value.second);
   }
 
   static Float add(Float a, Float b) {
@@ -53,8 +54,9 @@ struct PairLanes {
     return {V::load_split(weight, residual),
             V::load_split(weight + V::kCount, residual + V::kCount)};
   }
+  template <bool kPastCaches>
   static void store_split(std::uint16_t* weight, std::int16_t* residual, Float master) {
-    V::store_split(weight, residual, master.first, master.second);
+    V::template store_split<kPastCaches>(weight, residual, master.first, master.second);
   }
 
   static Count no_count() { return V::no_count(); }

@@ -23,7 +23,11 @@ struct ScalarLanes {
 
   static Float broadcast(float value) { return value; }
   static Float load(const float* source) { return *source; }
-  static void store(float* target, Float value) { *target = value; }
+  // `kPastCaches`: to aligned memory that is not read soon; see sweep.h.
+  template <bool kPastCaches = false>
+  static void store(float* target, Float value) {
+    *target = value;
+  }
 
   static Float add(Float a, Float b) { return a + b; }
   static Float sub(Float a, Float b) { return a - b; }
@@ -47,6 +51,7 @@ struct ScalarLanes {
     const auto low = static_cast<std::uint32_t>(static_cast<std::int32_t>(*residual));
     return bits_to_float((static_cast<std::uint32_t>(*weight) << 16) + low);
   }
+  template <bool kPastCaches>
   static void store_split(std::uint16_t* weight, std::int16_t* residual, Float master) {
     // A NaN must stay one in the weight: one quiet NaN stands for all.
     const auto bits = master != master ? 0xFFC00000U : float_to_bits(master);

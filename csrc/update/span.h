@@ -19,17 +19,24 @@ enum class WeightFormat : unsigned char { kFp32, kSplit };
 enum class GradientFormat : unsigned char { kFp32, kBf16 };
 enum class StateFormat : unsigned char { kFp32, k8Bit };
 
-// One tensor, or a part of one that starts at a multiple of kReferenceLanes elements (with 8-bit
-// states, of kBlockNumel) and, unless it is the last part, ends at one. Arrays do not overlap; any
-// alignment of their element is enough. As many states as the rule has, in one of the two formats:
-// the first has a sign, the second are squares and have none.
-struct Span {
+// What an update changes. As many states as the rule has, in one of the two formats: the first has a
+// sign, the second are squares and have none.
+struct Arrays {
   void* weight = nullptr;                // fp32, or bf16 when split.
   std::int16_t* residual = nullptr;      // Low half of the fp32 master; split only.
-  const void* gradient = nullptr;        // fp32 or bf16; read only.
   float* states[kMaxStates] = {};        // fp32 states.
   std::uint8_t* codes[kMaxStates] = {};  // 8-bit states: one code per element,
   float* scales[kMaxStates] = {};        // and one scale per block of them.
+};
+
+// One tensor, or a part of one that starts at a multiple of kReferenceLanes elements (with 8-bit
+// states, of kBlockNumel) and, unless it is the last part, ends at one. Arrays do not overlap, but
+// an array of `to` may be that of `from`: then it is updated in place. Any alignment of their
+// element is enough.
+struct Span {
+  Arrays from;  // Read.
+  Arrays to;    // Written.
+  const void* gradient = nullptr;  // fp32 or bf16; read only.
   std::size_t numel = 0;
 };
 

@@ -59,8 +59,12 @@ Span block_of(const Span& span, std::size_t start, std::size_t numel) {
   constexpr std::size_t kWeightNbytes = kWeight == WeightFormat::kFp32 ? 4 : 2;
   constexpr std::size_t kGradientNbytes = kGradient == GradientFormat::kFp32 ? 4 : 2;
   Span block;
-  block.weight = static_cast<unsigned char*>(span.weight) + kWeightNbytes * start;
-  if (kWeight == WeightFormat::kSplit) block.residual = span.residual + start;
+  const auto arrays_of = [start](const Arrays& all, Arrays* part) {
+    part->weight = static_cast<unsigned char*>(all.weight) + kWeightNbytes * start;
+    if (kWeight == WeightFormat::kSplit) part->residual = all.residual + start;
+  };
+  arrays_of(span.from, &block.from);
+  arrays_of(span.to, &block.to);
   block.gradient = static_cast<const unsigned char*>(span.gradient) + kGradientNbytes * start;
   block.numel = numel;
   return block;
@@ -78,20 +82,20 @@ std::uint64_t sweep_blocks(const Span& span, std::size_t start, std::size_t stop
     Span block = block_of<kWeight, kGradient>(span, i, numel);
     const std::size_t index = i / kBlockNumel;
     if constexpr (Rule::kStates > 0) {
-      block.states[0] = first;
-      decode_block<V, true>(span.codes[0] + i, span.scales[0][index], first, numel);
+      block.from.states[0] = block.to.states[0] = first;
+      decode_block<V, true>(span.from.codes[0] + i, span.from.scales[0][index], first, numel);
     }
     if constexpr (Rule::kStates > 1) {
-      block.states[1] = second;
-      decode_block<V, false>(span.codes[1] + i, span.scales[1][index], second, numel);
+      block.from.states[1] = block.to.states[1] = second;
+      decode_block<V, false>(span.from.codes[1] + i, span.from.scales[1][index], second, numel);
     }
     nonfinite += sweep<L, Rule, kWeight, kGradient>(block, 0, numel, is_last && i + numel == stop,
                                                     coefficients, gradient_scale);
     if constexpr (Rule::kStates > 0) {
-      span.scales[0][index] = encode_block<V, true>(first, span.codes[0] + i, numel);
+      span.to.scales[0][index] = encode_block<V, true>(first, span.to.codes[0] + i, numel);
     }
     if constexpr (Rule::kStates > 1) {
-      span.scales[1][index] = encode_block<V, false>(second, span.codes[1] + i, numel);
+      span.to.scales[1][index] = encode_block<V, false>(second, span.to.codes[1] + i, numel);
     }
   }
   return nonfinite;

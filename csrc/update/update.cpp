@@ -26,17 +26,17 @@ struct Item {
 // Tells the item's range of each array that the kernel has written, but for the scales of 8-bit
 // states: an item has less than a page of them.
 void tell_written(const Job& job, const Item& item) {
-  const Span& span = *item.span;
+  const Arrays& to = item.span->to;
   const auto tell = [&](const void* array, std::size_t element_nbytes) {
     const auto* bytes = static_cast<const unsigned char*>(array);
     if (bytes == nullptr) return;
     job.written(bytes + item.start * element_nbytes, (item.stop - item.start) * element_nbytes);
   };
-  tell(span.weight, job.weight_format == WeightFormat::kFp32 ? 4 : 2);
-  tell(span.residual, 2);
+  tell(to.weight, job.weight_format == WeightFormat::kFp32 ? 4 : 2);
+  tell(to.residual, 2);
   for (std::size_t i = 0; i < job.rule->num_states; ++i) {
-    tell(span.states[i], 4);
-    tell(span.codes[i], 1);
+    tell(to.states[i], 4);
+    tell(to.codes[i], 1);
   }
 }
 

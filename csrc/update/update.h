@@ -24,7 +24,7 @@ struct Job {
   std::function<void(const void* start, std::size_t nbytes)> written;
 };
 
-// Updates every span in place. Returns how many scaled gradients were not finite; they are used as
+// Updates every span, in one pass over memory. Returns how many scaled gradients were not finite; they are used as
 // they are. Neither the number of threads nor the instruction set changes a bit of the result, nor
 // does the caller's rounding mode or flushing of denormals. Blocks; holds no lock of the caller's.
 [[nodiscard]] std::uint64_t apply(const Job& job, std::span<const Span> spans);

@@ -34,7 +34,7 @@ def apply_rule(
     threads: int | None,
     digests: Sequence[_core.PageDigests] = (),
 ) -> int:
-    """Runs a native rule over spans of one format, in place.
+    """Runs a native rule over spans of one format.
 
     `coefficients` are rounded to fp32. Releases the GIL; `threads` None is what `threads_here`
     says. `digests`: see `_core.update.apply`. Returns how many scaled gradients were not finite.
@@ -62,7 +62,16 @@ def apply_rule(
     )
 
 
-def _addresses(span: StateSpan) -> tuple[int, int, int, list[int], int]:
+_Arrays = tuple[int, int, list[int]]
+
+
+def _addresses(span: StateSpan) -> tuple[_Arrays, _Arrays, int, int]:
+    arrays = _changed(span)
+    into = arrays if span.into is None else _changed(span.into)
+    return arrays, into, span.gradient.data_ptr(), span.weight.numel()
+
+
+def _changed(span: StateSpan) -> _Arrays:
     residual = 0 if span.residual is None else span.residual.data_ptr()
     states: list[int] = []
     for state in span.states:
@@ -70,4 +79,4 @@ def _addresses(span: StateSpan) -> tuple[int, int, int, list[int], int]:
             states += (state.codes.data_ptr(), state.scales.data_ptr())
         else:
             states.append(state.data_ptr())
-    return span.weight.data_ptr(), residual, span.gradient.data_ptr(), states, span.weight.numel()
+    return span.weight.data_ptr(), residual, states

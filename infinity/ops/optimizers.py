@@ -71,7 +71,7 @@ def update_(
     threads: int | None = None,
     digests: Sequence[PageDigests] = (),
 ) -> int:
-    """One step of every span, in place, in one pass over memory.
+    """One step of every span, in one pass over memory.
 
     Gradients are widened to fp32 and multiplied by `grad_scale` (an fp32 clip factor) as they are
     read; they are not written. All spans have one format (see StateSpan). A split weight is
@@ -110,10 +110,21 @@ def step_(
         update_(spans, settings, grad_scale=grad_scale, digests=digests)
         return
     gradients = [span.gradient.float() for span in spans]
+    spans = list(map(_copied, spans))
     if grad_scale != 1.0:
         gradients = [gradient * grad_scale for gradient in gradients]
     states = [_fp32_states(span, settings) for span in spans]
     torch_step_([span.weight for span in spans], gradients, states, settings)
+
+
+def _copied(span: StateSpan) -> StateSpan:
+    """Returns the arrays that get the new bytes of an fp32 span, with the old ones."""
+    into = span.written
+    for new, old in zip((into.weight, *into.states), (span.weight, *span.states), strict=True):
+        if new is not old:
+            assert isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)
+            new.copy_(old)
+    return into
 
 
 def reference_update_(
@@ -130,20 +141,21 @@ def reference_span_(span: StateSpan, settings: Settings, grad_scale: float) -> t
     gradient = span.gradient.to(torch.float32) * grad_scale
     weight = span.weight if span.residual is None else join(span.weight, span.residual)
     body = weight.numel() - weight.numel() % REFERENCE_LANES
-    wide_states = _fp32_states(span, settings)
+    into, wide_states = span.written, _fp32_states(span, settings)
+    new_states = _fp32_states(into, settings)
     for part, is_tail in ((slice(0, body), False), (slice(body, None), True)):
         states = [state[part] for state in wide_states]
-        new_weight, *new_states = settings.reference(
+        new_weight, *found = settings.reference(
             weight[part], gradient[part], states, is_tail=is_tail
         )
-        for state, new_state in zip(states, new_states, strict=True):
-            state.copy_(new_state)
-        if span.residual is None:
-            span.weight[part] = new_weight
+        for state, new_state in zip(new_states, found, strict=True):
+            state[part] = new_state
+        if into.residual is None:
+            into.weight[part] = new_weight
         else:
             master = torch.where(torch.isnan(new_weight), _CANONICAL_NAN, new_weight)
-            span.weight[part], span.residual[part] = split(master)
-    for kept, wide, name in zip(span.states, wide_states, settings.state_names, strict=True):
+            into.weight[part], into.residual[part] = split(master)
+    for kept, wide, name in zip(into.states, new_states, settings.state_names, strict=True):
         if isinstance(kept, State8Bit):
             encode_(kept, wide, name)
     return (~torch.isfinite(gradient)).sum()

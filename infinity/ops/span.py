@@ -23,17 +23,27 @@ _CODES = (torch.uint8,)
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
-    """Flat contiguous arrays of one length, updated in place; they are borrowed, never kept.
+    """Flat contiguous arrays of one length, updated in place or `into` others; they are borrowed,
+    never kept.
 
     `weight` is fp32; or bf16 beside an int16 `residual`, which together are the fp32 master
     (docs/formats/split_master.md). `gradient` is fp32 or bf16 and read only. `states` are in the
     order of the settings' `state_names`: all fp32, or all codes of eight bits with their scales.
+
+    `into` gets the new bytes, and its gradient is not used; the arrays of this span are then only
+    read. Some may be the same in both: those are updated in place. None: all are.
     """
 
     weight: torch.Tensor
     gradient: torch.Tensor
     states: tuple[torch.Tensor | State8Bit, ...]
     residual: torch.Tensor | None = None
+    into: StateSpan | None = None
+
+    @property
+    def written(self) -> StateSpan:
+        """The arrays that get the new bytes."""
+        return self if self.into is None else self.into
 
     @property
     def is_split(self) -> bool:
@@ -54,7 +64,12 @@ class StateSpan:
 def check_spans(spans: Sequence[StateSpan], state_names: Sequence[str]) -> None:
     """Raises ConfigError unless the native update may touch these arrays: dtypes, lengths, layout,
     host memory, and one format for all."""
-    if not spans or _are_plain(spans, len(state_names)):
+    if not spans:
+        return
+    beside = [span.into for span in spans if span.into is not None]
+    if beside:
+        spans = [*spans, *beside]
+    if _are_plain(spans, len(state_names)):
         return
     common = spans[0].format
     for span in spans:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -148,6 +149,28 @@ def test_cut_anywhere_it_has_the_same_bits(
     for group in [parts] if together else [[each] for each in parts]:
         update_(group, recipe)
     assert_same_bits(whole, pieces)
+
+
+@given(
+    recipe=all_settings,
+    numel=numels,
+    seed=seeds,
+    is_split=st.booleans(),
+    gradient_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=100)
+def test_new_bytes_beside_the_old_have_the_bits_of_an_update_in_place(
+    simd: str, recipe: Settings, numel: int, seed: int, is_split: bool, gradient_dtype: torch.dtype
+) -> None:
+    old = make_span(numel, seed, recipe, is_split=is_split, gradient_dtype=gradient_dtype)
+    wanted = clone(old)
+    update_([wanted], recipe)
+    for update in (update_, reference_update_):
+        span = clone(old)
+        into = make_span(numel, seed + 1, recipe, is_split=is_split, gradient_dtype=gradient_dtype)
+        update([replace(span, into=into)], recipe)
+        assert_same_bits(into, replace(wanted, gradient=into.gradient))
+        assert_same_bits(span, old)
 
 
 @pytest.mark.parametrize("is_split", [False, True])

@@ -14,7 +14,9 @@ elements.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
 
 import torch
 
@@ -39,8 +41,8 @@ def can_update_on_device(spans: Sequence[StateSpan], settings: Settings) -> bool
 def update_on_device(
     device: DeviceAdapter, spans: Sequence[StateSpan], settings: Settings, grad_scale: float
 ) -> None:
-    """One step of every span, in place. Arrays are in the host's arena, or on the device. What is
-    on the host is done when it returns, the rest in the order of the current stream."""
+    """One step of every span. Arrays are in the host's arena, or on the device. What is on the host
+    is done when it returns, the rest in the order of the current stream."""
     slices = [part for span in spans for part in _slices(device, span, settings)]
     copying: deque[list[Copy]] = deque()
     returned: list[Copy] = []
@@ -52,7 +54,7 @@ def update_on_device(
         for copy in copies:
             copy.order()
         update_span_(on_device, settings, grad_scale)
-        changed = _changed(on_device, on_host)
+        changed = _changed(on_device, on_host.written)
         copies = [device.copy(new, old) for new, old in changed if new is not old]
         returned += copies
         copying.append(copies)
@@ -66,20 +68,16 @@ def update_on_device(
 def update_on_host(
     device: DeviceAdapter, spans: Sequence[StateSpan], settings: Settings, grad_scale: float
 ) -> None:
-    """One step of every span by the host, in place, for rules whose bits the device would not give.
-    Arrays may be on the device; done when it returns."""
+    """One step of every span by the host, for rules whose bits the device would not give. Arrays
+    may be on the device; done when it returns."""
 
     def bring(array: torch.Tensor) -> torch.Tensor:
         return array if device.is_on_host(array) else array.cpu()
 
-    brought = []
-    for span in spans:
-        states = tuple(map(bring, _states(span)))
-        residual = None if span.residual is None else bring(span.residual)
-        brought.append(StateSpan(bring(span.weight), bring(span.gradient), states, residual))
+    brought = [_each(span, bring) for span in spans]
     step_(brought, settings, grad_scale=grad_scale)
     for new, old in zip(brought, spans, strict=True):
-        for new_array, old_array in _changed(new, old):
+        for new_array, old_array in _changed(new.written, old.written):
             if new_array is not old_array:
                 old_array.copy_(new_array)
 
@@ -90,9 +88,18 @@ def _slices(device: DeviceAdapter, span: StateSpan, settings: Settings) -> Itera
         return
     for start in range(0, span.weight.numel(), SLICE_NUMEL):
         part = slice(start, start + SLICE_NUMEL)
-        states = tuple(state[part] for state in _states(span))
-        residual = None if span.residual is None else span.residual[part]
-        yield StateSpan(span.weight[part], span.gradient[part], states, residual)
+        yield _each(span, itemgetter(part))
+
+
+def _each(span: StateSpan, change: Callable[[torch.Tensor], torch.Tensor]) -> StateSpan:
+    """Returns the span with its arrays changed, and those that get the new bytes."""
+    return StateSpan(
+        change(span.weight),
+        change(span.gradient),
+        tuple(map(change, _states(span))),
+        None if span.residual is None else change(span.residual),
+        None if span.into is None else _each(span.into, change),
+    )
 
 
 def _arrays(span: StateSpan) -> Iterator[torch.Tensor]:
@@ -115,9 +122,7 @@ def _copy_in(device: DeviceAdapter, span: StateSpan) -> tuple[StateSpan, list[Co
         copies.append(device.copy(array, target))
         return target
 
-    residual = None if span.residual is None else copy_in(span.residual)
-    states = tuple(copy_in(state) for state in _states(span))
-    return StateSpan(copy_in(span.weight), copy_in(span.gradient), states, residual), copies
+    return _each(replace(span, into=None), copy_in), copies
 
 
 def _changed(
