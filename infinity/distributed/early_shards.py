@@ -92,9 +92,8 @@ class EarlyShards(EarlyUpdates):
     def release(self) -> bool:
         """Takes back the last early update that has memory on the host. Returns whether there was
         one."""
-        in_memory = set(self._undecided.units_in_memory())
         for index, early in reversed(self._early.items()):
-            if early.unit.index in in_memory:
+            if self._undecided.has_memory(early.unit):
                 self._take_back([index])
-                return True
+                return self._undecided.give_back()
         return False

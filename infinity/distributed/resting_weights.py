@@ -146,7 +146,7 @@ class RestingWeights(UpdatedWeights):
     @override
     def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
         shard = self._local.units[unit]
-        resting = self._undecided.resting_weights(shard)
+        resting = self._local.host_view(shard, StateKind.PARAMETERS)
         if resting is not None:
             return resting
         place = self._place_of(unit) or self._kept_place(shard, read=read)

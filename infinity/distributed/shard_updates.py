@@ -88,7 +88,7 @@ class ShardUpdates:
         )  # fmt: skip
         self._weights = RestingWeights(local, undecided, pool, kept, shards)
         digests = self._weights.digests
-        self._chunks = ChunkUpdates(self._ring, self._weights, counters, None, digests)
+        self._chunks = ChunkUpdates(self._ring, self._weights, counters, None, undecided, digests)
         self._chunk_nbytes = settings.chunk_nbytes
         # All chunks of shards that were expected, by shard; they stay the same.
         self._chunks_of_shard: dict[int, tuple[Chunk, ...]] = {}
@@ -173,6 +173,7 @@ class ShardUpdates:
     def _publish(self, shard: Unit) -> None:
         """Any thread; nobody reads the shard."""
         self._undecided.publish(shard)
+        self._undecided.bring_home(shard)
         self._kept.publish(shard.index)
 
     def _drop(self, shard: Unit) -> None:
@@ -265,7 +266,7 @@ class ShardUpdates:
             self._read_weights_ahead(shard)
             while not update.is_done and self._pending.goes_on(shard):
                 self._drop_stale(but=shard)
-                self._chunks.run_next(update, self._chunks_after(shard), self._undecided.keep)
+                self._chunks.run_next(update, self._chunks_after(shard))
                 self._read_expected()
             if update.is_done:
                 self._chunks.check_in(update, write_now=True)

@@ -125,13 +125,13 @@ class DistributedUpdater(StepRunner):
         self._decided_s = time.monotonic()  # The last decision.
         if can_defer(store, settings):
             shard_units = [shard.unit for shard in store.partition.local]
-            undecided = UndecidedState(store.local, pool, serves_weights=True)
+            undecided = UndecidedState(store.local, pool)
             self.deferred = ShardUpdates(
                 store.local, shard_units, store.pending, store.kept, pool, counters, settings,
                 store.transport.abort, undecided, gradients.owned,
             )  # fmt: skip
+            pool.add_giver(Giver.IDLE_HOMES, lambda _: undecided.give_back())
             if settings.in_backward:
-                store.serve_old(undecided)
                 self._early = EarlyShards(
                     store, gradients, undecided, self.deferred, counters,
                     is_beside=settings.is_beside,

@@ -29,7 +29,6 @@ from infinity.private.torch import TensorBase
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
 from infinity.state.store import FirstValues, LocalStore, StateLocation, Transfer
-from infinity.state.undecided import UndecidedState
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.daemon_threads import DaemonThreads
@@ -37,7 +36,6 @@ from infinity.storage.protocol import Priority
 from infinity.storage.shards import ShardFiles
 from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume import Volume
-from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block, HostBlocks
 
 # Shards that rest on a drive are served through a block of this size, one for each rank;
@@ -114,7 +112,6 @@ class DistributedStore:
         )
         self.pending = PendingShards()
         self.kept = KeptShards(host)
-        self._undecided: UndecidedState | None = None
         self._own = DaemonThreads(1, "infinity-own-shard", begin_thread)
         # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
@@ -128,11 +125,6 @@ class DistributedStore:
         block = self._allocate(SERVING_NBYTES, what)
         starts = range(0, SERVING_NBYTES, _WINDOW_NBYTES)
         return [self._host.carve(block, start, _WINDOW_NBYTES) for start in starts]
-
-    def serve_old(self, undecided: UndecidedState) -> None:
-        """State that changes at home before the step has decided is served as it was. Before the
-        first request."""
-        self._undecided = undecided
 
     def close(self) -> None:
         """Waits for transfers of the own shard and ends their thread."""
@@ -349,7 +341,7 @@ class DistributedStore:
     ) -> Iterator[memoryview]:
         """Yields the bytes of `segments` in parts. A part is valid until the next one. Of parts
         that rest on a drive, one is read while the one before it is used. State on the host is its
-        own part, unless it may change while a part is valid, and so are weights that are kept."""
+        own part, and so are weights that are kept."""
         self.pending.await_update(shard.unit.index)
         unit, is_full = shard.unit, False
         if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
@@ -360,7 +352,7 @@ class DistributedStore:
         starts = [s.full_offset_nbytes if is_full else s.shard_offset_nbytes for s in segments]
         ranges = [(at, at + s.nbytes) for at, s in zip(starts, segments, strict=True)]
         host_view = self.host_view(unit, state_kind)
-        if host_view is not None and self._changing(unit, state_kind) is None:
+        if host_view is not None:
             yield from (_memory_of(host_view[start:stop]) for start, stop in ranges)
             return
         if state_kind is StateKind.PARAMETERS:
@@ -392,20 +384,9 @@ class DistributedStore:
     ) -> Transfer:
         """Reads the pages of a part into the start of a window."""
         low, high = align_down(part[0], PAGE_NBYTES), align_up(part[1], PAGE_NBYTES)
-        sink = self._host.tensor(window, nbytes=high - low)
-        changing = self._changing(unit, kind)
-        if changing is not None:
-            changing.read(unit, kind, low, sink)
-            return FINISHED
         return self.local.read(
             unit, kind, window, priority=Priority.FORWARD, offset_nbytes=low, nbytes=high - low
         )
-
-    def _changing(self, unit: Unit, kind: StateKind) -> UndecidedState | None:
-        """Returns the reader of state that may change at home before the step decides."""
-        undecided = self._undecided
-        is_changed = undecided is not None and undecided.is_changed_at_home(unit, kind)
-        return undecided if is_changed else None
 
     def _bring_local(
         self, index: int, segments: Sequence[ShardSegment], sinks: Sequence[torch.Tensor]

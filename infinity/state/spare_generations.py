@@ -79,7 +79,7 @@ def updates_in_backward(
 ) -> BackwardUpdates:
     """Returns whether units are updated in the backward, too.
 
-    State on NVMe takes one more spare generation for this; state on the host is copied to memory
+    State on NVMe takes one more spare generation for this; new state on the host goes to memory
     that is free, beside a device alone.
 
     `num_spares`: of commits and checkpoints. `are_inside_step`: the updates; see

@@ -7,6 +7,7 @@ can address where it rests, without a copy.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,6 +205,7 @@ class LocalStore:
         self._locations: dict[tuple[int, StateKind], StateLocation] = {}
         # Of blocks that are never mapped away: asked for every gradient.
         self._views: dict[tuple[int, StateKind], torch.Tensor] = {}
+        self._lock = threading.Lock()  # Makes a view and `exchange` follow each other.
         self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
         self._settle(placement)
 
@@ -255,13 +257,23 @@ class LocalStore:
             return view
         location = self._locations.get((unit.index, kind))
         if isinstance(location, HostLocation):
-            view = self._host.tensor(location.block)
-            if kind is not StateKind.PARAMETERS:  # Its pages may stand in a window.
-                self._views[unit.index, kind] = view
+            with self._lock:
+                view = self._host.tensor(location.block)
+                if kind is not StateKind.PARAMETERS:  # Its pages may stand in a window.
+                    self._views[unit.index, kind] = view
             return view
         if isinstance(location, DeviceLocation) and self._device.shares_host_memory:
             return location.memory
         return None
+
+    def exchange(self, unit: Unit, kind: StateKind, block: Block) -> None:
+        """Makes the bytes in `block` the state, which rests on the host: the memory of the two
+        blocks is exchanged. Views from before are of the old bytes, which `block` has then."""
+        location = self._locations[unit.index, kind]
+        assert isinstance(location, HostLocation)
+        with self._lock:
+            self._host.exchange(location.block, block)
+            self._views.pop((unit.index, kind), None)
 
     def put_first(self, unit: Unit, fill: FirstValues) -> bool:
         """Gives a unit's weights on NVMe their first values, which are written together with the

@@ -3,46 +3,49 @@
 Note [Copy on write]
   Until `publish` the state of the last step counts. To take an update back is to publish nothing.
 
-    state on NVMe              new bytes go to a spare generation; `publish` changes the maps
-    weights that other ranks   new ones are in a block beside, which `publish` copies home: other
-    read on the host           ranks have the address of the home
-    other state on the host    changes at home; `drop` copies the old bytes back from a copy
+    state on NVMe      new bytes go to a spare generation; `publish` changes the maps
+    state on the host  new bytes go to a block as large as the home; `bring_home` exchanges them
 
-  The copy of old bytes takes host memory that is free. A unit that finds none, or no generation, is
-  updated in place after the decision.
+  A unit that finds no memory, or no generation, is updated in place after the decision.
 
-Note [Readers of old bytes]
-  Over ranks a thread updates while others serve the state as it was: `read` gives them the old
-  bytes of what has changed, and the bytes at home of the rest. The lock is held while a chunk is
-  copied, and while a range is read, so what is not copied yet does not change under a reader.
+Note [Homes rotate]
+  The block that an exchange leaves with the old bytes is where a later update of any unit writes
+  its new ones: a size has as many blocks as homes and a few more. They are kept until memory is
+  short. The memory that is given back then is that of the few, not a hole among the homes: a home
+  that lies there is copied to the block that goes.
+
+Note [Weights that other ranks read]
+  Other ranks read weights of shards at the address of the home, also when a shard's update goes on
+  after the decision. There `bring_home` copies the new weights into the home.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from infinity.ops.host_sums import copy_
-from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.state.store import HostLocation, LocalStore, NvmeLocation, changing_kinds
-from infinity.state.units import Chunk, StateKind, Unit
+from infinity.state.units import StateKind, Unit
 from infinity.storage.undecided import UndecidedContent
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
+from infinity.tiers.ranges import Range
 
-_LABEL = "state before early updates"
-_Range = tuple[StateKind, int, int]  # Bytes of a unit's state kind: from, to.
+ByteRange = tuple[int, int]  # Of a state kind of a unit: from, to.
+
+_LABEL = "state of early updates"
 
 
 def can_be_undecided(store: LocalStore, unit: Unit, *, is_beside: bool) -> bool:
     """Whether the unit can be updated before the step has decided. All that an update of it changes
-    rests on NVMe, which has generations, or on the host, where it is copied before.
+    rests on NVMe, which has generations, or on the host, where new bytes go beside the old.
 
-    A unit with nothing on NVMe can only beside a device: where the device is the host, the copy
-    costs time and nothing overlaps. `is_beside`: the device that computes has memory of its own.
+    A unit with nothing on NVMe can only beside a device: where the device is the host, nothing
+    overlaps. `is_beside`: the device that computes has memory of its own.
     """
     kinds = changing_kinds(unit) if unit.state_numel else []
     return (
@@ -62,44 +65,39 @@ def has_generations(store: LocalStore, unit: Unit) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class _Copy:
-    """Memory of one unit: its new weights, `beside_nbytes`, then old bytes of `ranges`, one behind
-    the other."""
+class _Beside:
+    """Memory for the new bytes of one unit, by state kind: all of the kind."""
 
-    block: Block
-    beside_nbytes: int
-    ranges: list[_Range] = field(default_factory=list)
-    nbytes: int = 0  # Of the ranges.
-
-    def forget(self) -> None:
-        """Nothing is copied."""
-        self.ranges.clear()
-        self.nbytes = 0
+    blocks: dict[StateKind, Block]
+    arrays: dict[StateKind, torch.Tensor] = field(default_factory=dict)  # uint8, of the blocks.
+    is_filled: bool = False  # It has the bytes that the update leaves as they are.
 
 
 class UndecidedState:
     """The undecided updates of units of a store.
 
     The training thread takes and frees memory, under the engine's lock. One thread updates a unit;
-    `publish` and `drop` follow its last write of the unit. Any thread may `read`.
+    `publish`, `bring_home` and `drop` follow its last write of the unit.
 
-    `serves_weights`: other ranks read weights where they rest, so these do not change there before
-    `publish`.
+    `leaves_home(unit, kind)`: makes sure that nobody has the address of a home, of a unit that
+    nobody uses; returns whether that is so. None: other ranks may read state, see Note [Weights
+    that other ranks read].
     """
 
     def __init__(
         self,
         store: LocalStore,
         pool: HostPool,
-        *,
-        serves_weights: bool,
+        leaves_home: Callable[[Unit, StateKind], bool] | None = None,
     ) -> None:
         self.store = store
         self._pool = pool
-        self._serves_weights = serves_weights
-        self._lock = threading.Lock()  # Guards the copies, and the bytes at home against a change.
-        self._copies: dict[int, _Copy] = {}
+        self._leaves_home = leaves_home
+        self._beside: dict[int, _Beside] = {}
         self._contents: dict[int, UndecidedContent] = {}
+        self._idle: defaultdict[int, list[Block]] = defaultdict(list)  # By size.
+        self._taken: set[Range] = set()  # Memory of the pool, whosever bytes are there.
+        self._away: dict[Range, tuple[Unit, StateKind]] = {}  # The homes that lie in it.
 
     @property
     def contents(self) -> Mapping[int, UndecidedContent]:
@@ -117,172 +115,152 @@ class UndecidedState:
     def reserve(self, unit: Unit) -> bool:
         """Takes memory for what an undecided update of the unit needs on the host. Returns whether
         some was free, or none is needed."""
-        beside_nbytes = self._beside_nbytes(unit)
-        nbytes = align_up(beside_nbytes, PAGE_NBYTES)
-        nbytes += sum(unit.nbytes(kind) for kind in self._kinds(unit))
-        if not nbytes or unit.index in self._copies:
+        kinds = [k for k in changing_kinds(unit) if self._is_on_host(unit, k)]
+        if not kinds or unit.index in self._beside:
             return True
-        if self._pool.spare.unclaimed_nbytes < nbytes:
+        wanted = Counter(unit.nbytes(kind) for kind in kinds)
+        missing = [n for n, count in wanted.items() for _ in range(count - len(self._idle[n]))]
+        if missing and self._pool.spare.unclaimed_nbytes < sum(missing):
             return False
-        block = self._pool.try_allocate(nbytes, _LABEL)
-        if block is not None:
-            self._copies[unit.index] = _Copy(block, beside_nbytes)
-        return block is not None
+        for nbytes in missing:
+            block = self._pool.try_allocate(nbytes, _LABEL)
+            if block is None:
+                return False
+            self._taken.add(block.range)
+            self._put_back([block])
+        blocks = {kind: self._idle[unit.nbytes(kind)].pop() for kind in kinds}
+        self._beside[unit.index] = _Beside(blocks)
+        return True
 
-    def units_in_memory(self) -> list[int]:
-        """Returns the units that memory is taken for, the first first."""
-        return list(self._copies)
+    def _put_back(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self._idle[block.nbytes].append(block)
+
+    def has_memory(self, unit: Unit) -> bool:
+        """Whether memory is taken for an update of the unit."""
+        return unit.index in self._beside
 
     def free(self, unit: Unit) -> None:
-        """Gives a unit's memory back. No update of it is undecided."""
+        """Ends the use of a unit's memory. No update of it is undecided."""
         assert unit.index not in self._contents
-        with self._lock:
-            copy = self._copies.pop(unit.index, None)
-        if copy is not None:
-            self._pool.free(copy.block)
+        beside = self._beside.pop(unit.index, None)
+        if beside is not None:
+            self._put_back(beside.blocks.values())
+
+    def give_back(self) -> bool:
+        """Frees a block that no update uses, at first one whose memory is the pool's; else after a
+        copy of the home that lies there, see Note [Homes rotate]. Returns whether there was one."""
+        idle = [block for blocks in self._idle.values() for block in blocks]
+        block = min(idle, key=lambda unused: unused.range not in self._taken, default=None)
+        if block is None:
+            return False
+        self._idle[block.nbytes].remove(block)
+        if block.range not in self._taken:
+            self._return_home(block)
+        self._taken.discard(block.range)
+        self._pool.free(block)
+        return True
+
+    def _return_home(self, block: Block) -> None:
+        """Copies a home that lies in memory of the pool to where the block is, and exchanges them,
+        if there is one that can be moved."""
+        if self._leaves_home is None:
+            return
+        for unit, kind in self._away.values():
+            is_as_large = unit.nbytes(kind) == block.nbytes
+            if is_as_large and not self.has_memory(unit) and self._leaves_home(unit, kind):
+                home = self._home(unit, kind)
+                copy_(self._pool.tensor(block), self._pool.tensor(home))
+                self._exchange(unit, kind, block)
+                return
+
+    def _exchange(self, unit: Unit, kind: StateKind, block: Block) -> None:
+        self.store.exchange(unit, kind, block)
+        self._away.pop(block.range, None)
+        at = self._home(unit, kind).range
+        if at in self._taken:
+            self._away[at] = unit, kind
+
+    def _home(self, unit: Unit, kind: StateKind) -> Block:
+        location = self.store.location(unit, kind)
+        assert isinstance(location, HostLocation)
+        return location.block
 
     # -- Content -----------------------------------------------------------------------------------
 
     def begin(self, unit: Unit) -> UndecidedContent:
         """Begins an update of a unit that `can_be_undecided` and has its memory. Returns what its
         writes to NVMe go to."""
-        new = self._new_weights(unit)
-        if new is not None:
-            copy_(new, self._home(unit)[: new.numel()])
+        beside = self._beside.get(unit.index)
+        if beside is not None:
+            beside.is_filled = False
+            beside.arrays = {k: self._pool.tensor(block) for k, block in beside.blocks.items()}
         content = self._contents[unit.index] = UndecidedContent()
         return content
 
-    def resting_weights(self, unit: Unit) -> torch.Tensor | None:
-        """Returns the weights in host memory that an update of the unit changes: uint8; None if
-        they travel."""
-        new = self._new_weights(unit) if unit.index in self._contents else None
-        return self.store.host_view(unit, StateKind.PARAMETERS) if new is None else new
+    def into(self, unit: Unit) -> Mapping[StateKind, torch.Tensor]:
+        """Returns where an update of the unit writes new bytes, by state kind: uint8, all of the
+        kind. What is not there is updated where it is. Holds from `begin` to `bring_home` or
+        `drop`."""
+        beside = self._beside.get(unit.index)
+        return {} if beside is None else beside.arrays
 
-    def _home(self, unit: Unit) -> torch.Tensor:
-        home = self.store.host_view(unit, StateKind.PARAMETERS)
-        assert home is not None
-        return home
+    def is_filled(self, unit: Unit) -> bool:
+        """Whether `fill` has nothing to do."""
+        beside = self._beside.get(unit.index)
+        return beside is None or beside.is_filled or not beside.arrays
 
-    def _new_weights(self, unit: Unit) -> torch.Tensor | None:
-        copy = self._copies.get(unit.index)
-        if copy is None or not copy.beside_nbytes:
-            return None
-        return self._pool.tensor(copy.block)[: copy.beside_nbytes]
-
-    def keep(self, chunk: Chunk, weights: torch.Tensor) -> None:
-        """Copies what the update of a chunk changes at home, before the update. `weights`: the
-        unit's, uint8, checked out."""
-        with self._lock:
-            copy = self._copies.get(chunk.unit.index)
-            if copy is None:
-                return
-            for kind in self._kinds(chunk.unit):
-                start, stop = _range_of(chunk, kind)
-                resting = self._resting(chunk.unit, kind, weights)
-                copy_(self._part(copy, copy.nbytes, stop - start), resting[start:stop])
-                copy.ranges.append((kind, start, stop))
-                copy.nbytes += stop - start
+    def fill(
+        self, unit: Unit, written: Callable[[StateKind], Iterable[ByteRange]], weights: torch.Tensor
+    ) -> None:
+        """Copies what an update leaves as it is to where its new bytes go. `written`: returns the
+        ranges of a state kind that the update writes, ascending. `weights`: the unit's, uint8,
+        checked out."""
+        beside = self._beside[unit.index]
+        beside.is_filled = True
+        for kind, new in beside.arrays.items():
+            old = weights if kind is StateKind.PARAMETERS else self.store.host_view(unit, kind)
+            assert old is not None
+            at = 0
+            for start, stop in (*written(kind), (old.numel(), old.numel())):
+                if at < start:
+                    copy_(new[at:start], old[at:start])
+                at = max(at, stop)
 
     def publish(self, unit: Unit) -> None:
-        """Makes what an undecided update has written the unit's state, if there is one. Nobody
-        reads the unit. Its memory stays until `free`."""
+        """Makes what an undecided update has written to NVMe the unit's state, if there is one.
+        Nobody reads the unit before `bring_home`."""
         content = self._contents.pop(unit.index, None)
-        if content is None:
-            return
-        if content.runs:
+        if content is not None and content.runs:
             assert self.store.volume is not None
             self.store.volume.publish(content)
-        new = self._new_weights(unit)
-        if new is not None:
-            copy_(self._home(unit)[: new.numel()], new)
-        self._forget_copies(unit)
 
-    def needs_weights(self, unit: Unit) -> bool:
-        """Whether `drop` brings old weights home."""
-        copy = self._copies.get(unit.index)
-        return copy is not None and any(k is StateKind.PARAMETERS for k, _, _ in copy.ranges)
-
-    def drop(self, unit: Unit, weights: torch.Tensor | None = None) -> None:
-        """Takes an undecided update back, if there is one. `weights`: as of `keep`, where it
-        `needs_weights`. Its memory stays until `free`."""
-        if self._contents.pop(unit.index, None) is None:
+    def bring_home(self, unit: Unit) -> None:
+        """Makes what an update has written beside the host's bytes the unit's state: all of the
+        unit is updated, its weights are checked in, and nobody reads it. Its memory stays until
+        `free`."""
+        assert unit.index not in self._contents
+        beside = self._beside.get(unit.index)
+        if beside is None or not beside.arrays:
             return
-        with self._lock:
-            for (kind, start, stop), source in self._copied(self._copies.get(unit.index)):
-                copy_(self._resting(unit, kind, weights)[start:stop], source)
-        self._forget_copies(unit)
+        for kind, block in beside.blocks.items():
+            if kind is StateKind.PARAMETERS and self._leaves_home is None:
+                home = self.store.host_view(unit, kind)
+                assert home is not None
+                copy_(home[: unit.trainable_nbytes], beside.arrays[kind][: unit.trainable_nbytes])
+                continue
+            if self._leaves_home is not None:
+                is_left = self._leaves_home(unit, kind)
+                assert is_left, f"{kind.value} of {unit.name} is in use"
+            self._exchange(unit, kind, block)
+        beside.arrays = {}
 
-    def _forget_copies(self, unit: Unit) -> None:
-        with self._lock:
-            copy = self._copies.get(unit.index)
-            if copy is not None:
-                copy.forget()
-
-    # -- Readers -----------------------------------------------------------------------------------
-
-    def is_changed_at_home(self, unit: Unit, kind: StateKind) -> bool:
-        """Whether an update of the unit changes the state kind in host memory, where it rests."""
-        return kind in self._kinds(unit)
-
-    def read(self, unit: Unit, kind: StateKind, start_nbytes: int, sink: torch.Tensor) -> None:
-        """Copies a range of the old bytes to `sink`, whatever an update has changed; see
-        Note [Readers of old bytes]. The state kind `is_changed_at_home`.
-
-        sink: uint8, host, shape (nbytes,); what it has beyond the end of the state is not changed
-        """
-        resting = self._resting(unit, kind, None)
-        stop_nbytes = min(start_nbytes + sink.numel(), resting.numel())
-        with self._lock:
-            sink[: stop_nbytes - start_nbytes].copy_(resting[start_nbytes:stop_nbytes])
-            for (copied, start, stop), source in self._copied(self._copies.get(unit.index)):
-                low, high = max(start, start_nbytes), min(stop, stop_nbytes)
-                if copied is kind and low < high:
-                    old = source[low - start : high - start]
-                    sink[low - start_nbytes : high - start_nbytes].copy_(old)
-
-    def _copied(self, copy: _Copy | None) -> Iterator[tuple[_Range, torch.Tensor]]:
-        """Yields the ranges of a copy, with the bytes that they had."""
-        place = 0
-        for kind, start, stop in [] if copy is None else copy.ranges:
-            assert copy is not None
-            yield (kind, start, stop), self._part(copy, place, stop - start)
-            place += stop - start
-
-    def _part(self, copy: _Copy, start: int, nbytes: int) -> torch.Tensor:
-        start += align_up(copy.beside_nbytes, PAGE_NBYTES)
-        return self._pool.tensor(copy.block)[start : start + nbytes]
+    def drop(self, unit: Unit) -> None:
+        """Takes an undecided update back, if there is one. Its memory stays until `free`."""
+        self._contents.pop(unit.index, None)
+        beside = self._beside.get(unit.index)
+        if beside is not None:
+            beside.arrays = {}
 
     def _is_on_host(self, unit: Unit, kind: StateKind) -> bool:
         return isinstance(self.store.location(unit, kind), HostLocation)
-
-    def _beside_nbytes(self, unit: Unit) -> int:
-        is_beside = self._serves_weights and self._is_on_host(unit, StateKind.PARAMETERS)
-        return unit.trainable_nbytes if is_beside else 0
-
-    def _kinds(self, unit: Unit) -> list[StateKind]:
-        """The state kinds that an update changes at home, in host memory."""
-        return [
-            kind
-            for kind in changing_kinds(unit)
-            if self._is_on_host(unit, kind)
-            and not (self._serves_weights and kind is StateKind.PARAMETERS)
-        ]
-
-    def _resting(self, unit: Unit, kind: StateKind, weights: torch.Tensor | None) -> torch.Tensor:
-        # The pages of weights may be elsewhere while they are not checked out.
-        found = weights if kind is StateKind.PARAMETERS else self.store.host_view(unit, kind)
-        assert found is not None
-        return found
-
-
-def _range_of(chunk: Chunk, kind: StateKind) -> tuple[int, int]:
-    """Returns the bytes of a state kind that an update of the chunk changes, in the unit's."""
-    if kind is not StateKind.PARAMETERS:
-        start = chunk.offset_nbytes(kind)
-        return start, start + chunk.nbytes(kind)
-    places = [
-        (tensor.weight_offset_nbytes + part.start * size, part.stop - part.start, size)
-        for part in chunk.slices
-        for tensor, size in [(part.tensor, part.tensor.facts.dtype.itemsize)]
-    ]
-    return min(start for start, _, _ in places), max(start + n * size for start, n, size in places)

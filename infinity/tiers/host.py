@@ -107,6 +107,17 @@ class HostBlocks:
                 ctypes.memmove(address, block.address, block.nbytes)  # They may overlap.
             block.range, block.address = taken, address
 
+    def exchange(self, first: Block, second: Block) -> None:
+        """Exchanges the memory of two lent blocks of one size, with what is in it. Nobody has their
+        addresses."""
+        with self._lock:
+            for block in (first, second):
+                assert block in self._lent, f"block of {block.label} was freed"
+                assert not block.is_mapped_away, f"block of {block.label} is still mapped"
+            assert first.range.nbytes == second.range.nbytes
+            first.range, second.range = second.range, first.range
+            first.address, second.address = second.address, first.address
+
     def dissolve(self, block: Block, parts: Sequence[Block]) -> None:
         """Takes a lent block back, but for `parts` that were carved from it: each of these is lent
         by itself from now on."""

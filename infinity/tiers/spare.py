@@ -10,7 +10,7 @@ what is spare: free, and not needed by weights or sums that are still to come.
   sums of gradients that stay unwritten              for_sums_nbytes          SUMS
   sums that a thread reads without the lock          unclaimed_nbytes         SUMS
   more staging slots, for the next pass              unclaimed_nbytes         FREE_SLOTS
-  old state of early updates                         unclaimed_nbytes         UPDATES
+  new state of early updates on the host             unclaimed_nbytes         IDLE_HOMES
   what an idle thread of updates has read ahead      unclaimed_nbytes         IDLE_SHARD_UPDATES
 
 Weights come first because a weight that is kept saves a read, and a slot only moves one. A sum that
@@ -70,6 +70,7 @@ class Giver(IntEnum):
     FREE_SLOTS = auto()
     KEPT_SHARDS_IN_USE = auto()  # After their readers and writes.
     WRITTEN_SLOTS = auto()  # After their writes.
+    IDLE_HOMES = auto()  # Blocks for new state that no early update uses; after a copy of a home.
     IDLE_SHARD_UPDATES = auto()  # The ring and blocks of a thread that has no update to make.
     IDLE_RING = auto()  # Of updates inside the step. Others need the ring in every forward.
     SUMS = auto()  # After their writes.
@@ -77,8 +78,8 @@ class Giver(IntEnum):
     SLOTS_READ_AHEAD = auto()
     WEIGHTS = auto()  # Needed latest; they are read again.
     INPUTS = auto()  # Written and read again, where kept weights are only read.
-    # The ring, weights and copies of updates. To allocate a ring again would cost more weights than
-    # it holds, because they are not adjacent.
+    # The ring and weights of updates, new state of early ones. To allocate a ring again would cost
+    # more weights than it holds, because they are not adjacent.
     SHARD_UPDATES = auto()
     UPDATES = auto()
     DECODED_ZONE = auto()  # For good.

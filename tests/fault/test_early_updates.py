@@ -203,8 +203,8 @@ def count(more):
 
 if commits:
     try_next = unit_update.ChunkUpdates.try_next
-    def mortal(self, update, then, keep=None):
-        return try_next(self, update, lambda error: (count(1), then(error)), keep)
+    def mortal(self, update, then):
+        return try_next(self, update, lambda error: (count(1), then(error)))
     unit_update.ChunkUpdates.try_next = mortal
 else:
     write_back = staging_ring.StagingRing.write_back

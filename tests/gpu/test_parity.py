@@ -11,6 +11,7 @@ with the fused CPU AdamW, and copies the weights back. That is the arithmetic th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -188,3 +189,35 @@ def test_device_memory_stays_in_the_window(swap_directory: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert not held_units(model)
+
+
+def test_state_on_the_host_moves_with_early_updates(swap_directory: Path) -> None:
+    """Homes rotate while gradients come; the bits are those of updates after the decision."""
+    found = {}
+    for updates in ("deferred", "both_passes"):
+        config = cuda_config(
+            swap_directory, placement="host", host_nbytes="256MiB", compute="auto", updates=updates
+        )
+        with offloaded(_decoder(0).to(torch.bfloat16), config) as model:
+            engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=1e-2)
+            early = engine.updater._early
+            for number in range(8):
+                source = torch.Generator().manual_seed(number)
+                ids = torch.randint(512, (2, 32), generator=source).to(CUDA)
+                model(ids).float().square().mean().backward()
+                deadline_s = time.monotonic() + 10
+                while early is not None and early._to_make and time.monotonic() < deadline_s:
+                    with engine._lock:
+                        engine.updater.advance()
+                    time.sleep(0.001)  # The worker updates beside the device.
+                optimizer.step()
+                optimizer.zero_grad()
+            kept = engine.counters.snapshot().get("early_updates_kept", 0)
+            assert bool(kept) == (updates == "both_passes")
+            if early is not None:
+                assert early._undecided._away, "no home has moved"
+            found[updates] = {
+                name: engine.read_parameter(name).clone() for name, _ in model.named_parameters()
+            }
+    for name, weight in found["deferred"].items():
+        assert torch.equal(weight, found["both_passes"][name]), name

@@ -1,4 +1,4 @@
-"""Old bytes of state on the host while an update changes it: for readers, and to go back."""
+"""Updates that no step has decided write beside the homes of state on the host, which then rotate."""
 
 from __future__ import annotations
 
@@ -11,127 +11,183 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.sizes import KIB
-from infinity.state.store import changing_kinds
+from infinity.state.store import HostLocation, changing_kinds
 from infinity.state.undecided import UndecidedState
-from infinity.state.units import Chunk, StateKind, Unit, chunk_unit
+from infinity.state.units import StateKind, Unit
 
-CHUNK_NBYTES = 8 * KIB
+Bytes = dict[tuple[int, StateKind], Tensor]
 
 
-class Changing:
-    """A unit on the host whose masters and moments an update changes, chunk by chunk."""
+class Homes:
+    """Units of one size on the host, and updates of them that write one number everywhere."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, is_over_ranks: bool) -> None:
         self.store, self.pool = engine.store, engine.pool
-        self.undecided = UndecidedState(self.store, self.pool, serves_weights=True)
-        [self.unit] = self.store.units
-        self.kinds = [k for k in changing_kinds(self.unit) if k is not StateKind.PARAMETERS]
-        for number, kind in enumerate(self.kinds):
-            home = self.home(kind)
+        self.left: list[tuple[int, StateKind]] = []
+        self.undecided = UndecidedState(
+            self.store, self.pool, None if is_over_ranks else self.leaves
+        )
+        self.units: list[Unit] = [unit for unit in self.store.units if unit.state_numel]
+        for number, (unit, kind) in enumerate(self.places()):
+            home = self.home(unit, kind)
             home.copy_((torch.arange(home.numel()) * (number + 3) % 251).to(torch.uint8))
-        self.old = {kind: self.home(kind).clone() for kind in self.kinds}
 
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        found = chunk_unit(self.unit, CHUNK_NBYTES)
-        assert len(found) > 5
+    def leaves(self, unit: Unit, kind: StateKind) -> bool:
+        self.left.append((unit.index, kind))
+        return True
+
+    def places(self) -> list[tuple[Unit, StateKind]]:
+        return [(unit, kind) for unit in self.units for kind in changing_kinds(unit)]
+
+    def home(self, unit: Unit, kind: StateKind) -> Tensor:
+        found: Tensor = self.store.host_view(unit, kind)
         return found
 
-    def home(self, kind: StateKind) -> Tensor:
-        found: Tensor = self.store.host_view(self.unit, kind)
-        return found
+    def state(self) -> Bytes:
+        return {(unit.index, kind): self.home(unit, kind).clone() for unit, kind in self.places()}
 
-    def change(self, chunk: Chunk) -> None:
-        self.undecided.keep(chunk, torch.empty(0, dtype=torch.uint8))
-        for kind in self.kinds:
-            start = chunk.offset_nbytes(kind)
-            self.home(kind)[start : start + chunk.nbytes(kind)].fill_(255)
+    def ranges(self) -> set[Any]:
+        locations = (self.store.location(*place) for place in self.places())
+        return {at.block.range for at in locations if isinstance(at, HostLocation)}
 
-    def read(self, kind: StateKind, start: int, nbytes: int) -> Tensor:
-        sink = torch.full((nbytes,), 254, dtype=torch.uint8)
-        self.undecided.read(self.unit, kind, start, sink)
-        return sink
+    def update(self, unit: Unit, number: int, *, skipped: int = 0) -> None:
+        """The update leaves `skipped` bytes at the start and the end of each kind as they are."""
+        assert self.undecided.reserve(unit)
+        self.undecided.begin(unit)
+        into = self.undecided.into(unit)
+        assert set(into) == set(changing_kinds(unit))
+        for new in into.values():
+            new.fill_(254)
+
+        def written(kind: StateKind) -> Iterator[tuple[int, int]]:
+            stop = into[kind].numel() - skipped
+            yield skipped, stop // 2
+            yield stop // 2, stop
+
+        assert not self.undecided.is_filled(unit)
+        self.undecided.fill(unit, written, self.home(unit, StateKind.PARAMETERS))
+        assert self.undecided.is_filled(unit)
+        for kind, new in into.items():
+            for start, stop in written(kind):
+                new[start:stop] = number
+
+    def decide(self, unit: Unit) -> None:
+        self.undecided.publish(unit)
+        self.undecided.bring_home(unit)
+        self.undecided.free(unit)
+
+    def drop(self, unit: Unit) -> None:
+        self.undecided.drop(unit)
+        self.undecided.free(unit)
 
 
-@pytest.fixture
-def changing() -> Iterator[Changing]:
-    model = nn.Linear(200, 100, bias=False).to(torch.bfloat16)
+@pytest.fixture(params=[False, True], ids=["one_rank", "ranks"])
+def homes(request: Any) -> Iterator[Homes]:
+    model = nn.Sequential(*(nn.Linear(300, 400, bias=False) for _ in range(3))).to(torch.bfloat16)
     tiers = {"host": {"capacity": "32MiB"}, "device": {"kind": "cpu"}}
     model = infinity.offload(model, {"tiers": tiers, "precision": {"compute": "auto"}})
-    yield Changing(infinity.engine_of(model))
+    yield Homes(infinity.engine_of(model), is_over_ranks=request.param)
     infinity.close(model)
 
 
-def test_a_reader_finds_the_old_bytes_at_every_moment(changing: Changing) -> None:
-    assert changing.undecided.reserve(changing.unit)
-    changing.undecided.begin(changing.unit)
-    assert len(changing.old) == 3
-    for chunk in changing.chunks:
-        changing.change(chunk)
-        for kind, old in changing.old.items():
-            for start, nbytes in ((0, old.numel()), (1000, 12345), (old.numel() - 100, 4096)):
-                found, wanted = changing.read(kind, start, nbytes), old[start : start + nbytes]
-                assert torch.equal(found[: wanted.numel()], wanted)
-                assert (found[wanted.numel() :] == 254).all(), "beyond the end nothing is read"
-    changing.undecided.publish(changing.unit)
-    for kind, old in changing.old.items():
-        assert (changing.read(kind, 0, old.numel()) == 255).all(), "the new bytes count"
+def same(found: Bytes, wanted: Bytes) -> bool:
+    return all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
-def test_readers_beside_the_update_never_find_new_bytes(changing: Changing) -> None:
-    assert changing.undecided.reserve(changing.unit)
-    changing.undecided.begin(changing.unit)
+def test_until_the_decision_homes_have_the_old_bytes_and_then_the_new(homes: Homes) -> None:
+    old, ranges = homes.state(), homes.ranges()
+    unit, other = homes.units[:2]
+    homes.update(unit, 7)
+    homes.update(other, 9)
+    assert same(homes.state(), old)
+    assert homes.ranges() == ranges
+    homes.drop(other)
+    assert same(homes.state(), old), "to take an update back is to publish nothing"
+    homes.decide(unit)
+    for (index, kind), found in homes.state().items():
+        if index != unit.index:
+            assert torch.equal(found, old[index, kind])
+        else:
+            assert (found[: unit.trainable_nbytes] == 7).all()
+
+
+def test_bytes_that_an_update_leaves_as_they_are_move_with_it(homes: Homes) -> None:
+    old, unit = homes.state(), homes.units[1]
+    homes.update(unit, 7, skipped=100)
+    homes.decide(unit)
+    for kind in changing_kinds(unit):
+        found, before = homes.home(unit, kind), old[unit.index, kind]
+        assert torch.equal(found[:100], before[:100])
+        assert torch.equal(found[-100:], before[-100:])
+        assert (found[100 : min(found.numel() - 100, unit.trainable_nbytes)] == 7).all()
+
+
+def test_readers_beside_updates_never_find_bytes_that_no_step_has_decided(homes: Homes) -> None:
+    unit, old = homes.units[0], homes.state()
     is_over, torn = threading.Event(), []
 
     def read() -> None:
         while not is_over.is_set():
             torn.extend(
                 kind
-                for kind, old in changing.old.items()
-                if not torch.equal(changing.read(kind, 0, old.numel()), old)
+                for kind in changing_kinds(unit)
+                if not torch.equal(homes.home(unit, kind), old[unit.index, kind])
             )
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
     try:
-        for _ in range(50):
-            for chunk in changing.chunks:
-                changing.change(chunk)
-            changing.undecided.drop(changing.unit)
-            changing.undecided.begin(changing.unit)
+        for number in range(50):
+            homes.update(unit, number)
+            homes.drop(unit)
     finally:
         is_over.set()
         for reader in readers:
             reader.join()
     assert not torn
-    for kind, old in changing.old.items():
-        assert torch.equal(changing.home(kind), old)
 
 
-def test_new_weights_are_at_home_once_they_are_published(changing: Changing) -> None:
-    unit: Unit = changing.unit
-    free_nbytes, home = changing.pool.free_nbytes, changing.home(StateKind.PARAMETERS)
-    old = home.clone()
-    for is_published in (False, True):
-        assert changing.undecided.reserve(unit)
-        changing.undecided.begin(unit)
-        new = changing.undecided.resting_weights(unit)
-        assert new is not None
-        assert torch.equal(new, old[: new.numel()])
-        for chunk in changing.chunks:
-            changing.change(chunk)
-            new.fill_(7)
-        assert torch.equal(home, old), "other ranks read the old weights"
-        if is_published:
-            changing.undecided.publish(unit)
-            assert (home[: new.numel()] == 7).all()
-        else:
-            changing.undecided.drop(unit)
-            assert torch.equal(home, old)
-            for kind, before in changing.old.items():
-                assert torch.equal(changing.home(kind), before)
-        del new
-        changing.undecided.free(unit)
-        assert changing.pool.free_nbytes == free_nbytes
+def test_a_few_blocks_more_than_homes_are_enough_for_any_number_of_updates(homes: Homes) -> None:
+    free_nbytes = homes.pool.free_nbytes
+    homes.update(homes.units[0], 1)
+    taken_nbytes = free_nbytes - homes.pool.free_nbytes
+    homes.decide(homes.units[0])
+    homes.pool.spare.sums_to_come_nbytes = homes.pool.free_nbytes
+    for number in range(12):
+        unit = homes.units[number % 3]
+        homes.update(unit, number)
+        homes.decide(unit)
+        assert not homes.undecided.has_memory(unit)
+    assert free_nbytes - homes.pool.free_nbytes == taken_nbytes
+    homes.update(homes.units[0], 1)
+    assert not homes.undecided.reserve(homes.units[1]), "no memory is left for a second one"
+
+
+def test_memory_goes_back_without_a_hole_among_the_homes(homes: Homes) -> None:
+    ranges, holes = homes.ranges(), homes.pool.holes()
+    for number in range(5):
+        unit = homes.units[number % 3]
+        homes.update(unit, number)
+        homes.decide(unit)
+    state = homes.state()
+    while homes.undecided.give_back():
+        pass
+    assert same(homes.state(), state)
+    if homes.undecided._leaves_home is not None:
+        assert homes.pool.holes() == holes
+        assert homes.ranges() == ranges
+    assert sum(hole.nbytes for hole in homes.pool.holes()) == sum(hole.nbytes for hole in holes)
+
+
+def test_a_home_that_is_in_use_stays_and_its_memory_goes_later(homes: Homes) -> None:
+    if homes.undecided._leaves_home is None:
+        return
+    homes.update(homes.units[0], 1)
+    homes.decide(homes.units[0])
+    state, ranges = homes.state(), homes.ranges()
+    homes.undecided._leaves_home = lambda unit, kind: False
+    while homes.undecided.give_back():
+        pass
+    assert same(homes.state(), state)
+    assert homes.ranges() == ranges

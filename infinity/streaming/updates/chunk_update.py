@@ -1,15 +1,17 @@
 """Updates one chunk of state that is in memory.
 
-Pure but for the arrays of the chunk and the weights, which change in place. The caller has the
-unit's weights checked out, and orders the calls.
+Pure but for the arrays that get the new bytes: those of the chunk and the weights, or others of an
+update that no step has decided. The caller has the unit's weights checked out, and orders the
+calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import itemgetter
+from types import MappingProxyType
 
 import torch
 
@@ -18,6 +20,7 @@ from infinity.ops.optimizers import Settings, step_
 from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import states_within
 from infinity.state.store import Transfer
+from infinity.state.undecided import ByteRange
 from infinity.state.units import Chunk, Slice, StateKind
 from infinity.storage.checksums import PageDigests
 from infinity.streaming.updates.device_update import (
@@ -60,7 +63,7 @@ class StagedChunk:
     is_ahead: bool = False
     digests: dict[StateKind, PageDigests] = field(default_factory=dict)  # Of what is written.
     # Those of the last update, by their first element. State at rest is updated where it is, so
-    # the next update may have the same ones.
+    # the next update in place may have the same ones.
     spans: dict[int, KnownSpans] = field(default_factory=dict)
 
 
@@ -80,13 +83,16 @@ def update_chunk(
     record: StepRecord,
     device: DeviceAdapter | None,
     of_weights: PageDigests | None = None,
+    into: Mapping[StateKind, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Updates a chunk in place: the arrays of the chunk, and the unit's weights.
+    """Updates a chunk: the arrays of the chunk, and the unit's weights, in place or `into` others.
 
-    `weights`: the bytes of the unit's weights, uint8. `device` computes the update if the device
-    has the rule; None computes on the host, and takes the checksums of what it writes:
-    `staged.digests`, and `of_weights`.
+    `weights`: the bytes of the unit's weights, uint8. `into`: where new bytes of the unit go, by
+    state kind: uint8, all of the kind. `device` computes the update if the device has the rule;
+    None computes on the host, and takes the checksums of what it writes: `staged.digests`, and
+    `of_weights`.
     """
+    beside = _beside(staged, weights, into) if into else None
     digests = [*staged.digests.values(), *([] if of_weights is None else [of_weights])]
     # The native update takes spans of one rule, setting, factor and format at a time.
     groups: dict[tuple[Settings, float, torch.dtype], list[Slice]] = {}
@@ -102,18 +108,55 @@ def update_chunk(
         same.append(part)
     for (settings, factor, _), slices in groups.items():
         moments = _kinds(settings.state_names)
-        if moments and staged.chunk.unit.moments.is_8bit:
-            spans = [s for part in slices for s in _granules(staged, weights, part, moments)]
-        else:
-            spans = _known_spans(staged, weights, slices, moments)
+        spans = _known_spans(staged, weights, slices, moments)
+        new, new_weights = (staged, weights) if beside is None else beside
+        if beside is not None:
+            found = _spans(new, new_weights, slices, moments)
+            spans = [replace(span, into=to) for span, to in zip(spans, found, strict=True)]
         if settings.step == 1:  # Whatever an optimizer before this one has left.
-            for span in spans:
-                _forget(span, settings)
+            spans = [_forgotten(span, settings) for span in spans]
         _step(spans, settings, factor, device, digests)
         if staged.chunk.unit.has_full_master:
             for part in slices:
-                master = staged.arrays[StateKind.MASTER][_range(staged, part)]
-                _weight_slice(weights, part).copy_(master)
+                master = new.arrays[StateKind.MASTER][_range(staged, part)]
+                _weight_slice(new_weights, part).copy_(master)
+
+
+def written_ranges(
+    chunks: Sequence[Chunk], record: StepRecord, kind: StateKind
+) -> Iterator[ByteRange]:
+    """Yields the bytes of a state kind, in the unit's, that `update_chunk` writes for all of its
+    chunks, ascending; none of a kind with eight bits, whose granules have a layout of their own."""
+    for chunk in chunks:
+        unit = chunk.unit
+        for part in chunk.slices:
+            tensor, dtype = part.tensor, unit.dtype(kind)
+            if kind is StateKind.PARAMETERS:
+                size, first = tensor.facts.dtype.itemsize, tensor.weight_offset_nbytes
+            elif dtype is None or unit.is_8bit(kind):
+                return
+            else:
+                size, first = dtype.itemsize, tensor.state_offset * dtype.itemsize
+                is_master = kind is StateKind.MASTER
+                has_residual = tensor.facts.dtype is torch.bfloat16
+                if is_master and not (unit.has_full_master or has_residual):
+                    continue
+                if not is_master and kind not in _kinds(record.settings[tensor].state_names):
+                    continue
+            yield first + part.start * size, first + part.stop * size
+
+
+def _beside(
+    staged: StagedChunk, weights: torch.Tensor, into: Mapping[StateKind, torch.Tensor]
+) -> tuple[StagedChunk, torch.Tensor]:
+    """Returns the chunk's arrays that get the new bytes, and the unit's weights."""
+    chunk, arrays = staged.chunk, dict(staged.arrays)
+    for kind, new in into.items():
+        dtype = chunk.unit.dtype(kind)
+        if kind in arrays and dtype is not None:
+            start = chunk.offset_nbytes(kind)
+            arrays[kind] = new[start : start + chunk.nbytes(kind)].view(dtype)
+    return StagedChunk(chunk, None, arrays), into.get(StateKind.PARAMETERS, weights)
 
 
 @cache
@@ -162,6 +205,8 @@ def _spans(
     The weight is fp32, or bf16 with its residual, or the fp32 master. Slices that are neighbours in
     all arrays are one span: a few calls for each small tensor cost more than its update.
     """
+    if kinds and staged.chunk.unit.moments.is_8bit:
+        return [span for part in parts for span in _granules(staged, weights, part, kinds)]
     arrays, chunk_start = staged.arrays, staged.chunk.start
     gradients, moments = arrays[StateKind.GRADIENTS], [arrays[kind] for kind in kinds]
     has_full_master = staged.chunk.unit.has_full_master
@@ -226,13 +271,15 @@ def _range(staged: StagedChunk, part: Slice) -> slice:
     return slice(start, start + part.stop - part.start)
 
 
-def _forget(span: StateSpan, settings: Settings) -> None:
-    """Sets the moments to zero."""
-    for state, name in zip(span.states, settings.state_names, strict=True):
+def _forgotten(span: StateSpan, settings: Settings) -> StateSpan:
+    """Returns the span with moments of zero, which are where the new ones go."""
+    states = span.written.states
+    for state, name in zip(states, settings.state_names, strict=True):
         if isinstance(state, State8Bit):
             state.zero_(name)
         else:
             state.zero_()
+    return span if span.into is None else replace(span, states=states)
 
 
 def _weight_slice(weights: torch.Tensor, part: Slice) -> torch.Tensor:

@@ -184,9 +184,8 @@ class EarlyTurns(EarlyUpdates):
             return None
         if index not in self._undecided.contents:
             self._weight_cache.write_to(index, self._undecided.begin(update.unit))
-        keep = self._undecided.keep
         try:
-            return self._chunks.try_next(update, partial(self._end_chunk, index), keep)
+            return self._chunks.try_next(update, partial(self._end_chunk, index))
         except StorageError:
             self.take_back(index)  # The next use of the unit meets the cause, and tells it.
             return None
@@ -222,20 +221,31 @@ class EarlyTurns(EarlyUpdates):
 
     def publish(self, record: StepRecord) -> list[UnitUpdate]:
         """Publishes what the early updates have written; the record is what they expected. Returns
-        them; one that is not DONE has its weights checked out, and is to be finished by the
-        record."""
+        them; one that is not DONE has its weights checked out, and is to be finished by the record,
+        and by `bring_home`."""
         kept = []
         for early in self._early.values():
             update = early.update
             if update.is_begun:
                 update.record = record
                 self._undecided.publish(early.unit)
+                self._weight_cache.write_to(early.unit.index, None)
                 kept.append(update)
+                if update.is_done:
+                    self.bring_home(early.unit)
             else:
-                self._chunks.check_in(update, write_now=False)  # If the worker has them.
-                self._undecided.drop(early.unit)
-            self._end_undecided(early.unit)
+                self._drop_unbegun(update)
         return kept
+
+    def bring_home(self, unit: Unit) -> None:
+        """What a published update has written is the unit's state: all of it is updated, and its
+        weights are checked in."""
+        self._undecided.bring_home(unit)
+        self._undecided.free(unit)
+
+    def _drop_unbegun(self, update: UnitUpdate) -> None:
+        self._chunks.check_in(update, write_now=False)  # If the worker has them.
+        self._end_undecided(update.unit)
 
     @override
     def take_back(self, index: int) -> None:
@@ -254,9 +264,7 @@ class EarlyTurns(EarlyUpdates):
         self._planned.pop(index, None)
         self._ring.drop_reads(lambda chunk: chunk.unit.index == index)
         if not update.is_begun:
-            self._chunks.check_in(update, write_now=False)
-            self._undecided.drop(update.unit)
-            self._end_undecided(update.unit)
+            self._drop_unbegun(update)
             return
         self._note_undone(1)
         try:
@@ -270,16 +278,11 @@ class EarlyTurns(EarlyUpdates):
             self._chunks.drop(update)
             self._weight_cache.discard(unit.index)
         finally:  # The old state counts, whatever becomes of the new weights.
-            if self._undecided.needs_weights(unit):
-                weights = self._weight_cache.check_out(unit.index, read=True)
-                self._undecided.drop(unit, weights)
-                self._weight_cache.check_in(unit.index, dirty_nbytes=0)
-            else:
-                self._undecided.drop(unit)
             self._end_undecided(unit)
 
     def _end_undecided(self, unit: Unit) -> None:
         self._weight_cache.write_to(unit.index, None)
+        self._undecided.drop(unit)
         self._undecided.free(unit)
 
     @override
@@ -292,9 +295,14 @@ class EarlyTurns(EarlyUpdates):
         super()._forget()
         self._to_make = {}
 
+    def give_back(self) -> bool:
+        """Gives memory for new state back that no update uses. Returns whether there was any."""
+        self._gradients.end_readers()  # They may have arrays of a home that moves.
+        return self._undecided.give_back()
+
     def release(self) -> bool:
-        """Gives memory back: weights that are checked out between two chunks, or the last copy of
-        old state. Returns whether there was any."""
+        """Gives memory back: weights that are checked out between two chunks, or a block for the
+        new state of the last early update. Returns whether there was any."""
         self._gradients.end_readers()
         for index, update in self._to_make.items():
             if update.weights is not None:
@@ -302,10 +310,11 @@ class EarlyTurns(EarlyUpdates):
                     return False
                 self.take_back(index)
                 return True
-        copied = [] if self._is_advancing else self._undecided.units_in_memory()
-        if copied:
-            self.take_back(copied[-1])
-        return len(self._undecided.units_in_memory()) < len(copied)
+        beside = (i for i in reversed(self._early) if self._undecided.has_memory(self._units[i]))
+        last = None if self._is_advancing else next(beside, None)
+        if last is not None:
+            self.take_back(last)
+        return self._undecided.give_back()
 
     # -- Waits -------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ Note [Spare slots]
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
@@ -49,7 +49,7 @@ class StagingRing:
     `grows`: whether there are spare slots.
     `is_for_device`: the device updates, so state that rests on it does not travel. `reads_again`: a
     read that has failed before anybody needed it is made again. `has_fixed_arrays`: state at rest
-    stays at its address as long as the store. `travels`: whether any state does. `undecided`: what
+    stays at its address until `forget_arrays`. `travels`: whether any state does. `undecided`: what
     the writes of units go to that no step has decided, by unit.
     """
 
@@ -95,8 +95,8 @@ class StagingRing:
         self._block: Block | None = None
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
         self._started: dict[tuple[int, int], StagedChunk] = {}  # By unit and start; oldest first.
-        # Where no state travels: chunks with all their arrays, until `forget_arrays`.
-        self._at_rest: dict[tuple[int, int, bool], StagedChunk] = {}
+        # Where no state travels: chunks with all their arrays, by unit, until `forget_arrays`.
+        self._at_rest: defaultdict[int, dict[tuple[int, bool], StagedChunk]] = defaultdict(dict)
         pool.spare.ring_to_come_nbytes += self._block_nbytes(num_slots)
         if grows:
             pool.add_giver(Giver.FREE_SLOTS, lambda _: self.give_back_spare())
@@ -224,8 +224,9 @@ class StagingRing:
     def due(self, chunk: Chunk) -> StagedChunk:
         """Returns a chunk that is needed now, with its gradients: read ahead already, or started
         here. The caller ends with `give_back`."""
-        key = *_key(chunk), chunk.unit.index in self._gradients.narrow_units
-        known = self._at_rest.get(key)
+        index = chunk.unit.index
+        key = chunk.start, index in self._gradients.narrow_units
+        known = self._at_rest[index].get(key)
         if known is not None:
             known.chunk = chunk  # It may have fewer slices than the last time.
             return known
@@ -240,7 +241,7 @@ class StagingRing:
             self.give_back(staged)
             raise
         if self._has_fixed_arrays and not self.travels:
-            self._at_rest[key] = staged
+            self._at_rest[index][key] = staged
         return staged
 
     def started(self, chunk: Chunk) -> StagedChunk | None:
@@ -467,9 +468,12 @@ class StagingRing:
         if staged.slot is not None:
             self._slots.append(staged.slot)
 
-    def forget_arrays(self) -> None:
-        """Gives up its views of state at rest: the store closes."""
-        self._at_rest.clear()
+    def forget_arrays(self, unit: Unit | None = None) -> None:
+        """Gives up its views of state at rest: that of a unit moves, or the store closes."""
+        if unit is None:
+            self._at_rest.clear()
+        else:
+            self._at_rest.pop(unit.index, None)
 
     @property
     def is_written(self) -> bool:

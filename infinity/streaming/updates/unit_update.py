@@ -6,14 +6,16 @@ import contextlib
 import time
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
+from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, TensorSpec, Unit, chunk_unit
 from infinity.storage.checksums import PageDigests
-from infinity.streaming.updates.chunk_update import StagedChunk, update_chunk
+from infinity.streaming.updates.chunk_update import StagedChunk, update_chunk, written_ranges
 from infinity.streaming.updates.record import StepRecord, UpdatedWeights
 from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.worker import LooseWork
@@ -73,8 +75,9 @@ def chunks_of(unit: Unit, updated: Container[TensorSpec], chunk_nbytes: int) -> 
 class ChunkUpdates:
     """Updates the next chunk of a unit, through the staging ring. Under the engine's lock.
 
-    `on_device`: the device that computes updates; None: the host does. `digests`: returns what
-    takes checksums of a unit's weights that are checked out, and written once; None: nothing does.
+    `on_device`: the device that computes updates; None: the host does. `undecided` has the updates
+    whose new bytes go beside the old; None: there are none. `digests`: returns what takes checksums
+    of a unit's weights that are checked out, and written once; None: nothing does.
     """
 
     def __init__(
@@ -83,9 +86,11 @@ class ChunkUpdates:
         weight_cache: UpdatedWeights,
         counters: Counters,
         on_device: DeviceAdapter | None,
+        undecided: UndecidedState | None,
         digests: Callable[[int], PageDigests | None] | None = None,
     ) -> None:
         self._digests = digests
+        self._undecided = undecided
         self._ring = ring
         self._weight_cache = weight_cache
         self._counters = counters
@@ -128,17 +133,9 @@ class ChunkUpdates:
             update.weights = None
             self._weight_cache.check_in(update.unit.index, dirty_nbytes=0, is_valid=False)
 
-    def run_next(
-        self,
-        update: UnitUpdate,
-        following: Iterable[Chunk],
-        keep: Callable[[Chunk, torch.Tensor], None] | None = None,
-    ) -> None:
+    def run_next(self, update: UnitUpdate, following: Iterable[Chunk]) -> None:
         """Updates the next chunk, and waits for its state. The weights are checked out.
-        `following`: chunks of other units, which are read next.
-
-        `keep(chunk, weights)` is called before anything of the chunk changes.
-        """
+        `following`: chunks of other units, which are read next."""
         left = update.left
         staged = self._ring.due(left[0])
         try:
@@ -146,7 +143,7 @@ class ChunkUpdates:
             with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
                 self._ring.start_more(following)
             self._ring.await_reads(staged)
-            self._update(update, staged, keep)
+            self._update(update, staged)
         finally:
             self._ring.give_back(staged)
 
@@ -154,7 +151,6 @@ class ChunkUpdates:
         self,
         update: UnitUpdate,
         then: Callable[[BaseException | None], None],
-        keep: Callable[[Chunk, torch.Tensor], None] | None = None,
     ) -> LooseWork | None:
         """As `run_next` where the state of the chunk was read ahead and is there; never waits for
         it. Returns the update of the chunk, which needs no lock, and its end, which calls `then`
@@ -173,7 +169,7 @@ class ChunkUpdates:
         try:
             self.check_out(update)
             self._ring.await_reads(staged)  # Over, but they may have failed.
-            compute = self._begin(update, staged, keep)
+            compute = self._begin(update, staged)
         except BaseException:
             self._ring.give_back(staged)
             raise
@@ -190,22 +186,12 @@ class ChunkUpdates:
 
         return LooseWork(compute, end)
 
-    def _update(
-        self,
-        update: UnitUpdate,
-        staged: StagedChunk,
-        keep: Callable[[Chunk, torch.Tensor], None] | None,
-    ) -> None:
-        self._begin(update, staged, keep)()
+    def _update(self, update: UnitUpdate, staged: StagedChunk) -> None:
+        self._begin(update, staged)()
         self._ring.write_back(staged)
         update.num_done += 1
 
-    def _begin(
-        self,
-        update: UnitUpdate,
-        staged: StagedChunk,
-        keep: Callable[[Chunk, torch.Tensor], None] | None,
-    ) -> Callable[[], None]:
+    def _begin(self, update: UnitUpdate, staged: StagedChunk) -> Callable[[], None]:
         """Returns the arithmetic of a chunk. Nobody else touches its arrays before it is over."""
         weights = update.weights
         assert weights is not None
@@ -215,14 +201,23 @@ class ChunkUpdates:
         if staged.slot is not None and self._on_device is None:
             self._ring.take_digests(staged, staged.slot)
 
+        into = {} if self._undecided is None else self._undecided.into(update.unit)
+
         def compute() -> None:
-            if keep is not None:
-                keep(staged.chunk, weights)
+            if into:
+                self._fill(update, weights)
             start_ns = time.monotonic_ns()
             try:
                 with torch.no_grad():
-                    update_chunk(staged, weights, update.record, self._on_device, of_weights)
+                    update_chunk(staged, weights, update.record, self._on_device, of_weights, into)
             finally:
                 self._counters.add_time("update_s", start_ns, f"update of {update.unit.name}")
 
         return compute
+
+    def _fill(self, update: UnitUpdate, weights: torch.Tensor) -> None:
+        """Copies what the update leaves as it is to where its new bytes go, once."""
+        assert self._undecided is not None
+        if not self._undecided.is_filled(update.unit):
+            written = partial(written_ranges, update.chunks, update.record)
+            self._undecided.fill(update.unit, written, weights)

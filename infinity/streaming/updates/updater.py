@@ -32,7 +32,7 @@ from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, LocalStore, StateStore
 from infinity.state.undecided import UndecidedState
-from infinity.state.units import Chunk, StateKind
+from infinity.state.units import Chunk, StateKind, Unit
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.early_turns import EarlyTurns
 from infinity.streaming.updates.pending_beside import PendingBeside
@@ -77,7 +77,7 @@ class Updater(StepRunner):
         undecided: UndecidedState | None = None
         if settings.in_backward and settings.reads_ahead:
             assert isinstance(store, LocalStore)
-            undecided = UndecidedState(store, pool, serves_weights=False)
+            undecided = UndecidedState(store, pool, self._leaves_home)
         self._ring = StagingRing(
             store, pool, counters, gradients,
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
@@ -92,7 +92,9 @@ class Updater(StepRunner):
             kind is not StateKind.PARAMETERS and isinstance(location, DeviceLocation)
             for (_, kind), location in store.placed().items()
         )
-        self._chunks = ChunkUpdates(self._ring, weight_cache, counters, settings.on_device)
+        self._chunks = ChunkUpdates(
+            self._ring, weight_cache, counters, settings.on_device, undecided
+        )
         self._early: EarlyTurns | None = None
         if undecided is not None:
             assert isinstance(store, LocalStore) and isinstance(weight_cache, WeightCache)
@@ -118,6 +120,8 @@ class Updater(StepRunner):
         )  # fmt: skip
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
         self._decided_s = time.monotonic()  # The last decision.
+        if self._early is not None:
+            pool.add_giver(Giver.IDLE_HOMES, lambda _: self._give_homes())
         if not settings.rides_along:
             pool.add_giver(Giver.IDLE_RING, lambda _: not self._pending and self.reclaim())
         pool.add_giver(Giver.UPDATES, lambda _: self.reclaim())
@@ -329,6 +333,8 @@ class Updater(StepRunner):
         del self._pending[update.unit.index]
         self._updated[update.unit.index] = update.chunks
         self._await_update(update.unit.index, False)
+        if self._early is not None:  # It may have begun early.
+            self._early.bring_home(update.unit)
         self._gradients.give_back(update.unit)
 
     def _run(self, update: UnitUpdate, is_needed: bool) -> None:
@@ -450,6 +456,20 @@ class Updater(StepRunner):
         self.finish_writes()
 
     # -- Memory ------------------------------------------------------------------------------------
+
+    def _give_homes(self) -> bool:
+        return self._early is not None and self._early.give_back()
+
+    def _leaves_home(self, unit: Unit, kind: StateKind) -> bool:
+        """See `UndecidedState`. Chunks of a pending unit may be on their way."""
+        if unit.index in self._pending:
+            return False
+        self._ring.forget_arrays(unit)
+        self._ring.drop_reads(lambda chunk: chunk.unit is unit)
+        if kind is not StateKind.PARAMETERS:
+            return True
+        assert isinstance(self._weight_cache, WeightCache)
+        return self._weight_cache.leave_home(unit.index)
 
     def reclaim(self) -> bool:
         """Gives memory back unless an update is running: weights that the worker has, the ring's

@@ -207,8 +207,10 @@ class WeightCache:
         has_device_space = not self._device.shares_host_memory
         for index in self._orders.now.upcoming(this_pass=self._source.is_outdated_by_step):
             weights = self.weights[index]
-            if weights.undecided is not None and weights.state is WeightState.ABSENT:
-                continue
+            if weights.undecided is not None and (
+                weights.rests_on_host or weights.state is WeightState.ABSENT
+            ):
+                continue  # What is there now is old after the decision.
             feeder = self._moves.feeder_of(weights)
             read = weights if feeder is None else feeder
             ahead_nbytes += self._moves.nbytes[read.unit.index]
@@ -302,6 +304,16 @@ class WeightCache:
         """Puts an idle unit's host bytes back to their own address, for others to read them."""
         assert not self.weights[unit].use_count, self.weights[unit].unit.name
         self._moves.take_off_device(self.weights[unit])
+
+    def leave_home(self, unit: int) -> bool:
+        """Takes weights that rest on the host off the device: nobody has the address of the bytes.
+        Returns whether that is so; it is not while the unit is in use."""
+        weights = self.weights[unit]
+        if weights.use_count or weights.is_checked_out:
+            return False
+        self._moves.take_off_device(weights)
+        self._moves.finish_copy(weights)
+        return True
 
     def discard(self, unit: int) -> None:
         """Drops bytes that are out of date; the next use fetches the unit. It must not be in
