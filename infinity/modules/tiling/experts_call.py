@@ -28,7 +28,7 @@ Note [Leaves]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -96,7 +96,7 @@ class ExpertsCall:
         return self._anchor is not None
 
     @property
-    def kind(self) -> Hashable:
+    def kind(self) -> Any:
         """Calls of one kind may share products: equal adapters, modes and needs of gradients."""
         values, recipes = self.arguments, []
         for name, count, shown in self.recipes:
@@ -406,11 +406,16 @@ def go_backward(
 def _together(calls: Sequence[ExpertsCall], *, is_alone: bool) -> list[Together]:
     """Returns the calls, with those together that may share products. Waits for the routing of all
     of them once."""
-    alike: dict[Any, list[ExpertsCall]] = {}
+    alike: list[tuple[Any, list[ExpertsCall]]] = []
     for number, call in enumerate(calls):
-        alike.setdefault(number if is_alone else call.kind, []).append(call)
+        kind = number if is_alone else call.kind
+        found = next((some for known, some in alike if known == kind), None)
+        if found is None:
+            alike.append((kind, [call]))
+        else:
+            found.append(call)
     every = []
-    for some in alike.values():
+    for _, some in alike:
         is_shared = len(some) > 1 and some[0].may_share_products()
         every += [Together(some)] if is_shared else [Together([call]) for call in some]
     Pairs.read([together.pairs for together in every])
