@@ -63,8 +63,9 @@ def run(
     """Losses, and weights after two steps."""
     placement = options.pop("placement", {})
     config = cut_config(directory, kind, experts, **options)
-    itemsize = next(model.parameters()).dtype.itemsize
-    config["schedule"]["tile"] = max(experts * expert_nbytes(kind) * itemsize // 4, 64 << 10)
+    if experts < EXPERTS:
+        itemsize = next(model.parameters()).dtype.itemsize
+        config["schedule"]["tile"] = max(experts * expert_nbytes(kind) * itemsize // 4, 64 << 10)
     config["placement"].update(placement)
     names = [name for name, _ in model.named_parameters()]
     with offloaded(model, config, device=device):
@@ -99,6 +100,7 @@ def test_no_bit_depends_on_tiles_placement_or_shared_products(
     monkeypatch.setattr(experts_call, "are_rows_apart", lambda *_, **__: True)
     for experts, device, waiting in (
         (1, None, "device"), (3, SimulatedDevice(7), "device"), (2, SimulatedDevice(7), "nvme"),
+        (EXPERTS, SimulatedDevice(7), "device"),
     ):  # fmt: skip
         shared["count"] = 0
         found = run(

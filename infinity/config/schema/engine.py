@@ -122,7 +122,9 @@ class Schedule(Section):
         "product for all experts of a tile, and where the device is shown to compute each row by "
         "itself, for all micro-batches of `infinity.forward_backward`. Its rows have the bits of "
         'transformers\' `grouped_mm`; it agrees with the loop to rounding. "auto" is "grouped" on '
-        'a GPU for models that use `grouped_mm` (the default of transformers), else "exact".',
+        'a GPU for models that use `grouped_mm` (the default of transformers), else "exact". '
+        "Experts that `tile` does not cut run as their class does; "
+        '"grouped" makes one tile of them.',
     )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
         16 * MIB,

@@ -86,6 +86,10 @@ class _Candidate:
     alignment: int  # Tiles start at multiples of this number of rows.
 
     @property
+    def is_experts(self) -> bool:
+        return self.alignment == 1
+
+    @property
     def num_rows(self) -> int:
         return self._values()[0].shape[0]
 
@@ -164,14 +168,16 @@ class Tiling:
         return ", ".join(said[:3]) + more
 
     def cut(self, limit_nbytes: int | None) -> None:
-        """Splits every candidate larger than the limit; None splits nothing."""
+        """Splits every candidate larger than the limit; None splits nothing. Experts that must have
+        one product are at least one tile."""
         self._join()
-        if limit_nbytes is None:
-            return
         for candidate in self._candidates:
+            nbytes = candidate.nbytes(self._itemsize_of)
+            most_nbytes = nbytes if limit_nbytes is None else limit_nbytes
             row_nbytes = candidate.row_nbytes(self._itemsize_of)
-            starts = cut_rows(candidate.num_rows, row_nbytes, limit_nbytes, candidate.alignment)
-            if candidate.nbytes(self._itemsize_of) > limit_nbytes and len(starts) > 2:
+            starts = cut_rows(candidate.num_rows, row_nbytes, most_nbytes, candidate.alignment)
+            is_one_product = candidate.is_experts and self._products == "grouped"
+            if is_one_product or (nbytes > most_nbytes and len(starts) > 2):
                 self._cut(candidate, starts)
 
     def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
