@@ -184,7 +184,7 @@ class _Draft:
                     nbytes[unit] = load.weight_nbytes + sum(load.state_read_nbytes.values())
         chosen, left_nbytes = set[int](), self._updates.spare_nbytes
         for unit in choose_early(list(nbytes), nbytes, job.early_share):
-            left_nbytes -= self._updates.copied_nbytes(job.units[unit])
+            left_nbytes -= self._updates.beside_nbytes(job.units[unit])
             if left_nbytes >= 0:
                 chosen.add(unit)
         return frozenset(chosen)
@@ -254,10 +254,10 @@ class _Draft:
         """Updates a unit in the backward. Units that are not updated there stay pending. Ranks read
         the state of a shard when its sum is complete."""
         if self.log.job.units[unit].sharded.is_gathered:
-            self._fetches.updated[unit] = self._of_shard(unit, summed, is_early=True)
+            self._fetches.updated[unit] = self._of_shard(unit, summed)
             self._updated.add(unit)
             return
-        done = self._updates.update(unit, self.log.last_on[COMPUTE], is_early=True)
+        done = self._updates.update(unit, self.log.last_on[COMPUTE])
         if unit in self._updates.unwritten:
             self._updates.write_weights(unit, [self._updates.unwritten.pop(unit), done])
         self._updated.add(unit)
@@ -364,9 +364,9 @@ class _Draft:
     def _name(self, use: Use) -> str:
         return "+".join(self.log.job.units[unit].name for unit in use.units)
 
-    def _of_shard(self, unit: int, ready: int, *, is_early: bool = False) -> int:
+    def _of_shard(self, unit: int, ready: int) -> int:
         is_kept = self._fetches.kept.for_update
-        return self._updates.of_shard(unit, ready, is_kept=is_kept, is_early=is_early)
+        return self._updates.of_shard(unit, ready, is_kept=is_kept)
 
     def _fetch(self, unit: int, *, is_pending: bool = False) -> int | None:
         """Fetches weights to the place of use; returns the operation that the use waits for."""

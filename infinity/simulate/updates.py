@@ -23,7 +23,7 @@ class UnitUpdates:
         is_alone = all(unit.sharded is NOT_SHARDED for unit in log.job.units)
         self._defers = log.job.defers
         self._rides_along = self._defers and log.job.reads_ahead and is_alone
-        # Host memory that nobody else needs: copies of old state take it, or more staging slots.
+        # Host memory that nobody else needs: new state takes it, or more staging slots.
         self.spare_nbytes = self._spare_nbytes()
         self._ring_nbytes = log.job.ring_nbytes + (self.spare_nbytes if is_alone else 0.0)
 
@@ -49,8 +49,8 @@ class UnitUpdates:
         is_on_nvme = load.weights == "nvme" or bool(load.state_write_nbytes.get("nvme"))
         return is_on_nvme or not self._log.job.shares_host_memory
 
-    def copied_nbytes(self, load: UnitLoad) -> int:
-        """Returns the bytes of state on the host that are copied before an early update."""
+    def beside_nbytes(self, load: UnitLoad) -> int:
+        """Returns the bytes of state on the host beside which an early update writes new ones."""
         changed_nbytes = (load.update_nbytes - load.gradient_nbytes) // 2
         on_nvme_nbytes = load.state_write_nbytes.get("nvme", 0)
         on_nvme_nbytes += load.written_nbytes if load.weights == "nvme" else 0
@@ -81,9 +81,9 @@ class UnitUpdates:
         done = self.update(unit, ready)
         self._log.last_on[COMPUTE] = self._log.add(COMPUTE, f"updated {load.name}", after=[done])
 
-    def of_shard(self, unit: int, ready: int, *, is_kept: bool, is_early: bool) -> int:
+    def of_shard(self, unit: int, ready: int, *, is_kept: bool) -> int:
         """Adds the update of this rank's shard by a thread beside the passes, after `ready`: the
-        decision, or with `is_early` the sum that the update reads. The thread reads and writes
+        decision, or the sum that an early update reads. The thread reads and writes
         weights where they rest (design/0003), unless they are kept in memory."""
         load, begins = self._log.job.units[unit], ready
         if load.weights == "nvme" and not is_kept:
@@ -91,7 +91,7 @@ class UnitUpdates:
             ready = self._log.nvme(
                 READ, f"weights of {load.name}", load.weight_nbytes, [last, ready]
             )
-        return self.update(unit, ready, begins=begins, is_early=is_early)
+        return self.update(unit, ready, begins=begins)
 
     def publish(self, units: Iterable[int], after: Sequence[int | None]) -> int | None:
         """Adds the copies home of weights on the host that shards' early updates have made beside
@@ -112,12 +112,9 @@ class UnitUpdates:
         unit: int,
         weights_ready: int | None,
         begins: int | None = None,
-        *,
-        is_early: bool = False,
     ) -> int:
         """Reads state a segment at a time, updates it and writes it back; then writes the weights.
-        State that is not read ahead is read after `begins`; None: after the decision. With
-        `is_early` what rests on the host is copied first."""
+        State that is not read ahead is read after `begins`; None: after the decision."""
         job, load = self._log.job, self._log.job.units[unit]
         decided = self._log.decided[-1]
         # Weights on the device come to the host, and return.
@@ -135,9 +132,7 @@ class UnitUpdates:
         capacity = max(1, int(self._ring_nbytes * count // resident_nbytes))
         done = weights_ready
         for segment in range(count):
-            done = self._update_segment(
-                unit, segment, count, capacity, weights_ready, begins, is_early=is_early
-            )
+            done = self._update_segment(unit, segment, count, capacity, weights_ready, begins)
         assert done is not None
         if load.weights == "nvme":
             if job.shares_host_memory and self._defers and not load.sharded.is_gathered:
@@ -162,8 +157,6 @@ class UnitUpdates:
         capacity: int,
         weights_ready: int | None,
         begins: int | None,
-        *,
-        is_early: bool,
     ) -> int:
         job, load = self._log.job, self._log.job.units[unit]
         name = f"state of {load.name}"
@@ -197,9 +190,7 @@ class UnitUpdates:
         if is_on_device:
             updated = self._update_on_device(load, name, share, before)
         else:
-            # A copy reads and writes, and is as fast as memory, as an update is.
-            copied_nbytes = 2 * self.copied_nbytes(load) if is_early else 0
-            moved_nbytes = load.update_nbytes - job.narrowed_nbytes(load) + copied_nbytes
+            moved_nbytes = load.update_nbytes - job.narrowed_nbytes(load)
             duration_s = share(moved_nbytes) / self._log.rates.update
             updated = self._log.add(self._log.update_track, name, duration_s, after=before)
         free = [updated]

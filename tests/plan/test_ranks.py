@@ -253,10 +253,10 @@ def test_shards_on_the_host_are_updated_in_the_backward_beside_a_device() -> Non
     _, both = best_share(job, rates)
     assert both.step_s < 0.92 * deferred.step_s
     assert both.moved_nbytes == deferred.moved_nbytes
-    # The copies before, and those home of the new weights, are updates' work.
+    # The copies home of new weights are updates' work.
     shares = [replace(job, early_share=share) for share in EARLY_SHARES]
     busy = [predict(share, rates).busy_s["update"] for share in shares]
-    assert busy == sorted(busy) and 1.8 * busy[0] < busy[-1] < 2.0 * busy[0]
+    assert busy == sorted(busy) and 1.1 * busy[0] < busy[-1] < 1.2 * busy[0]
     for share in shares:
         without_memory = predict(replace(share, weights_cache_nbytes=0), rates)
         assert without_memory.step_s == pytest.approx(deferred.step_s)
