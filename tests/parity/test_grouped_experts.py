@@ -28,6 +28,7 @@ from infinity.modules.tiling.grouped import products
 from infinity.ops.expert_pairs import Pairs
 from infinity.ops.grouped_product import try_rows
 from infinity.ops.token_sums import add_rows_
+from infinity.ops.weighted_rows import weighted
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import same_bits
 from tests.support.offloading import offloaded
@@ -248,3 +249,16 @@ def test_the_trial_of_a_device_notices_rows_that_depend_on_others(
 
     monkeypatch.setattr(functional, "grouped_mm", rounded)
     assert not tried(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+def test_rows_times_weights_have_the_bits_of_separate_operations(dtypes: tuple[str, str]) -> None:
+    of_rows, of_weights = (getattr(torch, name) for name in dtypes)
+    values = torch.randn(50, 70).to(of_rows), torch.rand(50, 1).to(of_weights)
+    gradient = torch.randn(50, 70).bfloat16()
+    results = []
+    for product in (weighted, lambda rows, weights, dtype: (rows * weights).to(dtype)):
+        leaves = [value.clone().requires_grad_() for value in values]
+        out = product(*leaves, torch.bfloat16)
+        results.append([out, *torch.autograd.grad([out], leaves, [gradient])])
+    assert all(map(same_bits, *results))

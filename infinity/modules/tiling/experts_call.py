@@ -45,6 +45,7 @@ from infinity.modules.tiling.peft_experts import Adaptation
 from infinity.ops.expert_pairs import Pairs
 from infinity.ops.grouped_product import are_rows_apart
 from infinity.ops.token_sums import add_rows_
+from infinity.ops.weighted_rows import weighted
 from infinity.private.torch import will_engine_execute_node
 
 Recipe = tuple[str, int, Callable[..., Any]]  # An attribute; number and `shown` of its adaptation.
@@ -257,11 +258,11 @@ class Together:
         tile, start = self._call.tiles[index], self._call.starts[index]
         weights = weights.unsqueeze(-1)
         if tile.is_grouped_on(hidden.device):
-            part = products(tile, start, experts, adaptations, hidden, self.pairs) * weights
-        else:
-            numbers = self.pairs.keys[self.pairs.range_of(experts)] - start
-            with tile.adapted(adaptations):
-                part = tile(hidden, numbers.unsqueeze(-1), weights)
+            rows = products(tile, start, experts, adaptations, hidden, self.pairs)
+            return weighted(rows, weights, self._out().dtype)
+        numbers = self.pairs.keys[self.pairs.range_of(experts)] - start
+        with tile.adapted(adaptations):
+            part: torch.Tensor = tile(hidden, numbers.unsqueeze(-1), weights)
         return part.to(self._out().dtype)
 
     def _places_of(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor]:
