@@ -9,13 +9,9 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from infinity.streaming.weights.access_order import AccessOrder
-from infinity.streaming.weights.eviction import (
-    Evictable,
-    choose_neighbours,
-    choose_victim,
-    main_sizes,
-)
+from infinity.streaming.weights.access_order import PassOrders
+from infinity.streaming.weights.by_next_use import ByNextUse
+from infinity.streaming.weights.eviction import Evictable, choose_neighbours, main_sizes
 from infinity.tiers.ranges import Range, RangeAllocator
 
 
@@ -31,12 +27,11 @@ class Visit:
 class _Sum:
     """A cache that is full when the sum of its units' bytes is its capacity."""
 
-    def __init__(self, trace: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
-        self._trace = trace
+    def __init__(self, orders: PassOrders, nbytes: Sequence[int], capacity_nbytes: float) -> None:
         self._nbytes = nbytes
         self._capacity_nbytes = capacity_nbytes
         self._used_nbytes = 0
-        self.cached: set[int] = set()
+        self.cached = ByNextUse(orders, nbytes)
 
     def admit(self, unit: int, kept: Collection[int], taken_nbytes: int) -> list[int]:
         """Makes space for a unit that is not in the cache; returns the units that go."""
@@ -49,10 +44,7 @@ class _Sum:
         """Makes space beside something else of `taken_nbytes`; returns the units that go."""
         gone: list[int] = []
         while self._used_nbytes + wanted_nbytes > self._capacity_nbytes - taken_nbytes:
-            others = (unit for unit in self.cached if unit not in kept)
-            victim = choose_victim(
-                self._trace, others, nbytes=self._nbytes, wanted_nbytes=wanted_nbytes
-            )
+            victim = self.cached.victim(lambda unit: unit not in kept, wanted_nbytes=wanted_nbytes)
             if victim is None:
                 break
             self.drop(victim)
@@ -73,8 +65,8 @@ class _Arena:
     not fit between its holes is not there. Reads ahead are not in it, because they cost no bytes
     (streaming/weights/eviction.py, Note [Reads ahead])."""
 
-    def __init__(self, trace: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
-        self._trace = trace
+    def __init__(self, orders: PassOrders, nbytes: Sequence[int], capacity_nbytes: float) -> None:
+        self._trace = orders.now
         self._nbytes = nbytes
         self._ranges = RangeAllocator(int(capacity_nbytes))
         self._main_sizes = main_sizes(nbytes)  # Units that are not stored are far smaller.
@@ -176,12 +168,13 @@ def _visits(
     held: tuple[tuple[int, ...], ...],
     is_arena: bool,
 ) -> tuple[Visit, ...]:
-    trace, length = AccessOrder(), len(order)
+    orders, length = PassOrders({}), len(order)
+    trace = orders.now
     for unit in order:
         trace.visit(unit)
-    make: Callable[[AccessOrder, Sequence[int], float], _Sum | _Arena]
+    make: Callable[[PassOrders, Sequence[int], float], _Sum | _Arena]
     make = _Arena if is_arena else _Sum
-    cache = make(trace, nbytes, capacity_nbytes)
+    cache = make(orders, nbytes, capacity_nbytes)
     skipped_of = [set[int]() for _ in range(num_passes)]  # Places, by pass.
     for index in skipped:
         skipped_of[index // length].add(index % length)

@@ -14,13 +14,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from infinity.sizes import PAGE_NBYTES
-from infinity.streaming.weights.access_order import NEVER, AccessOrder
-from infinity.streaming.weights.eviction import (
-    Evictable,
-    choose_neighbours,
-    choose_victim,
-    main_sizes,
-)
+from infinity.streaming.weights.access_order import NEVER, PassOrders
+from infinity.streaming.weights.by_next_use import ByNextUse
+from infinity.streaming.weights.eviction import Evictable, choose_neighbours, main_sizes
 from infinity.tiers.ranges import Range, RangeAllocator
 
 uses = st.integers(0, 4)
@@ -46,26 +42,30 @@ def fewest_fetches(sequence: list[int], capacity: int) -> int:
 
 
 def fetches_of_the_rule(order: list[int], cycles: int, capacity: int) -> int:
-    """Fetches when `choose_victim` decides, with a trace that knows the order from the start."""
-    trace = AccessOrder()
-    trace.begin()
-    for unit in order:
-        trace.visit(unit)
-    resident: set[int] = set()
+    """Fetches when the furthest next use decides, with a trace that knows the order."""
+    orders = PassOrders({})
+    visit_all(orders, order)
+    resident = ByNextUse(orders)
     fetches = 0
     for _ in range(cycles):
-        trace.begin()
+        orders.now.begin()
         for unit in order:
-            trace.visit(unit)
+            orders.now.visit(unit)
             if unit in resident:
                 continue
             fetches += 1
-            if len(resident) == capacity:
-                victim = choose_victim(trace, sorted(resident))
-                assert victim in resident
-                resident.discard(victim)
+            if len(list(resident)) == capacity:
+                victim = resident.victim(lambda unit: True)
+                assert victim is not None and victim in resident
+                resident.remove(victim)
             resident.add(unit)
     return fetches
+
+
+def visit_all(orders: PassOrders, order: list[int]) -> None:
+    orders.now.begin()
+    for unit in order:
+        orders.now.visit(unit)
 
 
 @given(order=orders, cycles=st.integers(1, 3), capacity=st.integers(1, 4))
@@ -78,57 +78,113 @@ def test_no_eviction_policy_fetches_less(order: list[int], cycles: int, capacity
     assert fetches_of_the_rule(order, cycles, capacity) == fewest_fetches(order * cycles, capacity)
 
 
-@given(order=orders, start=st.integers(0, 7), candidates=st.sets(st.integers(0, 6)),
-       wanted=st.one_of(st.none(), uses))  # fmt: skip
-@settings(max_examples=200)
-def test_the_victim_is_the_one_used_last_and_later_than_who_asks(
-    order: list[int], start: int, candidates: set[int], wanted: int | None
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["use", "add", "remove"]), st.integers(0, 6)),
+        st.tuples(st.sampled_from(["begin", "train", "eval"]), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(order=orders, steps=steps, kept=st.sets(st.integers(0, 6)), nearer=st.integers(0, 6),
+       wanted=st.integers(0, 9), is_limited=st.booleans())  # fmt: skip
+@example(order=[0], steps=[("add", 0)] + [("use", 1)] * 3, kept=set(), nearer=1, wanted=0,
+         is_limited=False)  # fmt: skip
+@settings(max_examples=300)
+def test_units_lie_in_the_order_of_their_next_uses_after_any_uses(
+    order: list[int],
+    steps: list[tuple[str, int]],
+    kept: set[int],
+    nearer: int,
+    wanted: int,
+    is_limited: bool,
 ) -> None:
-    trace = AccessOrder()
-    trace.begin()
-    for unit in order:
-        trace.visit(unit)
-    trace.begin()
-    for unit in order[:start]:
-        trace.visit(unit)
-    if wanted is not None and wanted not in order:
-        return  # Only units of the prediction are ever wanted ahead.
-    victim = choose_victim(trace, sorted(candidates), nearer_than=wanted)
-    allowed = [
-        unit
-        for unit in candidates
-        if wanted is None or trace.distance(unit) > trace.distance(wanted)
-    ]
-    if not allowed:
-        assert victim is None
-        return
-    assert victim in allowed
-    assert trace.distance(victim) == max(map(trace.distance, allowed))
+    """Unit 6 feeds unit 0, and unit 5 is used by mistake alone. A row that is asked after every
+    step, and one that is asked once, against the distance of each unit."""
+    orders, nbytes = PassOrders({6: 0}), [2, 2, 2, 9, 9, 5, 2]
+    visit_all(orders, order)
+    orders.now.begin()
+    asked, once, plain = ByNextUse(orders, nbytes), ByNextUse(orders, nbytes), ByNextUse(orders)
+    there: set[int] = set()
+    for what, unit in steps:
+        if what == "use":
+            orders.now.visit(unit)
+        elif what == "begin":
+            orders.now.begin()
+        elif what in ("train", "eval"):
+            orders.turn_to(what)
+        else:
+            for row in (asked, once, plain):
+                (row.add if what == "add" else row.remove)(unit)
+            (there.add if what == "add" else there.discard)(unit)
+        list(asked.later_than(0))
+    distance = orders.now.distance
+    limit = distance(nearer) if is_limited else -1
+    allowed = [unit for unit in there if unit not in kept and distance(unit) > limit]
+    fitting = [unit for unit in allowed if wanted <= nbytes[unit] <= 2 * wanted]
+    expected = max(map(distance, allowed), default=None)
+    largest = {nbytes[unit] for unit in allowed if distance(unit) == expected}
+    for row in (asked, once):
+        named = {"nearer_than": nearer} if is_limited else {}
+        victim = row.victim(lambda unit: unit not in kept, wanted_nbytes=wanted, **named)
+        assert (victim is None) == (not allowed)
+        if victim is None or expected is None:
+            continue
+        assert victim in allowed
+        if min(largest) > 2 * wanted and expected < NEVER and fitting:
+            assert distance(victim) == max(map(distance, fitting)) and victim in fitting
+        elif max(largest) <= 2 * wanted or expected == NEVER or not fitting:
+            assert distance(victim) == expected
+        later = list(row.later_than(orders.now.next_use(nearer)))
+        assert set(later) == {unit for unit in there if distance(unit) > distance(nearer)}
+        assert set(row) == there
+    soonest = [distance(unit) for unit in plain.soonest()]
+    assert soonest == sorted(distance(unit) for unit in there if distance(unit) < NEVER)
+
+
+def test_a_row_of_other_indexes_follows_the_same_uses() -> None:
+    orders = PassOrders({})
+    visit_all(orders, [0, 1, 2])
+    orders.now.begin()
+    row = ByNextUse(orders, first=10)
+    for unit in (10, 11, 12):
+        row.add(unit)
+    orders.now.visit(0)
+    assert list(row.soonest()) == [11, 12, 10]
+    assert row.victim(lambda unit: True, nearer_than=10) is None
 
 
 def test_eviction_takes_units_outside_the_prediction_first() -> None:
-    trace = AccessOrder()
-    trace.begin()
-    for unit in (0, 1, 2):
-        trace.visit(unit)
-    trace.begin()
-    assert trace.distance(9) == NEVER
-    assert choose_victim(trace, [0, 1, 9, 2]) == 9
-    assert choose_victim(trace, [0, 9], nearer_than=2) == 9
+    assert victim_of([0, 1, 2], [0, 1, 9, 2]) == 9
+    assert victim_of([0, 1, 2], [0, 9], nearer_than=2) == 9
 
 
-def test_eviction_prefers_a_fitting_unit_over_an_oversized_one() -> None:
-    trace = AccessOrder()
-    trace.begin()
-    for unit in (0, 1, 2, 3):
-        trace.visit(unit)
-    trace.begin()
-    nbytes = [2, 2, 2, 9, 9]
-    assert choose_victim(trace, [0, 1, 2, 3], nbytes=nbytes, wanted_nbytes=2) == 2
-    assert choose_victim(trace, [0, 1, 3], nbytes=nbytes, wanted_nbytes=1) == 1
-    assert choose_victim(trace, [0, 1, 2, 3], nbytes=nbytes, wanted_nbytes=3) == 3
-    assert choose_victim(trace, [0, 4], nbytes=nbytes, wanted_nbytes=2) == 4, "never used again"
-    assert choose_victim(trace, [0, 1, 3], nearer_than=2, nbytes=nbytes, wanted_nbytes=2) == 3
+def victim_of(order: list[int], candidates: list[int], **named: int) -> int | None:
+    orders = PassOrders({})
+    visit_all(orders, order)
+    orders.now.begin()
+    row = ByNextUse(orders, [2, 2, 2, 9, 9, 0, 0, 0, 0, 2])
+    for unit in candidates:
+        row.add(unit)
+    return row.victim(lambda unit: True, **named)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "wanted", "expected", "nearer_than"),
+    [
+        ([0, 1, 2, 3], 2, 2, None),
+        ([0, 1, 3], 1, 1, None),
+        ([0, 1, 2, 3], 3, 3, None),
+        ([0, 4], 2, 4, None),  # Never used again.
+        ([0, 1, 3], 2, 3, 2),
+    ],
+)
+def test_eviction_prefers_a_fitting_unit_over_an_oversized_one(
+    candidates: list[int], wanted: int, expected: int, nearer_than: int | None
+) -> None:
+    named = {} if nearer_than is None else {"nearer_than": nearer_than}
+    assert victim_of([0, 1, 2, 3], candidates, wanted_nbytes=wanted, **named) == expected
 
 
 # (pages, what is there): a hole, a block that stays, or a block with the distance of its next use.

@@ -12,16 +12,25 @@ from collections.abc import Iterator, Mapping
 # A pass that never ends (a loop that enters below the root module) must not grow the record.
 _RECORD_LIMIT = 1 << 20
 NEVER = 1 << 60
+# A use that is so much later than expected, in uses, is the end of an epoch.
+_MOST_SKIPPED = 64
 
 
 class AccessOrder:
     """Cyclic sequence of unit indexes with a cursor at the next expected use.
 
-    `stands_for`: units that are never used themselves, and the unit that each one feeds.
+    `stands_for`: units that are never used themselves, and the unit that each one feeds. `moved`:
+    units whose next use has changed since `epoch` was counted last; all others have theirs.
     """
 
     def __init__(self, stands_for: Mapping[int, int] | None = None) -> None:
         self._stands_for = {} if stands_for is None else stands_for
+        self._feeders: dict[int, list[int]] = {}
+        for feeder, unit in self._stands_for.items():
+            self._feeders.setdefault(unit, []).append(feeder)
+        self.epoch = 0
+        self.moved: list[int] = []
+        self._steps = 0  # Of the cursor, in this epoch.
         self._order: tuple[int, ...] = ()
         self._places: dict[int, list[int]] = {}
         self._cursor = 0
@@ -43,6 +52,12 @@ class AccessOrder:
                 self._places.setdefault(unit, []).append(place)
         self._recorded.clear()
         self._cursor = 0
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.epoch += 1
+        self._steps = 0
+        self.moved.clear()
 
     def visit(self, unit: int) -> bool:
         """Notes a use. Returns whether it was the predicted one."""
@@ -52,9 +67,22 @@ class AccessOrder:
         if distance == NEVER:
             self.misses += bool(self._order)
             return False
+        if distance > _MOST_SKIPPED or len(self.moved) > _RECORD_LIMIT:
+            self._begin_epoch()
+        else:
+            for step in range(distance + 1):
+                reached = self._order[(self._cursor + step) % len(self._order)]
+                self.moved += (reached, *self._feeders.get(reached, ()))
+            self._steps += distance + 1
         self._cursor = (self._cursor + distance + 1) % len(self._order)
         self.misses += distance != 0
         return distance == 0
+
+    def next_use(self, unit: int) -> int:
+        """The expected next use, counted in uses from the start of the epoch: it changes for the
+        units in `moved` alone. NEVER if none is known."""
+        distance = self.distance(unit)
+        return distance if distance == NEVER else self._steps + distance
 
     def distance(self, unit: int, *, beyond: int = -1) -> int:
         """Uses of other units expected before the next use of this one; NEVER if none is known.
@@ -67,19 +95,27 @@ class AccessOrder:
         place = places[index] if index < len(places) else places[0] + len(self._order)
         return cycles * len(self._order) + place - self._cursor
 
-    def upcoming(self, *, this_pass: bool = False) -> Iterator[int]:
-        """The units of the next full cycle in expected order, each once; with `this_pass`, those
-        until the end of the pass that has begun."""
-        seen: set[int] = set()
+    @property
+    def now(self) -> int:
+        """The next use of all, counted as `next_use` does."""
+        return self._steps
+
+    def unit_at(self, use: int) -> int:
+        """The unit of an expected use, counted as `next_use` does."""
+        return self._order[(self._cursor + use - self._steps) % len(self._order)]
+
+    def end(self, *, this_pass: bool = False) -> int:
+        """The use behind those of the next full cycle; with `this_pass`, behind those of the pass
+        that has begun."""
         count = len(self._order)
         if this_pass:
             is_over = self._cursor == 0 and bool(self._recorded)
             count = 0 if is_over else count - self._cursor
-        for step in range(count):
-            unit = self._order[(self._cursor + step) % len(self._order)]
-            if unit not in seen:
-                seen.add(unit)
-                yield unit
+        return self._steps + count
+
+    def upcoming(self) -> Iterator[int]:
+        """The units of the next full cycle in expected order, each once."""
+        yield from dict.fromkeys((*self._order[self._cursor :], *self._order[: self._cursor]))
 
 
 class PassOrders:

@@ -30,15 +30,14 @@ from infinity.storage.protocol import Priority
 from infinity.storage.undecided import UndecidedContent
 from infinity.streaming.inputs.input_memory import InputMemory
 from infinity.streaming.weights.access_order import PassOrders
+from infinity.streaming.weights.by_next_use import ByNextUse
 from infinity.streaming.weights.decoding import refuse_change
 from infinity.streaming.weights.moves import WeightMoves
+from infinity.streaming.weights.read_ahead import ReadAhead
 from infinity.streaming.weights.space import WeightMemory, WeightSpace
 from infinity.streaming.weights.state import HostCopy, WeightProvider, Weights, WeightState
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
-
-# Units: the next ones are read in time even if their space must be made.
-_NEAR = 2
 
 
 class WeightCache:
@@ -63,18 +62,20 @@ class WeightCache:
         self._pool = pool
         self._device = device
         self._counters = counters
-        self._inputs = inputs  # Layer inputs in the same memory.
         # None for a device without streams, so that a backward does not ask at every node.
         self.current_stream = None if device.shares_host_memory else device.current_stream
         self._orders = PassOrders(source.feeders())
-        self._moves = WeightMoves(store, pool, device, counters, source)
+        self._moves = WeightMoves(store, pool, device, counters, source, self._orders)
         self.weights = self._moves.weights
         # Units that rest where the device computes are there already: none is fetched ahead.
         is_all_there = device.shares_host_memory and all(
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
-        self._window_nbytes = 0 if is_all_there else memory.ahead_nbytes
+        window_nbytes = 0 if is_all_there else memory.ahead_nbytes
         self.space = WeightSpace(self._moves, self._orders, pool, device, memory)
+        self._ahead = ReadAhead(
+            self._moves, self.space, self._orders, source, inputs, device, window_nbytes
+        )
         self._attached: dict[int, torch.Tensor] = {}  # By unit: the bytes of its region.
         self._moves.decoding.prepare(
             memory.decoded_nbytes, has_second_memory=memory.has_second_memory
@@ -88,12 +89,16 @@ class WeightCache:
         order = self._orders.turn_to(kind)
         if is_new:
             order.begin()
-        self._source.note_pass(is_training=kind == "train")
+        self._note_pass(is_training=kind == "train")
+
+    def _note_pass(self, *, is_training: bool) -> None:
+        self._source.note_pass(is_training=is_training)
+        self._ahead.look_anew()
 
     def begin_backward(self) -> None:
         """Continues the training pass with its backward. An evaluation may have run in between."""
         self._orders.turn_to("train")
-        self._source.note_pass(is_training=True)
+        self._note_pass(is_training=True)
 
     def end_training(self) -> None:
         """Records that no use begins before the next pass, and ends pending arrivals.
@@ -106,7 +111,14 @@ class WeightCache:
             is_kept = weights.unit.stored is not None and weights.block is not None
             if is_kept and self._source.feeder_of(weights.unit.index) is not None:
                 self._moves.evict(weights)
-        self._source.note_pass(is_training=False)
+        self._note_pass(is_training=False)
+
+    def prefetch_anew(self) -> None:
+        """After a step that made weights outdated: fetches for the pass to come."""
+        self._orders.now.begin()
+        self._note_pass(is_training=True)  # Probably; it is said when the pass begins.
+        self._ahead.fetch(Priority.FORWARD)
+        self._note_pass(is_training=False)
 
     def acquire(self, unit: int, priority: Priority, *, is_of_pass: bool = True) -> bool:
         """Makes the unit's weights usable on the device until `release`.
@@ -128,7 +140,7 @@ class WeightCache:
             return False
         if is_of_pass:
             try:
-                self._prefetch(priority)
+                self._ahead.fetch(priority)
             except BaseException:
                 self.release(unit)  # Nobody has the use that this call would have begun.
                 raise
@@ -152,6 +164,10 @@ class WeightCache:
     def expected(self) -> Iterator[int]:
         """Units in the order in which they will probably be used next, each once."""
         return self._orders.now.upcoming()
+
+    def by_next_use(self, *, first: int = 0) -> ByNextUse:
+        """Returns an empty row of units. `first`: its index of unit 0 here."""
+        return ByNextUse(self._orders, first=first)
 
     def in_use(self) -> list[str]:
         """Names of the units in use."""
@@ -196,68 +212,6 @@ class WeightCache:
         finally:
             weights.is_checked_out = False
 
-    # -- Reading ahead ----------------------------------------------------------------------------
-
-    def _prefetch(self, priority: Priority) -> None:
-        """Starts reads for the next units of the prediction, up to the window, and fills their
-        regions where the device has space."""
-        if not self._window_nbytes:
-            return
-        window_nbytes, ahead_nbytes = self._inputs.window_nbytes(self._window_nbytes), 0
-        has_device_space = not self._device.shares_host_memory
-        for index in self._orders.now.upcoming(this_pass=self._source.is_outdated_by_step):
-            weights = self.weights[index]
-            if weights.undecided is not None and (
-                weights.rests_on_host or weights.state is WeightState.ABSENT
-            ):
-                continue  # What is there now is old after the decision.
-            feeder = self._moves.feeder_of(weights)
-            read = weights if feeder is None else feeder
-            ahead_nbytes += self._moves.nbytes[read.unit.index]
-            if ahead_nbytes > window_nbytes:
-                return
-            is_absent = weights.state is WeightState.ABSENT and read.state is WeightState.ABSENT
-            if is_absent and not self._read_ahead(read, priority, ahead_nbytes):
-                return
-            if has_device_space and feeder is not None and weights.state is WeightState.ABSENT:
-                has_device_space = self.space.fill_ahead(weights, feeder)
-            if weights.state is WeightState.READING and weights.reading and weights.reading.done():
-                try:
-                    self._moves.finish_read(weights)
-                except StorageError:
-                    return  # Who needs these weights reads them again.
-            if has_device_space and weights.state in (WeightState.READY, WeightState.STAGED):
-                has_device_space = self._attach_ahead(weights)
-            if weights is self._moves.decoding.staged:
-                has_device_space = False  # It is decoded when it is there, and has space.
-
-    def prefetch_anew(self) -> None:
-        """After a step that made weights outdated: fetches for the pass to come."""
-        self._orders.now.begin()
-        self._source.note_pass(is_training=True)  # Probably; it is said when the pass begins.
-        self._prefetch(Priority.FORWARD)
-        self._source.note_pass(is_training=False)
-
-    def _read_ahead(self, weights: Weights, priority: Priority, ahead_nbytes: int) -> bool:
-        """Starts a read if there is space without dropping weights that are needed sooner.
-        `ahead_nbytes`: of the uses until then, with its own."""
-        is_near = ahead_nbytes <= _NEAR * self._moves.nbytes[weights.unit.index]
-        waits = self._inputs.are_returning and not is_near
-        block = self.space.find_block(weights, only_free=waits)
-        if block is None:
-            return False
-        self._moves.start_read(weights, block, priority)
-        return True
-
-    def _attach_ahead(self, weights: Weights) -> bool:
-        """As `WeightSpace.fill_ahead`, of weights that may be shown."""
-        if weights.is_checked_out or weights.awaits_update:
-            return True
-        try:
-            return self.space.fill_ahead(weights, None)
-        except torch.OutOfMemoryError:
-            return False  # The computation may still have enough.
-
     # -- Changing weights --------------------------------------------------------------------------
 
     def is_in_use(self, unit: int) -> bool:
@@ -277,6 +231,8 @@ class WeightCache:
         """Sets what writes of the unit go to while no step has decided its update. A read would
         get the old bytes, so nothing reads the unit ahead meanwhile. None: they count at once."""
         self.weights[unit].undecided = undecided
+        if undecided is None:
+            self._ahead.look_anew()
 
     def is_evictable(self, unit: int) -> bool:
         """Whether the unit is on the device and rests elsewhere."""
@@ -298,7 +254,11 @@ class WeightCache:
     def can_check_out(self, unit: int) -> bool:
         """Whether `check_out` would neither wait nor allocate: the unit is not in use, and its host
         block has the bytes of its tier."""
-        return self.weights[unit].is_quiet
+        weights = self.weights[unit]
+        if weights.state is WeightState.READING and weights.reading and weights.reading.done():
+            with contextlib.suppress(StorageError):  # Who needs the weights reads them again.
+                self._moves.finish_read(weights)
+        return weights.is_quiet
 
     def take_off_device(self, unit: int) -> None:
         """Puts an idle unit's host bytes back to their own address, for others to read them."""

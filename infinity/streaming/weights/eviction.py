@@ -1,7 +1,7 @@
 """Decisions about residency: pure functions of the access order and of the resident units.
 
 Memory that is allocated in one range needs neighbours to go: `choose_neighbours`.
-Elsewhere one unit after the other goes: `choose_victim`.
+Elsewhere one unit after the other goes: `by_next_use.py`.
 
 Source: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: evicting
 the page whose next use is furthest away moves the fewest bytes, and the order of training is known.
@@ -27,15 +27,15 @@ Note [Reads ahead]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infinity.sizes import align_up
-from infinity.streaming.weights.access_order import NEVER, AccessOrder
+from infinity.streaming.weights.access_order import NEVER
 from infinity.tiers.ranges import Range, fits_within, granule_of, rounded_nbytes
 
 _OF_A_HOLE = 1 << 62  # Further away than any block.
-_MOST_WASTED = 2  # A victim this many times as large as the needed size is avoided.
+MOST_WASTED = 2  # A victim this many times as large as the needed size is avoided.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,33 +127,5 @@ def _score(soonest: int, nbytes: int, wanted_nbytes: int, size_nbytes: int) -> t
     elif nbytes <= size_nbytes:
         rank = 2
     else:
-        rank = int(nbytes <= _MOST_WASTED * wanted_nbytes)
+        rank = int(nbytes <= MOST_WASTED * wanted_nbytes)
     return rank, soonest, -nbytes
-
-
-def choose_victim(
-    trace: AccessOrder,
-    candidates: Iterable[int],
-    *,
-    nearer_than: int | None = None,
-    nbytes: Sequence[int] | None = None,
-    wanted_nbytes: int = 0,
-) -> int | None:
-    """Returns the candidate whose next use is furthest away, or None.
-
-    nearer_than: a unit that is read ahead of its use. Only candidates that are used later than it
-        are chosen, because a read ahead must never cost a read of a unit that is needed sooner
-    nbytes: bytes by unit. A candidate of more than twice `wanted_nbytes` is chosen only if none of
-        one to two times that size would do, or if its use is not expected
-    """
-    limit = -1 if nearer_than is None else trace.distance(nearer_than)
-    distances = {unit: trace.distance(unit) for unit in candidates}
-    allowed = [unit for unit, distance in distances.items() if distance > limit]
-    if not allowed:
-        return None
-    victim = max(allowed, key=distances.__getitem__)
-    most_nbytes = _MOST_WASTED * wanted_nbytes
-    if nbytes is not None and nbytes[victim] > most_nbytes and distances[victim] < NEVER:
-        fitting = [unit for unit in allowed if wanted_nbytes <= nbytes[unit] <= most_nbytes]
-        victim = max(fitting, key=distances.__getitem__, default=victim)
-    return victim

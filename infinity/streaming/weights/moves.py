@@ -28,6 +28,8 @@ from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, HostLocation, StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
+from infinity.streaming.weights.access_order import PassOrders
+from infinity.streaming.weights.by_next_use import ByNextUse
 from infinity.streaming.weights.decoding import WeightDecoding
 from infinity.streaming.weights.eviction import main_sizes
 from infinity.streaming.weights.state import WeightProvider, Weights, WeightState
@@ -40,9 +42,10 @@ class WeightMoves:
     """The only writer of residency (`Weights`): reads, writes, copies, arrivals.
 
     `weights`: all units, by index. `nbytes`: host bytes of the weights, by unit; also of full units
-    whose weights rest in shards of other units. `attached_nbytes`: weights on the device that rest
-    elsewhere. `num_changes`: blocks outside the zone that were taken or freed. Called
-    under the engine's lock.
+    whose weights rest in shards of other units. `on_device`: units on the device that rest
+    elsewhere, of `attached_nbytes`. `in_blocks`: those that have a block and rest elsewhere.
+    `lost`: units that have left a block or the device since `ReadAhead` looked. `num_changes`:
+    blocks outside the zone that were taken or freed. Called under the engine's lock.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class WeightMoves:
         device: DeviceAdapter,
         counters: Counters,
         source: WeightProvider,
+        orders: PassOrders,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -61,7 +65,7 @@ class WeightMoves:
         self.decoding = WeightDecoding(store, pool, device, counters, self.detach)
         self.attached_nbytes = 0
         self.num_changes = 0
-        self._there: dict[int, Weights] = {}
+        self.lost: set[int] = set()
         # Where the next use waits for the write, the write does not wait behind updated state.
         is_awaited = device.shares_host_memory
         self._write_priority = Priority.STATE if is_awaited else Priority.WRITE_BACK
@@ -69,6 +73,8 @@ class WeightMoves:
             unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
             for unit in store.units
         ]
+        self.on_device = ByNextUse(orders, [unit.weight_nbytes for unit in store.units])
+        self.in_blocks = ByNextUse(orders, self.nbytes)
         feeders = source.feeders()
         fed = set(feeders.values())
         # A unit with a feeder has no host block, and the pages of a rank have one as a feeder only.
@@ -102,14 +108,6 @@ class WeightMoves:
         if not weights.rests_on_device and self._travels[unit]:
             self._pool.spare.weights_to_come_nbytes += sign * self.nbytes[unit]
 
-    def there(self) -> list[Weights]:
-        """Returns the units with a host block or device memory besides where they rest, by index. A
-        model may have tens of thousands of units, of which few are in memory."""
-        for weights in list(self._there.values()):
-            if weights.state is WeightState.ABSENT and not (weights.block or weights.decoded):
-                del self._there[weights.unit.index]
-        return [self._there[index] for index in sorted(self._there)]
-
     # -- Host ------------------------------------------------------------------------------------
 
     def require(self, weights: Weights) -> Block:
@@ -129,7 +127,7 @@ class WeightMoves:
     def _take(self, weights: Weights, block: Block) -> None:
         """Makes `block` the unit's host block."""
         weights.block = block
-        self._there[weights.unit.index] = weights
+        self.in_blocks.add(weights.unit.index)
         self.num_changes += 1
         self._count_absent(weights, -1)
 
@@ -210,6 +208,8 @@ class WeightMoves:
         # INV-2: transfers are done before the block is freed.
         self._pool.free(weights.block)
         weights.block = None
+        self.in_blocks.remove(weights.unit.index)
+        self.lost.add(weights.unit.index)
         self.num_changes += 1
         self._count_absent(weights, 1)
         if weights.state is WeightState.READY:
@@ -254,7 +254,7 @@ class WeightMoves:
             self.attach(weights)
         else:
             self._start_arrival(weights, feeder, weights.region)
-            self.attached_nbytes += weights.unit.weight_nbytes
+            self._count_attached(weights)
 
     def attach(self, weights: Weights) -> None:
         """Starts the copy from the block to the device, or the decoding there, where space was
@@ -267,9 +267,16 @@ class WeightMoves:
         else:
             weights.copying = self.decoding.attach(weights)
             self._note_decoded(weights)
-        self._there[weights.unit.index] = weights
-        self.attached_nbytes += weights.unit.weight_nbytes
+        self._count_attached(weights)
         weights.state = WeightState.ATTACHED
+
+    def is_on_device(self, weights: Weights) -> bool:
+        """Whether the device has the weights, or their memory and they are on their way there."""
+        return weights.rests_on_device or weights.unit.index in self.on_device
+
+    def _count_attached(self, weights: Weights) -> None:
+        self.on_device.add(weights.unit.index)
+        self.attached_nbytes += weights.unit.weight_nbytes
 
     def _note_decoded(self, weights: Weights) -> None:
         if weights.decoded is not None and not self.decoding.is_in_zone(weights):
@@ -323,6 +330,8 @@ class WeightMoves:
         self._device.detach(weights.region)  # A copy that is still under way reads the block.
         self._note_decoded(weights)
         self.decoding.drop(weights)
+        self.on_device.remove(weights.unit.index)
+        self.lost.add(weights.unit.index)
         self.attached_nbytes -= weights.unit.weight_nbytes
         weights.state = WeightState.ABSENT if weights.block is None else WeightState.READY
 
@@ -363,7 +372,6 @@ class WeightMoves:
             unit.index, region, self._bytes_of(feeder), feeder.reading, decoding
         )
         weights.feeder, feeder.fills = feeder, weights
-        self._there[weights.unit.index] = weights
         weights.state = WeightState.ARRIVING
 
     def _bytes_of(self, feeder: Weights) -> torch.Tensor:

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infinity.errors import CapacityError
 from infinity.streaming.weights.access_order import NEVER, PassOrders
-from infinity.streaming.weights.eviction import Evictable, choose_neighbours, choose_victim
+from infinity.streaming.weights.eviction import Evictable, choose_neighbours
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.state import Weights, WeightState
 from infinity.tiers.device import DeviceAdapter
@@ -103,19 +103,16 @@ class WeightSpace:
         """Starts to fill the unit's region, or stages its bytes, if that drops no weights that are
         needed sooner. Returns whether there may be space for more."""
         nbytes, unit, order = weights.unit.weight_nbytes, weights.unit.index, self._orders.now
+        excess_nbytes = 0
         if self._window_nbytes is not None:
             # All or nothing: units detached for one that does not fit would be fetched again.
-            least_distance = order.distance(unit)
-            later_nbytes = sum(
-                self._weights[index].unit.weight_nbytes
-                for index in self._idle_on_device(WeightState.ATTACHED)
-                if order.distance(index) > least_distance
-            )
-            needed_nbytes = self._moves.attached_nbytes + nbytes - later_nbytes
-            has_space = needed_nbytes <= self._window_nbytes
-        else:
-            has_space = True
-        if has_space and self._detach_idle(nbytes, nearer_than=unit):
+            excess_nbytes = self._moves.attached_nbytes + nbytes - self._window_nbytes
+            for other in self._moves.on_device.later_than(order.next_use(unit)):
+                if excess_nbytes <= 0:
+                    break
+                if self._is_idle(other):
+                    excess_nbytes -= self._weights[other].unit.weight_nbytes
+        if excess_nbytes <= 0 and self._detach_idle(nbytes, nearer_than=unit):
             self._moves.fill(weights, feeder)
             return True
         is_on_way = weights.state is WeightState.STAGED
@@ -130,21 +127,24 @@ class WeightSpace:
             self._window_nbytes is not None
             and self._moves.attached_nbytes + wanted_nbytes > self._window_nbytes
         ):
-            idle = list(self._idle_on_device(WeightState.ATTACHED))
-            if not idle and nearer_than is None:
-                idle = list(self._idle_on_device(WeightState.ARRIVING))
-            victim = self._choose(idle, wanted_nbytes, nearer_than)
+            victim = self._moves.on_device.victim(
+                self._is_idle, nearer_than=nearer_than, wanted_nbytes=wanted_nbytes
+            )
+            if victim is None and nearer_than is None:
+                victim = self._moves.on_device.victim(
+                    self._is_arriving, wanted_nbytes=wanted_nbytes
+                )
             if victim is None:
                 return False
             self._moves.take_off_device(self._weights[victim])
         return True
 
-    def _idle_on_device(self, state: WeightState) -> Iterator[int]:
-        for weights in self._moves.there():
-            has_region = not weights.rests_on_device and weights is not self._moves.decoding.staged
-            is_idle = not weights.use_count and not weights.is_checked_out
-            if weights.state is state and is_idle and has_region:
-                yield weights.unit.index
+    def _is_idle(self, unit: int, state: WeightState = WeightState.ATTACHED) -> bool:
+        weights = self._weights[unit]
+        return weights.state is state and not (weights.use_count or weights.is_checked_out)
+
+    def _is_arriving(self, unit: int) -> bool:
+        return self._is_idle(unit, WeightState.ARRIVING)
 
     def lend_device(self, nbytes: int) -> bool:
         """Lends memory of the device window for anything but weights, until `end_device_loans`.
@@ -191,7 +191,8 @@ class WeightSpace:
             return True
         if weights.rests_on_host or not self._device.shares_host_memory:
             return True
-        in_use = [w for w in self._moves.there() if w.use_count or w.is_checked_out]
+        there = (self._weights[unit] for unit in self._there())
+        in_use = [w for w in there if w.use_count or w.is_checked_out]
         kept = [kept for w in in_use for kept in (w.block, w.decoded) if kept is not None]
         # The budget has the space of stored bytes, which may be dropped, beside the decoded ones.
         nbytes = self._moves.nbytes[weights.unit.index]
@@ -204,12 +205,9 @@ class WeightSpace:
         if self.free_kept(wanted_nbytes):
             return True
         # Feeders whose block is free once the all-gather that they feed is cancelled.
-        feeding = [
-            weights.unit.index
-            for weights in self._moves.there()
-            if weights.fills is not None and weights.block is not None and not weights.rests_on_host
-        ]
-        victim = self._choose(feeding, wanted_nbytes)
+        victim = self._moves.in_blocks.victim(
+            lambda unit: self._weights[unit].fills is not None, wanted_nbytes=wanted_nbytes
+        )
         if victim is None:
             return False
         arriving = self._weights[victim].fills
@@ -237,14 +235,23 @@ class WeightSpace:
     def _free_one(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
         """Frees a block, of a unit that is used later than `nearer_than`. Returns whether there was
         one."""
-        there = self._moves.there()
-        evictable = [weights.unit.index for weights in there if self._is_evictable(weights)]
-        droppable = [weights.unit.index for weights in there if self._is_droppable(weights)]
-        victim = self._choose(dict.fromkeys(droppable + evictable), wanted_nbytes, nearer_than)
-        if victim is None:
-            return False
-        self._free(victim, is_decoded=victim not in evictable)
-        return True
+        victim = self._moves.in_blocks.victim(
+            self._is_evictable, nearer_than=nearer_than, wanted_nbytes=wanted_nbytes
+        )
+        decoded = None
+        if self._has_stored:
+            decoded = self._moves.on_device.victim(self._is_droppable, nearer_than=nearer_than)
+        distance, is_decoded = self._orders.now.distance, False
+        if decoded is not None and decoded != victim:
+            is_decoded = victim is None or distance(decoded) >= distance(victim)
+        freed = decoded if is_decoded else victim
+        if freed is not None:
+            self._free(freed, is_decoded=is_decoded)
+        return freed is not None
+
+    def _there(self) -> list[int]:
+        """The units with a block that is not at rest, or with device memory."""
+        return sorted({*self._moves.in_blocks, *self._moves.on_device})
 
     def _free_neighbours(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
         """Frees neighbouring blocks, of units that are used later than `nearer_than`, which make
@@ -262,7 +269,7 @@ class WeightSpace:
             self._refusal = _Refusal(
                 nearer_than,
                 needed,
-                [w.unit.index for w in self._moves.there() if w.unit.index not in idle],
+                [there for there in self._there() if there not in idle],
                 sum(block.range.nbytes for block in chosen) <= of_size,
                 order.order,
                 self._moves.num_changes,
@@ -287,8 +294,7 @@ class WeightSpace:
             return False
         soonest = min((order.distance(u, beyond=limit) for u in last.chosen), default=-1)
         for index in last.in_use[:]:
-            weights = self._weights[index]
-            if self._is_evictable(weights) or self._is_droppable(weights):
+            if self._is_evictable(index) or self._is_droppable(index):
                 if not last.is_of_size or order.distance(index, beyond=limit) >= soonest:
                     return False
                 last.in_use.remove(index)
@@ -297,26 +303,29 @@ class WeightSpace:
     def _freeable(self, limit: int) -> Iterator[Evictable]:
         """Yields the blocks that may be freed, with their uses beyond the limit. A decoded block
         whose stored bytes are in memory, too, costs no read."""
-        order, there = self._orders.now, self._moves.there()
-        for weights in filter(self._is_droppable, there):
+        order, there = self._orders.now, self._there()
+        for index in filter(self._is_droppable, there):
+            weights = self._weights[index]
             assert weights.decoded is not None
-            index, is_spare = weights.unit.index, weights.block is not None
+            is_spare = weights.block is not None
             distance = NEVER + 1 if is_spare else order.distance(index, beyond=limit)
             yield Evictable(weights.decoded.range, index, distance, is_decoded=True)
-        for weights in filter(self._is_evictable, there):
-            assert weights.block is not None
-            index = weights.unit.index
-            yield Evictable(weights.block.range, index, order.distance(index, beyond=limit))
+        for index in filter(self._is_evictable, there):
+            block = self._weights[index].block
+            assert block is not None
+            yield Evictable(block.range, index, order.distance(index, beyond=limit))
 
     def _free(self, unit: int, *, is_decoded: bool) -> None:
         (self._moves.detach if is_decoded else self._moves.evict)(self._weights[unit])
 
-    def _is_droppable(self, weights: Weights) -> bool:
+    def _is_droppable(self, unit: int) -> bool:
         """Whether the decoded block may be freed alone: not in use, and outside the zone."""
+        weights = self._weights[unit]
         return weights.is_decoded_idle and not self._moves.decoding.is_in_zone(weights)
 
-    def _is_evictable(self, weights: Weights) -> bool:
+    def _is_evictable(self, unit: int) -> bool:
         """Whether the host block may be freed: not at rest there, not used by the device."""
+        weights = self._weights[unit]
         if weights.block is None or weights.rests_on_host or weights.is_checked_out:
             return False
         if weights.fills is not None:
@@ -325,14 +334,3 @@ class WeightSpace:
             # The decoded block is attached: the stored bytes are not in use.
             return not weights.is_decoding
         return weights.use_count == 0 or not self._device.shares_host_memory
-
-    def _choose(
-        self, candidates: Iterable[int], wanted_nbytes: int, nearer_than: int | None = None
-    ) -> int | None:
-        return choose_victim(
-            self._orders.now,
-            candidates,
-            nearer_than=nearer_than,
-            nbytes=self._moves.nbytes,
-            wanted_nbytes=wanted_nbytes,
-        )
