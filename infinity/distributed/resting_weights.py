@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -134,10 +134,6 @@ class RestingWeights(UpdatedWeights):
     def _end_copy(self, unit: int, write: Transfer | None) -> None:
         del self._copies[unit]
         self._kept.end_update(unit, write)
-
-    @override
-    def expected(self) -> Iterator[int]:
-        return iter(())
 
     @override
     def await_update(self, unit: int, is_awaited: bool) -> None:

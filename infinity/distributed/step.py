@@ -52,10 +52,6 @@ class ShardWeights(UpdatedWeights):
         self._partition = store.partition
         self._num_full = len(store.partition.full_units)
 
-    @override
-    def expected(self) -> Iterator[int]:
-        return (self._num_full + unit for unit in self._weight_cache.expected())
-
     def await_update(self, unit: int, is_awaited: bool) -> None:
         """Does nothing: no shard is attached during the step."""
 
@@ -111,7 +107,8 @@ class DistributedUpdater(StepRunner):
     ) -> None:
         shards = ShardWeights(weight_cache, store)
         own = replace(settings, in_backward=False)
-        self.local = Updater(store, pool, shards, gradients.owned, counters, own)
+        in_order = weight_cache.by_next_use(first=len(store.partition.full_units))
+        self.local = Updater(store, pool, shards, gradients.owned, counters, own, in_order)
         self.chunk_nbytes = self.local.chunk_nbytes
         self.follows_gradients = True
         self._store = store

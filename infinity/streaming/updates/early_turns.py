@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 
 from typing_extensions import override
 
@@ -23,6 +24,8 @@ from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate, chunks_of
 from infinity.streaming.updates.worker import MOST_CHECKED_OUT, LooseWork
 from infinity.streaming.weights.cache import WeightCache
+
+_MOST_LOOKED_AT = 32  # Units that could be checked out, where those before them cannot.
 
 
 class EarlyTurns(EarlyUpdates):
@@ -56,6 +59,8 @@ class EarlyTurns(EarlyUpdates):
         # All chunks of units that were planned, by unit; they stay the same.
         self._chunks_of: dict[int, tuple[Chunk, ...]] = {}
         self._to_make: dict[int, UnitUpdate] = {}  # Not DONE, in the order in which they came.
+        self._checked_out: dict[int, UnitUpdate] = {}  # Those of them with their weights.
+        self._to_come: dict[int, None] = {}  # Planned, and not queued since.
         self._is_advancing = False
         self.has_worker = is_beside and settings.on_device is None  # Which takes turns.
         self._made_s = 0.0
@@ -67,7 +72,8 @@ class EarlyTurns(EarlyUpdates):
         try:
             self._ring.take()
         except CapacityError:
-            return []
+            planned = []
+        self._to_come = dict.fromkeys(planned)
         return planned
 
     @override
@@ -79,6 +85,7 @@ class EarlyTurns(EarlyUpdates):
         if not self._undecided.reserve(update.unit):
             return False
         self._to_make[index] = update
+        self._to_come.pop(index, None)
         return True
 
     def expected(self) -> Iterator[Chunk]:
@@ -110,7 +117,7 @@ class EarlyTurns(EarlyUpdates):
             if self.has_worker:
                 self._check_out_first()
             else:
-                while self._to_make and self._advance_at_once(self._in_turn()[0]):
+                while self._to_make and self._advance_at_once(next(self._in_turn())):
                     pass
             self._read_ahead()
         finally:
@@ -119,35 +126,33 @@ class EarlyTurns(EarlyUpdates):
     @property
     def has_turn(self) -> bool:
         """Whether the worker has weights of an update."""
-        return self.has_worker and any(map(self._is_checked_out, self._to_make))
+        return self.has_worker and bool(self._checked_out)
 
     def _check_out_first(self) -> None:
         """Checks weights out for the worker."""
-        num_checked_out = sum(map(self._is_checked_out, self._to_make))
-        for index in self._in_turn():
-            if num_checked_out >= MOST_CHECKED_OUT:
+        for index in list(islice(self._in_turn(), _MOST_LOOKED_AT)):
+            if len(self._checked_out) >= MOST_CHECKED_OUT:
                 break
             update = self._to_make.get(index)
             if update is None:  # Its last chunk has ended, because memory was short.
                 continue
             if update.weights is None and self._can_update(update):
                 self._chunks.check_out(update)
-                num_checked_out += 1
+                self._checked_out[index] = update
 
-    def _in_turn(self) -> list[int]:
+    def _in_turn(self) -> Iterator[int]:
         """The units in the order of their updates; one that is begun is finished first."""
         if not self._is_newest_first:
-            return list(self._to_make)
-        newest_first = list(self._to_make)[::-1]
-        return sorted(newest_first, key=lambda index: not self._to_make[index].is_begun)
-
-    def _is_checked_out(self, index: int) -> bool:
-        return self._to_make[index].weights is not None
+            return iter(self._to_make)
+        begun = [index for index, update in self._checked_out.items() if update.is_begun]
+        others = (index for index in reversed(self._to_make) if index not in begun)
+        return chain(begun, others)
 
     def turn(self) -> Sequence[Transfer] | LooseWork | None:
         """A turn of the worker, see `UpdateWorker`: updates a chunk of the first unit that it can.
         The weights of a unit before it may be on their way."""
-        units = list(filter(self._is_checked_out, self._in_turn()))
+        out = self._checked_out
+        units = sorted(out, key=lambda index: not out[index].is_begun)
         if not units or self._is_advancing:
             return None
         self._is_advancing = True
@@ -157,8 +162,7 @@ class EarlyTurns(EarlyUpdates):
                 self._read_ahead()
             if begun is not None:
                 return begun
-            waiting = filter(self._is_checked_out, self._to_make)
-            first = next((self._to_make[index] for index in waiting), None)
+            first = next(iter(self._checked_out.values()), None)
             return None if first is None else self._ring.awaited(first.left[0])
         finally:
             self._is_advancing = False
@@ -185,13 +189,16 @@ class EarlyTurns(EarlyUpdates):
         if index not in self._undecided.contents:
             self._weight_cache.write_to(index, self._undecided.begin(update.unit))
         try:
-            return self._chunks.try_next(update, partial(self._end_chunk, index))
+            work = self._chunks.try_next(update, partial(self._end_chunk, index))
         except StorageError:
             self.take_back(index)  # The next use of the unit meets the cause, and tells it.
             return None
         except BaseException:
             self.take_back(index)
             raise
+        if update.weights is not None:
+            self._checked_out[index] = update
+        return work
 
     def _end_chunk(self, index: int, error: BaseException | None) -> None:
         if error is not None:
@@ -199,6 +206,7 @@ class EarlyTurns(EarlyUpdates):
             if not isinstance(error, StorageError):  # As in `_advance`.
                 raise error
         elif self._to_make[index].is_done:
+            self._checked_out.pop(index, None)
             self._chunks.check_in(self._to_make.pop(index), write_now=True)
 
     def _read_ahead(self) -> None:
@@ -208,9 +216,8 @@ class EarlyTurns(EarlyUpdates):
         """Chunks in the order in which they will be updated; of planned units all of them."""
         for update in self._to_make.values():
             yield from update.left
-        for index in self._planned:
-            if index not in self._early:
-                yield from self._planned_chunks(index)
+        for index in self._to_come:
+            yield from self._planned_chunks(index)
 
     # -- The decision ------------------------------------------------------------------------------
 
@@ -260,8 +267,8 @@ class EarlyTurns(EarlyUpdates):
                 stack.callback(self._stop_one, index, early.update)
 
     def _stop_one(self, index: int, update: UnitUpdate) -> None:
-        self._to_make.pop(index, None)
-        self._planned.pop(index, None)
+        for others in (self._to_make, self._checked_out, self._planned, self._to_come):
+            others.pop(index, None)
         self._ring.drop_reads(lambda chunk: chunk.unit.index == index)
         if not update.is_begun:
             self._drop_unbegun(update)
@@ -293,7 +300,7 @@ class EarlyTurns(EarlyUpdates):
     @override
     def _forget(self) -> None:
         super()._forget()
-        self._to_make = {}
+        self._to_make, self._checked_out, self._to_come = {}, {}, {}
 
     def give_back(self) -> bool:
         """Gives memory for new state back that no update uses. Returns whether there was any."""
@@ -304,12 +311,11 @@ class EarlyTurns(EarlyUpdates):
         """Gives memory back: weights that are checked out between two chunks, or a block for the
         new state of the last early update. Returns whether there was any."""
         self._gradients.end_readers()
-        for index, update in self._to_make.items():
-            if update.weights is not None:
-                if self._is_advancing:
-                    return False
-                self.take_back(index)
-                return True
+        if self._checked_out and self._is_advancing:
+            return False
+        for index in self._checked_out:
+            self.take_back(index)
+            return True
         beside = (i for i in reversed(self._early) if self._undecided.has_memory(self._units[i]))
         last = None if self._is_advancing else next(beside, None)
         if last is not None:

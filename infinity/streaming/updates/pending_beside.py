@@ -18,6 +18,7 @@ from infinity.streaming.updates.record import UpdatedWeights
 from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
 from infinity.streaming.updates.worker import MOST_CHECKED_OUT, LooseWork
+from infinity.streaming.weights.by_next_use import ByNextUse
 from infinity.streaming.weights.cache import WeightCache
 
 
@@ -26,6 +27,7 @@ class PendingBeside:
     the engine's lock.
 
     pending: all of them by unit; the owner changes them
+    in_order: the same, by their next uses
     following: returns the chunks that are read ahead, in the order of their updates
     ended: is told of an update whose chunks are all updated, and whose weights are checked in
     torn: is told why an update has stopped between its chunks
@@ -34,6 +36,7 @@ class PendingBeside:
     def __init__(
         self,
         pending: Mapping[int, UnitUpdate],
+        in_order: ByNextUse,
         weight_cache: UpdatedWeights,
         chunks: ChunkUpdates,
         ring: StagingRing,
@@ -42,6 +45,7 @@ class PendingBeside:
         torn: Callable[[BaseException], None],
     ) -> None:
         self._pending = pending
+        self._in_order = in_order
         self._weight_cache = weight_cache
         self._chunks = chunks
         self._ring = ring
@@ -69,8 +73,8 @@ class PendingBeside:
         weight_cache = self._weight_cache
         assert isinstance(weight_cache, WeightCache), "ranks update at the step, or beside it"
         self._updates = list(filter(self._has, self._updates))
-        pending = (self._pending[u] for u in weight_cache.expected() if u in self._pending)
-        for update in islice(pending, 2 * MOST_CHECKED_OUT):
+        for unit in list(islice(self._in_order.soonest(), 2 * MOST_CHECKED_OUT)):
+            update = self._pending[unit]
             if len(self._updates) == MOST_CHECKED_OUT:
                 break
             if update.weights is None and weight_cache.can_check_out(update.unit.index):

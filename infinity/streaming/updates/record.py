@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,9 +44,6 @@ class UpdateSettings:
 
 class UpdatedWeights(Protocol):
     """Weights, as an update sees them: a `WeightCache`, or the shards of one."""
-
-    def expected(self) -> Iterator[int]:
-        """Units in the order in which they will probably be used next."""
 
     def await_update(self, unit: int, is_awaited: bool) -> None:
         """Marks a unit's weights as out of date until the step has updated them; or ends it."""

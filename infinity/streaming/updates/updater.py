@@ -50,6 +50,7 @@ from infinity.streaming.updates.unit_update import (
     updates_of,
 )
 from infinity.streaming.updates.worker import LooseWork, UpdateWorker, Waitable
+from infinity.streaming.weights.by_next_use import ByNextUse
 from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.pool import HostPool
 from infinity.tiers.spare import Giver
@@ -66,7 +67,9 @@ class Updater(StepRunner):
         gradients: GradientStore,
         counters: Counters,
         settings: UpdateSettings,
+        in_order: ByNextUse,
     ) -> None:
+        """`in_order`: an empty row, for pending units."""
         self._store = store
         self._pool = pool
         self._weight_cache = weight_cache
@@ -105,6 +108,7 @@ class Updater(StepRunner):
         # Where no state travels, gradients change nothing for updates.
         self.follows_gradients = self._early is not None or self._ring.travels
         self._pending: dict[int, UnitUpdate] = {}
+        self._in_order = in_order  # The same.
         # Chunks of the units that were updated since the decision, in this order.
         self._updated: dict[int, tuple[Chunk, ...]] = {}
         # Chunks that the next step will probably update, from the first gradient to the decision.
@@ -115,7 +119,7 @@ class Updater(StepRunner):
         self._worker: UpdateWorker | None = None  # Adds gradients to sums.
         self._updates_beside = False  # Whether the worker updates, too.
         self._beside = PendingBeside(
-            self._pending, weight_cache, self._chunks, self._ring,
+            self._pending, self._in_order, weight_cache, self._chunks, self._ring,
             following=self._expected, ended=self._end, torn=self._tear,
         )  # fmt: skip
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
@@ -173,6 +177,7 @@ class Updater(StepRunner):
 
     def _make_pending(self, update: UnitUpdate) -> None:
         self._pending[update.unit.index] = update
+        self._in_order.add(update.unit.index)
         self._await_update(update.unit.index, True)
 
     def _await_update(self, unit: int, is_awaited: bool) -> None:
@@ -216,6 +221,7 @@ class Updater(StepRunner):
             self._await_update(unit, False)
             self._chunks.check_in(update, write_now=False)
         self._pending.clear()
+        self._in_order.clear()
         self._beside.clear()
         self._ring.drop_reads()
 
@@ -246,7 +252,7 @@ class Updater(StepRunner):
     @override
     def apply_pending(self) -> None:
         """Applies everything pending."""
-        for unit in self._in_order():
+        for unit in list(dict.fromkeys((*self._in_order.soonest(), *self._pending))):
             self.bring_up_to_date(unit)
 
     @override
@@ -290,16 +296,11 @@ class Updater(StepRunner):
                 f"{str(self._torn) or type(self._torn).__name__}"
             ) from self._torn
 
-    def _in_order(self) -> list[int]:
-        """Pending units, those expected to be used next first."""
-        expected = [unit for unit in self._weight_cache.expected() if unit in self._pending]
-        return list(dict.fromkeys([*expected, *self._pending]))
-
     def _expected(self, but: int | None = None) -> Iterator[Chunk]:
         """Chunks that are read ahead, in the order of their updates; none of the unit `but`, whose
         update runs."""
-        for unit in self._weight_cache.expected() if self._reads_ahead else ():
-            if unit in self._pending and unit != but:
+        for unit in self._in_order.soonest() if self._reads_ahead else ():
+            if unit != but:
                 yield from self._pending[unit].left
 
     def _apply(self, update: UnitUpdate, is_needed: bool) -> None:
@@ -331,6 +332,7 @@ class Updater(StepRunner):
     def _end(self, update: UnitUpdate) -> None:
         """Every chunk is updated: the unit is not pending any more."""
         del self._pending[update.unit.index]
+        self._in_order.remove(update.unit.index)
         self._updated[update.unit.index] = update.chunks
         self._await_update(update.unit.index, False)
         if self._early is not None:  # It may have begun early.

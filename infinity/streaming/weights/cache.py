@@ -166,7 +166,8 @@ class WeightCache:
         return self._orders.now.upcoming()
 
     def by_next_use(self, *, first: int = 0) -> ByNextUse:
-        """Returns an empty row of units. `first`: its index of unit 0 here."""
+        """Returns an empty row, for units that will be in the order of their next uses. `first`:
+        the index there of unit 0 here."""
         return ByNextUse(self._orders, first=first)
 
     def in_use(self) -> list[str]:
