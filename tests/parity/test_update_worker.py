@@ -57,7 +57,7 @@ def let_worker_finish(run: Run) -> None:
     if run.is_plain:
         return
     early, deadline_s = early_of(run), time.monotonic() + 60
-    while any(early._is_checked_out(unit) for unit in list(early._to_make)):
+    while early._checked_out:
         assert time.monotonic() < deadline_s, "the worker does not go on by itself"
         time.sleep(1e-3)
 
@@ -131,10 +131,10 @@ def test_the_newest_unit_is_first_where_all_state_rests_on_the_host(
     monkeypatch.setattr(EarlyTurns, "turn", lambda early: None)  # The worker does nothing.
     run.backward(3)
     complete = list(early._to_make)
-    assert len(complete) > 3 and early._in_turn() == complete[::-1]
+    assert len(complete) > 3 and list(early._in_turn()) == complete[::-1]
     begun = early._to_make[complete[0]]
     begun.is_begun = True
-    assert early._in_turn() == [complete[0], *complete[:0:-1]]
+    assert list(early._in_turn()) == [complete[0], *complete[:0:-1]]
     begun.is_begun = False
     run.step()
     infinity.close(run.model)

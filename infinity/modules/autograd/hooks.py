@@ -90,7 +90,7 @@ class BackwardCalls:
         call_before_each(nodes.guarded, self._before(call, exits))
         call_before_each(exits, self._before(call, ()))
         for node in exits:
-            node.register_hook(lambda inputs, outputs: self._passed(call))
+            node.register_hook(functools.partial(self._passed, call))
         on_tile, units = self._uses.on_tile, call.units
         if on_tile is not None:
             for node in nodes_behind({*nodes.inner, *exits}):
@@ -157,7 +157,7 @@ class BackwardCalls:
 
         current_autograd_node().register_hook(made)
 
-    def _passed(self, call: ModuleCall) -> None:
+    def _passed(self, call: ModuleCall, inputs: Any, outputs: Any) -> None:
         if call.backward_id != current_backward():
             return
         call.exits_left -= 1

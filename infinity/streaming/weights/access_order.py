@@ -63,10 +63,11 @@ class AccessOrder:
         """Notes a use. Returns whether it was the predicted one."""
         if len(self._recorded) < _RECORD_LIMIT:
             self._recorded.append(unit)
-        distance = self.distance(unit)
-        if distance == NEVER:
+        use = self.next_use(unit)
+        if use == NEVER:
             self.misses += bool(self._order)
             return False
+        distance = use - self._steps
         if distance > _MOST_SKIPPED or len(self.moved) > _RECORD_LIMIT:
             self._begin_epoch()
         else:
@@ -78,22 +79,22 @@ class AccessOrder:
         self.misses += distance != 0
         return distance == 0
 
-    def next_use(self, unit: int) -> int:
+    def next_use(self, unit: int, *, beyond: int = -1) -> int:
         """The expected next use, counted in uses from the start of the epoch: it changes for the
-        units in `moved` alone. NEVER if none is known."""
-        distance = self.distance(unit)
-        return distance if distance == NEVER else self._steps + distance
-
-    def distance(self, unit: int, *, beyond: int = -1) -> int:
-        """Uses of other units expected before the next use of this one; NEVER if none is known.
-        Uses at a distance of `beyond` or less do not count."""
+        units in `moved` alone. NEVER if none is known. `beyond`: see `distance`."""
         places = self._places.get(self._stands_for.get(unit, unit))
         if not places:
             return NEVER
         cycles, first = divmod(self._cursor + beyond + 1, len(self._order))
         index = bisect_left(places, first)
         place = places[index] if index < len(places) else places[0] + len(self._order)
-        return cycles * len(self._order) + place - self._cursor
+        return self._steps + cycles * len(self._order) + place - self._cursor
+
+    def distance(self, unit: int, *, beyond: int = -1) -> int:
+        """Uses of other units expected before the next use of this one; NEVER if none is known.
+        Uses at a distance of `beyond` or less do not count."""
+        use = self.next_use(unit, beyond=beyond)
+        return use if use == NEVER else use - self._steps
 
     @property
     def now(self) -> int:

@@ -30,20 +30,18 @@ class ByNextUse:
         # last among equals.
         self._rows: dict[int, list[tuple[int, int]]] = {}
 
-    def _row(self, unit: int) -> list[tuple[int, int]]:
-        return self._rows.setdefault(0 if self._nbytes is None else self._nbytes[unit], [])
-
     def add(self, unit: int) -> None:
         """Adds a unit, if it is not there."""
         if unit not in self._uses:
             use = self._uses[unit] = self._orders.now.next_use(unit - self._first)
-            insort(self._row(unit), (use, -unit))
+            nbytes = 0 if self._nbytes is None else self._nbytes[unit]
+            insort(self._rows.setdefault(nbytes, []), (use, -unit))
 
     def remove(self, unit: int) -> None:
         """Removes a unit, if it is there."""
         use = self._uses.pop(unit, None)
         if use is not None:
-            row = self._row(unit)
+            row = self._rows[0 if self._nbytes is None else self._nbytes[unit]]
             del row[bisect_left(row, (use, -unit))]
 
     def clear(self) -> None:

@@ -117,7 +117,8 @@ class WeightCache:
         """After a step that made weights outdated: fetches for the pass to come."""
         self._orders.now.begin()
         self._note_pass(is_training=True)  # Probably; it is said when the pass begins.
-        self._ahead.fetch(Priority.FORWARD)
+        if self._ahead.is_on:
+            self._ahead.fetch(Priority.FORWARD)
         self._note_pass(is_training=False)
 
     def acquire(self, unit: int, priority: Priority, *, is_of_pass: bool = True) -> bool:
@@ -138,7 +139,7 @@ class WeightCache:
         weights.use_count += 1
         if weights.use_count > 1:
             return False
-        if is_of_pass:
+        if is_of_pass and self._ahead.is_on:
             try:
                 self._ahead.fetch(priority)
             except BaseException:
@@ -187,6 +188,9 @@ class WeightCache:
         self._counters.add("fetches", 1)
         if self._pool.is_tight:
             self._restack(weights)
+        is_there = weights.state is WeightState.ATTACHED
+        if is_there:
+            return
         is_absent = weights.state is WeightState.ABSENT
         feeder = self._moves.feeder_of(weights) if is_absent else None
         if feeder is not None:

@@ -49,6 +49,7 @@ class ReadAhead:
         self._source = source
         self._inputs = inputs  # Layer inputs in the same memory.
         self._fills = not device.shares_host_memory
+        self.is_on = window_nbytes > 0
         self._window_nbytes = window_nbytes
         self._looked: tuple[AccessOrder, int] | None = None  # The order and its epoch.
         self._num_moved = 0
@@ -62,8 +63,6 @@ class ReadAhead:
 
     def fetch(self, priority: Priority) -> None:
         """Fetches what can be fetched now."""
-        if not self._window_nbytes:
-            return
         order = self._orders.now
         self._follow(order)
         window_nbytes = self._inputs.window_nbytes(self._window_nbytes)
