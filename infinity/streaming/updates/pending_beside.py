@@ -45,7 +45,7 @@ class PendingBeside:
         torn: Callable[[BaseException], None],
     ) -> None:
         self._pending = pending
-        self._in_order = in_order
+        self.in_order = in_order
         self._weight_cache = weight_cache
         self._chunks = chunks
         self._ring = ring
@@ -73,7 +73,7 @@ class PendingBeside:
         weight_cache = self._weight_cache
         assert isinstance(weight_cache, WeightCache), "ranks update at the step, or beside it"
         self._updates = list(filter(self._has, self._updates))
-        for unit in list(islice(self._in_order.soonest(), 2 * MOST_CHECKED_OUT)):
+        for unit in list(islice(self.in_order.soonest(), 2 * MOST_CHECKED_OUT)):
             update = self._pending[unit]
             if len(self._updates) == MOST_CHECKED_OUT:
                 break

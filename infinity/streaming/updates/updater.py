@@ -108,7 +108,6 @@ class Updater(StepRunner):
         # Where no state travels, gradients change nothing for updates.
         self.follows_gradients = self._early is not None or self._ring.travels
         self._pending: dict[int, UnitUpdate] = {}
-        self._in_order = in_order  # The same.
         # Chunks of the units that were updated since the decision, in this order.
         self._updated: dict[int, tuple[Chunk, ...]] = {}
         # Chunks that the next step will probably update, from the first gradient to the decision.
@@ -119,7 +118,7 @@ class Updater(StepRunner):
         self._worker: UpdateWorker | None = None  # Adds gradients to sums.
         self._updates_beside = False  # Whether the worker updates, too.
         self._beside = PendingBeside(
-            self._pending, self._in_order, weight_cache, self._chunks, self._ring,
+            self._pending, in_order, weight_cache, self._chunks, self._ring,
             following=self._expected, ended=self._end, torn=self._tear,
         )  # fmt: skip
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
@@ -177,7 +176,7 @@ class Updater(StepRunner):
 
     def _make_pending(self, update: UnitUpdate) -> None:
         self._pending[update.unit.index] = update
-        self._in_order.add(update.unit.index)
+        self._beside.in_order.add(update.unit.index)
         self._await_update(update.unit.index, True)
 
     def _await_update(self, unit: int, is_awaited: bool) -> None:
@@ -221,7 +220,7 @@ class Updater(StepRunner):
             self._await_update(unit, False)
             self._chunks.check_in(update, write_now=False)
         self._pending.clear()
-        self._in_order.clear()
+        self._beside.in_order.clear()
         self._beside.clear()
         self._ring.drop_reads()
 
@@ -252,7 +251,7 @@ class Updater(StepRunner):
     @override
     def apply_pending(self) -> None:
         """Applies everything pending."""
-        for unit in list(dict.fromkeys((*self._in_order.soonest(), *self._pending))):
+        for unit in list(dict.fromkeys((*self._beside.in_order.soonest(), *self._pending))):
             self.bring_up_to_date(unit)
 
     @override
@@ -299,7 +298,7 @@ class Updater(StepRunner):
     def _expected(self, but: int | None = None) -> Iterator[Chunk]:
         """Chunks that are read ahead, in the order of their updates; none of the unit `but`, whose
         update runs."""
-        for unit in self._in_order.soonest() if self._reads_ahead else ():
+        for unit in self._beside.in_order.soonest() if self._reads_ahead else ():
             if unit != but:
                 yield from self._pending[unit].left
 
@@ -332,7 +331,7 @@ class Updater(StepRunner):
     def _end(self, update: UnitUpdate) -> None:
         """Every chunk is updated: the unit is not pending any more."""
         del self._pending[update.unit.index]
-        self._in_order.remove(update.unit.index)
+        self._beside.in_order.remove(update.unit.index)
         self._updated[update.unit.index] = update.chunks
         self._await_update(update.unit.index, False)
         if self._early is not None:  # It may have begun early.
