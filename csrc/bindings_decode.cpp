@@ -93,6 +93,7 @@ void four_bits(std::uintptr_t codes, std::uintptr_t scales, const std::string& s
                const Shape& shape, const OutTuple& out, std::size_t group,
                const std::array<float, 16>& values, bool is_high_first,
                const std::string& product_format, std::uintptr_t global_scales, bool is_divided,
+               std::uintptr_t zeros,
                std::size_t num_threads, const std::string& simd) {
   Job job = make_job(codes, scales, scale_name, shape, out);
   if (group == 0) throw py::value_error("a group has no elements");
@@ -100,9 +101,44 @@ void four_bits(std::uintptr_t codes, std::uintptr_t scales, const std::string& s
   job.group = group;
   job.global_scales = pointer_to<const std::uint8_t*>(global_scales);
   job.is_divided = is_divided;
+  if (zeros != 0) {
+    job.zeros = {pointer_to<const std::uint8_t*>(zeros), decode::Packing::kColumns, 4,
+                 shape[2] / group, 0};
+  }
   job.is_high_first = is_high_first;
   std::copy(values.begin(), values.end(), job.values);
   job.product_format = float_format(product_format);
+  run(job, num_threads, simd);
+}
+
+decode::Packing packing_of(const std::string& name) {
+  if (name == "ROWS") return decode::Packing::kRows;
+  if (name == "COLUMNS") return decode::Packing::kColumns;
+  if (name == "AWQ") return decode::Packing::kAwq;
+  if (name == "BYTES") return decode::Packing::kBytes;
+  throw py::value_error("there is no packing " + name);
+}
+
+// (address, or 0 for none; packing; what is added to words)
+using ZerosTuple = std::tuple<std::uintptr_t, std::string, std::uint32_t>;
+
+void affine(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,
+            const Shape& shape, const OutTuple& out, unsigned bits, std::size_t group,
+            bool are_groups_down, const std::string& packing, const ZerosTuple& zeros,
+            std::uintptr_t order, std::size_t num_threads, const std::string& simd) {
+  Job job = make_job(codes, scales, scale_name, shape, out);
+  if (group == 0) throw py::value_error("a group has no elements");
+  if (bits == 0 || bits > 8) throw py::value_error("codes have 1 to 8 bits");
+  job.code_format = decode::CodeFormat::kAffine;
+  job.product_format = float_format(scale_name);
+  job.group = group;
+  job.are_groups_down = are_groups_down;
+  job.num_groups = ((are_groups_down ? shape[1] : shape[2]) + group - 1) / group;
+  job.packed = {job.codes, packing_of(packing), bits, shape[2], 0};
+  const auto& [address, zeros_packing, raised] = zeros;
+  job.zeros = {pointer_to<const std::uint8_t*>(address), packing_of(zeros_packing), bits,
+               are_groups_down ? shape[2] : job.num_groups, raised};
+  job.order = pointer_to<const std::uint8_t*>(order);
   run(job, num_threads, simd);
 }
 
@@ -117,6 +153,10 @@ void bind_decode(py::module_& module) {
              py::arg("scale_format"), py::arg("shape"), py::arg("out"), py::kw_only(),
              py::arg("group"), py::arg("values"), py::arg("is_high_first"),
              py::arg("product_format"), py::arg("global_scales"), py::arg("is_divided"),
+             py::arg("zeros"), py::arg("num_threads"), py::arg("simd"));
+  decode.def("affine", &affine, py::arg("codes"), py::arg("scales"), py::arg("scale_format"),
+             py::arg("shape"), py::arg("out"), py::kw_only(), py::arg("bits"), py::arg("group"),
+             py::arg("are_groups_down"), py::arg("packing"), py::arg("zeros"), py::arg("order"),
              py::arg("num_threads"), py::arg("simd"));
 }
 

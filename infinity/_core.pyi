@@ -230,6 +230,24 @@ class decode:  # noqa: N801 (a submodule)
         product_format: str,
         global_scales: int,
         is_divided: bool,
+        zeros: int,
+        num_threads: int,
+        simd: str,
+    ) -> None: ...
+    @staticmethod
+    def affine(
+        codes: int,
+        scales: int,
+        scale_format: str,
+        shape: tuple[int, int, int],
+        out: tuple[int, str, tuple[int, int, int]],
+        *,
+        bits: int,
+        group: int,
+        are_groups_down: bool,
+        packing: str,
+        zeros: tuple[int, str, int],
+        order: int,
         num_threads: int,
         simd: str,
     ) -> None: ...

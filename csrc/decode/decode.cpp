@@ -31,6 +31,14 @@ KernelTable find_kernels(std::string_view simd) {
   return table.fp8[0] == nullptr ? scalar_kernels() : table;
 }
 
+RowsKernel kernel_of(const KernelTable& table, const Job& job) {
+  const auto format = static_cast<std::size_t>(job.out_format);
+  const auto product = static_cast<std::size_t>(job.product_format);
+  if (job.code_format == CodeFormat::kFp8) return table.fp8[format];
+  const bool is_affine = job.code_format == CodeFormat::kAffine;
+  return is_affine ? table.affine[product][format] : table.four_bits[product][format];
+}
+
 std::size_t item_nbytes(FloatFormat format) { return format == FloatFormat::kFp32 ? 4 : 2; }
 
 unsigned char* address_of(const Job& job, std::size_t row, std::size_t column) {
@@ -115,12 +123,10 @@ void store_tile(const Job& job, const Element* tile, std::size_t row, std::size_
 }
 
 template <class Element>
-void decode_tile(const Job& job, RowKernel kernel, std::size_t row, std::size_t num_rows,
+void decode_tile(const Job& job, RowsKernel kernel, std::size_t row, std::size_t num_rows,
                  std::size_t column, std::size_t num_columns) {
   alignas(64) Element tile[kTileRows * kTileColumns];
-  for (std::size_t r = 0; r < num_rows; ++r) {
-    kernel(job, row + r, column, num_columns, tile + r * kTileColumns);
-  }
+  kernel(job, row, num_rows, column, num_columns, tile, kTileColumns);
   store_tile(job, tile, row, num_rows, column, num_columns);
 }
 
@@ -152,14 +158,12 @@ class Bands {
   std::size_t band_rows_, band_columns_, down_, across_;
 };
 
-void decode_rows(const Job& job, RowKernel kernel, const Band& band) {
-  for (std::size_t r = 0; r < band.num_rows; ++r) {
-    kernel(job, band.row + r, band.column, band.num_columns,
-           address_of(job, band.row + r, band.column));
-  }
+void decode_rows(const Job& job, RowsKernel kernel, const Band& band) {
+  kernel(job, band.row, band.num_rows, band.column, band.num_columns,
+         address_of(job, band.row, band.column), job.row_stride);
 }
 
-void decode_tiles(const Job& job, RowKernel kernel, const Band& band) {
+void decode_tiles(const Job& job, RowsKernel kernel, const Band& band) {
   const std::size_t stop = band.column + band.num_columns;
   for (std::size_t column = band.column; column < stop; column += kTileColumns) {
     const std::size_t num_columns = std::min(kTileColumns, stop - column);
@@ -177,10 +181,7 @@ void run(const Job& job, std::size_t num_threads, std::string_view simd) {
   const std::size_t numel = job.num_matrices * job.num_rows * job.num_columns;
   if (numel == 0) return;
   const KernelTable table = find_kernels(simd);
-  const auto format = static_cast<std::size_t>(job.out_format);
-  const auto product = static_cast<std::size_t>(job.product_format);
-  const RowKernel kernel =
-      job.code_format == CodeFormat::kFp8 ? table.fp8[format] : table.four_bits[product][format];
+  const RowsKernel kernel = kernel_of(table, job);
   const bool is_by_rows = job.column_stride == 1 || job.num_columns == 1;
   const std::size_t band_columns = std::min(job.num_columns, kItemNumel);
   const std::size_t rows_of_item = std::max<std::size_t>(1, kItemNumel / band_columns);

@@ -7,9 +7,20 @@
 
 namespace infinity::decode {
 
-enum class CodeFormat : unsigned char { kFp8, kFourBits };
+enum class CodeFormat : unsigned char { kFp8, kFourBits, kAffine };
 enum class ScaleFormat : unsigned char { kFp32, kBf16, kFp16, kE8m0, kE4m3 };
 enum class FloatFormat : unsigned char { kBf16, kFp16, kFp32 };
+
+// How a matrix of small numbers lies in 32-bit words: infinity/codecs/packing.py.
+enum class Packing : unsigned char { kRows, kColumns, kAwq, kBytes };
+
+struct PackedMatrix {
+  const std::uint8_t* words = nullptr;
+  Packing packing = Packing::kRows;
+  unsigned bits = 4;
+  std::size_t num_columns = 0;
+  std::uint32_t raised = 0;  // Added to every word.
+};
 
 // One weight: matrices of rows of columns. Codes and scales may lie at any address; the output at a
 // multiple of its element. Codes have row-major order without gaps.
@@ -35,6 +46,17 @@ struct Job {
   bool is_high_first = false;  // Which half of a byte holds the first of its two codes.
   float values[16] = {};
   FloatFormat product_format = FloatFormat::kFp32;
+
+  // Four bits and affine: a zero per group, subtracted from the code; none if `words` is null. Four
+  // bits have groups x rows of them, affine as many as scales.
+  PackedMatrix zeros;
+
+  // Affine: (code - zero) * scale, rounded as four bits. Groups are of `group` columns, or of rows,
+  // or each row or column has a number of `order`, I32.
+  PackedMatrix packed;
+  bool are_groups_down = false;
+  std::size_t num_groups = 0;
+  const std::uint8_t* order = nullptr;
 
   void* out = nullptr;
   FloatFormat out_format = FloatFormat::kBf16;

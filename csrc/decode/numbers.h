@@ -110,6 +110,101 @@ inline float scale_at(const Job& job, std::size_t index) noexcept {
   return 0.0F;
 }
 
+// `numel` scales that lie one after the other.
+inline void scales_at(const Job& job, std::size_t index, std::size_t numel,
+                      float* __restrict out) noexcept {
+  switch (job.scale_format) {
+    case ScaleFormat::kBf16:
+      for (std::size_t i = 0; i < numel; ++i) {
+        out[i] = Bf16::number(load<std::uint16_t>(job.scales, index + i));
+      }
+      return;
+    case ScaleFormat::kFp16:
+      for (std::size_t i = 0; i < numel; ++i) {
+        out[i] = Fp16::number(load<std::uint16_t>(job.scales, index + i));
+      }
+      return;
+    default:
+      for (std::size_t i = 0; i < numel; ++i) out[i] = scale_at(job, index + i);
+  }
+}
+
+// Four nibbles, each in a byte of its own at every second place.
+inline std::uint64_t spread(std::uint64_t nibbles) noexcept {
+  nibbles = (nibbles | nibbles << 24) & 0x000000FF000000FFU;
+  return (nibbles | nibbles << 12) & 0x000F000F000F000FU;
+}
+
+// The number of zero where none is stored.
+inline std::uint8_t middle_of(const Job& job) noexcept {
+  return static_cast<std::uint8_t>(1U << (job.packed.bits - 1));
+}
+
+// `numel` numbers of a row, from `column` on.
+inline void unpack(const PackedMatrix& matrix, std::size_t row, std::size_t column,
+                   std::size_t numel, std::uint8_t* __restrict out) noexcept {
+  const unsigned bits = matrix.bits;
+  const std::uint32_t mask = (1U << bits) - 1U;
+  const std::uint32_t raised = matrix.raised;
+  const std::size_t num_columns = matrix.num_columns;
+  const std::uint8_t* __restrict words = matrix.words;
+  if (matrix.packing == Packing::kBytes) {
+    const std::uint8_t* __restrict from = words + row * num_columns + column;
+    for (std::size_t i = 0; i < numel; ++i) out[i] = from[i] ^ 0x80U;
+  } else if (matrix.packing == Packing::kColumns) {
+    const std::uint8_t* __restrict from = words + 4 * (row * bits / 32 * num_columns + column);
+    const unsigned shift = static_cast<unsigned>(row * bits % 32);
+    for (std::size_t i = 0; i < numel; ++i) {
+      const std::uint32_t word = load<std::uint32_t>(from, i) + raised;
+      out[i] = static_cast<std::uint8_t>((word >> shift) & mask);
+    }
+    if (shift + bits <= 32) return;
+    from += 4 * num_columns;
+    for (std::size_t i = 0; i < numel; ++i) {
+      const std::uint32_t word = load<std::uint32_t>(from, i) + raised;
+      out[i] = static_cast<std::uint8_t>((out[i] | (word << (32 - shift))) & mask);
+    }
+  } else if (matrix.packing == Packing::kAwq) {
+    constexpr unsigned kShifts[8] = {0, 16, 4, 20, 8, 24, 12, 28};
+    const std::uint8_t* __restrict from = words + 4 * (row * (num_columns / 8) + column / 8);
+    const std::size_t skipped = column % 8;
+    std::size_t i = 0;
+    for (; skipped == 0 && i + 8 <= numel; i += 8) {
+      const std::uint32_t word = load<std::uint32_t>(from, i / 8);
+      const std::uint64_t eight = spread(word & 0xFFFFU) | spread(word >> 16) << 8;
+      __builtin_memcpy(out + i, &eight, sizeof eight);
+    }
+    for (; i < numel; ++i) {
+      const std::size_t at = skipped + i;
+      const std::uint32_t word = load<std::uint32_t>(from, at / 8);
+      out[i] = static_cast<std::uint8_t>((word >> kShifts[at % 8]) & 15U);
+    }
+  } else if (bits == 8 && raised == 0) {
+    const std::uint8_t* __restrict from = words + row * ((num_columns + 3) / 4 * 4) + column;
+    for (std::size_t i = 0; i < numel; ++i) out[i] = from[i];
+  } else {
+    const std::uint8_t* __restrict from = words + 4 * (row * ((num_columns * bits + 31) / 32));
+    for (std::size_t i = 0; i < numel; ++i) {
+      const std::size_t bit = (column + i) * bits;
+      const unsigned shift = static_cast<unsigned>(bit % 32);
+      std::uint32_t word = (load<std::uint32_t>(from, bit / 32) + raised) >> shift;
+      if (shift + bits > 32) {
+        word |= (load<std::uint32_t>(from, bit / 32 + 1) + raised) << (32 - shift);
+      }
+      out[i] = static_cast<std::uint8_t>(word & mask);
+    }
+  }
+}
+
+// The group of a row or column.
+inline std::size_t group_of(const Job& job, std::size_t index) noexcept {
+  if (job.order == nullptr) return index / job.group;
+  const auto group = load<std::int32_t>(job.order, index);
+  if (group < 0) return 0;
+  return static_cast<std::size_t>(group) < job.num_groups ? static_cast<std::size_t>(group)
+                                                          : job.num_groups - 1;
+}
+
 // The scale of a group of four-bit codes, which lie in one matrix.
 inline float group_scale(const Job& job, std::size_t group, std::size_t matrix) noexcept {
   const float scale = scale_at(job, group);

@@ -41,26 +41,31 @@ inline constexpr bool kIsRoundedOnce =
     std::is_same_v<Product, Fp32> || std::is_same_v<Product, Out>;
 
 template <class Product, class Out>
+typename Out::Bits rounded_twice(float product) noexcept {
+  if constexpr (kIsRoundedOnce<Product, Out>) {
+    return Out::bits(product);
+  } else {
+    return Out::bits(Product::number(Product::bits(product)));
+  }
+}
+
+template <class Product, class Out>
 struct Table {
   alignas(64) typename Out::Bits elements[16];
 
   Table(const float* values, float scale) noexcept {
     for (int i = 0; i < 16; ++i) {
-      const float product = values[i] * scale;
-      if constexpr (kIsRoundedOnce<Product, Out>) {
-        elements[i] = Out::bits(product);
-      } else {
-        elements[i] = Out::bits(Product::number(Product::bits(product)));
-      }
+      elements[i] = rounded_twice<Product, Out>(values[i] * scale);
     }
   }
 };
 
 template <class Product, class Out>
-typename Out::Bits element_at(const Job& job, float scale, std::size_t index) noexcept {
+typename Out::Bits element_at(const Job& job, const float* values, float scale,
+                              std::size_t index) noexcept {
   const bool is_high = (index % 2 == 0) == job.is_high_first;
   const std::uint8_t pair = job.codes[index / 2];
-  return Table<Product, Out>(job.values, scale).elements[is_high ? pair >> 4 : pair & 15];
+  return Table<Product, Out>(values, scale).elements[is_high ? pair >> 4 : pair & 15];
 }
 
 template <class Lookup, class Product, class Out>
@@ -73,14 +78,97 @@ void four_bit_row(const Job& job, std::size_t row, std::size_t column, std::size
   for (std::size_t end = (group + 1) * job.group; index < stop; ++group, end += job.group) {
     const std::size_t next = smaller(stop, end);
     const float scale = group_scale(job, group, row / job.num_rows);
+    const float* values = job.values;
+    float shifted[16];
+    if (job.zeros.words != nullptr) {
+      std::uint8_t zero = 0;
+      unpack(job.zeros, row, group % job.zeros.num_columns, 1, &zero);
+      for (int i = 0; i < 16; ++i) shifted[i] = static_cast<float>(i - zero);
+      values = shifted;
+    }
     if (index % 2 != 0) {
-      *elements++ = element_at<Product, Out>(job, scale, index++);
+      *elements++ = element_at<Product, Out>(job, values, scale, index++);
     }
     const std::size_t taken = Lookup::template pairs<Product, Out>(
-        job.values, scale, job.codes + index / 2, next - index, job.is_high_first, elements);
+        values, scale, job.codes + index / 2, next - index, job.is_high_first, elements);
     index += taken;
     elements += taken;
-    if (index < next) *elements++ = element_at<Product, Out>(job, scale, index++);
+    if (index < next) *elements++ = element_at<Product, Out>(job, values, scale, index++);
+  }
+}
+
+// The scales and zeros of some columns.
+struct GroupSpan {
+  static constexpr std::size_t kNumel = 128;
+  float scales[kNumel];
+  std::uint8_t zeros[kNumel];
+};
+
+// Those of a row whose groups lie across it.
+inline void load_across(const Job& job, std::size_t row, std::size_t column, std::size_t numel,
+                        GroupSpan& span) noexcept {
+  for (std::size_t i = 0; i < numel;) {
+    const std::size_t group = group_of(job, column + i);
+    const std::size_t next = (group + 1) * job.group - column;
+    const std::size_t end = job.order != nullptr ? i + 1 : smaller(numel, next);
+    const float scale = scale_at(job, row * job.num_groups + group);
+    std::uint8_t zero = middle_of(job);
+    if (job.zeros.words != nullptr) unpack(job.zeros, row, group, 1, &zero);
+    for (; i < end; ++i) {
+      span.scales[i] = scale;
+      span.zeros[i] = zero;
+    }
+  }
+}
+
+// Those of a group of rows.
+inline void load_down(const Job& job, std::size_t group, std::size_t column, std::size_t numel,
+                      GroupSpan& span) noexcept {
+  scales_at(job, group * job.num_columns + column, numel, span.scales);
+  if (job.zeros.words != nullptr) {
+    unpack(job.zeros, group, column, numel, span.zeros);
+  } else {
+    for (std::size_t i = 0; i < numel; ++i) span.zeros[i] = middle_of(job);
+  }
+}
+
+template <class Product, class Out>
+void affine_rows(const Job& job, std::size_t row, std::size_t num_rows, std::size_t column,
+                 std::size_t numel, void* out, std::ptrdiff_t stride) {
+  GroupSpan span;
+  std::uint8_t codes[GroupSpan::kNumel];
+  for (std::size_t done = 0; done < numel; done += GroupSpan::kNumel) {
+    const std::size_t first = column + done;
+    const std::size_t count = smaller(GroupSpan::kNumel, numel - done);
+    std::size_t loaded = job.num_groups;
+    for (std::size_t r = 0; r < num_rows; ++r) {
+      unpack(job.packed, row + r, first, count, codes);
+      if (!job.are_groups_down) {
+        load_across(job, row + r, first, count, span);
+      } else if (const std::size_t group = group_of(job, row + r); group != loaded) {
+        load_down(job, group, first, count, span);
+        loaded = group;
+      }
+      auto* __restrict elements = static_cast<typename Out::Bits*>(out) +
+                                  static_cast<std::ptrdiff_t>(r) * stride +
+                                  static_cast<std::ptrdiff_t>(done);
+      for (std::size_t i = 0; i < count; ++i) {
+        const float number = static_cast<float>(static_cast<int>(codes[i]) - span.zeros[i]);
+        elements[i] = rounded_twice<Product, Out>(number * span.scales[i]);
+      }
+    }
+  }
+}
+
+using RowKernel = void (*)(const Job& job, std::size_t row, std::size_t column, std::size_t numel,
+                           void* out);
+
+template <class Out, RowKernel kRow>
+void each_row(const Job& job, std::size_t row, std::size_t num_rows, std::size_t column,
+              std::size_t numel, void* out, std::ptrdiff_t stride) {
+  for (std::size_t r = 0; r < num_rows; ++r) {
+    kRow(job, row + r, column, numel,
+         static_cast<typename Out::Bits*>(out) + static_cast<std::ptrdiff_t>(r) * stride);
   }
 }
 
@@ -101,15 +189,22 @@ struct ScalarLookup {
   }
 };
 
+template <class Lookup, class Product, class Out>
+inline constexpr RowsKernel kFourBits = &each_row<Out, &four_bit_row<Lookup, Product, Out>>;
+
 template <class Lookup>
 constexpr KernelTable table_of() noexcept {
-  return {{&fp8_row<Bf16>, &fp8_row<Fp16>, &fp8_row<Fp32>},
-          {{&four_bit_row<Lookup, Bf16, Bf16>, &four_bit_row<Lookup, Bf16, Fp16>,
-            &four_bit_row<Lookup, Bf16, Fp32>},
-           {&four_bit_row<Lookup, Fp16, Bf16>, &four_bit_row<Lookup, Fp16, Fp16>,
-            &four_bit_row<Lookup, Fp16, Fp32>},
-           {&four_bit_row<Lookup, Fp32, Bf16>, &four_bit_row<Lookup, Fp32, Fp16>,
-            &four_bit_row<Lookup, Fp32, Fp32>}}};
+  return {{&each_row<Bf16, &fp8_row<Bf16>>, &each_row<Fp16, &fp8_row<Fp16>>,
+           &each_row<Fp32, &fp8_row<Fp32>>},
+          {{kFourBits<Lookup, Bf16, Bf16>, kFourBits<Lookup, Bf16, Fp16>,
+            kFourBits<Lookup, Bf16, Fp32>},
+           {kFourBits<Lookup, Fp16, Bf16>, kFourBits<Lookup, Fp16, Fp16>,
+            kFourBits<Lookup, Fp16, Fp32>},
+           {kFourBits<Lookup, Fp32, Bf16>, kFourBits<Lookup, Fp32, Fp16>,
+            kFourBits<Lookup, Fp32, Fp32>}},
+          {{&affine_rows<Bf16, Bf16>, &affine_rows<Bf16, Fp16>, &affine_rows<Bf16, Fp32>},
+           {&affine_rows<Fp16, Bf16>, &affine_rows<Fp16, Fp16>, &affine_rows<Fp16, Fp32>},
+           {&affine_rows<Fp32, Bf16>, &affine_rows<Fp32, Fp16>, &affine_rows<Fp32, Fp32>}}};
 }
 
 }  // namespace

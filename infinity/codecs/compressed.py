@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
 
 from infinity.codecs.affine import AffineGroups
 from infinity.codecs.floating import PER_ROW, PER_TENSOR, add_fp4, add_fp8
 from infinity.codecs.found import FoundTensors
+from infinity.codecs.grouped import check_order
+from infinity.codecs.packing import WORD_BITS, packed_shape
 from infinity.errors import ConfigError
 
 KNOWN_FORMATS = (
-    "pack-quantized (4 bits, symmetric), float-quantized and naive-quantized (FP8, symmetric), "
+    "pack-quantized (2 to 8 bits), int-quantized (8 bits), float-quantized and naive-quantized, "
     "mxfp8-quantized, mxfp4-pack-quantized, nvfp4-pack-quantized"
 )
 _FP8_FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized")
+Codes = Literal["ROWS", "BYTES"]  # See `AffineGroups.layout`.
+
+_BYTE = 8
 _PACKED = ".weight_packed"
 _LEFTOVERS = (
     _PACKED,
@@ -34,11 +41,19 @@ _LEFTOVERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """How the weights of some modules are stored. `size` is of INT4 groups, 0 for full rows."""
+    """How the weights of some modules are stored. `size`: of groups of integers, 0 for rows."""
 
-    kind: str  # "int4", "fp8", "mxfp4" or "nvfp4"
+    kind: str  # "int", "bytes", "fp8", "mxfp4" or "nvfp4"
     size: int = 0
     block: tuple[int, int] = (0, 0)
+    bits: int = 4
+    is_symmetric: bool = True
+
+    @property
+    def told(self) -> str:
+        """The facts of integers, for messages."""
+        zeros = "" if self.is_symmetric else " with zero points"
+        return f"{self.bits} bits in groups of {self.size or 'full rows'}{zeros}"
 
 
 class CompressedScheme:
@@ -61,40 +76,48 @@ class CompressedScheme:
 
     def find(self, found: FoundTensors) -> None:
         """See `Scheme.find`."""
-        for suffix in (".weight_zero_point", ".weight_g_idx"):
-            for name in found.unused(suffix):
-                raise found.error(
-                    f"{name!r} is there: weights with zero points or act-order have no codec; use "
-                    "a symmetric checkpoint without act-order"
-                )
         for name in found.unused(_PACKED):
             stem = name.removesuffix("_packed")
             if found.headers[name][0] == "U8":
                 self._add_fp4(found, stem)
             else:
-                self._add_int4(found, stem)
+                self._add_int(found, stem, name, "ROWS")
+        has_bytes = any(group.kind == "bytes" for group in self._groups)
         for name, (dtype, _) in found.headers.items():
             if dtype == "F8_E4M3" and not found.is_used(name):
                 self._add_fp8(found, name)
+            elif dtype == "I8" and has_bytes and name.endswith(".weight"):
+                self._add_int(found, name, name, "BYTES")
         found.refuse_leftovers(_LEFTOVERS, "compressed-tensors")
 
-    def _add_int4(self, found: FoundTensors, name: str) -> None:
-        packed, scale = f"{name}_packed", f"{name}_scale"
+    def _add_int(self, found: FoundTensors, name: str, codes: str, layout: Codes) -> None:
+        scale, zeros, order = f"{name}_scale", f"{name}_zero_point", f"{name}_g_idx"
         dtype, stored = _scale_of(found, name, ("BF16", "F16", "F32"))
-        shape = found.matrix(packed)
-        logical = (*shape[:-1], 8 * shape[-1])
-        sizes = {group.size or logical[-1] for group in self._groups if group.kind == "int4"}
-        per_row = stored[-1] if stored else 0
-        size = logical[-1] // per_row if per_row else 0
-        if size not in sizes or not size:
-            expected = " or ".join(map(str, sorted(sizes))) or "no INT4 group"
-            raise found.error(
-                f"{scale!r} has shape {stored} for a weight of {logical}: groups of {size or '?'} "
-                f"columns; config.json says {expected}. Do config.json and the files belong "
-                "together?"
-            )
-        names, codec = (packed, scale), AffineGroups(size, dtype)
-        found.add(name, codec, logical, names, aside=(f"{name}_shape",))
+        shape, kind = found.matrix(codes), "bytes" if layout == "BYTES" else "int"
+        groups = [group for group in self._groups if group.kind == kind]
+        has_zeros = zeros in found.headers
+        for group in groups:
+            columns = group.size * stored[-1] if group.size and stored else 0
+            columns = columns or _columns_of(found, name, shape[-1], group.bits, layout)
+            size = group.size or max(columns, 1)
+            logical = (*shape[:-1], columns)
+            codec = AffineGroups(size, dtype, group.bits, layout, has_zeros)
+            _, words = packed_shape(layout, group.bits, *logical[-2:])
+            if words != shape[-1] or not columns or has_zeros == group.is_symmetric:
+                continue
+            names = [codes, scale, *([zeros] if has_zeros else ())]
+            count = -(-columns // size)
+            if order in found.headers and check_order(found, order, columns, count, size):
+                codec, names = replace(codec, has_order=True), [*names, order]
+            aside = [f"{name}_shape", *({order} - {*names})]
+            found.add(name, codec, logical, names, aside=aside)
+            return
+        expected = " or ".join(group.told for group in groups) or "no group of such codes"
+        raise found.error(
+            f"{scale!r} has shape {stored} for codes {codes!r} of {shape}"
+            f"{f' with {zeros!r}' if has_zeros else ''}; config.json says {expected}. Do "
+            "config.json and the files belong together?"
+        )
 
     def _add_fp4(self, found: FoundTensors, name: str) -> None:
         packed, scale = f"{name}_packed", f"{name}_scale"
@@ -109,6 +132,18 @@ class CompressedScheme:
         _scale_of(found, name, ("BF16", "F16", "F32", "U8", "F8_E8M0"))
         blocks = [group.block for group in self._groups if group.kind == "fp8"]
         add_fp8(found, name, f"{name}_scale", [*dict.fromkeys(blocks), *blocks[:1]])
+
+
+def _columns_of(found: FoundTensors, name: str, packed: int, bits: int, layout: Codes) -> int:
+    """Returns the columns of a weight whose last word may be short: as `weight_shape` says."""
+    if layout == "BYTES":
+        return packed
+    said = f"{name}_shape"
+    dtype = {"I32": torch.int32, "I64": torch.int64}.get(found.headers.get(said, ("",))[0])
+    if dtype is None:
+        return packed * WORD_BITS // bits
+    lengths = torch.frombuffer(bytearray(found.read(said)), dtype=dtype)
+    return max(0, int(lengths[-1])) if lengths.numel() else 0
 
 
 def _scale_of(
@@ -136,15 +171,16 @@ def _parse_group(name: str, group: Any, default: Any, where: str) -> _Group:
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     told = f"format={form!r}, {bits} bits, type={kind!r}, strategy={strategy!r}, group_size={size}"
-    if not weights.get("symmetric", True):
+    is_symmetric = bool(weights.get("symmetric", True))
+    is_grouped = strategy in ("group", None) and isinstance(size, int) and size > 0
+    if kind == "int" and isinstance(bits, int) and (is_grouped or strategy == "channel"):
+        own = int(size or 0) if is_grouped else 0
+        if form == "pack-quantized" and bits in range(2, 9):
+            return _Group("int", own, bits=bits, is_symmetric=is_symmetric)
+        if form in ("int-quantized", "naive-quantized") and bits == _BYTE:
+            return _Group("bytes", own, bits=bits, is_symmetric=is_symmetric)
+    if not is_symmetric:
         raise _unknown(where, name, f"{told}, asymmetric (with zero points)")
-    if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise _unknown(where, name, f"{told}, actorder={weights['actorder']!r}")
-    if (form, kind, bits) == ("pack-quantized", "int", 4):
-        if strategy in ("group", None) and isinstance(size, int) and size > 0 and size % 8 == 0:
-            return _Group("int4", size)
-        if strategy == "channel":
-            return _Group("int4")
     if form in _FP8_FORMATS and (kind, bits) == ("float", 8):
         block = _fp8_block(strategy, weights.get("block_structure"), size)
         if block is not None:

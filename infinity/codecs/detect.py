@@ -24,6 +24,7 @@ from infinity.codecs.floating import (
     quark_scheme,
 )
 from infinity.codecs.found import FoundTensors, Headers, LogicalTensor
+from infinity.codecs.grouped import GroupedScheme
 from infinity.errors import ConfigError
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
@@ -116,6 +117,9 @@ _SCHEMES: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "quark": quark_scheme,
     "mxfp4": Mxfp4Scheme,
     "compressed-tensors": CompressedScheme,
+    "gptq": GroupedScheme,
+    "awq": GroupedScheme,
+    "auto-round": GroupedScheme,
     "bitsandbytes": BitsandbytesScheme,
 }
 

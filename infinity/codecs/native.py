@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity import _core
+from infinity.codecs.packing import Packing
 from infinity.codecs.part import OUT_DTYPES, Shape
 from infinity.config.cores import threads_here
 from infinity.errors import UnsupportedError
@@ -80,10 +81,11 @@ def decode_four_bits(
     is_high_first: bool = False,
     global_scales: torch.Tensor | None = None,
     is_divided: bool = False,
+    zeros: torch.Tensor | None = None,
 ) -> None:
     """Decodes codes of 16 `values`, of which `group` share a scale; `product` is the dtype that
     value * scale is rounded to first. Scales are multiplied by the fp32 global scale of their
-    matrix, or divided by it."""
+    matrix, or divided by it. With `zeros`, packed by columns, values are code - zero."""
     _core.decode.four_bits(
         codes.data_ptr(),
         scales.data_ptr(),
@@ -94,11 +96,51 @@ def decode_four_bits(
         values=values,
         is_high_first=is_high_first,
         product_format=product,
-        global_scales=0 if global_scales is None else global_scales.data_ptr(),
+        global_scales=_address(global_scales),
         is_divided=is_divided,
+        zeros=_address(zeros),
         num_threads=threads_here(torch.get_num_threads()),
         simd=_simd(),
     )
+
+
+def decode_affine(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: Shape,
+    out: torch.Tensor,
+    *,
+    scale: str,
+    bits: int,
+    group: int,
+    are_groups_down: bool,
+    packing: Packing,
+    zeros: torch.Tensor | None,
+    zeros_packing: Packing,
+    raised: int,
+    order: torch.Tensor | None,
+) -> None:
+    """Decodes `AffineGroups`, in the shape of the stored matrix, of whose rows (`are_groups_down`)
+    or columns `group` share a scale. `raised` is added to words of zeros."""
+    _core.decode.affine(
+        codes.data_ptr(),
+        scales.data_ptr(),
+        scale,
+        _matrices(shape),
+        _output(out),
+        bits=bits,
+        group=group,
+        are_groups_down=are_groups_down,
+        packing=packing,
+        zeros=(_address(zeros), zeros_packing, raised),
+        order=_address(order),
+        num_threads=threads_here(torch.get_num_threads()),
+        simd=_simd(),
+    )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _matrices(shape: Shape) -> tuple[int, int, int]:

@@ -46,6 +46,13 @@ PUBLISHED = [
     ("llama", "fp8-rows", 21),
     ("llama", "fbgemm", 21),
     ("llama", "quark-fp8", 21),
+    ("llama", "gptq", 21),
+    ("llama", "gptq-order", 21),
+    ("qwen3-moe", "awq", 84),
+    ("llama", "auto-round", 21),
+    ("deepseek-v3", "int4-zeros", 72),
+    ("llama", "int8-packed", 21),
+    ("llama", "int8", 21),
 ]
 CODECS = {
     "fp8": {FloatBlocks()},
@@ -63,6 +70,13 @@ CODECS = {
     "fp8-rows": {FloatBlocks((1, 0), "BF16")},
     "fbgemm": {FloatBlocks((1, 0))},
     "quark-fp8": {FloatBlocks((0, 0))},
+    "gptq": {AffineGroups(32, "F16", 4, "GPTQ", True, True)},
+    "gptq-order": {AffineGroups(32, "BF16", 8, "GPTQ", True, has_order=True)},
+    "awq": {AffineGroups(32, "F16", 4, "AWQ", True)},
+    "auto-round": {AffineGroups(32, "F16", 2, "GPTQ", True)},
+    "int4-zeros": {AffineGroups(has_zeros=True)},
+    "int8-packed": {AffineGroups(192, bits=8), AffineGroups(320, bits=8)},
+    "int8": {AffineGroups(192, "BF16", 8, "BYTES"), AffineGroups(320, "BF16", 8, "BYTES")},
 }
 
 
@@ -96,10 +110,11 @@ def test_a_published_layout_decodes_to_the_weights(
     decoded = decoded_weights(directory)
     assert decoded.keys() == expected.keys()
     for key, weight in expected.items():
-        assert (decoded[key].shape, decoded[key].dtype) == (weight.shape, weight.dtype)
+        assert decoded[key].shape == weight.shape
+        assert decoded[key].dtype in (weight.dtype, found[key].dtype)
         if key in quantised:
             error = (decoded[key].float() - weight.float()).norm() / weight.float().norm()
-            assert 0 < error < 0.15
+            assert 0 < error < (0.6 if layout == "auto-round" else 0.15)  # That has two bits.
         else:
             assert torch.equal(decoded[key], weight)
 

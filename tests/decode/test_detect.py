@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.codecs import (
     AffineGroups,
@@ -29,6 +31,9 @@ MXFP4 = {"quantization_config": LAYOUTS["mxfp4"].table}
 NF4 = {"quantization_config": LAYOUTS["nf4"].table}
 
 NVFP4 = {"quantization_config": LAYOUTS["nvfp4"].table}
+GPTQ = {"quantization_config": {"quant_method": "gptq", **LAYOUTS["gptq"].table}}
+AWQ = {"quantization_config": LAYOUTS["awq"].table}
+ZEROS = {"quantization_config": LAYOUTS["int4-zeros"].table}
 MODELOPT = {"quantization_config": LAYOUTS["modelopt-fp8"].table}
 
 NORM: Headers = {"norm.weight": ("BF16", (64,))}
@@ -74,7 +79,30 @@ MODELOPT_HEADERS: Headers = {
     "a.input_scale": ("F32", ()),
     "a.k_scale": ("F32", (1,)),
 }
+GPTQ_HEADERS: Headers = {
+    **NORM,
+    "a.qweight": ("I32", (12, 48)),
+    "a.qzeros": ("I32", (3, 6)),
+    "a.scales": ("F16", (3, 48)),
+    "a.g_idx": ("I32", (96,)),
+}
+AWQ_HEADERS: Headers = {
+    **NORM,
+    "a.qweight": ("I32", (96, 6)),
+    "a.qzeros": ("I32", (3, 6)),
+    "a.scales": ("BF16", (3, 48)),
+}
+ZEROS_HEADERS: Headers = {**INT4_HEADERS, "a.weight_zero_point": ("I32", (6, 3))}
 CHECKPOINTS = {
+    "gptq": (
+        GPTQ,
+        GPTQ_HEADERS,
+        "a.weight",
+        AffineGroups(32, "F16", 4, "GPTQ", True, True),
+        (48, 96),
+    ),
+    "awq": (AWQ, AWQ_HEADERS, "a.weight", AffineGroups(32, "BF16", 4, "AWQ", True), (48, 96)),
+    "zeros": (ZEROS, ZEROS_HEADERS, "a.weight", AffineGroups(has_zeros=True), (48, 96)),
     "nvfp4": (NVFP4, NVFP4_HEADERS, "a.weight", nvfp4(), (48, 64)),
     "modelopt": (MODELOPT, MODELOPT_HEADERS, "a.weight", nvfp4("TIMES"), (48, 64)),
     "fp8": (FP8, FP8_HEADERS, "a.weight", FloatBlocks(), (576, 200)),
@@ -85,7 +113,7 @@ CHECKPOINTS = {
 
 OPTIONAL = {
     "norm.weight", "a.weight_shape", "e.down_proj_bias", "a.input_global_scale", "a.input_scale",
-    "a.k_scale",
+    "a.k_scale", "a.g_idx",
 }  # fmt: skip
 
 
@@ -177,7 +205,7 @@ def test_parts_of_any_shape_are_refused_by_name(kind: str, shape: tuple[int, ...
 
 def test_groups_that_are_not_full_are_refused_by_name() -> None:
     headers = {"a.weight_packed": ("I32", (4, 37)), "a.weight_scale": ("BF16", (4, 9))}
-    with pytest.raises(ConfigError, match="/model: 'a.weight': .*full groups"):
+    with pytest.raises(ConfigError, match=r"'a.weight_scale' has shape \(4, 9\) .*groups of 32"):
         find(INT4, headers)
 
 
@@ -267,13 +295,26 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
         ({"quantization": {"group_size": 64, "bits": 4}}, "'mlx'"),
         (quantization(INT4, sparsity_config={"format": "sparse-24"}), "sparsity_config"),
         (quantization(INT4, transform_config={"config_groups": {}}), "transform_config"),
-        (weights(symmetric=False), "asymmetric"),
-        (weights(actorder="group"), "actorder='group'"),
-        (weights(actorder=True), "actorder=True"),
-        (weights(num_bits=8), "8 bits"),
+        (weights(num_bits=9), "9 bits"),
         (weights(type="float"), "float"),
         (weights(strategy="block"), "block"),
-        (weights(group_size=20), "group_size=20"),
+        (weights(group_size="20"), "group_size=20"),
+        *[
+            ({"quantization_config": {"bits": 4, "group_size": 128, **table}}, told)
+            for table, told in [
+                ({"quant_method": "gptq", "bits": 3}, "bits=3.*2 or 4 or 8 bits"),
+                ({"quant_method": "gptq", "group_size": 0}, "group_size=0"),
+                ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin'"),
+                ({"quant_method": "gptq", "dynamic": {"+:a": {"bits": 5}}}, "bits=5"),
+                ({"quant_method": "awq", "version": "gemv"}, "'gemv'"),
+                ({"quant_method": "awq", "bits": 8}, "bits=8"),
+                (
+                    {"quant_method": "auto-round", "packing_format": "auto_round:llm"},
+                    "auto_round:llm",
+                ),
+                ({"quant_method": "auto-round", "data_type": "mx_fp"}, "mx_fp"),
+            ]
+        ],
         (quantization(NF4, load_in_4bit=False, load_in_8bit=True), "8 bits"),
         (quantization(NF4, bnb_4bit_quant_type="fp4"), "fp4"),
     ],
@@ -284,20 +325,21 @@ def test_a_scheme_without_a_codec_is_named(config: dict[str, Any], told: str) ->
     assert str(refused.value).startswith("/model: ")
 
 
-@pytest.mark.parametrize("suffix", ["zero_point", "g_idx", "global_scale"])
+@pytest.mark.parametrize("suffix", ["zero_point", "global_scale"])
 def test_parts_that_no_codec_reads_are_refused(suffix: str) -> None:
     with pytest.raises(ConfigError, match=f"a.weight_{suffix}"):
         find(INT4, {**INT4_HEADERS, f"a.weight_{suffix}": ("I32", (6, 3))})
 
 
 def test_the_group_size_of_files_and_configuration_must_agree() -> None:
-    with pytest.raises(ConfigError, match="groups of 32 columns; config.json says 128. Do config"):
+    with pytest.raises(ConfigError, match="config.json says 4 bits in groups of 128. Do config"):
         find(weights(group_size=128), INT4_HEADERS)
 
 
 def test_int4_may_have_one_scale_per_row() -> None:
     headers = {**INT4_HEADERS, "a.weight_scale": ("BF16", (48, 1))}
-    found = find(weights(strategy="channel", group_size=None), headers)
+    shape = torch.tensor([48, 96], dtype=torch.int32).numpy().tobytes()
+    found = find(weights(strategy="channel", group_size=None), headers, shape)
     assert found["a.weight"].codec == AffineGroups(96)
 
 
@@ -395,3 +437,52 @@ def test_scales_of_activations_belong_to_the_weights_of_their_module(
         found = logical_tensors(MODELOPT, headers, read=bytes, where="/once")
         assert found["a.weight"].aside == ("a.input_scale", "a.k_scale")
     assert caplog.text.count("scales of activations") == 1
+
+
+@pytest.mark.parametrize("kind", ["gptq", "zeros"])
+def test_an_order_of_columns_is_read_and_one_of_groups_that_are_not_there_is_refused(
+    kind: str,
+) -> None:
+    config, headers, name, codec, _ = CHECKPOINTS[kind]
+    order = "a.g_idx" if kind == "gptq" else "a.weight_g_idx"
+    headers = {**headers, order: ("I32", (96,))}
+    config = quantization(config, desc_act=True)
+    plain = torch.arange(96, dtype=torch.int32) // 32
+    found = find(config, headers, plain.numpy().tobytes())[name]
+    assert (found.codec, order in found.aside) == (codec, True)
+    found = find(config, headers, plain.flip(0).numpy().tobytes())[name]
+    assert found.codec == replace(codec, has_order=True) and found.names[-1] == order
+    for wrong in (plain + 1, plain - 1):
+        with pytest.raises(ConfigError, match=f"{order}' names groups"):
+            find(config, headers, wrong.numpy().tobytes())
+    with pytest.raises(ConfigError, match=f"{order}' is I32 .95,.; expected"):
+        find(config, {**headers, order: ("I32", (95,))}, plain.numpy().tobytes())
+
+
+@pytest.mark.parametrize(("bits", "group", "shapes"), [
+    (8, 32, ((24, 48), (3, 12), (3, 48))), (4, -1, ((12, 48), (1, 6), (1, 48))),
+])  # fmt: skip
+def test_bits_and_groups_of_single_modules_are_found_by_their_shapes(
+    bits: int, group: int, shapes: tuple
+) -> None:
+    parts = zip(("qweight", "qzeros", "scales"), ("I32", "I32", "F16"), shapes, strict=True)
+    headers = {f"b.{part}": (dtype, shape) for part, dtype, shape in parts}
+    config = quantization(GPTQ, dynamic={"+:b": {"bits": bits, "group_size": group}, "-:c": {}})
+    found = find(config, {**GPTQ_HEADERS, **headers})
+    assert found["a.weight"].codec == CHECKPOINTS["gptq"][3]
+    size = 96 if group == -1 else group
+    assert found["b.weight"].codec == AffineGroups(size, "F16", bits, "GPTQ", True, True)
+    assert found["b.weight"].shape == (48, 96)
+
+
+def test_a_row_whose_last_word_is_short_has_the_columns_that_its_shape_says() -> None:
+    config = weights(num_bits=8, strategy="channel", group_size=None)
+    headers = {
+        "a.weight_packed": ("I32", (5, 24)),
+        "a.weight_scale": ("BF16", (5, 1)),
+        "a.weight_shape": ("I64", (2,)),
+    }
+    shape = torch.tensor([5, 93]).numpy().tobytes()
+    assert find(config, headers, shape)["a.weight"].shape == (5, 93)
+    with pytest.raises(ConfigError, match="8 bits in groups of full rows"):
+        find(config, headers, torch.tensor([5, 92]).numpy().tobytes())

@@ -15,7 +15,7 @@ import re
 import struct
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,53 @@ LAYOUTS: dict[str, Layout] = {
         {"quant_method": "quark", "global_quant_config": _FP8_OF_QUARK},
         suffixes={"_scale_inv": "_scale"},
     ),
+    "gptq": Layout(
+        _matching(_PROJECTIONS, AffineGroups(32, "F16", 4, "GPTQ", True, True)),
+        {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.01},
+        file="quantize_config.json",
+    ),
+    "gptq-order": Layout(
+        _matching(_PROJECTIONS, AffineGroups(32, "BF16", 8, "GPTQ", True, has_order=True)),
+        {
+            "quant_method": "gptq",
+            "bits": 8,
+            "group_size": 32,
+            "desc_act": True,
+            "checkpoint_format": "gptq_v2",
+        },
+    ),
+    "awq": Layout(
+        _matching(_PROJECTIONS, AffineGroups(32, "F16", 4, "AWQ", True)),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    ),
+    "auto-round": Layout(
+        _matching(_PROJECTIONS, AffineGroups(32, "F16", 2, "GPTQ", True)),
+        {
+            "quant_method": "auto-round",
+            "bits": 2,
+            "group_size": 32,
+            "data_type": "int",
+            "packing_format": "auto_round",
+            "sym": False,
+        },
+    ),
+    # llm-compressor's W4A16_ASYM, W8A16 and W8A8.
+    "int4-zeros": Layout(
+        _matching(_PROJECTIONS, AffineGroups(has_zeros=True)),
+        _compressed_table("pack-quantized", "int", ["lm_head"], symmetric=False),
+    ),
+    "int8-packed": Layout(
+        _matching(_PROJECTIONS, AffineGroups(0, bits=8)),
+        _compressed_table(
+            "pack-quantized", "int", ["lm_head"], num_bits=8, strategy="channel", group_size=None
+        ),
+    ),
+    "int8": Layout(
+        _matching(_PROJECTIONS, AffineGroups(0, "BF16", 8, "BYTES")),
+        _compressed_table(
+            "int-quantized", "int", ["lm_head"], num_bits=8, strategy="channel", group_size=None
+        ),
+    ),
     # DeepSeek-V4: experts in FP4, the rest in FP8, with scales that are powers of two.
     "fp4-experts": Layout(
         _fp4_or_fp8,
@@ -245,6 +292,8 @@ def write_quantized(
     plain: Names = []
     for name, weight in weights.items():
         codec = layout.codec_of(name)
+        if isinstance(codec, AffineGroups) and not codec.group:  # A scale per row.
+            codec = replace(codec, group=weight.shape[-1])
         if codec is None:
             plain.append(name)
             stored[name] = _plain(weight)

@@ -1,0 +1,159 @@
+"""The checkpoints of GPTQ, AWQ and AutoRound: `qweight`, `qzeros`, `scales` and perhaps `g_idx`.
+
+Sources: AutoGPTQ and GPTQModel (`qlinear/`; `utils/model.py`: the two conventions of zeros),
+AutoAWQ (`utils/packing_utils.py`), auto-round (`inference/backend.py`: with and without "zp+-1").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from infinity.codecs.affine import AffineGroups, Layout
+from infinity.codecs.found import FoundTensors
+from infinity.codecs.packing import WORD_BITS
+from infinity.errors import ConfigError
+
+_SCALES = ("F16", "BF16", "F32")
+_LEFTOVERS = (".qweight", ".qzeros", ".scales", ".g_idx")
+# Of AutoRound, its layout and whether stored zeros are less by one.
+_PACKINGS: Mapping[str, tuple[Layout, bool]] = {
+    "auto_round": ("GPTQ", False),
+    "auto_round:gptqmodel": ("GPTQ", False),
+    "auto_round:auto_gptq": ("GPTQ", True),
+    "auto_round:auto_awq": ("AWQ", False),
+}
+
+
+class GroupedScheme:
+    """Codes of in x out with a scale and a zero per group of rows, under names of their own."""
+
+    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
+        self._layout, self._is_raised = _layout_of(quantization, where)
+        self._sizes = list(dict.fromkeys(_sizes_of(quantization)))
+        self._has_order = bool(quantization.get("desc_act"))
+        allowed = [4] if self._layout == "AWQ" else [2, 4, 8]
+        if (self._layout, self._is_raised) == ("GPTQ", False):
+            allowed = list(range(2, 9))
+        for bits, group in self._sizes:
+            is_size = isinstance(group, int) and (group > 0 or group == -1)
+            if bits not in allowed or not is_size:
+                raise ConfigError(
+                    f"{where}: its weights are quantized by {quantization.get('quant_method')} "
+                    f"with bits={bits!r}, group_size={group!r}; a codec exists for "
+                    f"{' or '.join(map(str, allowed))} bits in groups of any size, or of -1. Use "
+                    "such a checkpoint, or the bfloat16 one of the model"
+                )
+
+    def find(self, found: FoundTensors) -> None:
+        """See `Scheme.find`."""
+        for codes in found.unused(".qweight"):
+            self._add(found, codes.removesuffix(".qweight"))
+        found.refuse_leftovers(_LEFTOVERS, self._layout)
+
+    def _add(self, found: FoundTensors, module: str) -> None:
+        names = [f"{module}.{part}" for part in ("qweight", "scales", "qzeros", "g_idx")]
+        codes, scales, _, order = names
+        dtype, _ = found.headers.get(scales, ("", ()))
+        if dtype not in _SCALES:
+            came = f"is {dtype}" if dtype else "is missing"
+            raise found.error(f"{scales!r} {came}; expected scales of {', '.join(_SCALES)}")
+        found.matrix(codes)
+        fitting = list(self._fitting(found, codes, dtype))
+        codec, shape = next(
+            (pair for pair in fitting if self._stores(found, *pair, names[:3])), fitting[0]
+        )
+        columns, count = shape[1], -(-shape[1] // codec.group)
+        is_told = self._has_order and order in found.headers
+        if is_told and check_order(found, order, columns, count, codec.group):
+            codec = AffineGroups(
+                codec.group, dtype, codec.bits, self._layout, True, self._is_raised, True
+            )
+            found.add(f"{module}.weight", codec, shape, names)
+        else:  # Groups lie side by side, as g_idx says, too.
+            found.add(f"{module}.weight", codec, shape, names[:3], aside=(order,))
+
+    def _fitting(
+        self, found: FoundTensors, codes: str, dtype: str
+    ) -> Iterator[tuple[AffineGroups, tuple[int, int]]]:
+        """Yields the codec and the shape of the weight for each size in config.json."""
+        *_, first, last = found.headers[codes][1]
+        for bits, group in self._sizes:
+            if self._layout == "AWQ":
+                rows, columns = last * WORD_BITS // bits, first
+            else:
+                rows, columns = last, first * WORD_BITS // bits
+            size = max(columns, 1) if group == -1 else group
+            yield (
+                AffineGroups(size, dtype, bits, self._layout, True, self._is_raised),
+                (rows, columns),
+            )
+
+    @staticmethod
+    def _stores(
+        found: FoundTensors, codec: AffineGroups, shape: tuple[int, int], names: list[str]
+    ) -> bool:
+        try:
+            parts = codec.parts(shape)
+        except ConfigError:
+            return False
+        stored = [found.headers.get(name, ("", ()))[1] for name in names]
+        return stored == [part.shape for part in parts]
+
+
+def check_order(found: FoundTensors, name: str, columns: int, groups: int, group: int) -> bool:
+    """Returns whether a `g_idx` orders columns in another way than side by side. Raises ConfigError
+    for one of another shape, and for a group that is not there."""
+    if found.headers[name] != ("I32", (columns,)):
+        dtype, shape = found.headers[name]
+        raise found.error(f"{name!r} is {dtype} {shape}; expected I32 {(columns,)}")
+    order = torch.frombuffer(bytearray(found.read(name)), dtype=torch.int32)
+    if columns and not 0 <= int(order.min()) <= int(order.max()) < groups:
+        raise found.error(
+            f"{name!r} names groups {int(order.min())} to {int(order.max())}; there are {groups}. "
+            "Copy the checkpoint again"
+        )
+    return not torch.equal(order, (torch.arange(columns) // group).int())
+
+
+def _layout_of(quantization: Mapping[str, Any], where: str) -> tuple[Layout, bool]:
+    """Returns the layout, and whether stored zeros are less by one. Raises ConfigError."""
+    method = quantization.get("quant_method")
+    if method == "awq":
+        version = str(quantization.get("version", "gemm")).lower()
+        if version == "gemm":
+            return "AWQ", False
+        raise _unknown(where, method, f"version={version!r}", "'gemm'")
+    if method == "gptq":
+        form = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
+        if form in ("gptq", "gptq_v2"):
+            return "GPTQ", form == "gptq"
+        raise _unknown(where, method, f"checkpoint_format={form!r}", "'gptq' and 'gptq_v2'")
+    packing = quantization.get("packing_format", "auto_round:auto_gptq")
+    kind = quantization.get("data_type", "int")
+    if packing not in _PACKINGS or kind != "int":
+        told = f"packing_format={packing!r}, data_type={kind!r}"
+        raise _unknown(where, "auto-round", told, f"'int' in {', '.join(_PACKINGS)}")
+    return _PACKINGS[packing]
+
+
+def _unknown(where: str, method: str, told: str, known: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: its weights are quantized by {method} with {told}; a codec exists for {known}. "
+        "Use such a checkpoint, or the bfloat16 one of the model"
+    )
+
+
+def _sizes_of(quantization: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields (bits, group_size) of config.json, and those of single modules."""
+    bits, group = quantization.get("bits"), quantization.get("group_size", 128)
+    yield bits, group
+    for key in ("dynamic", "extra_config"):  # Of GPTQModel and of AutoRound.
+        modules = quantization.get(key)
+        for own in modules.values() if isinstance(modules, Mapping) else ():
+            own_bits = own.get("bits", bits) if isinstance(own, Mapping) else bits
+            if isinstance(own_bits, int) and own_bits <= 8:  # Else they are not quantised.
+                own_group = own.get("group_size", group) if isinstance(own, Mapping) else group
+                yield own_bits, own_group
