@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from infinity.distributed.kept_shards import KeptShards
-from infinity.distributed.pending import PendingShards
 from infinity.distributed.resting_weights import RestingWeights
 from infinity.distributed.store import DistributedStore
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
-from infinity.state.store import LocalStore, NvmeLocation, changing_kinds
+from infinity.state.store import NvmeLocation, changing_kinds
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
 from infinity.streaming.gradients.store import GradientStore
@@ -57,36 +55,30 @@ def can_defer(store: DistributedStore, settings: UpdateSettings) -> bool:
 
 class ShardUpdates:
     """Updates this rank's shards in a thread of its own. The training thread calls, under the
-    engine's lock.
-
-    `tell`: sends the error that ended the updates to the other ranks.
-    """
+    engine's lock."""
 
     def __init__(
         self,
-        local: LocalStore,
-        shards: Sequence[Unit],
-        pending: PendingShards,
-        kept: KeptShards,
+        store: DistributedStore,
         pool: HostPool,
         counters: Counters,
         settings: UpdateSettings,
-        tell: Callable[[str], None],
         undecided: UndecidedState,
         gradients: GradientStore,
     ) -> None:
         self._undecided = undecided
-        self._pending = pending
-        self._kept = kept
+        self._pending = store.pending
+        self._kept = store.kept
         self._pool = pool
-        self._tell = tell
+        self._tell_others = store.transport.abort
         # The counters of waits are for those of the training thread.
         self._ring = StagingRing(
-            local, pool, Counters(), gradients,
+            store.local, pool, Counters(), gradients,
             chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
             reads_again=True, undecided=undecided.contents,
         )  # fmt: skip
-        self._weights = RestingWeights(local, undecided, pool, kept, shards)
+        shards = [shard.unit for shard in store.partition.local]
+        self._weights = RestingWeights(store.local, undecided, pool, store.kept, shards)
         digests = self._weights.digests
         self._chunks = ChunkUpdates(self._ring, self._weights, counters, None, undecided, digests)
         self._chunk_nbytes = settings.chunk_nbytes
@@ -241,7 +233,7 @@ class ShardUpdates:
                     self._update_early(self._early[shard])
         except BaseException as error:
             self._pending.fail(error)
-            self._tell(f"in an update during training: {type(error).__name__}: {error}")
+            self._tell_others(f"in an update during training: {type(error).__name__}: {error}")
 
     def _update(self, update: UnitUpdate) -> None:
         shard = update.unit.index

@@ -121,13 +121,10 @@ class DistributedUpdater(StepRunner):
         self._early: EarlyShards | None = None
         self._decided_s = time.monotonic()  # The last decision.
         if can_defer(store, settings):
-            shard_units = [shard.unit for shard in store.partition.local]
             undecided = UndecidedState(store.local, pool)
             self.deferred = ShardUpdates(
-                store.local, shard_units, store.pending, store.kept, pool, counters, settings,
-                store.transport.abort, undecided, gradients.owned,
-            )  # fmt: skip
-            pool.add_giver(Giver.IDLE_HOMES, lambda _: undecided.give_back())
+                store, pool, counters, settings, undecided, gradients.owned
+            )
             if settings.in_backward:
                 self._early = EarlyShards(
                     store, gradients, undecided, self.deferred, counters,

@@ -11,8 +11,8 @@ Note [Copy on write]
 Note [Homes rotate]
   The block that an exchange leaves with the old bytes is where a later update of any unit writes
   its new ones: a size has as many blocks as homes and a few more. They are kept until memory is
-  short. The memory that is given back then is that of the few, not a hole among the homes: a home
-  that lies there is copied to the block that goes.
+  short, or a step has no early updates. The memory that is given back then is that of the few, not
+  a hole among the homes: a home that lies there is copied to the block that goes.
 
 Note [Weights that other ranks read]
   Other ranks read weights of shards at the address of the home, also when a shard's update goes on
@@ -34,6 +34,7 @@ from infinity.storage.undecided import UndecidedContent
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import Range
+from infinity.tiers.spare import Giver
 
 ByteRange = tuple[int, int]  # Of a state kind of a unit: from, to.
 
@@ -98,6 +99,7 @@ class UndecidedState:
         self._idle: defaultdict[int, list[Block]] = defaultdict(list)  # By size.
         self._taken: set[Range] = set()  # Memory of the pool, whosever bytes are there.
         self._away: dict[Range, tuple[Unit, StateKind]] = {}  # The homes that lie in it.
+        pool.add_giver(Giver.IDLE_HOMES, lambda _: self.give_back())
 
     @property
     def contents(self) -> Mapping[int, UndecidedContent]:

@@ -59,6 +59,19 @@ def test_homes_move_with_updates_and_return_when_memory_is_short(
     assert counters["early_updates_kept"] and counters["early_updates_undone"]
 
 
+def test_memory_of_early_updates_is_free_in_steps_without_them(swap_directory: Path) -> None:
+    def body(run: Run) -> list[torch.Tensor]:
+        early_steps(run, range(6))
+        before = 0 if run.is_plain else homes_away(run)
+        losses = steps(run, 3, lambda _: 1e-3, 6)
+        if not run.is_plain:
+            assert before and not homes_away(run)
+            assert not any(early_of(run)._undecided._idle.values())
+        return losses
+
+    compare(body, beside(swap_directory, placement=ALL_ON_HOST))
+
+
 LEFT = next(name for name, _ in make().blocks[1].named_parameters())
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},

@@ -133,6 +133,8 @@ class EarlyUpdates(ABC):
                 store = self._undecided.store
                 planned = [i for i in planned if not has_generations(store, self._units[i])]
             self._planned = dict.fromkeys(self._take_memory(planned) if planned else ())
+            while not planned and self._undecided.give_back():
+                pass  # Memory of homes is for nothing in this step.
         self.take_back(index)  # It was not the last.
 
     def note_left(self, index: int) -> bool:

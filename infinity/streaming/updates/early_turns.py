@@ -302,11 +302,6 @@ class EarlyTurns(EarlyUpdates):
         super()._forget()
         self._to_make, self._checked_out, self._to_come = {}, {}, {}
 
-    def give_back(self) -> bool:
-        """Gives memory for new state back that no update uses. Returns whether there was any."""
-        self._gradients.end_readers()  # They may have arrays of a home that moves.
-        return self._undecided.give_back()
-
     def release(self) -> bool:
         """Gives memory back: weights that are checked out between two chunks, or a block for the
         new state of the last early update. Returns whether there was any."""

@@ -123,8 +123,6 @@ class Updater(StepRunner):
         )  # fmt: skip
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
         self._decided_s = time.monotonic()  # The last decision.
-        if self._early is not None:
-            pool.add_giver(Giver.IDLE_HOMES, lambda _: self._give_homes())
         if not settings.rides_along:
             pool.add_giver(Giver.IDLE_RING, lambda _: not self._pending and self.reclaim())
         pool.add_giver(Giver.UPDATES, lambda _: self.reclaim())
@@ -458,11 +456,8 @@ class Updater(StepRunner):
 
     # -- Memory ------------------------------------------------------------------------------------
 
-    def _give_homes(self) -> bool:
-        return self._early is not None and self._early.give_back()
-
     def _leaves_home(self, unit: Unit, kind: StateKind) -> bool:
-        """See `UndecidedState`. Chunks of a pending unit may be on their way."""
+        """See `UndecidedState`. The worker may have arrays of a pending unit."""
         if unit.index in self._pending:
             return False
         self._ring.forget_arrays(unit)
