@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from infinity.plan.model import ModuleWork, PlannedModel
-from infinity.state.tiles import cut_rows, experts_of
+from infinity.state.tiles import ROW_ALIGNMENT, CutRows, experts_of
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.tiers.ranges import rounded_nbytes
 
@@ -93,51 +93,45 @@ def _cut(unit: Unit, limit_nbytes: int, nbytes_of: _NbytesOf) -> tuple[list[Tens
     left: list[TensorFacts] = []
     tiles: _Tiles = []
     experts = experts_of(unit)
-    for tensor in unit.tensors:
-        facts = tensor.facts
+    for facts in (tensor.facts for tensor in unit.tensors):
+        uncut, found = [facts], _Tiles()
         if experts and facts is experts[0]:
-            cut = _cut_experts(unit.name, experts, limit_nbytes, nbytes_of)
-            tiles += cut
-            left += [] if cut else experts
-        elif not any(facts is expert for expert in experts):
-            cut = _cut_matrix(facts, limit_nbytes, nbytes_of) if _is_matrix(facts) else []
-            tiles += cut
-            left += [] if cut else [facts]
+            uncut = experts
+            found = _tiles(f"{unit.name}.experts", experts, limit_nbytes, nbytes_of, alignment=1)
+        elif any(facts is expert for expert in experts):
+            continue
+        elif _is_matrix(facts):
+            rows, columns = math.prod(facts.shape[:-1]), facts.shape[-1]
+            flat = replace(facts, shape=(rows, columns), stride=(columns, 1))
+            found = _tiles(facts.name, [flat], limit_nbytes, nbytes_of)
+        tiles += found
+        left += [] if found else uncut
     return left, tiles
 
 
-def _cut_matrix(facts: TensorFacts, limit_nbytes: int, nbytes_of: _NbytesOf) -> _Tiles:
-    columns, rows = math.prod(facts.shape[-1:]), math.prod(facts.shape[:-1])
-    starts = cut_rows(rows, nbytes_of(facts) // max(rows, 1), limit_nbytes)
-    if nbytes_of(facts) <= limit_nbytes or len(starts) == 2:
-        return []
-    return [
-        (name, [replace(facts, name=name, shape=(stop - start, columns), stride=(columns, 1))])
-        for index, (start, stop) in enumerate(pairwise(starts))
-        for name in [f"{facts.name}.tiles.{index}"]
-    ]
-
-
-def _cut_experts(
-    name: str, experts: list[TensorFacts], limit_nbytes: int, nbytes_of: _NbytesOf
+def _tiles(
+    name: str,
+    tensors: list[TensorFacts],
+    limit_nbytes: int,
+    nbytes_of: _NbytesOf,
+    alignment: int = ROW_ALIGNMENT,
 ) -> _Tiles:
-    nbytes, count = sum(map(nbytes_of, experts)), experts[0].shape[0]
-    starts = cut_rows(count, nbytes // count, limit_nbytes, alignment=1)
-    if nbytes <= limit_nbytes or len(starts) == 2:
-        return []
+    """Returns the tiles of tensors that are cut at the same rows; none where they stay whole."""
+    nbytes, num_rows = sum(map(nbytes_of, tensors)), tensors[0].shape[0]
+    rows = CutRows(num_rows, nbytes, nbytes // max(num_rows, 1), alignment)
     return [
         (
-            f"{name}.experts.tiles.{index}",
+            f"{name}.tiles.{index}",
             [
                 replace(
                     facts,
                     name=f"{facts.name}.tiles.{index}",
                     shape=(stop - start, *facts.shape[1:]),
                 )
-                for facts in experts
+                for facts in tensors
             ],
         )
-        for index, (start, stop) in enumerate(pairwise(starts))
+        for index, (start, stop) in enumerate(pairwise(rows.starts(limit_nbytes)))
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from infinity.errors import CapacityError
@@ -59,6 +60,22 @@ def cut_rows(
     count = max(-(-num_rows // most_rows), 1)
     step = align_up(max(-(-num_rows // count), 1), alignment)
     return (*range(0, num_rows, step), num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class CutRows:
+    """Parameters that are cut at the same rows. `row_nbytes`: of a row of all of them, and of what
+    is cut along."""
+
+    num_rows: int
+    nbytes: int
+    row_nbytes: int
+    alignment: int = ROW_ALIGNMENT
+
+    def starts(self, limit_nbytes: int) -> tuple[int, ...]:
+        """As of `cut_rows`; empty where the parameters stay whole."""
+        found = cut_rows(self.num_rows, self.row_nbytes, limit_nbytes, self.alignment)
+        return found if self.nbytes > limit_nbytes and len(found) > 2 else ()
 
 
 def limits(largest_nbytes: int) -> Iterator[int]:

@@ -27,7 +27,7 @@ from infinity.modules.reading.empty_weights import Provisional, without_class
 from infinity.modules.tiling import experts as tiled_experts
 from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear, TiledParam
 from infinity.modules.tiling.peft_experts import factor_adapters, merge_adapters
-from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
+from infinity.state.tiles import ROW_ALIGNMENT, CutRows, is_cut_by_name
 
 
 def tiles_of(tensor: Any) -> list[Any]:
@@ -89,24 +89,17 @@ class _Candidate:
     def is_experts(self) -> bool:
         return self.alignment == 1
 
-    @property
-    def num_rows(self) -> int:
-        return self._values()[0].shape[0]
-
-    def nbytes(self, itemsize_of: Callable[[nn.Parameter], int]) -> int:
-        return sum(parameter.numel() * itemsize_of(parameter) for parameter in self._values())
-
-    def row_nbytes(self, itemsize_of: Callable[[nn.Parameter], int]) -> int:
-        """Returns the bytes of a row of all parameters, including the element of a bias."""
-        rows = sum(math.prod(p.shape[1:]) * itemsize_of(p) for p in self._values())
+    def rows(self, itemsize_of: Callable[[nn.Parameter], int]) -> CutRows:
+        """Returns the rows that are cut, with the element of a bias."""
+        values = [parameter for _, parameter in self.parameters.values()]
         has_bias = any(
             "bias" not in self.parameters and module._parameters.get("bias") is not None
             for _, module in self.modules
         )
-        return rows + has_bias * itemsize_of(self._values()[0])
-
-    def _values(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.parameters.values()]
+        row_nbytes = sum(math.prod(p.shape[1:]) * itemsize_of(p) for p in values)
+        row_nbytes += has_bias * itemsize_of(values[0])
+        nbytes = sum(parameter.numel() * itemsize_of(parameter) for parameter in values)
+        return CutRows(values[0].shape[0], nbytes, row_nbytes, self.alignment)
 
 
 @dataclass(eq=False, slots=True)
@@ -152,7 +145,7 @@ class Tiling:
     @property
     def largest_nbytes(self) -> int:
         """The bytes of the largest set of parameters that can be split at the same rows."""
-        sizes = (candidate.nbytes(self._itemsize_of) for candidate in self._candidates)
+        sizes = (candidate.rows(self._itemsize_of).nbytes for candidate in self._candidates)
         return max(sizes, default=0)
 
     def why_not(self) -> str:
@@ -172,12 +165,11 @@ class Tiling:
         one product are at least one tile."""
         self._join()
         for candidate in self._candidates:
-            nbytes = candidate.nbytes(self._itemsize_of)
-            most_nbytes = nbytes if limit_nbytes is None else limit_nbytes
-            row_nbytes = candidate.row_nbytes(self._itemsize_of)
-            starts = cut_rows(candidate.num_rows, row_nbytes, most_nbytes, candidate.alignment)
-            is_one_product = candidate.is_experts and self._products == "grouped"
-            if is_one_product or (nbytes > most_nbytes and len(starts) > 2):
+            rows = candidate.rows(self._itemsize_of)
+            starts = () if limit_nbytes is None else rows.starts(limit_nbytes)
+            if candidate.is_experts and self._products == "grouped":
+                starts = starts or (0, rows.num_rows)
+            if starts:
                 self._cut(candidate, starts)
 
     def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
