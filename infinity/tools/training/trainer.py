@@ -13,7 +13,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
 from typing import Any, Protocol
@@ -171,6 +171,22 @@ def with_patience(state: dict[str, Any], patience: int) -> tuple[dict[str, Any],
     return state | {"stateful_callbacks": callbacks}, num_misses >= patience
 
 
+@dataclass(slots=True)
+class _StepNow:
+    """The step that is being made, see `StepOutcome`; values of this rank."""
+
+    losses: list[float] = field(default_factory=list)
+    loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # Their sum, in float32.
+    num_tokens: int = 0
+    spoilt: tuple[Any, Any] | None = None  # The arguments of the first loss that is not finite.
+    skipped: str | None = None
+    mean: float = math.nan  # Over all ranks.
+    norm: float | None = None  # None: no norm was computed.
+    learning_rate: float = 0.0
+    numbers: dict[str, float] = field(default_factory=dict)  # For trackers.
+    held_out_loss: float | None = None
+
+
 class RunTrainer(OffloadedTrainer):
     """The methods in which TRL's trainers differ for a run. `make_trainer` mixes them in."""
 
@@ -284,14 +300,7 @@ class RunTrainer(OffloadedTrainer):
         return None  # The optimizer's step computes it.
 
     def _begin_window(self) -> None:
-        self._losses: list[float] = []
-        self._loss = torch.zeros(())  # Their sum, in float32 as Trainer's own.
-        self._num_tokens = 0
-        self._spoilt: tuple[Any, Any] | None = None  # The arguments of the first loss not finite.
-        self._skipped: str | None = None
-        self._mean = math.nan
-        self._norm: float | None = None  # None: no norm was computed.
-        self._learning_rate = 0.0
+        self._now = _StepNow()
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Begins a step, and makes its batches."""
@@ -302,23 +311,25 @@ class RunTrainer(OffloadedTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Computes the gradients of a micro-batch; notes its loss."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._losses.append(float(loss))
-        self._loss = self._loss + loss.detach().float().cpu()
+        now = self._now
+        now.losses.append(float(loss))
+        now.loss = now.loss + loss.detach().float().cpu()
         mask = inputs.get("attention_mask")
-        self._num_tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
-        if not math.isfinite(self._losses[-1]) and self._spoilt is None:
-            self._spoilt = (inputs, num_items_in_batch)
+        now.num_tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
+        if not math.isfinite(now.losses[-1]) and now.spoilt is None:
+            now.spoilt = (inputs, num_items_in_batch)
         return loss
 
     def _step_or_skip(self) -> None:
         """Updates the weights. If a loss or the norm of the gradients is not finite on any rank,
         the weights do not change: raises NonFiniteError or, with `train.nonfinite` "skip", goes on,
         unless too many steps in a row were skipped."""
-        self._learning_rate = float(self.offloaded_optimizer.param_groups[0]["lr"])
-        self._mean = self._mean_of_ranks(float(self._loss))
+        now = self._now
+        now.learning_rate = float(self.offloaded_optimizer.param_groups[0]["lr"])
+        now.mean = self._mean_of_ranks(float(now.loss))
         step = self.state.global_step + 1
         try:
-            if not math.isfinite(self._mean):
+            if not math.isfinite(now.mean):
                 raise self._nonfinite_loss(step)
             try:
                 self._update()
@@ -326,14 +337,14 @@ class RunTrainer(OffloadedTrainer):
                 raise NonFiniteError("the gradient norm", step=step, unit=error.unit) from None
             finally:
                 norm = self.offloaded_optimizer.grad_norm
-                self._norm = None if norm is None else float(norm)
+                now.norm = None if norm is None else float(norm)
             self._num_skipped = 0
         except NonFiniteError as error:
             self.offloaded_optimizer.zero_grad()
             self._num_skipped += 1
             if self._nonfinite == "error" or self._num_skipped > MOST_SKIPPED:
                 raise
-            self._skipped = str(error)
+            now.skipped = str(error)
 
     def _mean_of_ranks(self, loss: float) -> float:
         """Returns the mean over all ranks, the same on every rank. One loss that is not finite
@@ -345,8 +356,9 @@ class RunTrainer(OffloadedTrainer):
 
     def _nonfinite_loss(self, step: int) -> NonFiniteError:
         self.offloaded_optimizer.zero_grad()
-        value = next((loss for loss in self._losses if not math.isfinite(loss)), self._mean)
-        is_spoilt = self._spoilt is not None
+        now = self._now
+        value = next((loss for loss in now.losses if not math.isfinite(loss)), now.mean)
+        is_spoilt = now.spoilt is not None
         if self._rank.count > 1 and self._nonfinite == "skip":
             # The other ranks continue meanwhile.
             unit = None if is_spoilt else "a module on another rank"
@@ -361,8 +373,8 @@ class RunTrainer(OffloadedTrainer):
 
     def _first_nonfinite_module(self) -> str:
         """Returns the module that spoilt a loss of this rank, whose forward is repeated."""
-        assert self._spoilt is not None
-        inputs, count = self._spoilt
+        assert self._now.spoilt is not None
+        inputs, count = self._now.spoilt
         prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         unit = first_nonfinite_module(
             self.model, lambda: self.compute_loss(self.model, prepared, num_items_in_batch=count)
@@ -376,39 +388,39 @@ class RunTrainer(OffloadedTrainer):
         if step == self._ended_step:  # The end of an epoch, whose last step has ended already.
             return
         self._ended_step = step
-        is_last = step >= self.state.max_steps
+        is_last, now = step >= self.state.max_steps, self._now
         self.control.should_log |= is_last
         self.control.should_evaluate |= is_last and self.args.eval_strategy != "no"
         outcome = StepOutcome(
             step=step,
-            loss=self._mean,
-            grad_norm=self._norm,
-            learning_rate=self._learning_rate,
-            num_tokens=self._num_tokens * self._rank.count,
-            skipped=self._skipped,
+            loss=now.mean,
+            grad_norm=now.norm,
+            learning_rate=now.learning_rate,
+            num_tokens=now.num_tokens * self._rank.count,
+            skipped=now.skipped,
             epoch=self.state.epoch,
         )
-        self._numbers = self.watcher.end_step(
+        now.numbers = self.watcher.end_step(
             outcome, is_evaluated=bool(self.control.should_evaluate)
         )
-        self._held_out_loss: float | None = None
+        now.held_out_loss = None
         best = self.state.best_metric
         super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
         is_best = self.state.best_metric != best
-        if self.watcher.after_step(outcome, self._held_out_loss, is_best=is_best):
+        if self.watcher.after_step(outcome, now.held_out_loss, is_best=is_best):
             self.control.should_training_stop = True
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Evaluates, and notes the loss for the run."""
         with self.watcher.phase("evaluation_s"):
             found: dict[str, float] = super().evaluate(*args, **options)  # type: ignore[misc]
-        self._held_out_loss = found.get("eval_loss")
+        self._now.held_out_loss = found.get("eval_loss")
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Gives trackers the numbers of the step beside TRL's."""
         if "loss" in logs:
-            logs |= self._numbers
+            logs |= self._now.numbers
         super().log(logs, start_time)  # type: ignore[misc]
         self.state.log_history.clear()  # metrics.jsonl keeps it.
 
