@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,14 +28,12 @@ from infinity.observe import Counters
 from infinity.private.torch import TensorBase
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
-from infinity.state.store import FirstValues, LocalStore, StateLocation, Transfer
+from infinity.state.store import FirstValues, LocalStore, StateStore, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.protocol import Priority
-from infinity.storage.shards import ShardFiles
 from infinity.storage.undecided import UndecidedContent
-from infinity.storage.volume import Volume
 from infinity.tiers.host import Block, HostBlocks
 
 # Shards that rest on a drive are served through a block of this size, one for each rank;
@@ -73,7 +71,7 @@ class MultiTransfer(Transfer):
             raise first
 
 
-class DistributedStore:
+class DistributedStore(StateStore):
     """The state of this rank's units, and the way to the weights of full units.
 
     `local` has this rank's state, which rests in `host` and `volume`; `partition.units` are its
@@ -93,6 +91,7 @@ class DistributedStore:
         begin_thread: Callable[[], None],
     ) -> None:
         """`begin_thread`: see `DeviceAdapter.begin_thread`."""
+        super().__init__(local.resting)  # Units: the full ones, then this rank's shards.
         self.begin_thread = begin_thread
         self.local = local
         self.partition = partition
@@ -130,31 +129,6 @@ class DistributedStore:
         """Waits for transfers of the own shard and ends their thread."""
         self._own.close()
 
-    # -- State of this rank ------------------------------------------------------------------------
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The full units, then this rank's shards, by index."""
-        return self.local.units
-
-    @property
-    def volume(self) -> Volume | None:
-        """The volume with this rank's state on NVMe; None when no state rests there."""
-        return self.local.volume
-
-    @property
-    def shards(self) -> ShardFiles | None:
-        """The files of units that rest in a checkpoint; None without such units."""
-        return self.local.shards
-
-    def location(self, unit: Unit, kind: StateKind) -> StateLocation | None:
-        """The location on this rank; None when this rank has none of the state."""
-        return self.local.location(unit, kind)
-
-    def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
-        """The location of each state kind of each of this rank's units."""
-        return self.local.placed()
-
     def put_first(self, unit: Unit, fill: FirstValues) -> bool:
         """Returns False: a rank writes the first values of its shards as they come."""
         return False
@@ -162,10 +136,6 @@ class DistributedStore:
     def unwritten(self) -> list[Unit]:
         """Returns no unit."""
         return []
-
-    def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
-        """The bytes that rest on this rank, uint8 (nbytes,), where the host can address them."""
-        return self.local.host_view(unit, kind)
 
     # -- Full units --------------------------------------------------------------------------------
 

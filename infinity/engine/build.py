@@ -52,7 +52,7 @@ from infinity.modules.tiling.split import Tiling
 from infinity.observe import Counters
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.budgets import Budgets
-from infinity.state.store import LocalStore, StateStore
+from infinity.state.store import LocalStore, RestingState, StateStore
 from infinity.state.units import Unit
 from infinity.storage.protocol import StorageEngine
 from infinity.storage.shards import ShardIdentity
@@ -62,11 +62,11 @@ from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.inputs.activations import ActivationStore
 from infinity.streaming.inputs.input_memory import InputMemory
+from infinity.streaming.inputs.waiting import WaitingMemory
 from infinity.streaming.passes import Passes
 from infinity.streaming.updates.masters import Masters, MasterWeights
 from infinity.streaming.updates.record import StepRunner, UpdateSettings
 from infinity.streaming.updates.updater import Updater
-from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weights.cache import WeightCache
 from infinity.streaming.weights.space import WeightMemory
 from infinity.streaming.weights.state import WeightProvider
@@ -253,10 +253,11 @@ def _assemble(
     update_device = place_updates(plan, device, tiers.host)
     if not device.shares_host_memory:
         _log.info("updates %s", update_device)
-    local = LocalStore(
-        plan.own_units, placement=budgets.placement, host=tiers.host, volume=tiers.volume,
-        device=device, counters=counters, shards=tiers.shards,
+    resting = RestingState(
+        plan.own_units, budgets.placement, host=tiers.host, volume=tiers.volume, device=device,
+        shards=tiers.shards,
     )  # fmt: skip
+    local = LocalStore(resting, tiers.host, device, counters)
     source = WeightProvider()
     store: StateStore = local
     sharded = None
@@ -338,7 +339,7 @@ def _step_parts(
     resources: ExitStack,
 ) -> _StepParts:
     device, counters = tiers.device, tiers.counters
-    resources.callback(store.close)
+    resources.callback(store.resting.close)
     takes_bf16 = updates.is_beside and updates.on_device is None
     if sharded is None:
         gradients = GradientStore(

@@ -61,10 +61,10 @@ from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.inputs.activations import ActivationStore
+from infinity.streaming.inputs.waiting import WaitingMemory
 from infinity.streaming.passes import Passes
 from infinity.streaming.updates.masters import MasterWeights
 from infinity.streaming.updates.record import StepRecord, StepRunner
-from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from infinity.observe import Counters, Track
 from infinity.state.placement import StatePlacement
@@ -116,73 +118,7 @@ def show(
         counters.tracer.watch(ticket, lambda file: f"{track} {files.path_of(file)}", what, asked_ns)
 
 
-class StateStore(Protocol):
-    """The state of units, wherever it rests.
-
-    Local: `LocalStore`. Over ranks: `distributed.store.DistributedStore`. The training thread reads
-    and writes.
-    """
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units by index."""
-
-    @property
-    def volume(self) -> Volume | None:
-        """The volume with the state on NVMe; None when no state rests there."""
-
-    @property
-    def shards(self) -> ShardFiles | None:
-        """The files of units that rest in a checkpoint; None without such units."""
-
-    def location(self, unit: Unit, kind: StateKind) -> StateLocation | None:
-        """The location of a state kind of a unit; None when the unit has none of it."""
-
-    def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
-        """The location of each state kind of each unit, by (index, kind)."""
-
-    def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
-        """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""
-
-    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
-        """Leaves first values with the store; see `LocalStore.put_first`. False: it takes none."""
-
-    def unwritten(self) -> list[Unit]:
-        """The units whose first values are not on NVMe yet."""
-
-    def read(
-        self,
-        unit: Unit,
-        kind: StateKind,
-        block: Block,
-        *,
-        priority: Priority,
-        offset_nbytes: int = 0,
-        nbytes: int | None = None,
-    ) -> Transfer:
-        """Starts reading a range of the state into the start of `block`. Whole pages only."""
-
-    def write(
-        self,
-        unit: Unit,
-        kind: StateKind,
-        block: Block,
-        *,
-        offset_nbytes: int = 0,
-        nbytes: int | None = None,
-        priority: Priority = Priority.WRITE_BACK,
-        undecided: UndecidedContent | None = None,
-        digests: PageDigests | None = None,
-    ) -> Transfer:
-        """Starts writing the start of `block` to a range of the state. Whole pages only.
-
-        The block must stay lent and unchanged until the transfer is done. Of state on NVMe,
-        `undecided` gets what is written, until `Volume.publish`. `digests`: of the bytes, from
-        `Volume.digests`.
-        """
-
-
-class LocalStore:
+class RestingState:
     """The locations of this process's state. Owns the blocks, extents and device memory of it."""
 
     def __init__(
@@ -193,20 +129,17 @@ class LocalStore:
         host: HostBlocks,
         volume: Volume | None,
         device: DeviceAdapter,
-        counters: Counters,
         shards: ShardFiles | None = None,
     ) -> None:
-        self.units = tuple(units)
-        self.shards = shards  # The files of units that rest in a checkpoint.
+        self.units = tuple(units)  # By index.
+        self.volume = volume  # With the state on NVMe; None when no state rests there.
+        self.shards = shards  # Of units that rest in a checkpoint; None without such units.
         self._host = host
-        self._volume = volume
         self._device = device
-        self._counters = counters
         self._locations: dict[tuple[int, StateKind], StateLocation] = {}
         # Of blocks that are never mapped away: asked for every gradient.
         self._views: dict[tuple[int, StateKind], torch.Tensor] = {}
         self._lock = threading.Lock()  # Makes a view and `exchange` follow each other.
-        self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
         self._settle(placement)
 
     def _settle(self, placement: StatePlacement) -> None:
@@ -228,22 +161,21 @@ class LocalStore:
                 self._host.tensor(block).zero_()
                 self._locations[index, kind] = HostLocation(block)
         if on_nvme:
-            assert self._volume is not None
-            extents = self._volume.reserve(
+            assert self.volume is not None
+            extents = self.volume.reserve(
                 [unit.nbytes(kind) for unit, kind in on_nvme],
                 spared=[spared(unit, kind) for unit, kind in on_nvme],
             )
             for (unit, kind), taken in zip(on_nvme, extents, strict=True):
                 self._locations[unit.index, kind] = NvmeLocation(tuple(taken))
 
-    @property
-    def volume(self) -> Volume | None:
-        """The volume with the state on NVMe; None when no state rests there."""
-        return self._volume
-
     def location(self, unit: Unit, kind: StateKind) -> StateLocation | None:
         """The location of a state kind of a unit; None when the unit has none of it."""
         return self._locations.get((unit.index, kind))
+
+    def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
+        """The location of each state kind of each unit, by (index, kind)."""
+        return self._locations
 
     def close(self) -> None:
         """Gives up its views of memory."""
@@ -275,19 +207,29 @@ class LocalStore:
             self._host.exchange(location.block, block)
             self._views.pop((unit.index, kind), None)
 
-    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
-        """Gives a unit's weights on NVMe their first values, which are written together with the
-        values that follow. Until then a read calls `fill` on the block; `fill` overwrites all of
-        it. Returns False, and keeps nothing, where the weights rest elsewhere."""
-        if not isinstance(self.location(unit, StateKind.PARAMETERS), NvmeLocation):
-            return False
-        self._first_values[unit.index] = fill
-        return True
 
+class StateStore(ABC):
+    """The state of units, wherever it rests.
+
+    Local: `LocalStore`. Over ranks: `distributed.store.DistributedStore`. The training thread reads
+    and writes. `location`, `placed`, `host_view`: of `RestingState`.
+    """
+
+    def __init__(self, resting: RestingState) -> None:
+        self.resting = resting
+        self.units, self.volume, self.shards = resting.units, resting.volume, resting.shards
+        self.location, self.placed = resting.location, resting.placed
+        self.host_view = resting.host_view
+
+    @abstractmethod
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Leaves first values with the store; see `LocalStore.put_first`. False: it takes none."""
+
+    @abstractmethod
     def unwritten(self) -> list[Unit]:
         """The units whose first values are not on NVMe yet."""
-        return [self.units[index] for index in self._first_values]
 
+    @abstractmethod
     def read(
         self,
         unit: Unit,
@@ -299,18 +241,78 @@ class LocalStore:
         nbytes: int | None = None,
     ) -> Transfer:
         """Starts reading a range of the state into the start of `block`. Whole pages only."""
-        location = self._locations[unit.index, kind]
+
+    @abstractmethod
+    def write(
+        self,
+        unit: Unit,
+        kind: StateKind,
+        block: Block,
+        *,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+        priority: Priority = Priority.WRITE_BACK,
+        undecided: UndecidedContent | None = None,
+        digests: PageDigests | None = None,
+    ) -> Transfer:
+        """Starts writing the start of `block` to a range of the state. Whole pages only.
+
+        The block must stay lent and unchanged until the transfer is done. Of state on NVMe,
+        `undecided` gets what is written, until `Volume.publish`. `digests`: of the bytes, from
+        `Volume.digests`.
+        """
+
+
+class LocalStore(StateStore):
+    """Reads and writes the state of this process."""
+
+    def __init__(
+        self, resting: RestingState, host: HostBlocks, device: DeviceAdapter, counters: Counters
+    ) -> None:
+        super().__init__(resting)
+        self._host = host
+        self._device = device
+        self._counters = counters
+        self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
+
+    @override
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Gives a unit's weights on NVMe their first values, which are written together with the
+        values that follow. Until then a read calls `fill` on the block; `fill` overwrites all of
+        it. Returns False, and keeps nothing, where the weights rest elsewhere."""
+        if not isinstance(self.location(unit, StateKind.PARAMETERS), NvmeLocation):
+            return False
+        self._first_values[unit.index] = fill
+        return True
+
+    @override
+    def unwritten(self) -> list[Unit]:
+        return [self.units[index] for index in self._first_values]
+
+    @override
+    def read(
+        self,
+        unit: Unit,
+        kind: StateKind,
+        block: Block,
+        *,
+        priority: Priority,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+    ) -> Transfer:
+        location = self.location(unit, kind)
+        assert location is not None
         length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
         if kind is StateKind.PARAMETERS and unit.index in self._first_values:
             assert length == unit.weight_nbytes
             self._first_values[unit.index](self._host.tensor(block, nbytes=length))
             return FINISHED
         if isinstance(location, NvmeLocation):
-            assert self._volume is not None
+            assert self.volume is not None
             self._counters.add("nvme_read_nbytes", length)
             asked_ns = time.monotonic_ns()
             what = f"{kind.value} of {unit.name}"
-            ticket = self._volume.read(
+            ticket = self.volume.read(
                 location.extents,
                 offset_nbytes=offset_nbytes,
                 nbytes=length,
@@ -318,7 +320,7 @@ class LocalStore:
                 priority=priority,
                 label=what,
             )
-            show(self._counters, self._volume, ticket, Track.READS, what, asked_ns)
+            show(self._counters, self.volume, ticket, Track.READS, what, asked_ns)
             return ticket
         if isinstance(location, CheckpointLocation):
             stored = location.stored
@@ -343,6 +345,7 @@ class LocalStore:
         show(self._counters, self.shards, ticket, Track.READS, what, asked_ns)
         return ticket
 
+    @override
     def write(
         self,
         unit: Unit,
@@ -355,19 +358,15 @@ class LocalStore:
         undecided: UndecidedContent | None = None,
         digests: PageDigests | None = None,
     ) -> Transfer:
-        """Starts writing the start of `block` to a range of the state. Whole pages only.
-
-        The block must stay lent and unchanged until the transfer is done. For state on NVMe,
-        `undecided` and `digests`: see `Volume.write`.
-        """
-        location = self._locations[unit.index, kind]
+        location = self.location(unit, kind)
+        assert location is not None
         length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
         if isinstance(location, NvmeLocation):
-            assert self._volume is not None
+            assert self.volume is not None
             assert not block.is_mapped_away
             self._counters.add("nvme_write_nbytes", length)
             asked_ns = time.monotonic_ns()
-            ticket = self._volume.write(
+            ticket = self.volume.write(
                 location.extents,
                 offset_nbytes=offset_nbytes,
                 nbytes=length,
@@ -380,7 +379,7 @@ class LocalStore:
                 assert length == unit.weight_nbytes
                 del self._first_values[unit.index]
             what = f"{kind.value} of {unit.name}"
-            show(self._counters, self._volume, ticket, Track.WRITES, what, asked_ns)
+            show(self._counters, self.volume, ticket, Track.WRITES, what, asked_ns)
             return ticket
         return self._copy(
             location, offset_nbytes, self._host.tensor(block, nbytes=length), inward=True
@@ -397,7 +396,3 @@ class LocalStore:
         assert isinstance(location, DeviceLocation)
         rest = location.memory[offset_nbytes : offset_nbytes + host.numel()]
         return self._device.copy(host, rest) if inward else self._device.copy(rest, host)
-
-    def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
-        """Returns the location of each state kind, by unit index and kind."""
-        return self._locations

@@ -177,7 +177,7 @@ class UndecidedState:
                 return
 
     def _exchange(self, unit: Unit, kind: StateKind, block: Block) -> None:
-        self.store.exchange(unit, kind, block)
+        self.store.resting.exchange(unit, kind, block)
         self._away.pop(block.range, None)
         at = self._home(unit, kind).range
         if at in self._taken:

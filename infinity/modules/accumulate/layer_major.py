@@ -86,8 +86,8 @@ from infinity.private.torch import (
     current_autograd_node,
 )
 from infinity.streaming.inputs.activations import InputStore
+from infinity.streaming.inputs.waiting import WaitingMemory
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
-from infinity.streaming.waiting import WaitingMemory
 
 # The stop of a fiber behind a block.
 _THROUGH = object()
