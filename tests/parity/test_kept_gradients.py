@@ -111,7 +111,7 @@ def test_no_sum_is_written_while_all_have_memory_and_one_is_if_others_need_a_byt
             found.append(loss.detach().clone())
             if not run.is_plain and spare_nbytes:
                 counts.append(moved.num_writes)
-                engine.gradients._blocks.spare_nbytes = partial(int, spare_nbytes.pop(0))
+                engine.gradients.in_blocks._blocks.spare_nbytes = partial(int, spare_nbytes.pop(0))
         run.step(CLIPPED)
         return found
 

@@ -66,6 +66,12 @@ class NormsOfRanks:
         ]
         self._roots: dict[tuple[int, int], Roots] = {}  # By tensor and rank.
         self._norms: dict[int, torch.Tensor] = {}
+        self._are_needed = False
+
+    def take_needed(self) -> bool:
+        """Returns whether norms were asked for since the last call."""
+        needed, self._are_needed = self._are_needed, False
+        return needed
 
     def take(self, rank: int, tensors: Iterable[int], content: bytes | memoryview) -> None:
         """Takes the roots of a rank's parts of these tensors, one behind the other as fp64."""
@@ -83,6 +89,7 @@ class NormsOfRanks:
 
     def norm(self, tensor: int) -> torch.Tensor:
         """Returns the 2-norm of a tensor's gradient: fp32 scalar on the host."""
+        self._are_needed = True
         if tensor not in self._norms:
             bounds, roots = [0], list[float]()
             for share in self._shares[tensor]:

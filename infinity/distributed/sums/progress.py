@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,63 @@ def refuse_other_generation(specs: Sequence[TensorSpec], reports: Sequence[Gradi
                 f"rank {rank} has cleared the gradient of {name!r} another number of times than "
                 "rank 0; call zero_grad() on all ranks alike",
             )
+
+
+class Contributions:
+    """What ranks have contributed to each tensor. A tensor is named by its number.
+
+    Training thread. `specs`: all tensors, by number.
+    """
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self.specs = list(specs)
+        self.number = {spec: number for number, spec in enumerate(self.specs)}
+        self._counts: defaultdict[int, int] = defaultdict(int)  # Of this rank, since the last step.
+        self._num_entered = numpy.zeros(len(self.specs), numpy.int64)  # Steps with a gradient.
+        self._of_rank: set[int] = set()  # With a gradient of this rank since the last step.
+        self._of_all: set[int] = set()  # With a gradient of some rank, at the last step.
+
+    def next(self, tensor: int) -> int:
+        """Returns how often this rank has contributed since the last step, or `forget`; it does so
+        once more."""
+        self._counts[tensor] += 1
+        return self._counts[tensor] - 1
+
+    def note(self, spec: TensorSpec) -> None:
+        """This rank has a gradient of the tensor."""
+        self._of_rank.add(self.number[spec])
+
+    def has(self, tensor: int | None) -> bool:
+        """Whether the tensor has a gradient, of any rank."""
+        return tensor in self._of_all or tensor in self._of_rank
+
+    def num_entered(self, tensor: int) -> int:
+        """Returns the number of steps that the tensor has had a gradient in."""
+        return int(self._num_entered[tensor])
+
+    def of_all(self) -> list[int]:
+        """Returns the tensors that had a gradient of some rank at the last step, in order."""
+        return sorted(self._of_all)
+
+    def report(self) -> tuple[Numbers, Numbers]:
+        """Returns `present` and `counts` of a GradientReport."""
+        present, counts = numpy.zeros(len(self.specs), numpy.bool_), self._counts
+        present[list(self._of_rank)] = True
+        return present, numpy.array([counts[t] for t in range(len(self.specs))], numpy.int32)
+
+    def begin_step(self, present: Numbers) -> None:
+        """All ranks enter a step. present: bool, by tensor: of any rank."""
+        self._of_all.update(numpy.flatnonzero(present).tolist())
+        self._num_entered += present
+        self._of_rank.clear()
+        self._counts.clear()
+
+    def forget(self, tensor: int, *, stays: bool) -> None:
+        """Drops what this rank has contributed; with `stays` the tensor has a gradient still."""
+        self._counts.pop(tensor, None)
+        if not stays:
+            self._of_rank.discard(tensor)
+            self._of_all.discard(tensor)
 
 
 class SumProgress:

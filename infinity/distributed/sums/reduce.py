@@ -4,7 +4,6 @@ order and take the mean. Presence and norms are those of all ranks.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy
@@ -18,7 +17,9 @@ from infinity.distributed.sums.norms import NormsOfRanks
 from infinity.distributed.sums.over_ranks import IN_SUMS, SumsOverRanks, on_host
 from infinity.distributed.sums.partials import wire_code
 from infinity.distributed.sums.progress import (
+    Contributions,
     GradientReport,
+    SumProgress,
     refuse_other_generation,
 )
 from infinity.distributed.wire.failures import ending_all
@@ -26,7 +27,6 @@ from infinity.distributed.wire.protocol import RemoteRequest
 from infinity.distributed.wire.transport import PeerTransport
 from infinity.errors import UnsupportedError
 from infinity.ops.host_sums import copied
-from infinity.state.partition import Partition
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.gradients.sink import GradientSink, Lend
 from infinity.streaming.gradients.store import GradientStore
@@ -70,33 +70,28 @@ class DistributedGradients(GradientSink):
         """`sums_memory`: that of `local`."""
         self.local, self.sums = local, sums
         self.owned, self.norms = self.sums.store, self.sums.norms
-        self.progress = self.sums.progress
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
         self._buckets, self._sums_memory = buckets, sums_memory
         self._device, self._store = device, store
-        self._partition: Partition = store.partition
-        self._transport: PeerTransport = store.transport
         self._turns = _Turns(store.transport)
         self._shares = store.partition.shares()
-        self._specs = list(self._shares)
-        self._index = {spec: index for index, spec in enumerate(self._specs)}
-        # By tensor: this rank's contributions since the last step or `forget`.
-        self._numbers: defaultdict[int, int] = defaultdict(int)
+        self._tensors = Contributions(self._shares)
         # For local sums of a single gradient: the dtype that holds them exactly.
         self._sent_as: dict[TensorSpec, torch.dtype | None] = {}
-        self._num_entered = numpy.zeros(len(self._specs), numpy.int64)  # Steps with a gradient.
-        self._contributed: set[TensorSpec] = set()  # Sent by this rank since the last step.
-        self._known: set[TensorSpec] = set()  # Sent by some rank.
         self._norms_of_ranks = NormsOfRanks(self._shares)
-        self._needs_norms = False  # Norms were asked for since the last step.
         self._sending: list[RemoteRequest] = []  # Parts of sums that rest on this rank.
+
+    @property
+    def progress(self) -> SumProgress:
+        """How far the sums of this rank's shards are."""
+        return self.sums.progress
 
     # -- In ----------------------------------------------------------------------------------------
 
     @override
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
-        if not self._partition.shards_gradients or self._passes.is_layer_major:
+        if not self._store.partition.shards_gradients or self._passes.is_layer_major:
             if spec.numel:
                 self._sent_as[spec] = None if spec in self._sent_as else gradient.dtype
                 self.local.add(unit, spec, gradient)
@@ -108,21 +103,20 @@ class DistributedGradients(GradientSink):
                 self._take_buckets()
             else:
                 self._give(contribution)
-        self._contributed.add(spec)
+        self._tensors.note(spec)
 
     def _contribution(self, spec: TensorSpec, flat: torch.Tensor) -> Contribution:
         """Returns this rank's next contribution to a tensor, in the dtype in which it is sent."""
         flat = flat if self._reduce_dtype is None else flat.to(self._reduce_dtype)
-        index = self._index[spec]
-        number = self._numbers[index]
-        self._numbers[index] += 1
-        return Contribution(spec, index, self.sums.generation(index), number, flat)
+        index = self._tensors.number[spec]
+        generation = self.sums.generation(index)
+        return Contribution(spec, index, generation, self._tensors.next(index), flat)
 
     def _take_buckets(self, *, all_of_them: bool = False) -> None:
         """Adds the sums of reduced buckets; gradients of cancelled ones go to their owners."""
         if self._buckets is None:
             return
-        with ending_all(self._transport.failures, IN_SUMS):
+        with ending_all(self._store.transport.failures, IN_SUMS):
             for answered in self._buckets.take(all_of_them=all_of_them):
                 contributions = answered.bucket.contributions
                 if answered.means is None:
@@ -131,7 +125,9 @@ class DistributedGradients(GradientSink):
                 else:
                     for contribution, mean in zip(contributions, answered.means, strict=True):
                         self.sums.add_mean(contribution, mean)
-                    self.owned.write_out(self._partition.local[answered.bucket.unit.index].unit)
+                    self.owned.write_out(
+                        self._store.partition.local[answered.bucket.unit.index].unit
+                    )
 
     def _give(self, contribution: Contribution, *, is_on_host: bool = False) -> list[RemoteRequest]:
         """Sends the parts of a gradient to their owners and adds what may be added already."""
@@ -143,14 +139,14 @@ class DistributedGradients(GradientSink):
         requests = []
         for share in self._shares[spec]:
             part = flat[share.start : share.stop]
-            if share.rank == self._partition.rank:
+            if share.rank == self._store.partition.rank:
                 # A view would keep the whole gradient in memory.
                 partial = self.sums.keep(copied(part))
                 self.sums.deliver(share.rank, index, generation, number, partial)
             else:
                 content = part.view(torch.uint8).numpy().data
                 code = wire_code(part.dtype, number)
-                request = self._transport.put(
+                request = self._store.transport.put(
                     share.rank, index, code, generation, content, meanwhile=self.take_in
                 )
                 requests.append(request)
@@ -178,8 +174,8 @@ class DistributedGradients(GradientSink):
         proposes every open bucket."""
         assert self._buckets is not None
         self._turns.end_all()
-        if not self._partition.shards_gradients and self._buckets.is_on:
-            for unit in self._partition.full_units:
+        if not self._store.partition.shards_gradients and self._buckets.is_on:
+            for unit in self._store.partition.full_units:
                 self._bucket_resting(unit, self._buckets)
         self._buckets.close_all()
 
@@ -204,27 +200,24 @@ class DistributedGradients(GradientSink):
         """
         self._store.pending.await_all()
         self._take_buckets(all_of_them=True)
-        if not self._partition.shards_gradients:
-            for unit in self._partition.full_units:
+        if not self._store.partition.shards_gradients:
+            for unit in self._store.partition.full_units:
                 self._give_sums(unit)
         own = self._report(decision)
-        contents = self._transport.all_gather(
+        contents = self._store.transport.all_gather(
             "optimizer.step()", own.encode(), meanwhile=self.take_in
         )
         while self._sending:  # The next backward changes the sums.
             self._sending.pop().wait()
-        reports = [GradientReport.decode(content, len(self._specs)) for content in contents]
-        refuse_other_generation(self._specs, reports)
+        reports = [GradientReport.decode(content, len(self._tensors.specs)) for content in contents]
+        refuse_other_generation(self._tensors.specs, reports)
         self._take_norms(reports)
         present = numpy.logical_or.reduce([report.present for report in reports])
         self.progress.begin_step()
         self.sums.take_in(all_are_there=True)
         self._turns.begin_step()
-        self._known.update(self._specs[index] for index in numpy.flatnonzero(present))
-        self._num_entered += present
-        self._contributed.clear()
-        self._numbers.clear()
-        self.sums.fill_in_zeros(self._index[spec] for spec in self._known)
+        self._tensors.begin_step(present)
+        self.sums.fill_in_zeros(self._tensors.of_all())
         if self._buckets is not None:
             self._buckets.begin_step(own.generations.tolist())
         return [report.decision for report in reports]
@@ -233,16 +226,16 @@ class DistributedGradients(GradientSink):
         """Returns what this rank tells the others. Where the last step needed norms, that has the
         roots of the sums that are complete, if no rank has contributed more than in the
         last step."""
-        count = len(self._specs)
-        told = self.sums.complete() if self._needs_norms else {}
+        count = len(self._tensors.specs)
+        told = self.sums.complete() if self._norms_of_ranks.take_needed() else {}
         summed = numpy.zeros(count, numpy.int32)
         summed[list(told)] = list(told.values())
-        self._needs_norms = False
         generations = [self.sums.generation(index) for index in range(count)]
+        present, counts = self._tensors.report()
         return GradientReport(
-            present=numpy.array([spec in self._contributed for spec in self._specs], numpy.bool_),
+            present=present,
             generations=numpy.array(generations, numpy.int64),
-            counts=numpy.array([self._numbers[index] for index in range(count)], numpy.int32),
+            counts=counts,
             summed=summed,
             roots=self.sums.roots(told),
             decision=decision,
@@ -294,30 +287,30 @@ class DistributedGradients(GradientSink):
     def stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
         if not self.has(spec):
             return None
-        index = self._index[spec]
-        return self.sums.generation(index), int(self._num_entered[index])
+        index = self._tensors.number[spec]
+        return self.sums.generation(index), self._tensors.num_entered(index)
 
     @override
     def has(self, spec: TensorSpec) -> bool:
-        return spec in self._known or spec in self._contributed
+        return self._tensors.has(self._tensors.number.get(spec))
 
     @override
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """Returns the 2-norm over all ranks: fp32 scalar on the host; see `norms.py`."""
-        norms, self._needs_norms = self._norms_of_ranks, True
-        if not norms.has(self._index[spec]):  # On all ranks: all know the same norms.
-            known = sorted(self._index[present] for present in self._known)
-            lacking = [index for index in known if not norms.has(index)]
-            contents = self._transport.all_gather("gradient norms", self.sums.roots(lacking))
+        norms, number = self._norms_of_ranks, self._tensors.number[spec]
+        if not norms.has(number):  # On all ranks: all know the same norms.
+            lacking = [index for index in self._tensors.of_all() if not norms.has(index)]
+            contents = self._store.transport.all_gather("gradient norms", self.sums.roots(lacking))
             for rank, content in enumerate(contents):
                 norms.take(rank, lacking, content)
-        return norms.norm(self._index[spec])
+        return norms.norm(number)
 
     @override
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         raise UnsupportedError(
-            f"the gradient of {spec.name!r} is divided over {self._partition.count} ranks and is "
-            "not read as a whole; optimizer.clip_grad_norm_ clips gradients, and returns the norm"
+            f"the gradient of {spec.name!r} is divided over {self._store.partition.count} ranks "
+            "and is not read as a whole; optimizer.clip_grad_norm_ clips gradients, and returns "
+            "the norm"
         )
 
     @override
@@ -325,8 +318,8 @@ class DistributedGradients(GradientSink):
         self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
     ) -> None:
         raise UnsupportedError(
-            f"the gradient of {spec.name!r} is divided over {self._partition.count} ranks and "
-            "cannot be set as a whole; clip with optimizer.clip_grad_norm_, or scale the loss"
+            f"the gradient of {spec.name!r} is divided over {self._store.partition.count} ranks "
+            "and cannot be set as a whole; clip with optimizer.clip_grad_norm_, or scale the loss"
         )
 
     # -- Changing ----------------------------------------------------------------------------------
@@ -334,39 +327,35 @@ class DistributedGradients(GradientSink):
     @override
     def note_scaled(self, spec: TensorSpec, factor: float) -> None:
         self._norms_of_ranks.clear()
-        if (part := self.sums.part(self._index[spec])) is not None:
+        if (part := self.sums.part(self._tensors.number[spec])) is not None:
             self.owned.note_scaled(part, factor)
 
     @override
     def is_scaled(self, unit: Unit) -> bool:
-        return self.owned.is_scaled(self._partition.local[unit.index].unit)
+        return self.owned.is_scaled(self._store.partition.local[unit.index].unit)
 
     @override
     def factors(self, specs: Iterable[TensorSpec]) -> dict[TensorSpec, float]:
-        parts = {self.sums.part(self._index[spec]): spec for spec in specs}
+        parts = {self.sums.part(self._tensors.number[spec]): spec for spec in specs}
         owned = [part for part in parts if part is not None]
         return {parts[part]: factor for part, factor in self.owned.factors(owned).items()}
 
     @override
     def forget(self, spec: TensorSpec) -> None:
-        if (index := self._index.get(spec)) is None:
+        self._forget(spec, stays=False)
+
+    def _forget(self, spec: TensorSpec, *, stays: bool) -> None:
+        if (index := self._tensors.number.get(spec)) is None:
             return
         self.local.forget(spec)
         self._sent_as.pop(spec, None)
         self._norms_of_ranks.forget(index)
         self.sums.forget(index)
-        self._numbers.pop(index, None)
-        self._contributed.discard(spec)
-        self._known.discard(spec)
+        self._tensors.forget(index, stays=stays)
 
     @override
     def zero(self, unit: Unit, spec: TensorSpec) -> None:
-        if spec not in self._index:
-            return
-        kept = [having for having in (self._contributed, self._known) if spec in having]
-        self.forget(spec)  # On every rank, so that all have one generation.
-        for having in kept:
-            having.add(spec)
+        self._forget(spec, stays=True)  # On every rank, so that all have one generation.
 
     # -- What is done with the sums ----------------------------------------------------------------
 
@@ -376,7 +365,7 @@ class DistributedGradients(GradientSink):
 
     @override
     def write_out(self, unit: Unit) -> None:
-        if not self._partition.shards_gradients:
+        if not self._store.partition.shards_gradients:
             self.local.write_out(unit)
         elif not self._passes.is_layer_major:
             if self._buckets is not None:
@@ -385,11 +374,11 @@ class DistributedGradients(GradientSink):
             self._bucket_sums(unit)
             self.local.end_device_sums([unit])
             self._give_away(unit)
-        self.owned.write_out(self._partition.local[unit.index].unit)
+        self.owned.write_out(self._store.partition.local[unit.index].unit)
 
     @override
     def write_out_all(self) -> None:
-        if not self._partition.shards_gradients:
+        if not self._store.partition.shards_gradients:
             self.local.write_out_all()
         else:
             for unit in self.local.device_sums.units():
@@ -405,7 +394,7 @@ class DistributedGradients(GradientSink):
         self.owned.write_out_all()
 
     def _end_local(self) -> None:
-        if self._partition.shards_gradients:  # Its sums rest nowhere.
+        if self._store.partition.shards_gradients:  # Its sums rest nowhere.
             self.local.finish_copies()
         else:
             self.local.settle()
@@ -422,7 +411,7 @@ class DistributedGradients(GradientSink):
 
     @override
     def apply_scales(self, unit: Unit) -> None:
-        self.owned.apply_scales(self._partition.local[unit.index].unit)
+        self.owned.apply_scales(self._store.partition.local[unit.index].unit)
 
 
 class _Turns:

@@ -217,6 +217,10 @@ class SumsInBlocks:
             with self._counters.timed("write_wait_s", what, (writing,)):
                 writing.wait()
 
+    def end_step(self) -> None:
+        """See `SumBlocks`."""
+        self._blocks.end_step()
+
     # -- Back --------------------------------------------------------------------------------------
 
     def cheapest(self) -> UnitGradients | None:

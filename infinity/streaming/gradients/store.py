@@ -67,9 +67,7 @@ class GradientStore(GradientSink):
         """`takes_bf16`: updates read sums in bf16. `has_worker`: one calls `leaving.add_next`."""
         self._store = store
         self._pool = pool
-        self._blocks = blocks
         self._device = device
-        self._counters = counters
         self._sums = {unit.index: sums_of(unit, store) for unit in store.units}
         self._tensors: defaultdict[TensorSpec, TensorGradient] = defaultdict(TensorGradient)
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
@@ -334,7 +332,7 @@ class GradientStore(GradientSink):
         self.finish_copies()
         self._resting.advance()
         self.in_blocks.start_writes()
-        self._blocks.end_step()
+        self.in_blocks.end_step()
         while self._pool.is_tight and self.reclaim():
             pass
 
