@@ -194,10 +194,15 @@ def _name_parts(model: Any) -> None:
     ]
     if model.base_model is model and len(backbones) == 1:
         model.base_model_prefix = backbones[0]
+    elif model.base_model is model and hasattr(model, "language_model"):
+        # Llama 4's backbone lies in a causal LM. A second name of a module is no second module.
+        vars(model)["text_backbone"] = model.get_submodule("language_model.model")
+        model.base_model_prefix = "text_backbone"
     config = model.config.get_text_config()
     if hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
         kind = type(config)  # Of the object itself, the name would be saved.
-        kind.attribute_map = kind.attribute_map | {"num_experts": "num_local_experts"}
+        name = kind.attribute_map.get("num_local_experts", "num_local_experts")
+        kind.attribute_map = kind.attribute_map | {"num_experts": name}
 
 
 def _stream_exports(model: Any) -> None:

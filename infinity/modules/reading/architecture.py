@@ -33,7 +33,7 @@ def empty_model(
     Raises ConfigError if transformers has no class that generates text, or cannot build it with
     these sizes.
     """
-    kind = _auto_class(hf_config, where, trusts_code=trusts_code)
+    kind = auto_class(hf_config, where, trusts_code=trusts_code)
     try:
         with init_empty_weights():
             return kind.from_config(hf_config, dtype=dtype, trust_remote_code=trusts_code)
@@ -44,9 +44,9 @@ def empty_model(
         ) from error
 
 
-def _auto_class(hf_config: Any, where: str, *, trusts_code: bool) -> Any:
+def auto_class(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
     """Returns the first of transformers' automatic classes that gives the named architecture, or
-    else any."""
+    else any. Raises ConfigError if none generates text."""
     import transformers
 
     named = set(getattr(hf_config, "architectures", None) or ())

@@ -8,6 +8,7 @@ PEFT makes the modules, draws their first values and names them. This file choos
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, reporting
+from infinity.modules.reading.architecture import towers
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import MIB
 from infinity.tools.training.base_identity import (
@@ -170,7 +172,8 @@ def auto_targets(model: nn.Module) -> list[str]:
     PEFT takes some names for the routed experts that they meant in checkpoints of transformers 4
     (`gate_proj` of Qwen-MoE, DeepSeek, GLM); these are left out.
     """
-    linear = list(_linear_names(model))
+    beside = tuple(f"{name}." for name in towers(model))
+    linear = [name for name in _linear_names(model) if not f"{name}.".startswith(beside)]
     head = _head_names(model)
     wanted = [name for name in linear if name not in head and _is_auto_target(name, model)]
     others = [name for name in linear if name not in set(wanted)]
@@ -229,7 +232,15 @@ def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
         use_dora=options.method == "dora",
         target_modules=_target_modules(model, options.targets),
         target_parameters=expert_targets(model) if options.experts else None,
+        exclude_modules=_of_towers(model),
     )
+
+
+def _of_towers(model: nn.Module) -> str | None:
+    """Returns the expression of PEFT for the modules beside the text model, which have no
+    adapter."""
+    names = [re.escape(name) for name in towers(model)]
+    return rf"({'|'.join(names)})(\..*)?" if names else None
 
 
 def _target_modules(model: nn.Module, targets: tuple[str, ...]) -> Any:

@@ -16,7 +16,7 @@ from infinity.config.extras import require_transformers
 from infinity.config.values import Capacity
 from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
-from infinity.modules.reading.architecture import empty_model, towers
+from infinity.modules.reading.architecture import auto_class, empty_model, towers
 from infinity.modules.reading.configuration import (
     check_numbers,
     check_sides,
@@ -60,6 +60,7 @@ def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
         assert model.config is not None
         return ModelPlan(hf_config=config_of_table(model.config), weights=None, path=None)
     hf_config = config_of_directory(model.path)
+    auto_class(hf_config, str(model.path / "config.json"))  # Before weights are looked for.
     weights = weight_source(model.path) if reads_weights else None
     if weights is not None:
         longest = max((side for name in weights.names() for side in weights.shape(name)), default=0)
