@@ -1,7 +1,9 @@
-"""Names of models on the Hugging Face hub, where a directory was expected. Pure."""
+"""Models of the Hugging Face hub, where a directory was expected: in the local cache, or by the
+command that downloads them. Downloads nothing."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -26,3 +28,36 @@ def download_remedy(path: str | Path) -> str:
         f"{shlex.quote(target)}, then give that directory (with --include '*.json' first, a few "
         "kB, `infinity new` and `infinity plan` say whether it fits)"
     )
+
+
+def in_hub_cache(path: Path) -> Path:
+    """Returns the snapshot of a model in the hub's local cache, for its repository id (the last two
+    parts of the path) or its folder there. Returns any other path as it is.
+
+    The snapshot is that of `refs/main`. A path that exists is never taken for an id.
+    """
+    if (path / "config.json").exists():
+        return path
+    folder = path
+    if not path.exists() and download_remedy(path):
+        folder = _cache() / "--".join(("models", *path.parts[-2:]))
+    main = folder / "refs" / "main"
+    if not main.is_file():
+        return path
+    snapshot = folder / "snapshots" / Path(main.read_text().strip()).name
+    return snapshot if snapshot.is_dir() else path
+
+
+def model_name(directory: Path) -> str:
+    """Returns the name of a model's directory; of a snapshot, that of its repository."""
+    found = directory.resolve()
+    if found.parent.name == "snapshots":
+        return found.parent.parent.name.rpartition("--")[2]
+    return found.name
+
+
+def _cache() -> Path:
+    """Returns the hub's cache, by the rules of huggingface_hub."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    home = Path(os.environ.get("HF_HOME", home))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from infinity.config.hub import download_remedy
+from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.config.schema import DataSource
+from infinity.config.schema.section import changed
 from infinity.config.swap import SwapConfig
 from infinity.errors import ConfigError
 
@@ -28,6 +29,14 @@ def refuse_absent_model_of(config: SwapConfig) -> None:
     """As `refuse_absent_model` for `[model]`, where the file has it."""
     if config.model is not None and config.model.path is not None:
         refuse_absent_model(config.model.path)
+
+
+def with_located_model(config: SwapConfig) -> SwapConfig:
+    """Returns the configuration with `model.path` in the hub's local cache, if it is there."""
+    path = None if config.model is None else config.model.path
+    if path is None or (found := in_hub_cache(path)) == path:
+        return config
+    return changed(config, {"model.path": found})
 
 
 def refuse_absent_model(path: Path) -> None:

@@ -70,7 +70,9 @@ class Model(Section):
     """The model that `infinity train` trains: exactly one of `path` and `[model.config]`."""
 
     path: Annotated[Path, Location()] | None = Field(
-        None, description="A local Hugging Face directory: config.json and safetensors."
+        None,
+        description="A local Hugging Face directory: config.json and safetensors. A repository id "
+        "means its snapshot in the hub's local cache.",
     )
     config: Annotated[dict[str, Any] | None, AfterValidator(_model_type_present)] = Field(
         None,

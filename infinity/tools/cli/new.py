@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infinity.config.hub import in_hub_cache, model_name
 from infinity.errors import ConfigError
 from infinity.tools.cli.options import Quiet, with_options
 
@@ -80,7 +81,7 @@ class NewOptions:
         """The file to write; None: standard output."""
         if self.out == Path("-"):
             return None
-        return self.out or Path(f"{self.directory.resolve().name}.toml")
+        return self.out or Path(f"{model_name(self.directory)}.toml")
 
     @property
     def launch(self) -> str:
@@ -97,7 +98,7 @@ def new(asked: NewOptions) -> None:
     Memory, device and drives are measured in a few seconds; nothing is trained. The file has a
     comment for what was decided. An existing file is never overwritten.
     """
-    write_new(asked)
+    write_new(replace(asked, directory=in_hub_cache(asked.directory)))
 
 
 def write_new(asked: NewOptions) -> None:
@@ -188,7 +189,7 @@ def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
     from infinity.tools.plan.draft import Wish
 
     place = (asked.file or Path("x.toml")).resolve().parent
-    name = (asked.file or asked.directory.resolve()).name.removesuffix(".toml")
+    name = model_name(asked.file or asked.directory).removesuffix(".toml")
     return Wish(
         model=asked.directory.resolve(),
         max_positions=directory.shape.max_positions,
@@ -259,7 +260,7 @@ def _text(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> st
     name = asked.file.name if asked.file is not None else "FILE"
     how = "all weights" if wish.rank is None else f"LoRA of rank {wish.rank}"
     said = [
-        f"{wish.model.name}: {how}. Written by `infinity new` on {today} for "
+        f"{model_name(wish.model)}: {how}. Written by `infinity new` on {today} for "
         f"{describe_machine(forecast.hardware)}.",
         *_answer_lines(wish, found, forecast),
     ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infinity.config.hub import in_hub_cache
 from infinity.errors import ConfigError
 from infinity.plan.shipped import (
     refuse_model_as_file,
@@ -111,6 +112,8 @@ def plan(asked: PlanOptions) -> None:
     machine is this one, measured in some ten seconds, or one described in a file. Nothing is
     trained and nothing stays on the drives.
     """
+    if asked.model is not None:
+        asked = replace(asked, model=str(in_hub_cache(Path(asked.model))))
     if asked.show:
         _list(as_json=asked.as_json)
     elif asked.table:

@@ -81,6 +81,7 @@ def train(
     from rich.console import Console
 
     from infinity.config import SwapConfig
+    from infinity.config.paths import with_located_model
     from infinity.config.source import override, read_file
     from infinity.tools.training.process import outliving_streams
     from infinity.tools.training.tracing import TracePlan
@@ -88,7 +89,7 @@ def train(
     table, source = read_file(config)
     for text in overrides or []:
         override(table, text)
-    loaded = SwapConfig.from_table(table, source)
+    loaded = with_located_model(SwapConfig.from_table(table, source))
     loaded.require("model", "data", "train")
     plan = None
     if trace is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config import SwapConfig
-from infinity.config.paths import refuse_absent_model_of
+from infinity.config.paths import refuse_absent_model_of, with_located_model
 from infinity.config.source import ConfigSource, override, read_file
 from infinity.plan.hardware import load_hardware
 from infinity.tools.training.settle import settle
@@ -45,7 +45,7 @@ def load_config(
         table.setdefault("adapter", {})  # Codes cannot be trained.
     if file is None and "adapter" in table:
         _train_by_layers(table)
-    config = SwapConfig.from_table(table, source)
+    config = with_located_model(SwapConfig.from_table(table, source))
     if not by_name:
         refuse_absent_model_of(config)
     return settle(config)
