@@ -22,6 +22,7 @@ from infinity.codecs.part import ITEM_NBYTES, Shape, StoredPart
 from infinity.codecs.tables import STATE_SUFFIX, TableBlocks
 from infinity.errors import ConfigError
 
+_KINDS = ("nf4", "fp4")
 _STATE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _SUFFIXES = (
     ".absmax",
@@ -41,16 +42,16 @@ class BitsandbytesScheme:
         kind = quantization.get("bnb_4bit_quant_type", "fp4")  # The default of bitsandbytes.
         if not quantization.get("load_in_4bit", quantization.get("_load_in_4bit")):
             kind = "8 bits"
-        if kind != "nf4":
+        if kind not in _KINDS:
             raise ConfigError(
                 f"{where}: its weights are quantized by bitsandbytes as {kind!r}; a codec exists "
-                "for 'nf4'. Use such a checkpoint, or the bfloat16 one of the model"
+                "for 'nf4' and 'fp4'. Use such a checkpoint, or the bfloat16 one of the model"
             )
 
     def find(self, found: FoundTensors) -> None:
         """See `Scheme.find`."""
-        for state in found.unused(STATE_SUFFIX):
-            name = state.removesuffix(STATE_SUFFIX)
+        for state in [name for name in found.headers if STATE_SUFFIX in name]:
+            name = state.partition(STATE_SUFFIX)[0]
             try:
                 codec, shape = _parse_state(found.read(state))
             except MalformedError as error:
@@ -62,7 +63,7 @@ class BitsandbytesScheme:
                 codes = as_stored  # bnb_4bit_quant_storage: the same bytes under another dtype.
             names = [f"{name}{part.suffix}" for part in (codes, *others)]
             found.add(name, codec, shape, names, parts=(codes, *others), aside=(state,))
-        found.refuse_leftovers(_SUFFIXES, "NF4 of bitsandbytes")
+        found.refuse_leftovers(_SUFFIXES, "bitsandbytes")
 
 
 def _parse_state(content: bytes) -> tuple[TableBlocks, Shape]:
@@ -70,19 +71,21 @@ def _parse_state(content: bytes) -> tuple[TableBlocks, Shape]:
     state = table_of(parse_json(content), "it")
     kind = text_of(field(state, "quant_type"), "quant_type", max_length=32)
     dtype = text_of(field(state, "dtype"), "dtype", max_length=32)
-    if kind != "nf4" or dtype not in _STATE_DTYPES:
-        raise MalformedError(f"expected quant_type nf4 of a float dtype, got {kind} of {dtype}")
+    if kind not in _KINDS or dtype not in _STATE_DTYPES:
+        raise MalformedError(
+            f"expected quant_type nf4 or fp4 of a float dtype, got {kind} of {dtype}"
+        )
     shape = tuple(integer(n, "a length") for n in list_of(field(state, "shape"), "shape"))
     block = _block(state, "blocksize")
     if "nested_blocksize" not in state:
-        return TableBlocks(block, 0, 0.0, _STATE_DTYPES[dtype]), shape
+        return TableBlocks(block, 0, 0.0, _STATE_DTYPES[dtype], kind), shape
     if state.get("nested_dtype", "float32") != "float32":
         raise MalformedError(f"expected nested_dtype float32, got {state['nested_dtype']!r}")
     offset = field(state, "nested_offset")
     if isinstance(offset, bool) or not isinstance(offset, int | float):
         raise MalformedError(f"expected a number as nested_offset, got {offset!r}")
     nested = _block(state, "nested_blocksize")
-    return TableBlocks(block, nested, float(offset), _STATE_DTYPES[dtype]), shape
+    return TableBlocks(block, nested, float(offset), _STATE_DTYPES[dtype], kind), shape
 
 
 def _block(state: dict[str, Any], key: str) -> int:

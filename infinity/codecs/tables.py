@@ -1,4 +1,4 @@
-"""NF4 codes as bitsandbytes stores them: docs/formats/quantized.md."""
+"""NF4 and FP4 codes as bitsandbytes stores them: docs/formats/quantized.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from infinity.codecs.part import (
 )
 from infinity.fused.decode import FourBits
 
-STATE_SUFFIX = ".quant_state.bitsandbytes__nf4"
+STATE_SUFFIX = ".quant_state.bitsandbytes__"  # And the kind.
 NUM_CODES = 16
 NUM_NESTED_CODES = 256
 _TRIAL_OFFSETS = (0.04, -0.3)  # Every weight has its own.
@@ -38,6 +38,13 @@ NF4_VALUES = (
 )  # fmt: skip
 
 
+# Floats of two bits of exponent and one of mantissa, by code; 12 is 1.
+_FP4_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+_FP4_VALUES = (*_FP4_MAGNITUDES, *(-magnitude for magnitude in _FP4_MAGNITUDES))
+# What `encode` writes; `decode` takes the table that is stored.
+_TABLES = {"nf4": NF4_VALUES, "fp4": tuple(value / 12 for value in _FP4_VALUES)}
+
+
 @dataclass(frozen=True, slots=True)
 class TableBlocks(FusedCodec):
     """Two codes per byte, highest bits first, in blocks of the flattened weight.
@@ -47,6 +54,7 @@ class TableBlocks(FusedCodec):
         stored as F32
     offset: is added to every scale that was nested, as fp32
     stored: the dtype that the writer quantised, a name of safetensors: BF16, F16 or F32
+    kind: nf4 or fp4
 
     scale = fp32(nested_quant_map[code] * nested_absmax) + offset, rounded to fp32 twice. The value
     is quant_map[code] * scale, rounded to fp32, then to `stored`, then to the dtype of the output.
@@ -56,11 +64,12 @@ class TableBlocks(FusedCodec):
     nested_block: int = 256
     offset: float = 0.0
     stored: str = "BF16"
+    kind: str = "nf4"
 
     @property
     @override
     def format(self) -> str:
-        return "NF4 of bitsandbytes"
+        return f"{self.kind.upper()} of bitsandbytes"
 
     @property
     @override
@@ -133,8 +142,9 @@ class TableBlocks(FusedCodec):
         wide, shape = check_encode(self, weight), tuple(weight.shape)
         flat, numel = wide.reshape(-1), weight.numel()
         largest, scaled = _normalised(flat, self.block)
-        table = torch.tensor(NF4_VALUES)
-        codes = _nearest(scaled, table)[:numel]
+        table = torch.tensor(_TABLES[self.kind])
+        ascending, order = table.sort(stable=True)
+        codes = order.to(torch.uint8)[_nearest(scaled, ascending).int()][:numel]
         codes = torch.cat([codes, codes.new_zeros(numel % 2)])
         packed = (codes[0::2] << 4) | codes[1::2]
         if not self.nested_block:
@@ -144,19 +154,19 @@ class TableBlocks(FusedCodec):
         nested_table = _dynamic_map()
         nested_largest, nested_scaled = _normalised(largest - offset, self.nested_block)
         nested = _nearest(nested_scaled, nested_table)[: largest.numel()]
-        codec = TableBlocks(self.block, self.nested_block, offset, self.stored)
+        codec = replace(self, offset=offset)
         tensors = (packed, nested, table, nested_largest, nested_table)
         return self._encoding(codec, shape, tensors)
 
     @staticmethod
     def _encoding(codec: TableBlocks, shape: Shape, tensors: tuple[torch.Tensor, ...]) -> Encoding:
         state = torch.tensor(list(codec.state_json(shape)), dtype=torch.uint8)
-        return Encoding(codec, tuple(map(flat_bytes, tensors)), {STATE_SUFFIX: state})
+        return Encoding(codec, tuple(map(flat_bytes, tensors)), {STATE_SUFFIX + codec.kind: state})
 
     def state_json(self, shape: Shape) -> bytes:
         """Returns what bitsandbytes stores about a weight as JSON."""
         state: dict[str, object] = {
-            "quant_type": "nf4",
+            "quant_type": self.kind,
             "blocksize": self.block,
             "dtype": str(self.dtype).removeprefix("torch."),
             "shape": list(shape),

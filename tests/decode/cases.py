@@ -41,6 +41,7 @@ CASES: tuple[tuple[Codec, Shape], ...] = (
     (TableBlocks(), (130, 129)),
     (TableBlocks(nested_block=0, stored="F16"), (33, 77)),
     (TableBlocks(128, 64, 0.25, "F32"), (40, 64)),
+    (TableBlocks(kind="fp4"), (40, 64)),
 )
 PLAIN_CASES: tuple[tuple[Codec, Shape], ...] = (
     (Plain("BF16"), (7, 9)),

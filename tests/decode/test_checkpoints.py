@@ -47,6 +47,7 @@ PUBLISHED = [
     ("llama", "fbgemm", 21),
     ("llama", "quark-fp8", 21),
     ("llama", "gptq", 21),
+    ("llama", "fp4", 21),
     ("llama", "gptq-order", 21),
     ("qwen3-moe", "awq", 84),
     ("llama", "auto-round", 21),
@@ -102,7 +103,7 @@ def test_a_published_layout_decodes_to_the_weights(
     quantised = {key for key, encoded in found.items() if not isinstance(encoded.codec, Plain)}
     assert len(quantised) == num_quantised
     codecs = {found[key].codec for key in quantised}
-    if layout == "nf4":
+    if layout in ("nf4", "fp4"):
         assert all(isinstance(codec, TableBlocks) for codec in codecs)
     else:
         assert codecs == CODECS[layout]

@@ -316,7 +316,7 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
             ]
         ],
         (quantization(NF4, load_in_4bit=False, load_in_8bit=True), "8 bits"),
-        (quantization(NF4, bnb_4bit_quant_type="fp4"), "fp4"),
+        (quantization(NF4, bnb_4bit_quant_type="af4"), "af4"),
     ],
 )
 def test_a_scheme_without_a_codec_is_named(config: dict[str, Any], told: str) -> None:
@@ -384,7 +384,7 @@ def test_codes_of_nf4_may_be_stored_under_another_dtype() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"quant_type": "fp4"}, {"dtype": "int8"}, {"blocksize": 0}, {"blocksize": 63},
+    {"quant_type": "af4"}, {"dtype": "int8"}, {"blocksize": 0}, {"blocksize": 63},
     {"blocksize": "64"}, {"shape": [64, -96]}, {"shape": 6144}, {"nested_offset": "0"},
     {"nested_offset": True}, {"nested_dtype": "float16"}, {"nested_blocksize": 1},
 ])  # fmt: skip

@@ -269,6 +269,10 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # bitsandbytes with double quantisation.
     "nf4": Layout(_matching(_PROJECTIONS, TableBlocks()), _NF4_TABLE),
+    "fp4": Layout(
+        _matching(_PROJECTIONS, TableBlocks(kind="fp4")),
+        {**_NF4_TABLE, "bnb_4bit_quant_type": "fp4"},
+    ),
     # Not quantised.
     "bf16": Layout(lambda _: None, {}),
 }

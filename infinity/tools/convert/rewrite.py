@@ -151,7 +151,7 @@ def _aside_infos(name: str, shape: Shape, codec: Codec) -> list[TensorInfo]:
     infos = []
     for suffix, tensor in _small_example(codec, shape).aside.items():
         length = tuple(tensor.shape)
-        if suffix == STATE_SUFFIX:
+        if suffix.startswith(STATE_SUFFIX):
             assert isinstance(codec, TableBlocks)
             length = (len(codec.state_json(shape)) + _STATE_MARGIN,)
         infos.append(TensorInfo(name=name + suffix, dtype=tensor.dtype, shape=length))
