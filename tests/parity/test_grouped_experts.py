@@ -24,7 +24,7 @@ from infinity.modules.autograd.threads import Modes
 from infinity.modules.tiling import experts_call
 from infinity.modules.tiling.experts import TiledExperts, tile_of
 from infinity.modules.tiling.experts_call import ExpertsCall, go_backward, go_forward
-from infinity.modules.tiling.grouped import products
+from infinity.modules.tiling.grouped import Groups, products
 from infinity.ops.expert_pairs import Pairs
 from infinity.ops.grouped_product import try_rows
 from infinity.ops.token_sums import add_rows_
@@ -91,13 +91,13 @@ def test_no_bit_depends_on_tiles_placement_or_shared_products(
     grouped = {"schedule": {"experts": "grouped"}}
     alone = run(bf16(kind), swap_directory, kind, 2, **copy.deepcopy(grouped))
     shared = {"count": 0}
-    of_pairs = Pairs.__init__
+    join = experts_call._joined
 
-    def note(pairs: Pairs, indices: Any, *args: Any) -> None:
-        shared["count"] += len(indices) > 1
-        of_pairs(pairs, indices, *args)
+    def note(calls: Any) -> ExpertsCall:
+        shared["count"] += 1
+        return join(calls)
 
-    monkeypatch.setattr(Pairs, "__init__", note)
+    monkeypatch.setattr(experts_call, "_joined", note)
     monkeypatch.setattr(experts_call, "are_rows_apart", lambda *_, **__: True)
     for experts, device, waiting in (
         (1, None, "device"), (3, SimulatedDevice(7), "device"), (2, SimulatedDevice(7), "nvme"),
@@ -136,10 +136,10 @@ def test_rows_have_the_bits_of_transformers_grouped_product(kind: str, adapters:
     hidden = torch.randn(40, 64, generator=generator).bfloat16()
     weights = torch.rand(40, 1, generator=generator).bfloat16()
     wanted = experts(hidden, indices, weights)
-    pairs = Pairs([indices], (0, EXPERTS))
+    pairs = Pairs(indices, EXPERTS)
     Pairs.read([pairs])
-    every = slice(0, EXPERTS)
-    rows = products(experts, 0, every, {}, hidden[pairs.tokens], pairs)
+    groups = Groups(pairs, slice(0, EXPERTS), 0, 1)
+    rows = products(experts, {}, hidden[pairs.tokens], groups)
     found = torch.zeros_like(hidden)
     add_rows_(found, pairs.tokens, rows * weights[pairs.tokens])
     assert same_bits(found, wanted)

@@ -20,7 +20,7 @@ from torch import nn
 
 import infinity
 from infinity.modules.tiling.experts import ExpertsTile, TiledExperts
-from infinity.modules.tiling.experts_call import ExpertsCall, Together
+from infinity.modules.tiling.experts_call import ExpertsCall
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.testing.simulated_device import SimulatedDevice
@@ -341,12 +341,11 @@ def test_micro_batches_wait_at_experts_without_memory(
     calls: set[ExpertsCall] = set()
     seen: dict[str, set[tuple[int, ...]]] = {"run_forward": set(), "run_backward": set()}
     for name, sizes in seen.items():
-        run = getattr(Together, name)
+        run = getattr(ExpertsCall, name)
 
-        def note(one: Any, *args: Any, run: Any = run, sizes: Any = sizes, **kwargs: Any) -> None:
-            (call,) = one.calls
+        def note(call: Any, *args: Any, run: Any = run, sizes: Any = sizes, **kwargs: Any) -> None:
             calls.add(call)
-            run(one, *args, **kwargs)
+            run(call, *args, **kwargs)
             others = [
                 each.untyped_storage().nbytes()
                 for other in calls - {call}
@@ -355,7 +354,7 @@ def test_micro_batches_wait_at_experts_without_memory(
             ]
             sizes.add(tuple(sorted(set(others))))
 
-        monkeypatch.setattr(Together, name, note)
+        monkeypatch.setattr(ExpertsCall, name, note)
     with offloaded(build("deepseek_v3"), config) as model:
         infinity.forward_backward(model, partial(loss_of, model), range(count))
         engine = infinity.engine_of(model)

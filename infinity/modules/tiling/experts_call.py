@@ -40,7 +40,7 @@ from torch.autograd.graph import Node
 from typing_extensions import override
 
 from infinity.modules.autograd.threads import Modes
-from infinity.modules.tiling.grouped import products
+from infinity.modules.tiling.grouped import Groups, products
 from infinity.modules.tiling.peft_experts import Adaptation
 from infinity.ops.expert_pairs import Pairs
 from infinity.ops.grouped_product import are_rows_apart
@@ -61,11 +61,13 @@ class ExpertsCall:
         recipes: Sequence[Recipe],
         anchor: Node | None,
         modes: Modes,
+        num_joined: int = 1,
     ) -> None:
         self.tiles = tiles
         self.starts = starts
         self.recipes = recipes
         self.modes = modes
+        self.num_joined = num_joined  # See `_joined`.
         self._anchor = anchor
         self.is_graded = torch.is_grad_enabled()
         self._arguments: _Arguments | None = None
@@ -74,7 +76,7 @@ class ExpertsCall:
     def with_arguments(self, *values: torch.Tensor) -> Iterator[None]:
         """Has arguments and sums for the time of a `with` block. values: hidden states [tokens,
         width], indices [tokens, k], routing weights [tokens, k], factors of adapters."""
-        self._arguments = _Arguments(values)
+        self._arguments = _Arguments(values, self.starts[-1])
         try:
             yield
         finally:
@@ -107,11 +109,6 @@ class ExpertsCall:
         facts = [(tensor.shape[1:], tensor.dtype) for tensor in tensors]
         return (self.modes, values.needs, *recipes, *facts)
 
-    def begin_backward(self, gradient: torch.Tensor, needs: Sequence[bool]) -> None:
-        """gradient: of the output. `needs`: which of the hidden states, the routing weights and the
-        factors need one."""
-        self.arguments.out, self.arguments.needs = gradient, tuple(needs)
-
     def may_share_products(self) -> bool:
         """Whether rows of other calls may stand beside those of this one."""
         hidden, tile, rest = self.arguments.hidden, self.tiles[0], list(self.arguments.factors)
@@ -131,6 +128,102 @@ class ExpertsCall:
             for first, second, is_factor in shapes
         )  # fmt: skip
 
+    # -- Forward -----------------------------------------------------------------------------------
+
+    def needs_forward(self, index: int) -> bool:
+        """A tile without tokens gives nothing."""
+        return bool(self._parts(index))
+
+    @torch.no_grad()
+    def run_forward(self, index: int) -> None:
+        """Adds what the experts of one tile give. The tile's weights are there."""
+        arguments = self.arguments
+        for experts in self._parts(index):
+            with self.modes.set(), torch.no_grad():
+                part = self._run(index, experts, *arguments.rows_of(experts))
+            tokens, _ = arguments.pairs.places_of(experts)
+            add_rows_(arguments.sum(), tokens, part)
+
+    # -- Backward ----------------------------------------------------------------------------------
+
+    def begin_backward(self, gradient: torch.Tensor, needs: Sequence[bool]) -> None:
+        """gradient: of the output. `needs`: which of the hidden states, the routing weights and the
+        factors need one."""
+        self.arguments.out, self.arguments.needs = gradient, tuple(needs)
+
+    def needs_backward(self, index: int, *, is_for_leaves: bool) -> bool:
+        """A trained tile without tokens has a gradient, too: zeros, and AdamW decays it."""
+        return self.needs_forward(index) or (is_for_leaves and self.tiles[index].is_trained)
+
+    @torch.no_grad()
+    def run_backward(self, index: int, *, is_for_leaves: bool) -> None:
+        """Adds the gradients of one tile, whose weights are there."""
+        trained = self.tiles[index].trained() if is_for_leaves else []
+        found: list[torch.Tensor | None] = [None] * len(trained)
+        for experts in reversed(self._parts(index)):
+            found = self._part_backward(index, experts, trained)
+        _deliver(trained, found)
+
+    def _part_backward(
+        self, index: int, experts: slice, trained: list[nn.Parameter]
+    ) -> list[torch.Tensor | None]:
+        arguments = self.arguments
+        leaves = [
+            value.detach().requires_grad_(need)
+            for value, need in zip(arguments.rows_of(experts), arguments.needs, strict=True)
+        ]
+        needed = [leaf for leaf in leaves if leaf.requires_grad] + trained
+        if not needed:
+            return []
+        with self.modes.set():
+            part = self._run(index, experts, *leaves)
+        tokens, choices = arguments.pairs.places_of(experts)
+        found: list[torch.Tensor | None] = list(
+            torch.autograd.grad([part], needed, [arguments.sum()[tokens]], allow_unused=True)
+        )
+        own = [found.pop(0) if leaf.requires_grad else None for leaf in leaves]
+        (hidden, of_hidden), (weights, of_weights), *rest = zip(
+            arguments.gradients(), own, strict=True
+        )
+        if hidden is not None and of_hidden is not None:
+            add_rows_(hidden, tokens, of_hidden, is_last_first=True)
+        if weights is not None and of_weights is not None:
+            weights.index_put_((tokens, choices), of_weights, accumulate=True)
+        for factor, of_factor in rest:
+            if factor is not None and of_factor is not None:
+                factor[experts] = of_factor
+        return found
+
+    def _parts(self, index: int) -> list[slice]:
+        """Returns the experts of a tile that have pairs, in parts of no more rows than one of the
+        joined calls may have, or of one expert: so the memory does not grow with their number."""
+        pairs, arguments = self.arguments.pairs, self.arguments
+        experts = slice(self.starts[index], self.starts[index + 1], self.num_joined)
+        return pairs.parts(experts, -(-arguments.indices.numel() // self.num_joined))
+
+    def _run(
+        self,
+        index: int,
+        experts: slice,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns what each row adds to the sum of its token, in the dtype of the sum."""
+        adaptations, rest = {}, list(factors)
+        for name, count, shown in self.recipes:
+            adaptations[name] = Adaptation(tuple(rest[:count]), shown)
+            del rest[:count]
+        tile, pairs, dtype = self.tiles[index], self.arguments.pairs, self.arguments.sum().dtype
+        start, weights = self.starts[index], weights.unsqueeze(-1)
+        if tile.is_grouped_on(hidden.device):
+            groups = Groups(pairs, experts, start, self.num_joined)
+            return weighted(products(tile, adaptations, hidden, groups), weights, dtype)
+        numbers = pairs.numbers_of(experts) + (experts.start - start)
+        with tile.adapted(adaptations):
+            part: torch.Tensor = tile(hidden, numbers.unsqueeze(-1), weights)
+        return part.to(dtype)
+
 
 class _Arguments:
     """The tensors of a running call."""
@@ -138,8 +231,9 @@ class _Arguments:
     out: torch.Tensor | None = None  # The output so far; in a backward, its gradient.
     needs: tuple[bool, ...] = ()  # Which of hidden states, routing weights, factors.
 
-    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+    def __init__(self, values: Sequence[torch.Tensor], num_experts: int) -> None:
         self.hidden, self.indices, self.weights, *self.factors = values
+        self._num_experts = num_experts
         self._gradients: list[torch.Tensor | None] | None = None
 
     def sum(self) -> torch.Tensor:
@@ -159,9 +253,15 @@ class _Arguments:
             ]
         return self._gradients
 
-    def take(self, gradients: list[torch.Tensor | None]) -> None:
-        """Takes the memory of its gradients."""
-        self._gradients = gradients
+    @cached_property
+    def pairs(self) -> Pairs:
+        return Pairs(self.indices, self._num_experts)
+
+    def rows_of(self, experts: slice) -> list[torch.Tensor]:
+        """Returns hidden states and routing weights by pair, and the factors of some experts."""
+        tokens, choices = self.pairs.places_of(experts)
+        factors = [factor[experts] for factor in self.factors]
+        return [self.hidden[tokens], self.weights[tokens, choices], *factors]
 
     def per_token(self) -> list[torch.Tensor]:
         """Returns the tensors as large as the hidden states: these and what is summed so far."""
@@ -169,165 +269,46 @@ class _Arguments:
         return [tensor for tensor in found if tensor is not None]
 
 
-class Together:
-    """Calls of one module whose rows pass a tile at once, of one thread. Several calls have hidden
-    states, sums and gradients in a row, of which those of each call are views."""
-
-    def __init__(self, calls: Sequence[ExpertsCall]) -> None:
-        self.calls = calls
-        self._call = calls[0]
-        self._values = [call.arguments for call in calls]
-        self._sizes = [len(values.hidden) for values in self._values]
-        self.pairs = Pairs([values.indices for values in self._values], self._call.starts)
-        self._sum: torch.Tensor | None = None
-        self._totals: list[torch.Tensor | None] | None = None
-
-    # -- Forward -----------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def run_forward(self, index: int) -> None:
-        """Adds what the experts of one tile give. The tile's weights are there."""
-        for experts in self.pairs.parts(index):
-            with self._call.modes.set(), torch.no_grad():
-                part = self._run(index, experts, *self._rows_of(experts))
-            rows = self.pairs.range_of(experts)
-            add_rows_(self._out(), self.pairs.tokens[rows], part)
-
-    # -- Backward ----------------------------------------------------------------------------------
-
-    def needs_backward(self, index: int, *, is_for_leaves: bool) -> bool:
-        """A trained tile without tokens has a gradient, too: zeros, and AdamW decays it."""
-        return self.pairs.has(index) or (is_for_leaves and self._call.tiles[index].is_trained)
-
-    @torch.no_grad()
-    def run_backward(self, index: int, *, is_for_leaves: bool) -> None:
-        """Adds the gradients of one tile, whose weights are there."""
-        trained = self._call.tiles[index].trained() if is_for_leaves else []
-        found: list[torch.Tensor | None] = [None] * len(trained)
-        for experts in reversed(self.pairs.parts(index)):
-            found = self._part_backward(index, experts, trained)
-        _deliver(trained, found)
-
-    def _part_backward(
-        self, index: int, experts: slice, trained: list[nn.Parameter]
-    ) -> list[torch.Tensor | None]:
-        leaves = [
-            value.detach().requires_grad_(need)
-            for value, need in zip(self._rows_of(experts), self._values[0].needs, strict=True)
-        ]
-        needed = [leaf for leaf in leaves if leaf.requires_grad] + trained
-        if not needed:
-            return []
-        with self._call.modes.set():
-            part = self._run(index, experts, *leaves)
-        gradient = self._out()[self.pairs.tokens[self.pairs.range_of(experts)]]
-        found: list[torch.Tensor | None] = list(
-            torch.autograd.grad([part], needed, [gradient], allow_unused=True)
-        )
-        self._add(experts, [found.pop(0) if leaf.requires_grad else None for leaf in leaves])
-        return found
-
-    def _add(self, experts: slice, gradients: Sequence[torch.Tensor | None]) -> None:
-        tokens, choices = self._places_of(experts)
-        (hidden, of_hidden), (weights, of_weights), *rest = zip(
-            self._gradients(), gradients, strict=True
-        )
-        if hidden is not None and of_hidden is not None:
-            add_rows_(hidden, tokens, of_hidden, is_last_first=True)
-        if weights is not None and of_weights is not None:
-            weights.index_put_((tokens, choices), of_weights, accumulate=True)
-        for factor, of_factor in rest:
-            if factor is not None and of_factor is not None:
-                factor[experts] = of_factor.view_as(factor[experts])
-
-    # -- Rows --------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        index: int,
-        experts: slice,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        *factors: torch.Tensor,
-    ) -> torch.Tensor:
-        """Returns what each row adds to the sum of its token, in the dtype of the sum."""
-        adaptations, rest = {}, list(factors)
-        for name, count, shown in self._call.recipes:
-            adaptations[name] = Adaptation(tuple(rest[:count]), shown)
-            del rest[:count]
-        tile, start = self._call.tiles[index], self._call.starts[index]
-        weights = weights.unsqueeze(-1)
-        if tile.is_grouped_on(hidden.device):
-            rows = products(tile, start, experts, adaptations, hidden, self.pairs)
-            return weighted(rows, weights, self._out().dtype)
-        numbers = self.pairs.keys[self.pairs.range_of(experts)] - start
-        with tile.adapted(adaptations):
-            part: torch.Tensor = tile(hidden, numbers.unsqueeze(-1), weights)
-        return part.to(self._out().dtype)
-
-    def _places_of(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self.pairs.range_of(experts)
-        return self.pairs.tokens[rows], self.pairs.choices[rows]
-
-    def _rows_of(self, experts: slice) -> list[torch.Tensor]:
-        """Returns hidden states and routing weights by pair, and the factors by group."""
-        tokens, choices = self._places_of(experts)
-        factors = [
-            of_calls[0][experts]
-            if len(of_calls) == 1
-            else torch.stack([factor[experts] for factor in of_calls], 1).flatten(0, 1)
-            for of_calls in zip(*(values.factors for values in self._values), strict=True)
-        ]
-        return [self._hidden[tokens], self._weights[tokens, choices], *factors]
-
-    @cached_property
-    def _hidden(self) -> torch.Tensor:
-        return _in_a_row([values.hidden for values in self._values])
-
-    @cached_property
-    def _weights(self) -> torch.Tensor:
-        return _in_a_row([values.weights for values in self._values])
-
-    def _out(self) -> torch.Tensor:
-        """Returns the output so far, or its gradient."""
-        first = self._values[0]
-        if len(self._values) == 1:
-            return first.sum()
-        if self._sum is None and first.out is None:
-            self._sum = torch.zeros_like(self._hidden)
-            for values, part in zip(self._values, self._sum.split(self._sizes), strict=True):
-                values.out = part
-        elif self._sum is None:
-            self._sum = torch.cat([values.sum() for values in self._values])
-        return self._sum
-
-    def _gradients(self) -> list[torch.Tensor | None]:
-        """Returns the gradients so far of hidden states, routing weights and factors; those of the
-        factors of several calls as [experts, calls, ...]."""
-        first, count = self._values[0], len(self._values)
-        if count == 1:
-            return first.gradients()
-        if self._totals is None:
-            factors = [(len(factor), count, *factor.shape[1:]) for factor in first.factors]
-            shapes = [self._hidden.shape, self._weights.shape, *factors]
-            likes = (first.hidden, first.weights, *first.factors)
-            self._totals = [
-                like.new_zeros(shape) if need else None
-                for like, shape, need in zip(likes, shapes, first.needs, strict=True)
-            ]
-            parts = [
-                [None] * count if total is None
-                else total.unbind(1) if number > 1
-                else total.split(self._sizes)
-                for number, total in enumerate(self._totals)
-            ]  # fmt: skip
-            for values, *own in zip(self._values, *parts, strict=True):
-                values.take(own)
-        return self._totals
+def _joined(calls: Sequence[ExpertsCall]) -> ExpertsCall:
+    """Returns one call in the place of several of one kind: each expert is there once for each of
+    them, side by side, so a sum over its rows is one of theirs."""
+    values, count, first = [call.arguments for call in calls], len(calls), calls[0]
+    starts = [start * count for start in first.starts]
+    joint = ExpertsCall(first.tiles, starts, first.recipes, None, first.modes, count)
+    joint._arguments = _Arguments(
+        [
+            torch.cat([own.hidden for own in values]),
+            torch.cat([own.indices * count + n for n, own in enumerate(values)]),
+            torch.cat([own.weights for own in values]),
+            *(
+                torch.stack(of_calls, 1).flatten(0, 1)
+                for of_calls in zip(*(own.factors for own in values), strict=True)
+            ),
+        ],
+        starts[-1],
+    )
+    joint.arguments.needs = values[0].needs
+    outs = [own.out for own in values if own.out is not None]
+    joint.arguments.out = torch.cat(outs) if outs else None
+    return joint
 
 
-def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+def _part(joint: ExpertsCall, calls: Sequence[ExpertsCall], *, is_backward: bool) -> None:
+    """Gives each of the calls its part of the joint sums, or gradients."""
+    sizes, parts = [len(call.arguments.hidden) for call in calls], []
+    if not is_backward:
+        for call, out in zip(calls, joint.arguments.sum().split(sizes), strict=True):
+            call.arguments.out = out
+        return
+    for number, total in enumerate(joint.arguments.gradients()):
+        if total is None:
+            parts.append([None] * len(calls))
+        elif number < 2:
+            parts.append(total.split(sizes))
+        else:
+            parts.append(total.unflatten(0, (-1, len(calls))).unbind(1))
+    for call, *own in zip(calls, *parts, strict=True):
+        call.arguments._gradients = own
 
 
 def _deliver(parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -371,12 +352,12 @@ Present = Callable[[Sequence[ExpertsCall]], Iterable[ExpertsCall]]
 def go_forward(calls: Sequence[ExpertsCall], present: Present | None = None) -> None:
     """Runs calls of the same module; every tile is fetched once for all of them. With `present`
     they run one after the other."""
-    every = _together(calls, is_alone=present is not None)
-    for index, tile in enumerate(calls[0].tiles):
-        if needy := [together for together in every if together.pairs.has(index)]:
-            with tile.held():
-                for together in _present(needy, present):
-                    together.run_forward(index)
+    with _together(calls, is_alone=present is not None, is_backward=False) as every:
+        for index, tile in enumerate(calls[0].tiles):
+            if needy := [call for call in every if call.needs_forward(index)]:
+                with tile.held():
+                    for call in (present or iter)(needy):
+                        call.run_forward(index)
 
 
 def _hold(tile: Any) -> AbstractContextManager[Any]:
@@ -395,18 +376,22 @@ def go_backward(
     tiles = calls[0].tiles
     # A weight has a gradient of each call.
     is_trained = is_for_leaves and any(tile.is_trained for tile in tiles)
-    every = _together(calls, is_alone=is_trained or present is not None)
-    for index in reversed(range(len(tiles))):
-        needy = [e for e in every if e.needs_backward(index, is_for_leaves=is_for_leaves)]
-        if needy:
-            with hold(tiles[index]):
-                for together in _present(needy, present):
-                    together.run_backward(index, is_for_leaves=is_for_leaves)
+    is_alone = is_trained or present is not None
+    with _together(calls, is_alone=is_alone, is_backward=True) as every:
+        for index in reversed(range(len(tiles))):
+            needy = [c for c in every if c.needs_backward(index, is_for_leaves=is_for_leaves)]
+            if needy:
+                with hold(tiles[index]):
+                    for call in (present or iter)(needy):
+                        call.run_backward(index, is_for_leaves=is_for_leaves)
 
 
-def _together(calls: Sequence[ExpertsCall], *, is_alone: bool) -> list[Together]:
-    """Returns the calls, with those together that may share products. Waits for the routing of all
-    of them once."""
+@contextmanager
+def _together(
+    calls: Sequence[ExpertsCall], *, is_alone: bool, is_backward: bool
+) -> Iterator[list[ExpertsCall]]:
+    """Has the calls, and one in the place of those that may share products, for a `with` block.
+    Waits for the routing of all of them once."""
     alike: list[tuple[Any, list[ExpertsCall]]] = []
     for number, call in enumerate(calls):
         kind = number if is_alone else call.kind
@@ -415,19 +400,17 @@ def _together(calls: Sequence[ExpertsCall], *, is_alone: bool) -> list[Together]
             alike.append((kind, [call]))
         else:
             found.append(call)
-    every = []
+    every, joints = [], []
     for _, some in alike:
-        is_shared = len(some) > 1 and some[0].may_share_products()
-        every += [Together(some)] if is_shared else [Together([call]) for call in some]
-    Pairs.read([together.pairs for together in every])
-    return every
-
-
-def _present(every: Sequence[Together], present: Present | None) -> Iterable[Together]:
-    if present is None:
-        return every
-    of_call = {together.calls[0]: together for together in every}
-    return (of_call[call] for call in present(list(of_call)))
+        if len(some) > 1 and some[0].may_share_products():
+            joints.append((_joined(some), some))
+            every.append(joints[-1][0])
+        else:
+            every += some
+    Pairs.read([call.arguments.pairs for call in every])
+    yield every
+    for joint, some in joints:
+        _part(joint, some, is_backward=is_backward)
 
 
 class ExpertsNode(torch.autograd.Function):

@@ -14,7 +14,7 @@ Note [One result]
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -36,22 +36,23 @@ def explain_no_groups(tile: Any) -> str:
     return ""
 
 
-def products(
-    tile: Any,
-    first: int,
-    experts: slice,
-    adaptations: Mapping[str, Adaptation],
-    rows: torch.Tensor,
-    pairs: Pairs,
-) -> torch.Tensor:
-    """Returns what experts give for their rows, before routing weights: [rows, width].
+class Groups(NamedTuple):
+    """The experts of a product. first: of the tile. num_joined: how often each expert is there."""
 
-    first: the first expert of the tile. adaptations: their tensors have a row for each expert and
-    call.
-    """
-    within = slice(experts.start - first, experts.stop - first)
-    num_calls, ends = pairs.num_calls, pairs.ends_of(experts)
-    ends_of_experts = ends[num_calls - 1 :: num_calls].contiguous()
+    pairs: Pairs
+    experts: slice
+    first: int
+    num_joined: int
+
+
+def products(
+    tile: Any, adaptations: Mapping[str, Adaptation], rows: torch.Tensor, groups: Groups
+) -> torch.Tensor:
+    """Returns what experts give for their rows, before routing weights: [rows, width]."""
+    pairs, experts, first, num_joined = groups
+    within = slice((experts.start - first) // num_joined, (experts.stop - first) // num_joined)
+    ends = pairs.ends_of(experts)
+    ends_of_experts = ends[num_joined - 1 :: num_joined].contiguous()
 
     def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight: Any = tile._parameters[name][within]
@@ -68,9 +69,9 @@ def products(
         bias = tile._parameters[name][within]
         numbers = pairs.numbers_of(experts)
         if (adaptation := adaptations.get(name)) is None:
-            chosen: torch.Tensor = bias[numbers // num_calls]
+            chosen: torch.Tensor = bias[numbers // num_joined]
             return chosen
-        sums: torch.Tensor = adaptation.of(lambda: bias.repeat_interleave(num_calls, 0))
+        sums: torch.Tensor = adaptation.of(lambda: bias.repeat_interleave(num_joined, 0))
         return sums[numbers]
 
     out = linear(rows, "gate_up_proj" if tile.has_gate else "up_proj")
