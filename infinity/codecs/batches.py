@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.codecs.part import Decoder, FusedCodec, Shape, check_sizes
-from infinity.fused.decode import MOST_WEIGHTS, DecodeLaunch, launch_of, place_of
+from infinity.fused.decode import ALIGNMENT, MOST_WEIGHTS, DecodeLaunch, launch_of, place_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ class WeightPlace:
     dtype: torch.dtype
     start: int
     stride: tuple[int, ...]
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the first element lies at a multiple of what a thread stores at once."""
+        return self.start * self.dtype.itemsize % ALIGNMENT == 0
 
     def stored_in(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Returns the bytes of each part in a block: uint8."""
@@ -92,17 +97,19 @@ def batches_of(weights: Iterable[WeightPlace]) -> tuple[DecodeBatch, ...]:
         kind = codec.trial_codecs if isinstance(codec, FusedCodec) else codec
         alike[kind, weight.shape, weight.dtype, weight.stride].append(weight)
     return tuple(
-        DecodeBatch(tuple(group[start : start + MOST_WEIGHTS]), _launch(group[0]))
+        DecodeBatch(tuple(group[start : start + MOST_WEIGHTS]), _launch(group))
         for group in alike.values()
         for start in range(0, len(group), MOST_WEIGHTS)
     )
 
 
-def _launch(weight: WeightPlace) -> DecodeLaunch | None:
-    if not isinstance(weight.codec, FusedCodec):
+def _launch(weights: Sequence[WeightPlace]) -> DecodeLaunch | None:
+    first = weights[0]
+    if not isinstance(first.codec, FusedCodec):
         return None
-    form = weight.codec.form(weight.shape)
-    return launch_of(form, weight.shape, weight.stride, weight.dtype)
+    is_aligned = all(weight.is_aligned for weight in weights)
+    form = first.codec.form(first.shape)
+    return launch_of(form, first.shape, first.stride, first.dtype, is_aligned=is_aligned)
 
 
 def places_on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:

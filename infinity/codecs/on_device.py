@@ -6,19 +6,23 @@ A codec has a reference, and may have a Triton kernel for CUDA devices, which is
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 
 import torch
 
 from infinity.codecs.batches import DecodeBatch, WeightPlace, batches_of, places_on
 from infinity.codecs.part import FusedCodec, Shape
 from infinity.codecs.rounding import decode_by_values
+from infinity.errors import ConfigError
 from infinity.fused.choice import Trials
-from infinity.fused.decode import launch_of, place_of
+from infinity.fused.decode import ALIGNMENT, launch_of, place_of
+from infinity.sizes import align_up
 
 trials = Trials()
 _TRIAL_WEIGHTS = 3
+_TRIAL_COLUMNS = 1100  # More than a tile has.
+_WORD = 8  # Codes that a thread may read as one.
 
 
 def decode(
@@ -27,7 +31,12 @@ def decode(
     """`Codec.decode` where no native kernel does: one weight alone. A batch is faster."""
     device = out.device
     is_there = device.type == "cuda" and all(part.device == device for part in parts)
-    launch = launch_of(codec.form(shape), shape, out.stride(), out.dtype) if is_there else None
+    is_aligned = out.data_ptr() % ALIGNMENT == 0
+    launch = (
+        launch_of(codec.form(shape), shape, out.stride(), out.dtype, is_aligned=is_aligned)
+        if is_there
+        else None
+    )
     if launch is None or explain_refusal(codec, out.dtype, device, launch.variant):
         decode_by_values(codec, parts, shape, out)
         return
@@ -83,16 +92,18 @@ def _trial_weights(
     codec: FusedCodec, dtype: torch.dtype, variant: str
 ) -> tuple[int, list[WeightPlace], int]:
     """Returns the bytes of a block, weights of which it has parts at odd addresses, and the number
-    of elements of the memory for them: some begin at even places, some at odd ones."""
-    shape, stride = next(
-        (shape, stride)
-        for shape in reversed(codec.trial_shapes)
+    of elements of the memory for them: some begin at even places, some at odd ones, or all at
+    aligned ones."""
+    shape, stride, is_aligned = next(
+        (shape, stride, is_aligned)
+        for shape in _trial_shapes(codec)
         for stride in _trial_strides(shape)
-        if (launch := launch_of(codec.form(shape), shape, stride, dtype))
+        for is_aligned in (True, False)
+        if (launch := launch_of(codec.form(shape), shape, stride, dtype, is_aligned=is_aligned))
         and variant in ("", launch.variant)
     )
     span = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    stored_nbytes, numel, weights = 1, 3, []
+    stored_nbytes, numel, weights = 1, ALIGNMENT if is_aligned else 3, []
     for number in range(_TRIAL_WEIGHTS):
         member = codec.trial_codecs[number % len(codec.trial_codecs)]
         parts = []
@@ -101,15 +112,35 @@ def _trial_weights(
             stored_nbytes += part.nbytes + 3
         weights.append(WeightPlace(member, shape, tuple(parts), dtype, numel, stride))
         numel += span + 5 + (span % 2)
+        if is_aligned:
+            numel = align_up(numel, ALIGNMENT)
     return stored_nbytes, weights[::-1], numel
 
 
+def _trial_shapes(codec: FusedCodec) -> Iterator[Shape]:
+    """Yields shapes of the codec, those of several tiles and of whole words of codes first."""
+    given = codec.trial_shapes[::-1]
+    words = [align_up(shape[-1], _WORD) for shape in given]
+    wide = [columns * -(-_TRIAL_COLUMNS // columns) for columns in words]
+    all_columns = dict.fromkeys([*wide, *words, *(shape[-1] for shape in given), _WORD])
+    all_rows = dict.fromkeys([*(shape[-2] for shape in given), _WORD])
+    for rows, columns in itertools.product(all_rows, all_columns):
+        shape = (*given[0][:-2], rows, columns)
+        with contextlib.suppress(ConfigError):
+            codec.parts(shape)
+            yield shape
+
+
 def _trial_strides(shape: Shape) -> Iterator[tuple[int, ...]]:
-    """Yields strides with gaps: columns side by side, rows side by side, neither."""
+    """Yields strides without gaps, and with gaps: columns side by side at aligned rows and at
+    others, rows side by side, neither."""
     *_, rows, columns = shape
-    even = (columns + 3) // 2 * 2
-    for row_stride, column_stride in ((even, 1), (1, rows + 3), (2 * columns + 1, 2)):
-        matrix_stride = max(rows * row_stride, columns * column_stride) + 5
+    wide = align_up(columns + 1, ALIGNMENT)
+    kinds = [(columns, 1, 0), (wide, 1, ALIGNMENT), (columns + 3, 1, 5)]
+    if columns < _TRIAL_COLUMNS:  # Other tiles are narrow.
+        kinds += [(1, rows + 3, 5), (2 * columns + 1, 2, 5)]
+    for row_stride, column_stride, gap in kinds:
+        matrix_stride = max(rows * row_stride, columns * column_stride) + gap
         yield (matrix_stride, row_stride, column_stride)[-len(shape) :]
 
 
@@ -131,7 +162,7 @@ class DecodePlan:
         """Chooses kernels, which takes seconds where one is compiled and tried for the first time,
         and brings the tables of their launches to the device, 56 bytes for each weight."""
         rows = [batch.rows() if runs(batch, device) else [] for batch in self._batches]
-        places = places_on(device, list(chain.from_iterable(rows)))
+        places = places_on(device, list(itertools.chain.from_iterable(rows)))
         self._places[device] = places.split(list(map(len, rows)))
 
     def decode(self, block: torch.Tensor, memory: torch.Tensor) -> None:

@@ -16,11 +16,15 @@ import torch
 
 MOST_WEIGHTS = 65_535  # Of one launch: the length of the second axis of a grid.
 _MOST_PARTS = 5
-_MOST_ROWS = 1 << 30  # Rows and columns are counted in 32 bits, to the end of a tile.
+_MOST_ROWS = 1 << 30  # Rows and columns of blocks are counted in 32 bits, to the end of a tile.
 _FORMS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-# Rows and columns of a program. Both cover whole sectors of 32 bytes, so that an output may be
-# transposed.
-_TILE = (32, 64)
+# Rows and columns of a program: of one row, side by side in the output, and of any other matrix.
+# Both of the last cover whole sectors of 32 bytes, so that an output may be transposed.
+_LINE = (1, 4096)
+_TILES = {"ROWS": (4, 1024), "COLUMNS": (32, 64), "STRIDED": (32, 64)}
+_CONVERTS_E4M3 = (8, 9)  # The least capability of a device.
+_WORD = 8  # Codes that a thread reads as one.
+ALIGNMENT = 16  # In bytes, of what a thread stores at once.
 _MOST_WITHIN = (1 << 31) - 1  # From the first element of a tile to its last: numbers of 32 bits.
 
 
@@ -52,36 +56,39 @@ CodeForm = EightBits | FourBits
 class DecodeLaunch:
     """The facts about a launch that do not change.
 
-    kernel: its name. programs: of one weight. numbers: arguments behind the addresses. constants:
-    those that the kernel is compiled for, with the options of the compiler
+    programs: of one weight. numbers: arguments behind the addresses. constants: those that the
+    kernel is compiled for, with the options of the compiler
     """
 
-    kernel: str
-    num_parts: int
     programs: int
     numbers: tuple[int, ...]
     constants: Mapping[str, object]
 
     @property
     def variant(self) -> str:
-        """What was compiled, of one codec and dtype: the kernel, the elements that lie side by side
-        in an output (ROWS, COLUMNS or STRIDED), and whether a tile has one scale."""
-        one_scale = " ONE SCALE" if self.constants.get("has_one_scale") else ""
-        return f"{self.kernel} {self.constants['order']}{one_scale}"
+        """What was compiled, of one codec and dtype: the elements that lie side by side in an
+        output (ROWS, COLUMNS or STRIDED), the tile, the codes that a thread reads as one, whether
+        it stores 16 bytes, and the blocks that share a scale, 0 for all rows or columns."""
+        names = ("order", "tile_rows", "tile_columns", "width", "block_rows", "block_columns")
+        order, *numbers = (self.constants[name] for name in names)
+        stored = " WIDE" if self.constants["is_wide"] else ""
+        return "{} {}x{} BY {}{} IN {}x{}".format(order, *numbers[:3], stored, *numbers[3:])
 
     def run(self, parts: Sequence[torch.Tensor], places: torch.Tensor, out: torch.Tensor) -> None:
         """Decodes a weight for each row of `places` (`place_of`).
 
         parts: the memory of each part of all weights; several may lie in one
-        out: the memory of all outputs, of their dtype
+        out: the memory of all outputs, of their dtype, at a multiple of 16 bytes if the launch is
+            for outputs that are aligned
         """
+        assert not self.constants["is_wide"] or out.data_ptr() % ALIGNMENT == 0
         from infinity.fused import decode_kernels
 
-        operands = (*parts, *[parts[0]] * (self.num_parts - len(parts)))
+        operands = (*parts, *[parts[0]] * (_MOST_PARTS - len(parts)))
         bits = out.view(torch.int32 if out.dtype is torch.float32 else torch.int16)
-        kernel = getattr(decode_kernels, self.kernel)
-        kernel[(self.programs, len(places))](
-            *operands, places, bits, *self.numbers, **self.constants
+        has_e4m3 = out.is_cuda and torch.cuda.get_device_capability(out.device) >= _CONVERTS_E4M3
+        decode_kernels.decode[(self.programs, len(places))](
+            *operands, places, bits, *self.numbers, **self.constants, has_e4m3=has_e4m3
         )
 
 
@@ -96,13 +103,37 @@ def place_of(target: int, offset: float, starts: Sequence[int]) -> tuple[int, ..
     return target, bits, *starts, *[0] * (_MOST_PARTS - len(starts))
 
 
-def launch_of(
-    form: CodeForm | None, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-) -> DecodeLaunch | None:
-    """Returns the launch for weights of this shape, dtype and strides; None if no kernel decodes
-    them: at least a vector, and one stride that leads from matrix to matrix."""
-    if form is None or not shape or dtype not in _FORMS:
-        return None
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Matrices as they are stored, and the strides of their elements in the output."""
+
+    matrices: int
+    rows: int
+    columns: int
+    matrix_stride: int
+    row_stride: int
+    column_stride: int
+
+    @property
+    def order(self) -> str:
+        """Which elements lie side by side in the output."""
+        return (
+            "ROWS" if self.column_stride == 1 else "COLUMNS" if self.row_stride == 1 else "STRIDED"
+        )
+
+    def as_line(self) -> _Layout:
+        """The same elements as one row, if their order in the output is that of the codes."""
+        numel, matrix = self.matrices * self.rows * self.columns, self.rows * self.columns
+        is_dense = (
+            self.column_stride == 1
+            and (self.rows == 1 or self.row_stride == self.columns)
+            and (self.matrices == 1 or self.matrix_stride == matrix)
+        )
+        return _Layout(1, 1, numel, 0, 0, 1) if is_dense else self
+
+
+def _layout(shape: Sequence[int], stride: Sequence[int], is_transposed: bool) -> _Layout | None:
+    """Returns None if no stride leads from matrix to matrix."""
     leading = [
         (length, step) for length, step in zip(shape[:-2], stride[:-2], strict=True) if length != 1
     ]
@@ -111,56 +142,90 @@ def launch_of(
     matrices, matrix_stride = math.prod(shape[:-2]), leading[-1][1] if leading else 0
     rows, row_stride = (shape[-2], stride[-2]) if len(shape) > 1 else (1, 0)
     columns, column_stride = shape[-1], stride[-1]
-    if isinstance(form, FourBits) and form.is_transposed:
+    if is_transposed:
         rows, columns, row_stride, column_stride = columns, rows, column_stride, row_stride
-    programs = matrices * -(-rows // _TILE[0]) * -(-columns // _TILE[1])
-    if max(rows, columns) > _MOST_ROWS or not 0 < programs < 1 << 31:
+    return _Layout(matrices, rows, columns, matrix_stride, row_stride, column_stride)
+
+
+def launch_of(
+    form: CodeForm | None,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    is_aligned: bool,
+) -> DecodeLaunch | None:
+    """Returns the launch for weights of this shape, dtype and strides; None if no kernel decodes
+    them: at least a vector, and one stride that leads from matrix to matrix. `is_aligned`: each
+    output begins at a multiple of 16 bytes."""
+    if form is None or not shape or dtype not in _FORMS:
         return None
-    within = _TILE[0] * max(columns, row_stride) + _TILE[1] * column_stride
-    if isinstance(form, EightBits) and within > _MOST_WITHIN:
+    layout = _layout(shape, stride, isinstance(form, FourBits) and form.is_transposed)
+    if layout is None:
         return None
-    is_by_groups = (
-        isinstance(form, FourBits)
-        and columns % form.group == 0
-        and form.group.bit_count() == 1 < form.group
-        and within <= _MOST_WITHIN
+    if isinstance(form, FourBits):
+        layout = layout.as_line()  # Its groups are counted over all codes.
+    rows, columns = layout.rows, layout.columns
+    tile = (
+        _LINE if layout.matrices == rows == 1 and layout.order == "ROWS" else _TILES[layout.order]
     )
-    kernel, num_parts, extra, constants = _kernel_of(form, rows, columns, is_by_groups)
-    order = "ROWS" if column_stride == 1 else "COLUMNS" if row_stride == 1 else "STRIDED"
+    tiles = -(-rows // tile[0]), -(-columns // tile[1])
+    within = (tile[0] - 1) * max(columns, layout.row_stride) + tile[1] * layout.column_stride
+    is_counted_wide = isinstance(form, EightBits) and max(rows, columns) > _MOST_ROWS
+    programs = layout.matrices * tiles[0] * tiles[1]
+    if is_counted_wide or within > _MOST_WITHIN or not 0 < programs < 1 << 31:
+        return None
+    strides = layout.matrix_stride, layout.row_stride, layout.column_stride
+    grid = (1, 1)
+    if isinstance(form, EightBits):
+        grid = -(-rows // form.block[0]), -(-columns // form.block[1])
     return DecodeLaunch(
-        kernel,
-        num_parts,
         programs,
-        (rows, columns, matrix_stride, row_stride, column_stride, *extra),
+        (rows, columns, *strides, *tiles, *grid),
         {
-            **constants,
+            **_constants_of(form, rows, columns),
             "out_form": _FORMS[dtype],
-            "order": order,
-            "tile_rows": _TILE[0],
-            "tile_columns": _TILE[1],
+            "order": layout.order,
+            "is_wide": is_aligned
+            and layout.order == "ROWS"
+            and not any(step * dtype.itemsize % ALIGNMENT for step in strides[:2]),
+            "tile_rows": tile[0],
+            "tile_columns": tile[1],
             "num_warps": 4,
             "enable_fp_fusion": False,  # A product and a sum are rounded each.
         },
     )
 
 
-def _kernel_of(
-    form: CodeForm, rows: int, columns: int, is_by_groups: bool
-) -> tuple[str, int, tuple[int, ...], dict[str, object]]:
-    """Returns name, number of parts, numbers of its own and constants of the kernel."""
+def _constants_of(form: CodeForm, rows: int, columns: int) -> dict[str, object]:
+    """Returns what the kernel is compiled for, of the form and of codes of this shape."""
     if isinstance(form, EightBits):
-        block = min(form.block[0], rows), min(form.block[1], columns)
-        has_one_scale = all(
-            length % tile == 0 or length == extent
-            for length, tile, extent in zip(block, _TILE, (rows, columns), strict=True)
+        block = tuple(
+            length if length < extent else 0
+            for length, extent in zip(form.block, (rows, columns), strict=True)
         )
-        return "decode_fp8", 2, block, {"scale_form": form.scale, "has_one_scale": has_one_scale}
-    constants: dict[str, object] = {
-        "group": form.group,
-        "nested_block": max(1, form.nested_block),
+        return {
+            "values": "E4M3",
+            "scale_form": form.scale,
+            "group": 0,
+            "nested_block": 1,
+            "block_rows": block[0],
+            "block_columns": block[1],
+            "product_form": "F32",
+            "width": _width(columns, block[1]),
+        }
+    return {
         "values": form.values,
         "scale_form": "NESTED" if form.nested_block else form.scale,
+        "group": form.group,
+        "nested_block": max(1, form.nested_block),
+        "block_rows": 0,
+        "block_columns": 0,
         "product_form": form.product,
+        "width": _width(columns, form.group),
     }
-    kernel = "decode_four_bits_by_groups" if is_by_groups else "decode_four_bits"
-    return kernel, _MOST_PARTS, (), constants
+
+
+def _width(columns: int, run: int) -> int:
+    """Returns how many codes a thread reads as one. `run`: those side by side with one scale."""
+    return _WORD if columns % _WORD == 0 and run % _WORD == 0 else 1

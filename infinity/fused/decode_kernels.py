@@ -1,34 +1,44 @@
-"""The Triton kernels that decode stored weights: eight bits, and four bits, per code.
+"""The Triton kernel that decodes stored weights of eight or four bits per code.
 
-One launch decodes many weights of one shape. One program decodes a tile of one matrix, reading
-codes and scales as bytes where they lie. A value is one product in fp32; a nested scale of NF4 is a
-product and a sum, rounded after each, for which the launch forbids contraction.
-docs/formats/quantized.md has the arithmetic.
+One launch decodes many weights of one shape. One program decodes a tile of one matrix. A value is
+one product in fp32; a nested scale of NF4 is a product and a sum, rounded after each, for which the
+launch forbids contraction. docs/formats/quantized.md has the arithmetic.
 
 `places` has a row of seven int64 numbers for each weight: the offset in elements of `out`, the bits
 of NF4's fp32 offset, and what is added to the addresses of the five parts.
 
 Nothing is compiled apart for the values of numbers and the alignment of addresses, so that a trial
-compiles what every later launch runs. `order` says which stride is 1.
+compiles what every later launch runs.
 
-Note [Few instructions]
-  A device writes a decoded weight faster than its cores compute 64-bit addresses for each element.
-  So a tile has one address of 64 bits, its elements are counted from there in 32, one scale is read
-  for all elements of a tile or a group, and two results of 16 bits are stored as one word where
-  they lie at an even place.
+Note [Words of codes]
+  A device writes a decoded weight faster than its cores compute an address for each element. So a
+  thread reads eight codes as one word, at any address (`read_at`), one scale for all of them, and
+  stores their results as 16 bytes where the output allows it. A tile has one address of 64 bits;
+  its elements are counted from there in 32. Where a row does not consist of whole words of one
+  scale each, a thread takes one code at a time (`width`).
 """
 
 import triton
 import triton.language as tl
 
-from infinity.fused.number_kernels import byte_at, number_at, rounded, store_rounded, widened
+from infinity.fused.number_kernels import (
+    number_at,
+    read_at,
+    rounded,
+    rounded_product,
+    widened,
+)
 
 _PLACE_WIDTH = tl.constexpr(7)
 _FIRST_PART = tl.constexpr(2)
+_TWO_TO_120 = tl.constexpr(1.329227995784916e36)
+_TWO_TO_126 = tl.constexpr(8.507059173023462e37)
 
-_LAYOUT = ("places", "out", "rows", "columns", "matrix_stride", "row_stride", "column_stride")
-_FP8 = ("codes", "scales", *_LAYOUT, "block_rows", "block_columns")
-_FOUR_BITS = ("codes", "scales", "table", "nested", "nested_map", *_LAYOUT)
+_ARGUMENTS = (
+    "codes", "scales", "table", "nested", "nested_map", "places", "out", "rows", "columns",
+    "matrix_stride", "row_stride", "column_stride", "tiles_down", "tiles_across", "grid_rows",
+    "grid_columns",
+)  # fmt: skip
 
 
 @triton.jit
@@ -44,14 +54,94 @@ def _part(address, places, number: tl.constexpr):
 
 
 @triton.jit
-def _first(rows, columns, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
-    """This program's matrix, and the first row and the first column of its tile."""
-    tiles_down = (rows + tile_rows - 1) // tile_rows
-    tiles_across = (columns + tile_columns - 1) // tile_columns
-    tile = tl.program_id(0)
-    matrix = (tile // tiles_across // tiles_down).to(tl.int64)
-    down = (tile // tiles_across) % tiles_down
-    return matrix, down * tile_rows, (tile % tiles_across) * tile_columns
+def _over(index, length: tl.constexpr):
+    """int32 numbers, none of them negative, divided by a constant."""
+    return (index.to(tl.uint32, bitcast=True) // length).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _codes(codes, before, within, mask, width: tl.constexpr, values: tl.constexpr):
+    """The codes (rows, words, width) of a tile. `before`: elements before it; `within`: in it."""
+    digit = tl.arange(0, width)[None, None, :]
+    if values == "E4M3":
+        word = read_at(codes + before, within // width, mask, width)
+        code = (word[:, :, None] >> (8 * digit)).to(tl.int32) & 0xFF
+    elif width == 1:
+        at = within + (before & 1).to(tl.int32)
+        half = (at & 1) ^ 1 if values == "TABLE" else at & 1
+        byte = read_at(codes + (before >> 1), at >> 1, mask, 1)
+        code = ((byte >> (4 * half)) & 15)[:, :, None]
+    else:
+        word = read_at(codes + (before >> 1), within >> 3, mask, 4)
+        if values == "TABLE":  # The first code is in the high half of a byte.
+            digit = digit ^ 1
+        code = (word[:, :, None] >> (4 * digit)) & 15
+    return code
+
+
+@triton.jit
+def _numbers(code, table, places, values: tl.constexpr, has_e4m3: tl.constexpr):
+    """The fp32 numbers of codes (int32). `has_e4m3`: the device converts them itself."""
+    if values == "TABLE":
+        which = tl.arange(0, 16)
+        entries = number_at(_part(table, places, 2), which, which < 16, "F32")
+        flat = tl.gather(entries, code.reshape(code.numel), 0)
+        number = flat.reshape(code.shape)
+    elif values == "INT4":
+        # 2^23 + code, without a conversion.
+        number = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    elif values == "E2M1":  # Its bits are those of fp32 numbers, also the denormal, times 2^-126.
+        number = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
+        number = number * _TWO_TO_126
+    elif has_e4m3:
+        number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        magnitude = code & 0x7F
+        number = (((code >> 7) << 31) | (magnitude << 20)).to(tl.float32, bitcast=True)
+        number = tl.where(magnitude == 0x7F, float("nan"), number * _TWO_TO_120)
+    return number
+
+
+@triton.jit
+def _nbytes(form: tl.constexpr):
+    """The bytes of a number."""
+    return 1 if form == "F8_E8M0" else 4 if form == "F32" else 2
+
+
+@triton.jit
+def _scales_of_groups(
+    scales, nested, nested_map, places, before, within, mask,
+    group: tl.constexpr, nested_block: tl.constexpr, form: tl.constexpr,
+):  # fmt: skip
+    """The fp32 scales of groups of codes, counted over the weight. `form` NESTED is NF4's double
+    quantisation."""
+    first = before // group
+    which = _over(within + (before - first * group).to(tl.int32), group)
+    if form == "NESTED":
+        code = read_at(scales + first, which, mask, 1)
+        number = number_at(_part(nested_map, places, 4), code, mask, "F32")
+        first_nested = first // nested_block
+        which = _over(which + (first - first_nested * nested_block).to(tl.int32), nested_block)
+        nested = _part(nested, places, 3) + 4 * first_nested
+        offset = _place(places, 1).to(tl.int32).to(tl.float32, bitcast=True)
+        scale = number * number_at(nested, which, mask, "F32") + offset
+    else:
+        scale = number_at(scales + _nbytes(form) * first, which, mask, form)
+    return scale[:, :, None]
+
+
+@triton.jit
+def _scales_of_blocks(
+    scales, matrix, row, column, mask, grid_rows, grid_columns,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, form: tl.constexpr,
+):  # fmt: skip
+    """The fp32 scales of blocks of rows and columns, 0 for all of them."""
+    down = _over(row, block_rows) if block_rows else row * 0
+    across = _over(column, block_columns) if block_columns else column * 0
+    before = matrix * grid_rows * grid_columns
+    return number_at(scales + _nbytes(form) * before, down * grid_columns + across, mask, form)[
+        :, :, None
+    ]
 
 
 @triton.jit
@@ -65,111 +155,8 @@ def _within(row, column, row_stride, column_stride, order: tl.constexpr):
     return down + across
 
 
-@triton.jit
-def _tile(rows, columns, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
-    """This program's matrix, rows (tile_rows, 1), columns (1, tile_columns), and what is inside."""
-    matrix, first_row, first_column = _first(rows, columns, tile_rows, tile_columns)
-    row = (first_row + tl.arange(0, tile_rows))[:, None]
-    column = (first_column + tl.arange(0, tile_columns))[None, :]
-    return matrix, row, column, (row < rows) & (column < columns)
-
-
-@triton.jit
-def _target(
-    places, matrix, row, column, matrix_stride, row_stride, column_stride, order: tl.constexpr
-):
-    """The offsets of elements in the output, int64."""
-    down, across = row.to(tl.int64), column.to(tl.int64)
-    if order != "COLUMNS":
-        down = down * row_stride
-    if order != "ROWS":
-        across = across * column_stride
-    return _place(places, 0) + matrix * matrix_stride + down + across
-
-
-@triton.jit(do_not_specialize=_FP8, do_not_specialize_on_alignment=_FP8)
-def decode_fp8(
-    codes,
-    scales,
-    places,
-    out,
-    rows: tl.int32,
-    columns: tl.int32,
-    matrix_stride: tl.int64,
-    row_stride: tl.int64,
-    column_stride: tl.int64,
-    block_rows: tl.int32,
-    block_columns: tl.int32,
-    scale_form: tl.constexpr,
-    has_one_scale: tl.constexpr,
-    out_form: tl.constexpr,
-    order: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
-):
-    """Codes E4M3: fp32(code) * fp32(scale). `has_one_scale`: no tile crosses a block's border."""
-    matrix, first_row, first_column = _first(rows, columns, tile_rows, tile_columns)
-    row = tl.arange(0, tile_rows)[:, None]
-    column = tl.arange(0, tile_columns)[None, :]
-    mask = (row < rows - first_row) & (column < columns - first_column)
-    codes, scales = _part(codes, places, 0), _part(scales, places, 1)
-    codes += (matrix * rows + first_row) * columns + first_column
-    code = byte_at(codes, row * columns + column, mask)
-    magnitude = code & 0x7F
-    bits = tl.where(magnitude == 0x7F, 0x7FC00000, (magnitude << 20) + (120 << 23))
-    number = bits.to(tl.float32, bitcast=True)
-    # Below 8 the exponent is zero: multiples of 2^-9.
-    number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, number)
-    number = (number.to(tl.int32, bitcast=True) | ((code >> 7) << 31)).to(tl.float32, bitcast=True)
-    grid_rows = (rows + block_rows - 1) // block_rows
-    grid_columns = (columns + block_columns - 1) // block_columns
-    if has_one_scale:
-        block = (matrix * grid_rows + first_row // block_rows) * grid_columns
-        scale = number_at(
-            scales, block + first_column // block_columns, first_row < rows, scale_form
-        )
-    else:
-        block = (matrix * grid_rows + (first_row + row) // block_rows) * grid_columns
-        block += (first_column + column) // block_columns
-        scale = number_at(scales, block, mask, scale_form)
-    target = _target(
-        places, matrix, first_row, first_column, matrix_stride, row_stride, column_stride, order
-    )
-    within = _within(row, column, row_stride, column_stride, order)
-    store_rounded(out + target, within, number * scale, mask, out_form)
-
-
-@triton.jit
-def _scale(places, scales, nested, nested_map, group, mask, form: tl.constexpr, nested_block):
-    """The fp32 scales of groups; `form` NESTED is NF4's double quantisation."""
-    if form == "NESTED":
-        nested, nested_map = _part(nested, places, 3), _part(nested_map, places, 4)
-        offset = _place(places, 1).to(tl.int32).to(tl.float32, bitcast=True)
-        number = number_at(nested_map, byte_at(scales, group, mask), mask, "F32")
-        scale = number * number_at(nested, group // nested_block, mask, "F32") + offset
-    else:
-        scale = number_at(scales, group, mask, form)
-    return scale
-
-
-@triton.jit
-def _number(code, values: tl.constexpr, table, mask):
-    """The fp32 number of a code (int32)."""
-    if values == "TABLE":
-        number = number_at(table, code, mask, "F32")
-    elif values == "INT4":
-        # 2^23 + code, without a conversion.
-        number = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
-    else:
-        magnitude = code & 7
-        bits = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
-        bits = tl.where(magnitude == 0, 0, tl.where(magnitude == 1, 0x3F000000, bits))
-        number = (bits | ((code >> 3) << 31)).to(tl.float32, bitcast=True)
-    return number
-
-
-@triton.jit(do_not_specialize=_FOUR_BITS, do_not_specialize_on_alignment=_FOUR_BITS)
-def decode_four_bits(
+@triton.jit(do_not_specialize=_ARGUMENTS, do_not_specialize_on_alignment=_ARGUMENTS)
+def decode(
     codes,
     scales,
     table,
@@ -177,139 +164,82 @@ def decode_four_bits(
     nested_map,
     places,
     out,
-    rows: tl.int32,
-    columns: tl.int32,
+    rows: tl.int64,
+    columns: tl.int64,
     matrix_stride: tl.int64,
     row_stride: tl.int64,
     column_stride: tl.int64,
-    group: tl.constexpr,
-    nested_block: tl.constexpr,
+    tiles_down: tl.int32,
+    tiles_across: tl.int32,
+    grid_rows: tl.int32,
+    grid_columns: tl.int32,
     values: tl.constexpr,
     scale_form: tl.constexpr,
+    group: tl.constexpr,
+    nested_block: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
     product_form: tl.constexpr,
     out_form: tl.constexpr,
     order: tl.constexpr,
+    width: tl.constexpr,
+    is_wide: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
+    has_e4m3: tl.constexpr,
 ):
-    """INT4, E2M1 and NF4: number of the code * scale of its group.
+    """Number of the code * its scale.
 
-    values: INT4 (code - 8), E2M1, or TABLE for the 16 numbers of the part `table`, whose codes
-        begin in the high half of a byte
+    values: E4M3; INT4 (code - 8), E2M1, or TABLE for the 16 numbers of the part `table`, whose
+        codes begin in the high half of a byte
+    group: codes that share a scale, counted over the weight; 0 for blocks of rows and columns
     product_form: the dtype that the product is rounded to before it is rounded to that of `out`
+    order: which stride is 1, that from column to column (ROWS), from row to row (COLUMNS), or none
+    width: codes that a thread reads as one
+    is_wide: every row of the output begins at a multiple of 16 bytes
     """
-    matrix, row, column, mask = _tile(rows, columns, tile_rows, tile_columns)
-    codes, scales = _part(codes, places, 0), _part(scales, places, 1)
-    element = (matrix * rows + row) * columns + column
-    pair = byte_at(codes, element >> 1, mask)
-    is_odd = (element & 1) != 0
-    if values == "TABLE":
-        table = _part(table, places, 2)
-        code = tl.where(is_odd, pair & 15, pair >> 4)
+    tile = tl.program_id(0)
+    matrix, first_row = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    if tile_rows > 1:
+        tile_row = tile // tiles_across
+        tile = tile - tile_row * tiles_across
+        matrix = (tile_row // tiles_down).to(tl.int64)
+        first_row = (tile_row % tiles_down).to(tl.int64) * tile_rows
+    first_column = tile.to(tl.int64) * tile_columns
+    row = tl.arange(0, tile_rows)[:, None]
+    column = (width * tl.arange(0, tile_columns // width))[None, :]
+    left_columns = tl.minimum(columns - first_column, tile_columns).to(tl.int32)
+    mask = (row < tl.minimum(rows - first_row, tile_rows).to(tl.int32)) & (column < left_columns)
+    before = (matrix * rows + first_row) * columns + first_column
+    within = row * columns.to(tl.int32) + column
+    code = _codes(_part(codes, places, 0), before, within, mask, width, values)
+    number = _numbers(code, table, places, values, has_e4m3)
+    scales = _part(scales, places, 1)
+    if group:
+        scale = _scales_of_groups(
+            scales, nested, nested_map, places, before, within, mask, group, nested_block,
+            scale_form,
+        )  # fmt: skip
     else:
-        code = tl.where(is_odd, pair >> 4, pair & 15)
-    number = _number(code, values, table, mask)
-    which = element // group
-    scale = _scale(places, scales, nested, nested_map, which, mask, scale_form, nested_block)
-    value = widened(rounded(number * scale, product_form), product_form)
-    target = _target(places, matrix, row, column, matrix_stride, row_stride, column_stride, order)
-    store_rounded(out, target, value, mask, out_form)
-
-
-@triton.jit
-def _rounded_twice(value, product_form: tl.constexpr, out_form: tl.constexpr):
-    """The bits of a product, in `out_form`."""
-    if product_form != out_form:
+        scale = _scales_of_blocks(
+            scales, matrix, first_row.to(tl.int32) + row, first_column.to(tl.int32) + column, mask,
+            grid_rows, grid_columns, block_rows, block_columns, scale_form,
+        )  # fmt: skip
+    value = number * scale
+    if product_form != out_form and product_form != "F32":
         value = widened(rounded(value, product_form), product_form)
-    return rounded(value, out_form)
-
-
-@triton.jit
-def _store_pairs(
-    here,
-    even,
-    odd,
-    row,
-    pair,
-    mask,
-    row_stride,
-    column_stride,
-    out_form: tl.constexpr,
-    order: tl.constexpr,
-):
-    """Stores the bits of even and odd columns. `here`: the address of the first element."""
-    within = _within(row, 2 * pair, row_stride, column_stride, order)
-    step = column_stride.to(tl.int32)
-    if out_form == "F32":
-        tl.store(here + within, even, mask=mask)
-        tl.store(here + within + step, odd, mask=mask)
+    if values == "INT4" or values == "E2M1":
+        bits = rounded_product(value, scale, out_form)
     else:
-        is_word = ((here.to(tl.int64) | (2 * row_stride)) & 3) == 0
-        if order == "ROWS" and is_word:
-            words = here.to(tl.pointer_type(tl.int32))
-            half_stride = (row_stride >> 1).to(tl.int32)
-            tl.store(words + row * half_stride + pair, (even & 0xFFFF) | (odd << 16), mask=mask)
-        else:
-            tl.store(here + within, even.to(tl.int16), mask=mask)
-            tl.store(here + within + step, odd.to(tl.int16), mask=mask)
-
-
-@triton.jit(do_not_specialize=_FOUR_BITS, do_not_specialize_on_alignment=_FOUR_BITS)
-def decode_four_bits_by_groups(
-    codes,
-    scales,
-    table,
-    nested,
-    nested_map,
-    places,
-    out,
-    rows: tl.int32,
-    columns: tl.int32,
-    matrix_stride: tl.int64,
-    row_stride: tl.int64,
-    column_stride: tl.int64,
-    group: tl.constexpr,
-    nested_block: tl.constexpr,
-    values: tl.constexpr,
-    scale_form: tl.constexpr,
-    product_form: tl.constexpr,
-    out_form: tl.constexpr,
-    order: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
-):
-    """As `decode_four_bits`, of matrices whose rows have whole groups; a group is a power of two.
-
-    A program reads a byte for two elements, and a scale for a run of them: a group's, or the part
-    of it in the tile.
-    """
-    run: tl.constexpr = group if group < tile_columns else tile_columns  # noqa: FURB136
-    matrix, first_row, first_column = _first(rows, columns, tile_rows, tile_columns)
-    row = tl.arange(0, tile_rows)[:, None, None]
-    which = tl.arange(0, tile_columns // run)[None, :, None]
-    pair = which * (run // 2) + tl.arange(0, run // 2)[None, None, :]
-    is_row = row < rows - first_row
-    mask = is_row & (2 * pair < columns - first_column)
-    before = matrix * rows + first_row
-    codes, scales = _part(codes, places, 0), _part(scales, places, 1)
-    codes += (before * columns + first_column) >> 1
-    byte = byte_at(codes, row * (columns >> 1) + pair, mask)
-    groups = columns // group
-    index = before * groups + first_column // group + (row * groups + which * run // group)
-    scale = _scale(
-        places, scales, nested, nested_map, index,
-        is_row & (which * run < columns - first_column), scale_form, nested_block,
-    )  # fmt: skip
-    if values == "TABLE":
-        table = _part(table, places, 2)
-        even, odd = byte >> 4, byte & 15
-    else:
-        even, odd = byte & 15, byte >> 4
-    even = _rounded_twice(_number(even, values, table, mask) * scale, product_form, out_form)
-    odd = _rounded_twice(_number(odd, values, table, mask) * scale, product_form, out_form)
-    target = _target(
-        places, matrix, first_row, first_column, matrix_stride, row_stride, column_stride, order
-    )
-    _store_pairs(
-        out + target, even, odd, row, pair, mask, row_stride, column_stride, out_form, order
-    )
+        bits = rounded(value, out_form)
+    nbytes: tl.constexpr = 4 if out_form == "F32" else 2
+    target = _place(places, 0) + matrix * matrix_stride
+    target += first_row * row_stride + first_column * column_stride
+    here = out + target
+    if is_wide:  # The compiler does not know it.
+        step: tl.constexpr = 16 // nbytes
+        here = tl.multiple_of((here.to(tl.int64) & -16).to(out.dtype), 16)
+        row_stride = row_stride // step * step
+    across = column[:, :, None] + tl.arange(0, width)[None, None, :]
+    offset = _within(row[:, :, None], across, row_stride, column_stride, order)
+    tl.store(here + offset, bits, mask=tl.broadcast_to(mask[:, :, None], bits.shape))

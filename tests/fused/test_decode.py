@@ -10,7 +10,7 @@ from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4
 from infinity.codecs.part import FusedCodec, Shape
 from infinity.errors import UnsupportedError
 from infinity.fused import choice
-from infinity.fused.decode import EightBits, launch_of, place_of
+from infinity.fused.decode import ALIGNMENT, EightBits, launch_of, place_of
 from tests.decode.cases import bits, name_of, random_parts
 from tests.fused.compiled import float_operations
 
@@ -48,7 +48,9 @@ def decode_alone(
     codec: FusedCodec, parts: list[torch.Tensor], shape: tuple[int, ...], out: torch.Tensor
 ) -> None:
     """Decodes one weight by a launch, from parts in memory of their own."""
-    launch = launch_of(codec.form(shape), shape, out.stride(), out.dtype)
+    is_aligned = out.data_ptr() % ALIGNMENT == 0
+    form, stride = codec.form(shape), out.stride()
+    launch = launch_of(form, shape, stride, out.dtype, is_aligned=is_aligned)
     assert launch is not None
     launch.run(parts, torch.tensor([place_of(0, codec.offset, [0] * len(parts))]), out)
 
@@ -79,7 +81,8 @@ def test_an_output_may_have_strides_and_nothing_beside_it_changes(
     assert (memory[..., :3] == 7.0).all() and (memory[..., 35:] == 7.0).all()
     shape = (2, 2, 32, 64)
     strides = memory[:, :2].mT.stride()  # No one of them leads from matrix to matrix.
-    assert launch_of(codec.form(shape), shape, strides, out.dtype) is None
+    form = codec.form(shape)
+    assert launch_of(form, shape, strides, out.dtype, is_aligned=True) is None
 
 
 def test_every_code_meets_every_kind_of_scale(interpreter: None) -> None:
@@ -110,29 +113,27 @@ def test_every_code_meets_every_kind_of_scale(interpreter: None) -> None:
 def test_no_product_is_contracted_and_no_denormal_is_flushed(compiler: None) -> None:
     from infinity.fused import decode_kernels
 
+    def operations(codec: FusedCodec, shape: Shape, has_e4m3: bool = True) -> set[str]:
+        stride = (shape[-1], 1)
+        launch = launch_of(codec.form(shape), shape, stride, torch.bfloat16, is_aligned=True)
+        assert launch is not None
+        constants = {**launch.constants, "has_e4m3": has_e4m3}
+        assert not constants.pop("enable_fp_fusion") and constants.pop("num_warps") == 4
+        return set(float_operations(decode_kernels.decode, types, constants))
+
     pointers = dict.fromkeys(("codes", "scales", "table", "nested", "nested_map"), "*u8")
-    strides = ("matrix_stride", "row_stride", "column_stride")
+    strides = ("rows", "columns", "matrix_stride", "row_stride", "column_stride")
     types = {**pointers, "out": "*i16", "places": "*i64", **dict.fromkeys(strides, "i64")}
-    tile = {"tile_rows": 32, "tile_columns": 64, "order": "ROWS"}
-    eight = float_operations(
-        decode_kernels.decode_fp8,
-        types,
-        {**tile, "scale_form": "F32", "has_one_scale": True, "out_form": "BF16"},
-    )
-    nf4 = {"group": 64, "nested_block": 256, "values": "TABLE", "scale_form": "NESTED"}
-    assert set(eight) == {"selp.f32", "mul.rn.f32", "cvt.rn.f32.u32"}
-    for kernel in (decode_kernels.decode_four_bits, decode_kernels.decode_four_bits_by_groups):
-        four = float_operations(
-            kernel, types, {**tile, **nf4, "product_form": "F16", "out_form": "BF16"}
-        )
-        assert set(four) == {"mul.rn.f32", "add.rn.f32", "cvt.rn.f16.f32", "cvt.f32.f16"}
-    int4 = {"group": 32, "nested_block": 1, "values": "INT4", "scale_form": "BF16"}
-    four = float_operations(
-        decode_kernels.decode_four_bits_by_groups,
-        types,
-        {**tile, **int4, "product_form": "BF16", "out_form": "BF16"},
-    )
-    assert set(four) == {"mul.rn.f32", "add.rn.f32"}
+    product = {"mul.rn.f32", "cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32"}
+    is_number = {"setp.num.f32", "setp.num.f16"}
+    eight = {"cvt.rn.f16x2.e4m3x2", "cvt.f32.f16"}
+    for shape in ((256, 256), (256, 200), (37, 53)):  # Words of eight codes, and single ones.
+        assert operations(FloatBlocks(), shape) <= product | is_number | eight
+        assert operations(FloatBlocks(), shape, False) <= product | is_number | {"selp.f32"}
+        rounded = {"add.rn.f32", "selp.f32", "cvt.rn.f16.f32", "cvt.f32.f16"}
+        assert operations(TableBlocks(stored="F16"), shape) <= product | is_number | rounded
+    assert operations(AffineGroups(), (64, 64)) <= product | {"add.rn.f32"}
+    assert operations(mxfp4(), (64, 64)) <= product
 
 
 # -- The choice ----------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class Broken(FloatBlocks):
 
 
 @pytest.mark.parametrize(
-    ("codec", "reason"), [(Wrong(), "its bits are not"), (Broken(), "no C compiler")]
+    ("codec", "reason"), [(Wrong((16, 16)), "its bits are not"), (Broken(), "no C compiler")]
 )
 def test_a_kernel_that_fails_its_trial_is_refused_and_logged_once(
     interpreter: None,
