@@ -147,11 +147,13 @@ def bound_s(busy_s: Any) -> float:
 
 
 def _model_s(found: Forecast) -> float:
-    """Returns what the device computes, without updates that it makes."""
+    """Returns what the device computes, without updates and decoding."""
     return sum(
         operation.duration_s
         for operation in found.step.timeline.operations
-        if operation.track == COMPUTE and kind_of(operation.name) != "state"
+        if operation.track == COMPUTE
+        and kind_of(operation.name) != "state"
+        and ": decoding of " not in operation.name
     )
 
 

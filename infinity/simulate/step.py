@@ -20,6 +20,7 @@ from infinity.simulate.log import (
     CHECKPOINT_READ,
     COMPUTE,
     D2H,
+    DECODING_ADDS,
     H2D,
     NUM_STEPS,
     NVME,
@@ -357,9 +358,10 @@ class _Draft:
         if not use.decoded_nbytes:
             return ready
         duration_s = use.decoded_nbytes / self.log.rates.decode
+        if not self.log.job.shares_host_memory:
+            duration_s *= DECODING_ADDS
         name = f"decoding of {self._name(use)}"
-        decoded = self.log.add(self.log.decode_track, name, duration_s, after=ready)
-        return [decoded]
+        return [self.log.add(COMPUTE, name, duration_s, after=ready)]
 
     def _name(self, use: Use) -> str:
         return "+".join(self.log.job.units[unit].name for unit in use.units)

@@ -181,16 +181,16 @@ def test_frozen_weights_take_six_flops_and_an_adapter_eight() -> None:
         # Kimi K2 in INT4, 400 TFLOPS, 28 GB/s: the larger of 2 x 594 GB / 28 GB/s = 42.4 s, less
         # what is kept, and of 6 x 31.7e9 FLOPs a token. Without a cache three blocks are still in
         # memory, the least to read ahead in, and the embedding is read once: 4 % fewer bytes. At
-        # 65K tokens the backward computes for longer than it reads, and decoding takes 4.5 s, of
-        # which a quarter shows.
+        # 65K tokens the backward computes for longer than it reads, and decoding adds 1.5 s.
         ("32GB", 8192, 193, 0.04), ("32GB", 16384, 386, 0.04), ("32GB", 65536, 1545, 0.07),
         ("32GB", 262144, 2100, 0.02),
         # 17 blocks of 9.81 GB, one of which is being read, beside embedding, head and dense block:
         # 162.7 GB are kept.
         ("180GB", 8192, 266, 0.02), ("180GB", 16384, 532, 0.02), ("180GB", 262144, 2100, 0.02),
         # Drives and compute take 30 s each. The forward reads half of the bytes and computes a
-        # third of the FLOPs, so one waits for the other in each pass: 15 s + 20.8 s.
-        ("180GB", 65536, 65536 / (15.0 + 20.8), 0.04),
+        # third of the FLOPs, so one waits for the other in each pass: 15 s + 20.8 s,
+        # and 1.5 s of decoding.
+        ("180GB", 65536, 65536 / (15.0 + 20.8 + 1.5), 0.04),
     ],
 )  # fmt: skip
 def test_a_step_of_kimi_k2_is_that_of_hand_arithmetic(
@@ -287,7 +287,7 @@ def test_decoding_takes_time_where_its_rate_is_known() -> None:
     decoded_nbytes = sum(model.frozen.decoded_nbytes(unit) for unit in model.units)
     assert decoded_nbytes == pytest.approx(2 * 1015e9, rel=0.01), "the experts, in bf16"
     step = step_of(model, settings, slow, 8192).step
-    assert step.step_s == pytest.approx(2 * decoded_nbytes / 10e9, rel=0.05)
+    assert step.step_s == pytest.approx(0.9 * 2 * decoded_nbytes / 10e9, rel=0.05)
     assert step.moved_nbytes == step_of(model, settings, machine, 8192).step.moved_nbytes
 
 

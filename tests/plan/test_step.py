@@ -152,7 +152,7 @@ def test_stored_bytes_come_while_a_unit_computes_where_one_decoded_unit_fits() -
         )
         if operation.track == "h2d" or ": decoding of " in operation.name
     )
-    decoded_s = [finish_s for _, finish_s, track, _ in order if track == "decode"]
+    decoded_s = [finish_s for _, finish_s, track, _ in order if track == "compute"]
     begun_s = [start_s for start_s, _, track, _ in order if track == "h2d" and start_s > 0]
     assert len(begun_s) > 10 and all(start_s in decoded_s for start_s in begun_s)
 

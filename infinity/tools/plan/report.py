@@ -14,7 +14,6 @@ from infinity.tools.plan.idle import idle_by_cause
 
 TRACK_TITLES = {
     "compute": "compute",
-    "decode": "decoding of stored weights",
     "update": "the optimizer's pass on the host",
     "norms": "norms of gradients",
     "nvme": "NVMe",
@@ -275,7 +274,6 @@ def _rate(rate: float) -> str:
 
 _BOUND = {
     "compute": "computing binds",
-    "decode": "the decoding of stored weights binds",
     "update": "the optimizer's pass on the host binds",
     "norms": "the norms of gradients bind",
     "nvme": "the drives bind",
