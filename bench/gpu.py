@@ -23,6 +23,7 @@ The questions, each beside a ceiling or a counterpart of the same run:
 * *fsdp*: the same step with the offload of PyTorch's FSDP2 (gpu_fsdp.py).
 * *experts*: a LoRA step over a frozen INT4 mixture of experts, with its stored bytes on the device
   and over the link (gpu_experts.py).
+* *decoding*: weights made of stored ones per second, by format, against a copy (gpu_decoding.py).
 * *large*: tokens per second, and share of the peak of large matrix products, of a model that is
   larger than the device would hold with its state.
 * *largest*: the most layers that device, host and drive hold together, and a step of them.
@@ -67,6 +68,7 @@ from gpu_common import (
     step_of,
     timed_s,
 )
+from gpu_decoding import decoding
 from gpu_experts import experts
 from gpu_fsdp import fsdp
 from gpu_pinning import pinning
@@ -376,7 +378,7 @@ def largest(
 PARTS: dict[str, Callable[..., Any]] = {
     "pinning": pinning, "copies": copies, "steps": steps, "updates": updates,
     "clipping": clipping, "trainer": trainer, "profile": profile, "fsdp": fsdp,
-    "experts": experts, "large": large, "largest": largest,
+    "experts": experts, "decoding": decoding, "large": large, "largest": largest,
 }  # fmt: skip
 
 

@@ -80,6 +80,14 @@ def test_clipping_has_a_step_with_and_one_without(
     assert [row["norm"] for row in found["host"]] == [row["norm"] for row in found["device"]]
 
 
+def test_decoding_has_a_row_for_each_format(tmp_path: Path) -> None:
+    import gpu_decoding  # type: ignore[import-not-found]
+
+    found = asked(gpu_decoding.decoding, tmp_path)
+    assert [row["name"] for row in found] == ["copy", *gpu_decoding.FORMATS]
+    assert all(row["share"] > 0 for row in found)
+
+
 def test_ranks_are_started_in_each_way_and_one_dies_at_the_end() -> None:
     import gpu_ranks  # type: ignore[import-not-found]
 
