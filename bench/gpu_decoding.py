@@ -16,13 +16,14 @@ from gpu_common import Sizes
 from rich.console import Console
 from rich.table import Table
 
-from infinity.codecs import AffineGroups, FloatBlocks, TableBlocks, mxfp4, on_device
+from infinity.codecs import AffineGroups, FloatBlocks, TableBlocks, mxfp4, nvfp4, on_device
 from infinity.codecs.batches import WeightPlace, batches_of, places_on
 from infinity.codecs.part import FusedCodec, Shape
 
 FORMATS: dict[str, FusedCodec] = {
     "INT4, groups of 32": AffineGroups(),
     "MXFP4": mxfp4(),
+    "NVFP4": nvfp4(),
     "NF4, nested": TableBlocks(offset=0.04),
     "FP8, blocks of 128": FloatBlocks(),
     "FP8, a scale per row": FloatBlocks((1, 0)),

@@ -138,12 +138,13 @@ class FloatBlocks(FusedCodec):
 
     @override
     def form(self, shape: Shape) -> CodeForm | None:
-        if self.global_scale:
-            return None
         scale = "F8_E8M0" if self.scale in _POWERS else self.scale
         if self.element == "E4M3":
             return EightBits(self._block(shape), scale)
-        return FourBits(self.block[1], "E2M1", scale, "F32", is_transposed=self.is_transposed)
+        return FourBits(
+            self.block[1], "E2M1", scale, "F32",
+            is_transposed=self.is_transposed, global_scale=self.global_scale,
+        )  # fmt: skip
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

@@ -119,13 +119,13 @@ def _trial_weights(
 
 def _trial_shapes(codec: FusedCodec) -> Iterator[Shape]:
     """Yields shapes of the codec, those of several tiles and of whole words of codes first."""
-    given = codec.trial_shapes[::-1]
-    words = [align_up(shape[-1], _WORD) for shape in given]
+    shapes = codec.trial_shapes[::-1]
+    words = [align_up(shape[-1], _WORD) for shape in shapes]
     wide = [columns * -(-_TRIAL_COLUMNS // columns) for columns in words]
-    all_columns = dict.fromkeys([*wide, *words, *(shape[-1] for shape in given), _WORD])
-    all_rows = dict.fromkeys([*(shape[-2] for shape in given), _WORD])
+    all_columns = dict.fromkeys([*wide, *words, *(shape[-1] for shape in shapes), _WORD])
+    all_rows = dict.fromkeys([*(shape[-2] for shape in shapes), _WORD])
     for rows, columns in itertools.product(all_rows, all_columns):
-        shape = (*given[0][:-2], rows, columns)
+        shape = (*shapes[0][:-2], rows, columns)
         with contextlib.suppress(ConfigError):
             codec.parts(shape)
             yield shape

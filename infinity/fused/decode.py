@@ -39,7 +39,8 @@ class EightBits:
 @dataclass(frozen=True, slots=True)
 class FourBits:
     """INT4, E2M1 and NF4: see the kernel. `nested_block`: NF4's scales that
-    share a scale, 0 if they are not nested. `is_transposed`: stored matrices are transposes."""
+    share a scale, 0 if they are not nested. `is_transposed`: stored matrices are transposes.
+    `global_scale`: what an fp32 number of each matrix does to its scales, TIMES or OVER."""
 
     group: int
     values: str
@@ -47,6 +48,7 @@ class FourBits:
     product: str
     nested_block: int = 0
     is_transposed: bool = False
+    global_scale: str = ""
 
 
 CodeForm = EightBits | FourBits
@@ -163,7 +165,7 @@ def launch_of(
     layout = _layout(shape, stride, isinstance(form, FourBits) and form.is_transposed)
     if layout is None:
         return None
-    if isinstance(form, FourBits):
+    if isinstance(form, FourBits) and (layout.matrices == 1 or not form.global_scale):
         layout = layout.as_line()  # Its groups are counted over all codes.
     rows, columns = layout.rows, layout.columns
     tile = (
@@ -209,6 +211,7 @@ def _constants_of(form: CodeForm, rows: int, columns: int) -> dict[str, object]:
             "scale_form": form.scale,
             "group": 0,
             "nested_block": 1,
+            "global_scale": "",
             "block_rows": block[0],
             "block_columns": block[1],
             "product_form": "F32",
@@ -219,6 +222,7 @@ def _constants_of(form: CodeForm, rows: int, columns: int) -> dict[str, object]:
         "scale_form": "NESTED" if form.nested_block else form.scale,
         "group": form.group,
         "nested_block": max(1, form.nested_block),
+        "global_scale": form.global_scale,
         "block_rows": 0,
         "block_columns": 0,
         "product_form": form.product,

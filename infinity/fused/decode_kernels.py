@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from infinity.fused.number_kernels import (
+    e4m3_of,
     number_at,
     read_at,
     rounded,
@@ -31,7 +32,6 @@ from infinity.fused.number_kernels import (
 
 _PLACE_WIDTH = tl.constexpr(7)
 _FIRST_PART = tl.constexpr(2)
-_TWO_TO_120 = tl.constexpr(1.329227995784916e36)
 _TWO_TO_126 = tl.constexpr(8.507059173023462e37)
 
 _ARGUMENTS = (
@@ -96,16 +96,14 @@ def _numbers(code, table, places, values: tl.constexpr, has_e4m3: tl.constexpr):
     elif has_e4m3:
         number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        magnitude = code & 0x7F
-        number = (((code >> 7) << 31) | (magnitude << 20)).to(tl.float32, bitcast=True)
-        number = tl.where(magnitude == 0x7F, float("nan"), number * _TWO_TO_120)
+        number = e4m3_of(code)
     return number
 
 
 @triton.jit
 def _nbytes(form: tl.constexpr):
     """The bytes of a number."""
-    return 1 if form == "F8_E8M0" else 4 if form == "F32" else 2
+    return 1 if form == "F8_E8M0" or form == "F8_E4M3" else 4 if form == "F32" else 2
 
 
 @triton.jit
@@ -127,7 +125,7 @@ def _scales_of_groups(
         scale = number * number_at(nested, which, mask, "F32") + offset
     else:
         scale = number_at(scales + _nbytes(form) * first, which, mask, form)
-    return scale[:, :, None]
+    return scale
 
 
 @triton.jit
@@ -145,54 +143,42 @@ def _scales_of_blocks(
 
 
 @triton.jit
-def _within(row, column, row_stride, column_stride, order: tl.constexpr):
-    """The offsets of a tile's elements from its first one, int32."""
-    down, across = row, column
+def _store(
+    here, bits, row, column, mask, row_stride, column_stride,
+    order: tl.constexpr, width: tl.constexpr, is_wide: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile. `here`: the address of its first element."""
+    if is_wide:  # The compiler does not know it.
+        step: tl.constexpr = 4 if bits.dtype == tl.int32 else 8
+        here = tl.multiple_of((here.to(tl.int64) & -16).to(here.dtype), 16)
+        row_stride = row_stride // step * step
+    down, across = row[:, :, None], column[:, :, None] + tl.arange(0, width)[None, None, :]
     if order != "COLUMNS":
         down = down * row_stride.to(tl.int32)
     if order != "ROWS":
         across = across * column_stride.to(tl.int32)
-    return down + across
+    tl.store(here + (down + across), bits, mask=tl.broadcast_to(mask[:, :, None], bits.shape))
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS, do_not_specialize_on_alignment=_ARGUMENTS)
 def decode(
-    codes,
-    scales,
-    table,
-    nested,
-    nested_map,
-    places,
-    out,
-    rows: tl.int64,
-    columns: tl.int64,
-    matrix_stride: tl.int64,
-    row_stride: tl.int64,
-    column_stride: tl.int64,
-    tiles_down: tl.int32,
-    tiles_across: tl.int32,
-    grid_rows: tl.int32,
-    grid_columns: tl.int32,
-    values: tl.constexpr,
-    scale_form: tl.constexpr,
-    group: tl.constexpr,
-    nested_block: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-    product_form: tl.constexpr,
-    out_form: tl.constexpr,
-    order: tl.constexpr,
-    width: tl.constexpr,
-    is_wide: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
-    has_e4m3: tl.constexpr,
-):
+    codes, scales, table, nested, nested_map, places, out,
+    rows: tl.int64, columns: tl.int64,
+    matrix_stride: tl.int64, row_stride: tl.int64, column_stride: tl.int64,
+    tiles_down: tl.int32, tiles_across: tl.int32, grid_rows: tl.int32, grid_columns: tl.int32,
+    values: tl.constexpr, scale_form: tl.constexpr, group: tl.constexpr,
+    nested_block: tl.constexpr, global_scale: tl.constexpr, block_rows: tl.constexpr,
+    block_columns: tl.constexpr, product_form: tl.constexpr, out_form: tl.constexpr,
+    order: tl.constexpr, width: tl.constexpr, is_wide: tl.constexpr, tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr, has_e4m3: tl.constexpr,
+):  # fmt: skip
     """Number of the code * its scale.
 
     values: E4M3; INT4 (code - 8), E2M1, or TABLE for the 16 numbers of the part `table`, whose
         codes begin in the high half of a byte
     group: codes that share a scale, counted over the weight; 0 for blocks of rows and columns
+    global_scale: what the fp32 number of the matrix, in the place of `table`, does to its scales:
+        TIMES or OVER; "" without one
     product_form: the dtype that the product is rounded to before it is rounded to that of `out`
     order: which stride is 1, that from column to column (ROWS), from row to row (COLUMNS), or none
     width: codes that a thread reads as one
@@ -220,6 +206,10 @@ def decode(
             scales, nested, nested_map, places, before, within, mask, group, nested_block,
             scale_form,
         )  # fmt: skip
+        if global_scale != "":  # The kernel has no table then.
+            factor = number_at(_part(table, places, 2), matrix, matrix >= 0, "F32")
+            scale = scale * factor if global_scale == "TIMES" else tl.div_rn(scale, factor)
+        scale = scale[:, :, None]
     else:
         scale = _scales_of_blocks(
             scales, matrix, first_row.to(tl.int32) + row, first_column.to(tl.int32) + column, mask,
@@ -232,14 +222,6 @@ def decode(
         bits = rounded_product(value, scale, out_form)
     else:
         bits = rounded(value, out_form)
-    nbytes: tl.constexpr = 4 if out_form == "F32" else 2
     target = _place(places, 0) + matrix * matrix_stride
     target += first_row * row_stride + first_column * column_stride
-    here = out + target
-    if is_wide:  # The compiler does not know it.
-        step: tl.constexpr = 16 // nbytes
-        here = tl.multiple_of((here.to(tl.int64) & -16).to(out.dtype), 16)
-        row_stride = row_stride // step * step
-    across = column[:, :, None] + tl.arange(0, width)[None, None, :]
-    offset = _within(row[:, :, None], across, row_stride, column_stride, order)
-    tl.store(here + offset, bits, mask=tl.broadcast_to(mask[:, :, None], bits.shape))
+    _store(out + target, bits, row, column, mask, row_stride, column_stride, order, width, is_wide)

@@ -9,6 +9,7 @@ import os
 import triton
 import triton.language as tl
 
+_TWO_TO_120 = tl.constexpr(1.329227995784916e36)
 _IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -48,14 +49,25 @@ def _logical(word, shift):
 
 @triton.jit
 def number_at(part, index, mask, form: tl.constexpr):
-    """Numbers of a part at any address, as fp32. `form`: F32, BF16, F16 or F8_E8M0."""
+    """Numbers of a part at any address, as fp32. `form`: F32, BF16, F16, F8_E4M3 or F8_E8M0."""
     if form == "F8_E8M0":
         code = read_at(part, index, mask, 1)
         bits = tl.where(code == 0, 0x00400000, code << 23)
         number = tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    elif form == "F8_E4M3":
+        number = e4m3_of(read_at(part, index, mask, 1))
     else:
         number = widened(read_at(part, index, mask, 4 if form == "F32" else 2), form)
     return number
+
+
+@triton.jit
+def e4m3_of(code):
+    """The fp32 numbers of codes E4M3 (int32): their bits are those of fp32 numbers, also the
+    denormal ones, times 2^-120."""
+    magnitude = code & 0x7F
+    number = (((code >> 7) << 31) | (magnitude << 20)).to(tl.float32, bitcast=True)
+    return tl.where(magnitude == 0x7F, float("nan"), number * _TWO_TO_120)
 
 
 @triton.jit

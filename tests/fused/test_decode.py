@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4, on_device
+from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4, nvfp4, on_device
 from infinity.codecs.part import FusedCodec, Shape
 from infinity.errors import UnsupportedError
 from infinity.fused import choice
@@ -25,6 +25,8 @@ CASES: tuple[tuple[Codec, tuple[int, ...]], ...] = (
     (AffineGroups(24, "F32"), (2, 7, 48)),
     (mxfp4(), (2, 33, 96)),
     (mxfp4(is_transposed=True), (2, 64, 40)),
+    (nvfp4("TIMES"), (2, 33, 48)),
+    (nvfp4(), (35, 48)),
     (TableBlocks(), (35, 129)),
     (TableBlocks(nested_block=0, stored="F16"), (33, 7)),
     (TableBlocks(128, 2, 0.04, "F32"), (515,)),

@@ -15,7 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import infinity.codecs.batches as batches
-from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4, on_device
+from infinity.codecs import (
+    AffineGroups,
+    Codec,
+    FloatBlocks,
+    Plain,
+    TableBlocks,
+    mxfp4,
+    nvfp4,
+    on_device,
+)
 from infinity.codecs.batches import WeightPlace, batches_of
 from infinity.codecs.on_device import DecodePlan
 from infinity.codecs.part import FusedCodec
@@ -33,6 +42,7 @@ KINDS: tuple[tuple[Codec, tuple[int, ...]], ...] = (
     (AffineGroups(8, "F32"), (5, 16)),
     (mxfp4(), (3, 32)),
     (mxfp4(is_transposed=True), (32, 5)),
+    (nvfp4(), (2, 3, 16)),
     (TableBlocks(32, 2, 0.04), (9, 9)),
     (TableBlocks(32, 2, -0.3), (9, 9)),
     (TableBlocks(32, 0, stored="F16"), (41,)),
