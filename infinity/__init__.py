@@ -79,6 +79,7 @@ __all__ = [
     "gather",
     "init_empty_weights",
     "offload",
+    "shrink",
 ]
 
 _MODULES = {
@@ -107,6 +108,7 @@ _MODULES = {
     "gather": "infinity.api",
     "init_empty_weights": "infinity.api",
     "offload": "infinity.api",
+    "shrink": "infinity.api",
 }
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "gather",
     "init_empty_weights",
     "offload",
+    "shrink",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -311,6 +312,17 @@ def describe(model: nn.Module) -> Residence:
     this rank. Nothing moves. Raises InfinityError if the model is not offloaded.
     """
     return residence_of(engine_of(model))
+
+
+def shrink(model: nn.Module) -> int | None:
+    """Gives device memory back, and keeps fewer weights there for the rest of the run.
+
+    For a batch that has met `torch.OutOfMemoryError`: call `zero_grad()` and this, and try again.
+    Weights that are not in use leave the device, and the window for weights becomes what modules
+    need at once. No result changes. Returns the bytes of the window; None if the device is the
+    host. A fetch of weights that finds no memory does the same.
+    """
+    return engine_of(model).shrink()
 
 
 def close(model: nn.Module) -> None:

@@ -229,6 +229,13 @@ class Engine:
         """
         self._model_passes.reset()
 
+    def shrink(self) -> int | None:
+        """See `infinity.shrink`."""
+        self.refuse_closed("shrink")
+        self.reset()
+        with uninterrupted(), self._lock:
+            return self.weight_cache.space.shrink()
+
     def resident_units(self) -> list[str]:
         """Returns the names of the units in use: none between a backward and the next forward."""
         with self._lock:

@@ -211,6 +211,7 @@ class SimulatedStreams(Streams):
     def __init__(self, seed: int, delay_s: float, queue_limit: int = 1024) -> None:
         self._random = random.Random(seed)
         self.queue_limit = queue_limit
+        self.num_emptied = 0  # Calls of `empty_cache`.
         self._local = threading.local()
         self._delay_s = delay_s
         self._moments = itertools.count(1)
@@ -390,6 +391,10 @@ class SimulatedStreams(Streams):
         for first, after, name, moment in self.copies:
             if first < end and start < after:
                 yield name, moment
+
+    @override
+    def empty_cache(self) -> None:
+        self.num_emptied += 1
 
     @override
     def synchronize(self) -> None:

@@ -167,6 +167,10 @@ class CpuDevice(DeviceAdapter):
         return _do_nothing
 
     @override
+    def give_back_memory(self) -> None:
+        return None
+
+    @override
     def synchronize(self) -> None:
         return None
 

@@ -115,6 +115,10 @@ class AcceleratorStreams(Streams):
         self._module.set_device(self.device)
 
     @override
+    def empty_cache(self) -> None:
+        self._module.empty_cache()
+
+    @override
     def synchronize(self) -> None:
         self._module.synchronize(self.device)
 

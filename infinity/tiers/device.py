@@ -150,6 +150,9 @@ class DeviceAdapter(Protocol):
         """What a thread of the engine's calls first, if it looks at copies or starts some. A thread
         keeps it, so it refers to nothing else of the engine."""
 
+    def give_back_memory(self) -> None:
+        """Gives memory that nobody has to whoever asks the device for some."""
+
     def synchronize(self) -> None:
         """Blocks until the device has nothing left to do."""
 

@@ -69,6 +69,9 @@ class Streams(Protocol):
     def begin_thread(self) -> None:
         """Makes the device that of the calling thread."""
 
+    def empty_cache(self) -> None:
+        """Gives memory that the allocator keeps for one stream back, for all."""
+
     def synchronize(self) -> None:
         """Blocks until nothing is left to do, on any stream."""
 

@@ -466,6 +466,11 @@ class StreamDevice(DeviceAdapter):
 
     @override
     @reporting_faults
+    def give_back_memory(self) -> None:
+        self.streams.empty_cache()
+
+    @override
+    @reporting_faults
     def synchronize(self) -> None:
         self.streams.synchronize()
 

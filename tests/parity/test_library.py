@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import InfinityError, NonFiniteError, SwapLockedError
+from infinity.modules.autograd.uses import UnitUses
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support import models
 from tests.support.bits import differences
@@ -769,6 +770,32 @@ def test_reentrant_checkpointing(swap_directory: Path) -> None:
         return x.pow(2).mean()
 
     compare(lambda side: trained(side, loss), decoder, swap_directory)
+
+
+def test_a_backward_inside_another_is_a_part_of_it(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three steps has one end, at which the host waits for gradients, and its blocks are
+    updated in the backward as they are with checkpoints that are not reentrant."""
+    ends: list[int] = []
+    ended = UnitUses.backward_ended
+    monkeypatch.setattr(UnitUses, "backward_ended", lambda uses: (ends.append(1), ended(uses)))
+
+    def early_updates(reentrant: bool) -> float:
+        config = swap_config(swap_directory, placement="host", updates="both_passes")
+        with offloaded(decoder(), config, device=SimulatedDevice()) as model:
+            optimizer = infinity.AdamW(model, lr=1e-2)
+            for seed in range(3):
+                x = model.tokens(model.inputs(seed)["ids"])
+                for block in model.blocks:
+                    x = checkpoint(block, x, use_reentrant=reentrant)
+                model.norm(x).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return infinity.engine_of(model).counters.snapshot()["early_updates_kept"]
+
+    assert early_updates(True) == early_updates(False) > 0
+    assert len(ends) == 6
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,16 @@ from infinity.errors import DeviceError, UnsupportedError
 from infinity.observe import Counters
 from infinity.simulate.rates import Rates
 from infinity.storage.arena import Arena
+from infinity.storage.protocol import Priority
 from infinity.streaming.gradients import leaving
 from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.inputs.activations import ActivationStore
+from infinity.streaming.inputs.input_memory import InputMemory
 from infinity.streaming.updates.device_update import update_on_device
+from infinity.streaming.weights.access_order import PassOrders
 from infinity.streaming.weights.moves import WeightMoves
+from infinity.streaming.weights.read_ahead import ReadAhead
+from infinity.streaming.weights.state import WeightProvider, WeightState
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import CudaDevice, pin, unpin
 from infinity.tiers.device import FINISHED
@@ -265,14 +271,19 @@ def test_gradients_that_leave_the_device_in_parts_have_the_same_bits(
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_a_unit_whose_copy_could_not_start_is_copied_in_its_next_use(
-    number: int, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_unit_without_memory_gets_that_of_idle_ones_or_is_copied_in_its_next_use(
+    is_full: bool, number: int, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A refusal is followed by a smaller window; a device that stays full makes the pass fail."""
     device, count = SimulatedDevice(1), itertools.count(1)
-    copy = device.streams.copy
+    copy, refused = device.streams.copy, [number]
 
     def failing(stream: SimulatedStream, source: torch.Tensor, target: torch.Tensor) -> None:
-        if target.data_ptr() in device.streams._regions and next(count) == number:
+        is_refused = target.data_ptr() in device.streams._regions and next(count) in refused
+        if is_refused:
+            if is_full:
+                refused.append(refused[-1] + 1)
             raise torch.OutOfMemoryError("simulated")
         copy(stream, source, target)
 
@@ -283,13 +294,44 @@ def test_a_unit_whose_copy_could_not_start_is_copied_in_its_next_use(
     config = swap_config(swap_directory, device_nbytes=WINDOW_NBYTES)
     with offloaded(Mlp(WIDTH, LAYERS), config, device=device) as model, torch.no_grad():
         inputs = model.inputs(0)
-        with pytest.raises(torch.OutOfMemoryError, match="simulated"):
-            model(**inputs)
+        if is_full:
+            with pytest.raises(torch.OutOfMemoryError, match="simulated"):
+                model(**inputs)
+            refused.clear()
+            assert 0 < infinity.shrink(model) < WINDOW_NBYTES
         assert torch.equal(model(**inputs), plain(**inputs))
         units = infinity.engine_of(model).weight_cache.weights
         assert device.attached == sum(weights.region.is_attached for weights in units)
         assert device.attached_high_water_nbytes <= WINDOW_NBYTES
+        assert device.streams.num_emptied > 0 or number > 1
     assert next(count) > number
+
+
+def test_an_arrival_ahead_that_finds_no_memory_waits_for_its_use() -> None:
+    """All-gathers of other ranks are of the same log: an error here would end the job."""
+    orders, asked = PassOrders({1: 0}), []
+    for _ in range(2):
+        orders.now.begin()
+        orders.now.visit(0)
+    orders.now.begin()
+    of_unit = SimpleNamespace(unit=SimpleNamespace(index=0), state=WeightState.ABSENT)
+    feeder = SimpleNamespace(unit=SimpleNamespace(index=1), state=WeightState.READY)
+    of_unit.undecided, of_unit.rests_on_host = None, False
+
+    def fill_ahead(*arguments: Any) -> bool:
+        asked.append(arguments)
+        raise torch.OutOfMemoryError("simulated")
+
+    moves: Any = SimpleNamespace(
+        weights=[of_unit, feeder], nbytes=[4, 4], lost=set(), feeder_of=lambda _: feeder,
+        is_on_device=lambda _: False, decoding=SimpleNamespace(staged=None),
+    )  # fmt: skip
+    device: Any = SimpleNamespace(shares_host_memory=False)
+    space: Any = SimpleNamespace(fill_ahead=fill_ahead)
+    ahead = ReadAhead(moves, space, orders, WeightProvider(), InputMemory(0, 8), device, 8)
+    for count in (1, 2):
+        ahead.fetch(Priority.FORWARD)
+        assert asked == [(of_unit, feeder)] * count
 
 
 class Runtime:

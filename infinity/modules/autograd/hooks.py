@@ -46,6 +46,7 @@ from infinity.modules.autograd.outputs import detach_from_parameters
 from infinity.modules.autograd.threads import (
     is_backward_elsewhere,
     is_in_module,
+    is_nested_backward,
     thread_of_backward,
 )
 from infinity.modules.autograd.uses import UnitUses
@@ -171,11 +172,14 @@ class BackwardCalls:
             self._uses.leave(call.units)
 
     def _arm(self, running: int) -> None:
-        """Queues a callback for the end of this backward, once per backward."""
+        """Queues a callback for the end of this backward, once per backward. One that is nested in
+        another, of which more is to come, is a part of that."""
         if running not in self.armed:
+            is_part = bool(self.armed) and is_nested_backward()
             self.armed[running] = thread_of_backward()
-            self._uses.backward_started()
-            Variable._execution_engine.queue_callback(lambda: self._ended(running))
+            if not is_part:
+                self._uses.backward_started()
+            Variable._execution_engine.queue_callback(lambda: self._ended(running, is_part))
 
     def ensure_armed(self) -> None:
         """Queues the callback for gradients that arrive before any hooked module is entered."""
@@ -183,13 +187,14 @@ class BackwardCalls:
         if running not in self.armed and running != OUTSIDE_BACKWARD:
             self._arm(running)
 
-    def _ended(self, running: int) -> None:
+    def _ended(self, running: int, is_part: bool) -> None:
         with UNINTERRUPTED:
             self.armed.pop(running, None)
             # INV-6: nothing stays in use after a backward, nor after an exception.
             for call in [call for call in self._calls if call.backward_id == running]:
                 self._release(call)
-            self._uses.backward_ended()
+            if not is_part:
+                self._uses.backward_ended()
 
     def abandon(self) -> bool:
         """Releases the units that a failed backward has left in use. Returns whether there were

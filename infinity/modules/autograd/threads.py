@@ -23,6 +23,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from infinity.errors import InfinityError
 from infinity.private.torch import (
@@ -38,6 +39,7 @@ from infinity.private.torch import (
 
 _CALL: CodeType = module_call_impl.__code__
 _BACKWARD: CodeType = engine_run_backward.__code__
+_NODE: CodeType = BackwardCFunction.apply.__code__
 _LOOKS_S = 0.005  # The interval at which a thread looks whether the other one has ended.
 
 
@@ -61,6 +63,14 @@ def thread_of_backward() -> int:
     """Returns the identity of this thread, which runs a node of a backward. 0: a thread of a
     device, for a backward that another thread has called."""
     return get_ident() if _runs(get_ident(), _BACKWARD) else 0
+
+
+def is_nested_backward() -> bool:
+    """Whether this thread runs a backward that a node of another one has called, as a reentrant
+    checkpoint does. A thread of a device has the node on its stack, and not the other call."""
+    codes = [frame.f_code for frame in _stack_of(get_ident())]
+    outer = codes[codes.index(_BACKWARD) + 1 :] if _BACKWARD in codes else []
+    return _BACKWARD in outer or _NODE in outer
 
 
 def is_backward_elsewhere(threads: Collection[int]) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from infinity.errors import CapacityError
 from infinity.streaming.weights.access_order import NEVER, PassOrders
 from infinity.streaming.weights.eviction import Evictable, choose_neighbours
@@ -97,7 +99,26 @@ class WeightSpace:
                 key="tiers.device.capacity",
                 detail=f"parameters of {weights.unit.name!r} (in use: {', '.join(in_use)})",
             )
-        self._moves.fill(weights, feeder)
+        try:
+            self._moves.fill(weights, feeder)
+        except torch.OutOfMemoryError:
+            self.shrink()
+            self._moves.fill(weights, feeder)
+
+    def shrink(self) -> int | None:
+        """Takes all idle weights off the device, whose memory others get. From now on the device
+        window is what the units in use have, and the largest unit beside them. Returns its bytes;
+        None on a device that computes on host memory."""
+        for unit in list(self._moves.on_device):
+            if self._is_idle(unit) or self._is_arriving(unit):
+                self._moves.take_off_device(self._weights[unit])
+        self._device.give_back_memory()
+        if self._window_nbytes is not None:
+            largest_nbytes = max(weights.unit.weight_nbytes for weights in self._weights)
+            nbytes = max(self._least_nbytes, self._moves.attached_nbytes + largest_nbytes)
+            if nbytes < self._window_nbytes:
+                self._window_nbytes, self._lent_nbytes = nbytes, 0
+        return self._window_nbytes
 
     def fill_ahead(self, weights: Weights, feeder: Weights | None) -> bool:
         """Starts to fill the unit's region, or stages its bytes, if that drops no weights that are
