@@ -21,6 +21,7 @@ the summary.
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -63,8 +64,8 @@ def train(
     settled = choices(config)
     config = settle(config)
     keep_freed_memory()
-    # A thread of the engine that runs Python holds up a launch of a kernel for so long, 5 ms without
-    # this. On an H200 a launch beside such a thread takes 0.9 ms in the place of 8.
+    # So long a thread that runs Python holds up a launch of a kernel; it is 5 ms without this. On
+    # an H200 a launch beside such a thread takes 0.9 ms in the place of 8.
     sys.setswitchinterval(5e-4)
     expand_segments()
     console = console or Console()
