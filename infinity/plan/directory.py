@@ -77,9 +77,9 @@ class ModelDirectory:
         return len({os.stat(file).st_dev for file in self.files})
 
 
-def read_directory(directory: Path) -> ModelDirectory:
+def read_directory(directory: Path, *, trusts_code: bool = False) -> ModelDirectory:
     """Reads config.json and headers. Without any file of weights, sizes are those of the format
-    that config.json names.
+    that config.json names. With `trusts_code`, code of the directory may run.
 
     Raises ConfigError for a directory without config.json, in a format without a codec, or with a
     block that no file has; CorruptionError for a damaged header.
@@ -87,9 +87,9 @@ def read_directory(directory: Path) -> ModelDirectory:
     where = str(directory / "config.json")
     table = _table(directory / "config.json")
     require_transformers("infinity plan of a directory")
-    hf_config = config_of_directory(directory)
+    hf_config = config_of_directory(directory, trusts_code=trusts_code)
     name = f"{hf_config.get_text_config().model_type} in {directory.name or directory}"
-    shape = shape_of_config(hf_config, name, where)
+    shape = shape_of_config(hf_config, name, where, trusts_code=trusts_code)
     files = _files(directory)
     if not files:
         shape = replace(shape, stored=published_format(table, where))

@@ -144,13 +144,19 @@ def gpt_shape(name: str, layers: int, hidden: int, vocab: int = 50304) -> ModelS
 
 
 def shape_of_config(
-    hf_config: Any, name: str, where: str, *, hub: str = "", stored: PublishedFormat | None = None
+    hf_config: Any,
+    name: str,
+    where: str,
+    *,
+    hub: str = "",
+    stored: PublishedFormat | None = None,
+    trusts_code: bool = False,
 ) -> ModelShape:
     """Returns the shapes of the class that transformers has for a configuration.
 
     Raises ConfigError if it has none, and for a class without blocks.
     """
-    model = empty_model(hf_config, torch.bfloat16, where)
+    model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
     text, config = text_model_of(model), hf_config.get_text_config()
     layers = _layers_of(text)
     if layers is None:

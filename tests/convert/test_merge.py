@@ -94,7 +94,10 @@ def test_a_merge_has_the_bits_of_peft(tmp_path, name, options, dtype) -> None:
     write_quantized(model, tmp_path / "base", "bf16", num_shards=3)
     adapt(tmp_path / "base", tmp_path / "adapter", **options)
     expected = merged_in_memory(tmp_path / "base", tmp_path / "adapter", tmp_path / "expected")
+    (tmp_path / "base" / "chat_template.jinja").write_text("the base's")
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("that of training")
     got = merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "that of training"
     assert_equal(got, expected)
     before = weights(tmp_path / "base")
     assert any(not torch.equal(value, before[key]) for key, value in got.items())

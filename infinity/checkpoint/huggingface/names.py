@@ -344,11 +344,18 @@ def _scaled(
 
 
 def is_expected_extra(model: nn.Module, name: str) -> bool:
-    """Whether transformers ignores tensor `name` of a file without a warning."""
+    """Whether transformers ignores tensor `name` of a file without a warning, or a layer for
+    multi-token prediction has it. Such layers stand behind the others, or in a module `mtp`."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    if layer is not None and _is_transformers_model(model):
+        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        behind = int(layer[1]) - int(getattr(config, "num_hidden_layers", 0) or 0)
+        if 0 <= behind < int(getattr(config, "num_nextn_predict_layers", 0) or 0):
+            return True
     return any(
         re.search(pattern, name)
-        for pattern in patterns | {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+        for pattern in patterns | {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"(^|\.)mtp\."}
     )
 
 

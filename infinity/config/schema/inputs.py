@@ -88,6 +88,12 @@ class Model(Section):
         "and that are to be left out. Others are refused.",
     )
 
+    trust_remote_code: bool = Field(
+        False,
+        description="Runs the code of `path`'s directory for an architecture that transformers "
+        "lacks. The code can do anything that you can.",
+    )
+
     @model_validator(mode="after")
     def _one_origin(self) -> Model:
         if (self.path is None) == (self.config is None):

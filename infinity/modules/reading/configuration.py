@@ -78,6 +78,17 @@ def config_of_directory(path: Path, *, trusts_code: bool = False) -> Any:
     file = path / "config.json"
     table = table_of_file(file)
     check_numbers(table, f"model.path: {file}: ")
+    kind = str(table.get("model_type"))
+    if (
+        table.get("auto_map")
+        and not trusts_code
+        and kind not in {*_model_types(), *_SAME_ARCHITECTURE}
+    ):
+        raise ConfigError(
+            f"model.path: {file}: transformers has no {kind!r}, and the directory has code of its "
+            "own for it; expected another architecture, or model.trust_remote_code = true, which "
+            "runs that code"
+        )
     try:
         config = published_config(path, trusts_code=trusts_code)
     except Exception as error:  # A broken file makes transformers raise any exception.

@@ -62,6 +62,7 @@ class DirectoryPlan:
     source: WeightSource
     config: dict[str, Any]
     shards: dict[str, list[tuple[str, PlannedTensor]]] = field(default_factory=dict)
+    others: tuple[Path, ...] = ()  # Files that replace those of the source's directory.
 
     def add(self, name: str, outcome: PlannedTensor) -> None:
         """Plans a tensor into the file that has the name of its source file."""
@@ -201,6 +202,9 @@ def write_directory(
             for shard, rows in plan.shards.items():
                 _write_shard(partial / shard, rows, progress)
             _copy_other_files(plan.source.path, partial)
+            for file in plan.others:
+                shutil.copyfile(file, partial / file.name)
+                sync_file(partial / file.name)
             _write_text(partial / "config.json", plan.config)
             if set(plan.shards) != {SINGLE_NAME}:
                 _write_index(partial, plan)

@@ -74,7 +74,7 @@ class Subject:
                 "adapter: expected model.path, the directory of the frozen model; got none. "
                 "Without a directory, plan a shipped model with --model"
             )
-        return read_directory(config.model.path)
+        return read_directory(config.model.path, trusts_code=config.model.trust_remote_code)
 
     def machine(
         self, name: str | None, config: SwapConfig, model: PlannedModel, batch: Batch

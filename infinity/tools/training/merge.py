@@ -37,6 +37,7 @@ from infinity.tools.training.adapter import attach_adapter
 
 Stored = Literal["bf16", "keep"]
 _PREFIX, _ADAPTER = "base_model.model.", "default"
+_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ def plan_merge(
     changes = _changes(adapted, layers, source, planned.groups)
     config = read_config(base)
     plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))
+    plan.others = tuple(adapter.glob(_TEMPLATE))  # The one that it was trained with.
     for name in source.names():
         plan.add(name, _outcome(source, name, changes.get(name, []), to))
     return plan

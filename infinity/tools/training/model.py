@@ -59,8 +59,10 @@ def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
     if model.path is None:
         assert model.config is not None
         return ModelPlan(hf_config=config_of_table(model.config), weights=None, path=None)
-    hf_config = config_of_directory(model.path)
-    auto_class(hf_config, str(model.path / "config.json"))  # Before weights are looked for.
+    trusts_code = model.trust_remote_code
+    hf_config = config_of_directory(model.path, trusts_code=trusts_code)
+    # Before weights are looked for.
+    auto_class(hf_config, str(model.path / "config.json"), trusts_code=trusts_code)
     weights = weight_source(model.path) if reads_weights else None
     if weights is not None:
         longest = max((side for name in weights.names() for side in weights.shape(name)), default=0)
@@ -82,7 +84,8 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
     torch.manual_seed(config.model.seed)
     dtype = getattr(torch, config.precision.compute_dtype)
     where = str(config.model.path / "config.json") if config.model.path else "[model.config]"
-    model = empty_model(plan.hf_config, dtype, where)
+    trusts_code = config.model.trust_remote_code
+    model = empty_model(plan.hf_config, dtype, where, trusts_code=trusts_code)
     for tower in towers(model).values():
         tower.requires_grad_(False)
     if getattr(model, "loss_type", "") is None:
