@@ -269,6 +269,7 @@ class _Arguments:
         return [tensor for tensor in found if tensor is not None]
 
 
+@torch.no_grad()
 def _joined(calls: Sequence[ExpertsCall]) -> ExpertsCall:
     """Returns one call in the place of several of one kind: each expert is there once for each of
     them, side by side, so a sum over its rows is one of theirs."""
