@@ -48,14 +48,12 @@ from infinity.modules.handles.originals import Originals
 from infinity.modules.reading.discover import ModelLayout, UnitRule
 from infinity.modules.reading.dtypes import Dtypes
 from infinity.modules.reading.load_plan import LoadPlan, StoredParams
+from infinity.modules.tiling.layers import TiledParam
 from infinity.modules.tiling.split import Tiling
-from infinity.observe import Counters
-from infinity.simulate.update_device import UpdateDevice
 from infinity.state.budgets import Budgets
 from infinity.state.store import LocalStore, RestingState, StateStore
 from infinity.state.units import Unit
 from infinity.storage.protocol import StorageEngine
-from infinity.storage.shards import ShardIdentity
 from infinity.storage.volume import Adopted
 from infinity.streaming.gradients.blocks import PooledSumBlocks, SumsStay
 from infinity.streaming.gradients.sink import GradientSink
@@ -70,7 +68,6 @@ from infinity.streaming.updates.updater import Updater
 from infinity.streaming.weights.cache import WeightCache
 from infinity.streaming.weights.space import WeightMemory
 from infinity.streaming.weights.state import WeightProvider
-from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.open_device import ChosenDevice, OwnDevice, choose_device
 from infinity.tiers.pool import HostPool
 from infinity.tiers.spare import Giver
@@ -116,8 +113,8 @@ def build(
         tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize, products)
         try:
             plan = lay_out(model, config, units, chosen, ranks, tiling, dtypes, stored)
-            parts = _assemble(plan, wrap_storage, adopted, stored.identities, resources)
-            engine = _engine(model, plan, tiling, parts, resources)
+            tiers = open_tiers(plan, wrap_storage, adopted, stored.identities, resources)
+            engine = _assemble(model, plan, tiling.tiled_params, tiers, resources)
             if model_parallel_group is not None:
                 engine.share_activations(model_parallel_group)
         except BaseException:
@@ -175,34 +172,6 @@ def _settle_rank(config: SwapConfig, ranks: RankTopology, device: ChosenDevice) 
     return config
 
 
-def _engine(
-    model: nn.Module, plan: RunPlan, tiling: Tiling, parts: _Assembly, resources: ExitStack
-) -> Engine:
-    tiled_params = {tiled.name: tiled for tiled in tiling.tiled_params}
-    return Engine(
-        model,
-        plan.config,
-        _params(parts.weight_cache, plan.layout, plan.units),
-        plan.layout.hooked_modules,
-        tiled_params,
-        store=parts.store,
-        pool=parts.pool,
-        device=parts.device,
-        weight_cache=parts.weight_cache,
-        gradients=parts.step.gradients,
-        updater=parts.step.updater,
-        masters=parts.step.masters,
-        activations=parts.activations,
-        waiting=parts.waiting,
-        passes=parts.passes,
-        outside_blocks=plan.layout.units_by_block()[0],
-        counters=parts.counters,
-        ranks=parts.step.ranks,
-        update_device=parts.update_device,
-        resources=resources,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _StepParts:
     """The parts of a step, which differ with ranks."""
@@ -214,26 +183,9 @@ class _StepParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Assembly:
-    """Everything below the model, connected; `build` passes each part to the engine."""
-
-    store: StateStore
-    pool: HostPool
-    device: DeviceAdapter
-    weight_cache: WeightCache
-    step: _StepParts
-    activations: ActivationStore
-    waiting: WaitingMemory
-    passes: Passes
-    counters: Counters
-    update_device: UpdateDevice
-
-
-@dataclass(frozen=True, slots=True)
 class _Sharded:
-    """The state over all ranks: its plan, its store, and what devices exchange with each other."""
+    """The store of all ranks' state, and what devices exchange with each other."""
 
-    plan: ShardingPlan
     store: DistributedStore
     collectives: Collectives | None
     buckets: GradientBuckets | None
@@ -241,14 +193,13 @@ class _Sharded:
 
 
 def _assemble(
+    model: nn.Module,
     plan: RunPlan,
-    wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
-    adopted: Adopted | None,
-    identities: Sequence[ShardIdentity],
+    tiled_params: Sequence[TiledParam],
+    tiers: OpenTiers,
     resources: ExitStack,
-) -> _Assembly:
+) -> Engine:
     sharding, budgets = plan.sharding, plan.budgets
-    tiers = open_tiers(plan, wrap_storage, adopted, identities, resources)
     device, counters = tiers.device, tiers.counters
     update_device = place_updates(plan, device, tiers.host)
     if not device.shares_host_memory:
@@ -280,9 +231,14 @@ def _assemble(
     )  # fmt: skip
     step = _step_parts(plan, tiers, local, sharded, pool, weight_cache, updates, passes, resources)
     activations, waiting = _activation_stores(plan, tiers, pool, inputs, weight_cache)
-    return _Assembly(
-        store, pool, device, weight_cache, step, activations, WaitingMemory(waiting), passes,
-        counters, update_device,
+    return Engine(
+        model, plan.config, _params(weight_cache, plan.layout, plan.units),
+        plan.layout.hooked_modules, {tiled.name: tiled for tiled in tiled_params},
+        store=store, pool=pool, device=device, weight_cache=weight_cache,
+        gradients=step.gradients, updater=step.updater, masters=step.masters, ranks=step.ranks,
+        activations=activations, waiting=WaitingMemory(waiting), passes=passes,
+        outside_blocks=plan.layout.units_by_block()[0], counters=counters,
+        update_device=update_device, resources=resources,
     )  # fmt: skip
 
 
@@ -324,7 +280,7 @@ def _share(
         reduce_buffer_nbytes=budgets.reduce_buffer_nbytes, begin_thread=tiers.device.begin_thread,
     )  # fmt: skip
     exchange = plan.exchange(store, tiers.device, groups, tiers.counters, resources)
-    return _Sharded(plan, store, *exchange)
+    return _Sharded(store, *exchange)
 
 
 def _step_parts(
@@ -341,7 +297,7 @@ def _step_parts(
     device, counters = tiers.device, tiers.counters
     resources.callback(store.resting.close)
     takes_bf16 = updates.is_beside and updates.on_device is None
-    if sharded is None:
+    if sharded is None or plan.sharding is None:
         gradients = GradientStore(
             store, pool=pool, device=device, counters=counters,
             blocks=PooledSumBlocks(pool, SumsStay.WHILE_FREE),
@@ -353,7 +309,7 @@ def _step_parts(
         in_order = weight_cache.by_next_use()
         updater = Updater(store, pool, weight_cache, gradients, counters, updates, in_order)
         return _StepParts(gradients, updater, Masters(store, pool), OneRank())
-    memory = SumsMemory(pool, sharded.plan.sums, plan.budgets)
+    memory = SumsMemory(pool, plan.sharding.sums, plan.budgets)
     local = GradientStore(sharded.store, pool=pool, device=device, counters=counters, blocks=memory)
     stay = SumsStay.BESIDE_OTHERS if can_defer(sharded.store, updates) else SumsStay.NEVER
     over_ranks = SumsOverRanks(
