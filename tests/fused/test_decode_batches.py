@@ -232,7 +232,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Variants, Kinds]
     forget()
 
 
-@settings(slow, max_examples=10)
+@settings(slow, max_examples=5)
 @given(units([kind for kind in KINDS if isinstance(kind[0], FusedCodec)]), st.integers(0, 17))
 def test_a_trial_compiles_what_later_launches_run(
     variants: tuple[Variants, Kinds], unit: tuple[list[WeightPlace], int, int], offset: int
