@@ -171,6 +171,7 @@ class LayerMajorSteps:
     most_together: int | None = None  # Micro-batches.
     _window: _Window | None = None
     _trial: Trial | None = None
+    _tried: int | None = None  # What the model was set to in the last trial.
     _trial_left = 0  # Micro-batches.
     _is_reference_beside = False
 
@@ -178,6 +179,8 @@ class LayerMajorSteps:
         """Keeps the window that begins. Its gradients are complete at its first `training_step`."""
         found = super().get_batch_samples(*args, **options)  # type: ignore[misc]
         is_worth_it = self._is_worth_it()
+        if is_worth_it and self._tried is not None and self._tried != _settings(self.model):
+            self.is_asked_for = False  # The model is another than that which was looked at.
         if is_worth_it and not self.is_asked_for:
             self._begin_trial(len(found[0]))
         self._window = _Window(found[0]) if is_worth_it and self.is_asked_for else None
@@ -212,6 +215,7 @@ class LayerMajorSteps:
                 causes = gather_object(causes)
             cause = next(filter(None, causes), None)
             self.is_asked_for = self.is_layer_major = cause is None
+            self._tried = _settings(self.model)
             if cause is not None:
                 _log_plain(self, f"{cause} (layer_major=True changes the order where it can)")
         return loss
@@ -293,6 +297,22 @@ class LayerMajorSteps:
             call = partial(self.compute_ref_log_probs, model, inputs)  # type: ignore[attr-defined]
             inputs = _Referenced(inputs, infinity.beside(self.model, call))
         return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+
+
+def _settings(model: torch.nn.Module) -> int:
+    """Returns a number that follows from what the modules are set to: numbers and names that they
+    have, their hooks, and which parameters are trained."""
+    trained = tuple(parameter.requires_grad for parameter in model.parameters())
+    kinds = (bool, int, float, str)
+    modules = [
+        (
+            type(m),
+            len(vars(m)["_forward_hooks"]),
+            *(v for k, v in vars(m).items() if type(v) in kinds and k != "training"),
+        )
+        for m in model.modules()
+    ]
+    return hash((trained, tuple(modules)))
 
 
 class _Referenced(dict[str, Any]):

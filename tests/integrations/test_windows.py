@@ -499,6 +499,22 @@ def tied() -> Any:
     return LlamaForCausalLM(config)
 
 
+class DropsOut(TrainerCallback):
+    """Turns dropout on when two steps have run in the order that was found at the first one."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 2:
+            for module in more["model"].modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.2
+
+
+class LaterDropout(Trainer):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.add_callback(DropsOut())
+
+
 class Features(Trainer):
     """Adds what a hook of one call has stored to the loss."""
 
@@ -544,6 +560,7 @@ class Cached(Trainer):
         (Trainer, hooked, "transformer.h.1 has the forward hook"),
         (Features, gpt2_without_dropout, "registers the forward hook"),
         (Cached, gpt2_without_dropout, "is called in a backward"),
+        (LaterDropout, gpt2_without_dropout, "draws random numbers"),
         (Trainer, Plain, None),
         (OwnLoss, gpt2_without_dropout, None),
         (Trainer, mixtral_lora, None),
@@ -596,22 +613,6 @@ def with_backward_hook() -> Any:
     model = gpt2_without_dropout()
     model.transformer.h[0].register_full_backward_hook(lambda *_: None)
     return model
-
-
-class DropsOut(TrainerCallback):
-    """Turns dropout on when two steps have run in the order that was found at the first one."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == 2:
-            for module in more["model"].modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.2
-
-
-class LaterDropout(Trainer):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.add_callback(DropsOut())
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ refused before the step.
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import UnsupportedError
@@ -125,8 +129,36 @@ class Noise(Block):
         return y * drawn * (self.python.random() + self.new.random() + self.old.rand())
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.seen: dict[str, list[float]] = {"norm": []}
+        self.load = torch.zeros(WIDTH)
+
+
+class Objects(Block):
+    """State in an object, in nested containers, in plain tensors, in a buffer that is registered
+    late, and past `__setattr__`."""
+
+    late: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter, self.calls = Meter(), 0
+
+    def change(self, y: Tensor) -> Tensor:
+        if "late" not in self._buffers:
+            self.register_buffer("late", torch.zeros(WIDTH))
+        self.meter.seen["norm"].append(float(y.detach().norm()))
+        found = y * sum(self.meter.seen["norm"]) - self.late - self.meter.load
+        self.late.add_(y.detach().mean(0))
+        self.meter.load += y.detach().mean(0)
+        self.__dict__["calls"] += 1
+        return found * self.calls
+
+
 KINDS = [
     Block, BatchNorm, Spectral, OldSpectral, Average, AverageOfData, AverageReplaced, Counts, Noise,
+    Objects,
 ]  # fmt: skip
 
 
@@ -171,7 +203,12 @@ def state_of(model: nn.Module) -> list[Any]:
         for block in model.modules()
         if isinstance(block, Noise)
     ]
-    return [*buffers, *others, *drawn]
+    kept = [
+        (block.calls, block.meter.seen, block.meter.load.tolist())
+        for block in model.modules()
+        if isinstance(block, Objects)
+    ]
+    return [*buffers, *others, *drawn, *kept]
 
 
 def check(
@@ -429,31 +466,27 @@ def refused(model: nn.Module, swap: Path, words: str, loss_of: Loss = square) ->
         infinity.forward_backward(model, lambda x: loss_of(model, x), batches(0))
 
 
-OUTSIDE = [0]
+OUTSIDE = itertools.count(1)  # Nobody sees that it changes.
 
 
 class ReadsOutside(Block):
-    """Reads an object outside of its modules, which changes."""
-
     def change(self, y: Tensor) -> Tensor:
-        OUTSIDE[0] += 1
-        return y * OUTSIDE[0]
+        return y * next(OUTSIDE)
 
 
 class ReadsLate(Block):
     """Differs in a single element of the repeated forward, in one micro-batch."""
 
-    count = 0
+    calls = itertools.count(1)
 
     def change(self, y: Tensor) -> Tensor:
-        type(self).count += 1
-        if type(self).count == 3 * 3 + 5:
+        if next(type(self).calls) == 3 * 3 + 5:
             y = y + torch.eye(len(y), y.shape[1])[0] * 1e-6 * torch.arange(len(y))[:, None].eq(1)
         return y
 
 
 def test_one_element_of_one_micro_batch_is_found(swap_directory: Path) -> None:
-    ReadsLate.count = 0
+    ReadsLate.calls = itertools.count(1)
     refused(Model(ReadsLate), swap_directory, r"blocks\.1 gave another tensor")
 
 
@@ -586,6 +619,95 @@ def of_a_context_variable(model: nn.Module, x: Tensor) -> Tensor:
     return square(model, x) * COUNT.get()
 
 
+class Shares(Block):
+    """Has something in common with other blocks, or with the program."""
+
+    norm = nn.BatchNorm1d(WIDTH, affine=False)
+    total = 0
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        if what == "norm":
+            self.norm = type(self).norm
+        self.generator, self.table = GENERATOR, TABLE
+        self.frozen = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def change(self, y: Tensor) -> Tensor:
+        if self.what == "norm":
+            found: Tensor = self.norm(y)
+            return found
+        if self.what == "generator":
+            return y * torch.rand(WIDTH, generator=self.generator)
+        if self.what == "table":
+            self.table["calls"] += 1
+        elif self.what == "class":
+            type(self).total += 1
+        elif self.what == "global":
+            return y[:, torch.randperm(WIDTH, generator=PERMUTES)]
+        elif self.what == "parameter":
+            with torch.no_grad():
+                self.frozen.add_(y.mean(0))
+        return y
+
+
+GENERATOR, PERMUTES = torch.Generator(), torch.Generator()
+TABLE, LOCAL = {"calls": 0, "weight": 1.0}, threading.local()
+
+
+class Stacks(Model):
+    """Keeps a skip for the time of a call."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.skips: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.skips.append(x.detach())
+        return super().forward(x) + self.skips.pop().mean()
+
+
+class Averages(Model):
+    average: Tensor = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean()
+        return y - self.average
+
+
+class Weighs(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * TABLE["weight"]
+
+
+def with_a_global(model: nn.Module, x: Tensor) -> Tensor:
+    TABLE["weight"] = float(x[0, 0])
+    return square(model, x)
+
+
+def with_a_thread(model: nn.Module, x: Tensor) -> Tensor:
+    LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
+    return square(model, x) * LOCAL.calls
+
+
+def counted_by_a_hook() -> nn.Module:
+    model, calls = Model(Block), []
+
+    def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        calls.append(1)
+
+    for block in model.blocks:
+        block.register_full_backward_hook(hook)
+    return model
+
+
+class Checkpointed(BatchNorm):
+    def change(self, y: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().change, y, use_reentrant=False)
+        return found
+
+
 # What makes the model, its loss, and the words of the refusal.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     "another output": (
@@ -616,8 +738,27 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     "a context variable": (
         lambda: Model(Block), of_a_context_variable, "in the context variable 'count'",
     ),
+    **{
+        f"a shared {what}": (lambda what=what: Model(partial(Shares, what)), square, words)
+        for what, words in (
+            ("norm", r"blocks\.0\.norm.running_mean changes in a block"),
+            ("generator", r"blocks\.0\.generator changes in a block"),
+            ("table", r"blocks\.0\.table\.calls changes in a block"),
+            ("class", r"Shares\.total changes in a block"),
+            ("global", "PERMUTES changes in a block"),
+            ("parameter", r"blocks\.0 changes blocks\.0\.frozen, and its forward runs twice"),
+        )
+    },
+    "a stack of the model": (Stacks, square, "skips changes in a micro-batch"),
+    "an average outside of blocks": (lambda: Averages(Block), square, "average is read"),
+    "a global of the loss": (lambda: Weighs(Block), with_a_global, r"TABLE\.weight changes in"),
+    "a thread of the loss": (lambda: Model(Block), with_a_thread, r"LOCAL\.calls changes in the thre"),
+    "a count of a backward": (counted_by_a_hook, square, "calls changes in a backward"),
+    "statistics of a checkpoint": (
+        lambda: Model(Checkpointed), square, "running_mean in its backward",
+    ),
     "a count outside of blocks": (
-        lambda: Steps(Block), square, "step was 0 before a micro-batch and 1 after it",
+        lambda: Steps(Block), square, "step is read in a micro-batch, and an earlier one has left",
     ),
 }  # fmt: skip
 

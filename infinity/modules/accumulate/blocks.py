@@ -11,7 +11,6 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from infinity.errors import UnsupportedError
-from infinity.modules.accumulate.block_state import again
 from infinity.modules.accumulate.boundary import (
     BlockCall,
     BlockInput,
@@ -29,6 +28,7 @@ from infinity.modules.accumulate.fiber import MicroBatch, Random
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.of_transformers import CapturedTensors, captured_again
 from infinity.modules.accumulate.proof import Proof, checksums
+from infinity.modules.accumulate.reachable import again
 from infinity.modules.autograd.outputs import detach_from_parameters
 from infinity.modules.autograd.threads import Modes
 from infinity.modules.interrupts import UNINTERRUPTED
@@ -232,8 +232,15 @@ class BlockRuns:
             before = fiber.graph.take(source.edge)
             if before is not None:
                 pairs.append((copy, before))
+        changed = call.block.state.watch(is_assumed=False)
         with self._same_thread():
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        if not self._proof.is_alone and (cells := changed()):
+            raise UnsupportedError(
+                f"{call.block.hooked.name} changes {cells[0].what()} in its backward (a checkpoint "
+                "inside it repeats a forward), so the changes would come in another order than in "
+                "plain accumulation; accumulate micro-batches by several backward() calls instead"
+            )
         for source, gradient in zip(repeated.copies, repeated.arrived.sums, strict=True):
             source.restored = None
             if gradient is not None:

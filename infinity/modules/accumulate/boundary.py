@@ -15,10 +15,10 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.modules.accumulate.block_state import Before, BlockState
 from infinity.modules.accumulate.experts import SuspendedExperts
 from infinity.modules.accumulate.module_state import Attributes
 from infinity.modules.accumulate.proof import Proof
+from infinity.modules.accumulate.reachable import BlockState, Changeable
 from infinity.modules.autograd.forward_nodes import nodes_since
 from infinity.modules.autograd.outputs import tensors_in
 from infinity.modules.autograd.threads import Modes
@@ -87,7 +87,7 @@ class BlockCall:
     gradients: EdgeGradients = field(default_factory=lambda: EdgeGradients(0))
     experts: list[SuspendedExperts] = field(default_factory=list)
     # What the forward has changed: the attributes of modules, and their other state.
-    before: tuple[Attributes, Before] = ({}, Before([], []))
+    before: tuple[Attributes, list[Changeable]] = field(default_factory=lambda: ({}, []))
     checksums: list[torch.Tensor | None] = field(default_factory=list)  # Of the outputs.
 
     def inputs(self) -> Iterator[BlockInput]:
@@ -173,11 +173,17 @@ def refuse_side_channels(block: RunningBlock, first: int, outputs: list[torch.Te
 def refuse_interleaved(call: BlockCall, called: list[RunningBlock], *, stops: bool) -> None:
     """Refuses state that a block has changed where micro-batches do not pass the block one after
     the other. called: the blocks that the micro-batch has called. `stops`: they stop inside it."""
-    (attributes, state), block = call.before, call.block
-    block.changes = block.changes or state.label or next((name for _, name in attributes), None)
+    (attributes, cells), block = call.before, call.block
+    shared = next((name for owner, name in attributes if owner in block.state.known), None)
+    names = (*(cell.what() for cell in cells[:1]), *(name for _, name in attributes))
+    block.changes = shared or block.changes or next(iter(names), None)
     if block.changes is None:
         return
-    if stops:
+    if any(isinstance(cell.owner, nn.Parameter) for cell in cells):
+        how = "its forward runs twice"
+    elif shared is not None:
+        how = "a module has it that is not of this block alone"
+    elif stops:
         how = "micro-batches stop inside it, at its tiles"
     elif called.count(block) > 1:
         how = "a micro-batch calls it more than once"

@@ -28,9 +28,9 @@ from typing_extensions import override
 
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.between import GraphBetween
-from infinity.modules.accumulate.block_state import is_alike
 from infinity.modules.accumulate.boundary import BlockCall, RunningBlock
-from infinity.modules.accumulate.module_state import Attributes
+from infinity.modules.accumulate.module_state import Attributes, Touched
+from infinity.modules.accumulate.reachable import is_alike
 from infinity.modules.autograd.threads import in_same_modes, process_flags
 
 # Libraries keep settings of a thread in variables of their own when they are first asked (decimal).
@@ -113,6 +113,7 @@ class Fiber:
     ) -> None:
         self.number = number
         self.random, self.attributes = random, attributes
+        self.touched = Touched(set(), set())
         self.is_inside = False  # Whether it is inside a block.
         self.behind_tiles: Node | None = None  # The last node behind tiles that it stopped at.
         self.at: Any = None  # The place where it is suspended; None after its end.

@@ -31,9 +31,10 @@ Note [Random numbers]
 
 Note [State of modules]
   Each fiber has its own attributes of modules, and a repeated forward begins with those of its call
-  (`module_state.py`), and with the buffers and generators that the first one found
-  (`block_state.py`). What it gives is compared (`proof.py`). Calls beside each other in a loss are
-  fibers, too (`fiber.py`).
+  (`module_state.py`), and with the other state of its block that the first one found
+  (`reachable.py`). What it gives is compared (`proof.py`). Calls beside each other in a loss are
+  fibers, too (`fiber.py`). Behind each stop the schedule looks at what a program's code can reach,
+  and refuses changes that other fibers, or a repeated forward, would see.
 
 Note [Stops at tiles]
   A block with tiles (`modules/tiling/split.py`) is larger than the fetch window. Fibers therefore
@@ -76,7 +77,8 @@ from infinity.modules.accumulate.of_transformers import (
     without_caches_and_checkpointing,
 )
 from infinity.modules.accumulate.proof import Proof
-from infinity.modules.accumulate.purity import foreign_hook, refuse_hook
+from infinity.modules.accumulate.purity import BACKWARD_TABLES, foreign_hook, hooks_of, refuse_hook
+from infinity.modules.accumulate.reachable import ProgramState
 from infinity.modules.autograd.hooks import ModuleHooks
 from infinity.modules.autograd.threads import process_flags, set_process_flags
 from infinity.modules.autograd.uses import UnitUses
@@ -135,7 +137,6 @@ class LayerMajorSchedule:
         # All fibers of the run, in the order in which they pass a block.
         self._fibers: list[MicroBatch] = []
         self._started: list[CallBeside] = []  # They have not run yet.
-        self._num_seen = 0
         # Numbers tiles in the order of their first use.
         self._tiles: dict[tuple[int, ...], int] = {}
 
@@ -161,19 +162,31 @@ class LayerMajorSchedule:
                 states = self._random.fresh(len(forwards))
                 for number, (forward, state) in enumerate(zip(forwards, states, strict=True)):
                     attributes_now = self._attributes.now()
-                    fiber = MicroBatch(number, forward, self._device, state, attributes_now)
+                    fiber = MicroBatch(
+                        number, self._checked(forward), self._device, state, attributes_now
+                    )
                     micro_batches.append(fiber)
                 self._fibers = list(micro_batches)
+                hooks = hooks_of(self._attributes.named, BACKWARD_TABLES)
+                code = [*forwards, *(hook for _, hook in hooks)]
+                self._program = ProgramState(
+                    self._model,
+                    [(b.state, b.hooked.module) for b in self._blocks],
+                    code,
+                    self._proof,
+                )
                 losses = self._go_forward(micro_batches)
                 self._random.end(
                     [(f.random, s) for f, s in zip(micro_batches, states, strict=True)]
                 )
                 for fiber in micro_batches:
-                    if len(micro_batches) > 1:
-                        self._attributes.refuse_counts(fiber.attributes)
                     attributes.update(fiber.attributes)
+                self._attributes.refuse_left([(f.attributes, f.touched) for f in micro_batches])
                 when_back()
+                self._program.changed()
                 self._go_backward(micro_batches)
+                if (names := self._program.changed()) and not self._proof.is_alone:
+                    _refuse(names, "in a backward (by a hook)")
                 self._proof.end()
                 return losses
         finally:
@@ -199,6 +212,33 @@ class LayerMajorSchedule:
         self._fibers.insert(self._fibers.index(parent), fiber)
         self._started.append(fiber)
         return fiber.result
+
+    def _look_at_changes(self, fiber: MicroBatch, is_first: bool) -> None:
+        """Refuses changes that other micro-batches, or a repeated forward, would see.
+
+        The plain order has them, too, if the first micro-batch makes them before any other begins
+        (`is_first`), and those that each makes behind its last block, in their order.
+        """
+        names = self._program.changed()
+        if fiber.at is _THROUGH:
+            _refuse(names, "in a block, and is not of this block alone")
+        elif fiber.at is None:
+            _refuse(
+                [name for name in names if name in self._program.early],
+                "in the course of micro-batches",
+            )
+        elif is_first:
+            self._program.early.update(names)
+        elif not self._proof.is_alone:
+            _refuse(names, "in a micro-batch, before the one before it has ended")
+
+    def _checked(self, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            loss = forward()
+            _refuse(self._program.of_threads(), "in the thread of a micro-batch")
+            return loss
+
+        return run
 
     def _refuse_parts(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         """Refuses a backward in a loss that needs gradients of blocks. Their graphs are dropped."""
@@ -307,6 +347,7 @@ class LayerMajorSchedule:
         UNINTERRUPTED.check()
         self._running = fiber
         self._attributes.set(fiber.attributes)
+        self._attributes.touched = fiber.touched
         flags = process_flags()
         set_process_flags(fiber.flags)
         try:
@@ -317,12 +358,14 @@ class LayerMajorSchedule:
             self._running = None
 
     def _run_on(self, fiber: MicroBatch, losses: dict[int, torch.Tensor]) -> None:
+        is_first = fiber is self._fibers[0] and not fiber.called
         with self._random_of(fiber):
             self._resume(fiber)
+            self._look_at_changes(fiber, is_first)
             at, loss = fiber.at, fiber.loss
             if isinstance(at, RunningBlock):
                 if at.order < 0:
-                    at.order, self._num_seen = self._num_seen, self._num_seen + 1
+                    at.order = 1 + max(block.order for block in self._blocks)
             elif loss is not None:
                 fiber.loss = None
                 losses[fiber.number] = loss.detach()
@@ -456,6 +499,15 @@ class LayerMajorSchedule:
                 for fiber in fibers:
                     fiber.abandon()
         return left
+
+
+def _refuse(names: Sequence[str], where: str) -> None:
+    for name in names:
+        raise UnsupportedError(
+            f"{name} changes {where}. Micro-batches pass blocks together and forwards are "
+            "repeated, so the changes would come in another order than in plain accumulation; "
+            "accumulate micro-batches by several backward() calls instead"
+        )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch import nn
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.of_transformers import HOOKS_INSTALLED
 from infinity.modules.accumulate.purity import (
+    is_own,
     is_trusted,
     refuse_hook,
 )
@@ -35,6 +36,13 @@ _ABSENT = object()
 _NOTHING: Attributes = {}
 _PREPARES = frozenset({"transformers"})
 _MODES = ("training", "forward", "prepare_inputs_for_generation")
+
+
+class Touched(NamedTuple):
+    """The attributes that a micro-batch has written, and those that it has read before."""
+
+    written: set[Key]
+    read: set[Key]
 
 
 class ModuleState:
@@ -58,7 +66,10 @@ class ModuleState:
         self._base: dict[Key, Any] = {}
         self._current: Attributes = _NOTHING
         self._noted: dict[Key, Any] = {}  # Written since the last look, with the value before.
-        self._of_blocks: set[Key] = set()
+        self.classes: tuple[type, ...] = tuple(
+            {type(m) for m in self._modules.values() if is_own(type(m))}
+        )
+        self.touched = Touched(set(), set())  # By the running micro-batch.
 
     # -- Writes ------------------------------------------------------------------------------------
 
@@ -72,6 +83,7 @@ class ModuleState:
     def note(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute is about to be written. What transformers prepares in a first
         forward stays for all: it installs hooks, and keeps tables for the longest sequence."""
+        self.touched.written.add((id(module), name))
         if id(module) not in self._modules or (id(module), name) in self._noted:
             return
         is_part = name in _MODES or name in module._parameters or name in module._modules
@@ -80,9 +92,16 @@ class ModuleState:
         key = id(module), name
         self._noted[key] = self._read(key)
 
+    def note_read(self, module: nn.Module, name: str) -> None:
+        """Notes that an attribute is about to be read. What a block reads is its own."""
+        key = id(module), name
+        if self._first_forward is None and key not in self.touched.written:
+            self.touched.read.add(key)
+
     def note_trained(self, parameter: torch.Tensor) -> None:
         """Notes that `requires_grad` is about to be written."""
         key = id(parameter), "requires_grad"
+        self.touched.written.add(key)
         if key[0] in self._params and key not in self._noted:
             self._noted[key] = self._read(key)
 
@@ -170,24 +189,31 @@ class ModuleState:
         self._base.update(attributes)
         self._current = _NOTHING
 
-    def refuse_counts(self, attributes: Attributes) -> None:
-        """Raises UnsupportedError for a number that a micro-batch has changed for good: the next
-        one has begun with the number before."""
-        for key, value in attributes.items():
-            if key in self._of_blocks or key[0] in self._params:
-                continue
-            kind, before = type(self._modules[key[0]]), self._base[key]
-            if is_trusted(kind):
-                continue
-            before = getattr(kind, key[1], None) if before is _ABSENT else before[1]
-            value = None if value is _ABSENT else value[1]
-            numbers = type(value), type(before)
-            if all(kind in (int, float) for kind in numbers) and value != before:
+    def refuse_left(self, micro_batches: Sequence[tuple[Attributes, Touched]]) -> None:
+        """Raises UnsupportedError for an attribute that a micro-batch has left with another value
+        and that a later one has read before it wrote it."""
+        left: set[Key] = set()
+        for attributes, touched in micro_batches:
+            needed = touched.read | {
+                key for key in left - touched.written if key[0] in self._params
+            }
+            for key in left & needed:
                 raise UnsupportedError(
-                    f"{self._place(key)} was {before} before a micro-batch and {value} after it. "
-                    "Micro-batches that pass a block together cannot count on; count in a buffer "
-                    "of a block, or accumulate by several backward() calls"
+                    f"{self._place(key)} is read in a micro-batch, and an earlier one has left "
+                    "another value there. Micro-batches that pass blocks together do not see what "
+                    "the others leave; accumulate by several backward() calls instead"
                 )
+            left = (left - touched.written) | {
+                k for k in attributes if self._is_other(k, attributes[k])
+            }
+
+    def _is_other(self, key: Key, value: Any) -> bool:
+        """Whether a value is another than that outside, which the class may have."""
+        base = self._base[key]
+        if base is not _ABSENT or value is _ABSENT:
+            return True  # Equal ones are no attributes of a micro-batch.
+        of_class = getattr(type(self._modules[key[0]]), key[1], _ABSENT)
+        return not _is_same((None, getattr(value[1], "__func__", value[1])), (None, of_class))
 
     def _place(self, key: Key) -> str:
         named = (*self.named.items(), *self._named_params)
@@ -204,7 +230,6 @@ class ModuleState:
         before, current = dict(self._noted), dict(self._current)
         for key in self._noted:
             current[key] = self._base[key] = self._read(key)
-        self._of_blocks.update(before)
         self._noted.clear()
         self._current = current
         return before

@@ -36,6 +36,11 @@ class Proof:
         """Whether the first windows run, in which everything is compared."""
         return self._num_windows < _NUM_YOUNG
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the window has one micro-batch, so that nothing can mix."""
+        return self._num_micro_batches == 1
+
     def begin(self, num_micro_batches: int) -> None:
         """Begins a window."""
         self._num_micro_batches = num_micro_batches

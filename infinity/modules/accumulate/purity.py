@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from infinity.errors import UnsupportedError
 _TRUSTED = frozenset({"torch", "transformers", "peft", "trl", "accelerate", "infinity"})
 INSTALLS = frozenset({"torch", "transformers", "infinity"})
 _TABLES = ("_forward_hooks", "_forward_pre_hooks")
-_BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
+BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
 # Classes of these modules have no code that a forward runs.
 _GROUND = frozenset({"builtins", "abc", "typing", "collections", "enum"})
+_NOT_OWN = _TRUSTED | _GROUND | frozenset(sys.stdlib_module_names - {"__main__"}) | {"numpy", ""}
 _INSTEAD = "accumulate micro-batches by several backward() calls instead"
 # Of tensors that got a hook, or keep their gradient, while micro-batches take turns.
 hooked_nodes: set[Node] = set()
@@ -32,20 +34,28 @@ def is_trusted(found: Any, packages: frozenset[str] = _TRUSTED) -> bool:
     return str(getattr(found, "__module__", "")).partition(".")[0] in packages
 
 
+def is_own(found: Any) -> bool:
+    """Whether a class or function, or a class that it derives from, is a program's own."""
+    classes = found.__mro__ if isinstance(found, type) else (found,)
+    names = {str(getattr(cls, "__module__", "")).partition(".")[0] for cls in classes}
+    return not names <= _NOT_OWN
+
+
 def foreign_hook(named: Mapping[str, nn.Module]) -> tuple[str, Any] | None:
     """Returns the first forward hook of a program's own and the name of its module, or None.
 
     named: the modules of a model
     """
-    for name, hook in _hooks_of(named):
+    for name, hook in hooks_of(named):
         if not is_trusted(hook):
             return name, hook
     return None
 
 
-def _hooks_of(
+def hooks_of(
     named: Mapping[str, nn.Module], tables: Sequence[str] = _TABLES
 ) -> Iterator[tuple[str, Any]]:
+    """Yields the hooks of modules, and the names of their modules."""
     for name, module in named.items():
         for table in tables:
             for hook in module.__dict__[table].values():
@@ -67,7 +77,7 @@ def own_code(model: nn.Module) -> str | None:
         for cls in type(module).__mro__:
             if not is_trusted(cls, _TRUSTED | _GROUND):
                 return f"{name or 'the model'} is of the class {describe(cls)}"
-    for name, hook in _hooks_of(named, _BACKWARD_TABLES):
+    for name, hook in hooks_of(named, BACKWARD_TABLES):
         if not is_trusted(hook):
             return f"{name} has the backward hook {describe(hook)}"
     return None

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from infinity.modules.accumulate.block_state import BlockState, is_alike
 from infinity.modules.accumulate.boundary import versions_of
 from infinity.modules.accumulate.fiber import Random
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.of_transformers import CapturedTensors
 from infinity.modules.accumulate.proof import Proof
 from infinity.modules.accumulate.purity import describe, foreign_hook, replaced_forward
+from infinity.modules.accumulate.reachable import BlockState, is_alike
 from infinity.modules.autograd.forward_nodes import ACCUMULATES, behind, walk
 from infinity.modules.autograd.outputs import tensors_in
 from infinity.private.torch import get_sequence_nr, tree_leaves
@@ -101,7 +101,7 @@ class Trial:
         if not is_alike(self._random.state(), states):
             self._note("it draws random numbers (dropout), which would be others")
         # A first forward may prepare what later ones find.
-        label = changed().label or next(iter(attributes.changed()), None)
+        label = next((c.what() for c in changed()), None) or next(iter(attributes.changed()), None)
         if label is not None and not self._is_first:
             self._note(f"{label} changes from micro-batch to micro-batch")
         self._is_first = False

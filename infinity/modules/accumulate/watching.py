@@ -19,6 +19,10 @@ class Watcher(Protocol):
     """Hears of each change before it is made."""
 
     on_backward: Callable[[Sequence[Any], Sequence[Any]], None]  # With outputs and inputs.
+    classes: tuple[type, ...]  # Whose attributes it hears to be read.
+
+    def note_read(self, module: nn.Module, name: str) -> None:
+        """Notes that an attribute is about to be read."""
 
     def note(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute, a parameter or a submodule is about to be written."""
@@ -42,9 +46,14 @@ def watch(watcher: Watcher) -> Iterator[None]:
     for (owner, name), plain in _PLAIN.items() if not _watching else ():
         setattr(owner, name, _method(_CHANGES[name], plain))
     _watching.append(watcher)
+    read = [cls for cls in watcher.classes if _reads_plainly(cls)]
+    for cls in read:
+        cls.__getattribute__ = _read  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
+        for cls in read:
+            del cls.__getattribute__
         _watching.remove(watcher)
         if not _watching:
             hooked_nodes.clear()
@@ -59,6 +68,16 @@ def _method(change: Callable[..., Any], plain: Any) -> Any:
         return change(plain, *args, **options)
 
     return changed
+
+
+def _reads_plainly(cls: Any) -> bool:
+    return cls.__getattribute__ is object.__getattribute__
+
+
+def _read(module: Any, name: str) -> Any:
+    for watcher in _watching:
+        watcher.note_read(module, name)
+    return object.__getattribute__(module, name)
 
 
 def _write(plain: Any, module: nn.Module, name: str, *value: Any, **options: Any) -> Any:

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
@@ -160,7 +160,7 @@ def set_process_flags(flags: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _stack(
-    modes: list[Any], now: Callable[[], list[Any]], push: Callable[[Any], Any], pop: Any
+    modes: tuple[Any, ...], now: Callable[[], list[Any]], push: Callable[[Any], Any], pop: Any
 ) -> Iterator[None]:
     """Puts these modes in the place of those of this thread. Entering one again could reset it."""
     found = now()
@@ -185,9 +185,9 @@ class Modes:
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     is_cached: bool
-    flags: tuple[Any, ...]
-    functions: list[Any]
-    dispatches: list[Any]
+    flags: tuple[Any, ...] = field(hash=False)
+    functions: tuple[Any, ...] = field(hash=False)
+    dispatches: tuple[Any, ...] = field(hash=False)
 
     @classmethod
     def now(cls, device: torch.device) -> Modes:
@@ -198,7 +198,8 @@ class Modes:
             for kind in kinds
         )
         is_cached = torch.is_autocast_cache_enabled()
-        return cls(autocast, is_cached, process_flags(), function_modes(), dispatch_modes())
+        modes = tuple(function_modes()), tuple(dispatch_modes())
+        return cls(autocast, is_cached, process_flags(), *modes)
 
     @contextmanager
     def set(self) -> Iterator[None]:

@@ -1,0 +1,385 @@
+"""What code can reach beside its arguments and may change: attributes, containers, tensors,
+generators, closures and globals.
+
+A forward that is repeated begins with the state that the first one found and leaves none changed:
+running statistics, averages, counts and generators of a block end as after plain accumulation, in
+which the micro-batches pass a block in the same order. What several blocks can reach, or code
+outside of them, has no such order.
+
+Only a program's own classes and functions are entered, and plain containers. What libraries keep in
+objects of theirs is not seen, nor are containers above `_MOST_ELEMENTS`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import threading
+import types
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import nn
+
+from infinity.modules.accumulate.proof import Proof
+from infinity.modules.accumulate.purity import is_own
+from infinity.modules.handles.handle import Handle
+
+_GENERATORS = (
+    torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator,
+)  # fmt: skip
+_ARRAYS = (torch.Tensor, numpy.ndarray)
+_MOST_ELEMENTS = 4096
+_MOST_OBJECTS = 20_000
+# What torch itself keeps in a module.
+_OF_TORCH = frozenset(nn.Module().__dict__)
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
+_CODE = (
+    types.FunctionType, types.MethodType, functools.partial, types.CellType, type,
+)  # fmt: skip
+_ABSENT = object()
+_NOTHING: Mapping[int, Any] = {}
+
+
+class Changeable(NamedTuple):
+    """An object that may change, and what it held. `places`: containers and keys that have it, for
+    tensors and arrays, in whose place a repeated forward gets others."""
+
+    label: str
+    owner: Any
+    before: Any
+    places: list[tuple[Any, Any]]
+
+    def is_changed(self, proof: Proof, *, is_assumed: bool = True) -> bool:
+        """Whether the object holds something else now. is_assumed: a tensor that was once written
+        through `.data` is written again, where a comparison would wait for the device."""
+        if not isinstance(self.owner, torch.Tensor):
+            return not is_alike(_read(self.owner), self.before)
+        version, clone = self.before
+        if version != _version(self.owner):
+            return True
+        if clone is None:
+            return False
+        if self.owner.device.type != "cpu" and not proof.is_young:
+            return is_assumed and self.label in proof.written
+        if torch.equal(_bytes_of(self.owner), _bytes_of(clone)):
+            return False
+        proof.written.add(self.label)
+        return True
+
+    def what(self) -> str:
+        """Returns the name of what has changed."""
+        now = _read(self.owner) if isinstance(self.before, dict) else {}
+        for key in (*self.before, *now) if now else ():
+            if not is_alike(now.get(key, _ABSENT), self.before.get(key, _ABSENT)):
+                return f"{self.label}.{key}".strip(".")
+        return self.label or "a generator"
+
+
+class _Names(NamedTuple):
+    """The globals that functions of one module name."""
+
+    table: dict[str, Any]
+    names: set[str]
+
+
+class Reachable:
+    """The objects that may change and that can be reached from some roots, with their contents."""
+
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]],
+        known: Mapping[int, Any] = _NOTHING,
+        *,
+        is_block: bool = True,
+    ) -> None:
+        """known: objects that are passed by. is_block: attributes of modules count, and code does
+        not; otherwise the other way round."""
+        self._is_block = is_block
+        self.cells: list[Changeable] = []
+        self.seen: dict[int, tuple[str, Any]] = {}  # By identity, which lasts as long as it.
+        self._known = known
+        self._places: dict[int, list[tuple[Any, Any]]] = {}
+        self._names: dict[int, _Names] = {}
+        waiting = deque((label, value, None) for label, value in roots)
+        while waiting and len(self.seen) < _MOST_OBJECTS:
+            waiting.extend(self._enter(*waiting.popleft()))
+        for names in self._names.values():
+            self.cells.append(Changeable("the global", names, _read(names), []))
+
+    def _enter(self, label: str, value: Any, place: Any) -> Iterator[tuple[str, Any, Any]]:
+        """Notes an object and yields what it leads to."""
+        kind = type(value)
+        if kind in _PLAIN or id(value) in self._known:
+            return
+        if isinstance(value, _ARRAYS) and place is not None:
+            self._places.setdefault(id(value), []).append(place)
+        if id(value) in self.seen:
+            return
+        self.seen[id(value)] = label, value
+        if isinstance(value, nn.Module):
+            yield from self._enter_module(label, value)
+        elif isinstance(value, (dict, list, tuple, deque, set)):
+            if len(value) > _MOST_ELEMENTS:
+                return
+            if not isinstance(value, tuple):
+                self._note(label, value)
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{label}[{key!r:.40}]", element, (value, key)) for key, element in pairs)
+        elif isinstance(value, _CODE):
+            yield from () if self._is_block else self._enter_code(label, value)
+        elif isinstance(value, (*_ARRAYS, *_GENERATORS, threading.local)):
+            if not isinstance(value, (random.SystemRandom, Handle, nn.Parameter)):
+                self._note(label, value)
+        elif kind is types.SimpleNamespace or is_own(kind):
+            table = getattr(value, "__dict__", {})
+            self.seen[id(table)] = label, table
+            self._note(label, table)
+            yield from ((f"{label}.{key}", found, (table, key)) for key, found in table.items())
+            yield label, kind, None
+
+    def _enter_module(self, label: str, module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+        is_program = is_own(type(module))
+        for table in (module._buffers, module.__dict__):
+            self.seen[id(table)] = label, table
+            if self._is_block and (is_program or table is module._buffers):
+                self._note(label, table)
+            if table is module._buffers and not self._is_block and not is_program:
+                continue  # Statistics of torch's own modules change and are read in one place.
+            for key, found in list(table.items()):
+                if key not in _OF_TORCH:
+                    yield f"{label}.{key}".lstrip("."), found, (table, key)
+        yield label, type(module), None
+        for key, parameter in module._parameters.items() if self._is_block else ():
+            shown = parameter.owner.shown(parameter) if isinstance(parameter, Handle) else parameter
+            if shown is not None and id(shown) not in self.seen:
+                self.seen[id(shown)] = key, shown
+                self.cells.append(
+                    Changeable(f"{label}.{key}".lstrip("."), shown, (_version(shown), None), [])
+                )
+        for key, child in module._modules.items():
+            yield f"{label}.{key}".lstrip("."), child, None
+
+    def _enter_code(self, label: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
+        if isinstance(value, functools.partial):
+            yield from (
+                (label, found, None) for found in (value.func, *value.args) if callable(found)
+            )
+        elif isinstance(value, types.MethodType):
+            yield label, value.__func__, None
+            yield type(value.__self__).__name__, value.__self__, None
+        elif isinstance(value, types.CellType):
+            self._note(label, value)
+            yield from ((label, found, None) for found in _read(value).values())
+        elif isinstance(value, type):
+            if is_own(value):
+                self._note(value.__qualname__, value)
+                for key, found in (*_data_of(value).items(), *vars(value).items()):
+                    yield f"{value.__qualname__}.{key}", getattr(found, "__func__", found), None
+                yield from ((label, base, None) for base in value.__bases__)
+        else:
+            names = value.__code__.co_freevars
+            yield from ((*pair, None) for pair in zip(names, value.__closure__ or (), strict=True))
+            if is_own(value):
+                table = value.__globals__
+                named = self._names.setdefault(id(table), _Names(table, set())).names
+                new = set(_names_in(value.__code__)) - named
+                named |= new
+                yield from ((name, table[name], None) for name in new if name in table)
+
+    def _note(self, label: str, owner: Any) -> None:
+        before = _read(owner)
+        if isinstance(owner, torch.Tensor):
+            is_kept = self._is_block or owner.numel() <= _MOST_ELEMENTS
+            is_plain = owner.layout == torch.strided and owner.device.type != "meta"
+            before = _version(owner), owner.detach().clone() if is_kept and is_plain else None
+        self.cells.append(Changeable(label, owner, before, self._places.setdefault(id(owner), [])))
+
+    def changed(self, proof: Proof, *, is_assumed: bool = True) -> list[Changeable]:
+        """Returns the objects that hold something else now. See `Changeable.is_changed`."""
+        return [cell for cell in self.cells if cell.is_changed(proof, is_assumed=is_assumed)]
+
+
+class BlockState:
+    """What one block alone can reach. Used by one running thread at a time."""
+
+    def __init__(self, name: str, block: nn.Module, proof: Proof) -> None:
+        self._roots, self._proof = [(name, block)], proof
+        self._found: Reachable | None = None
+        self.known: Mapping[int, Any] = _NOTHING  # What others can reach, too.
+
+    def watch(self, *, is_assumed: bool = True) -> Callable[[], list[Changeable]]:
+        """Returns a function that returns what has changed since. See `Changeable.is_changed`."""
+        if self._found is None or self._found.changed(self._proof):
+            self._found = Reachable(self._roots, self.known)
+        return partial(self._found.changed, self._proof, is_assumed=is_assumed)
+
+    def forget(self, known: Mapping[int, Any] = _NOTHING) -> None:
+        """Begins a window. known: objects that others can reach, too."""
+        self._found, self.known = None, known
+
+
+class ProgramState:
+    """What a program's own code can reach while micro-batches take turns, and blocks alone cannot.
+
+    functions: of the losses; hooks: of modules
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[BlockState, nn.Module]],
+        code: Iterable[Any],
+        proof: Proof,
+    ) -> None:
+        self._proof = proof
+        self.early: set[str] = set()  # What the first micro-batch has changed before all others.
+        modules = {id(module): module for module in model.modules()}
+        of_blocks = {id(module): module for _, block in blocks for module in block.modules()}
+        outside = [(name, m) for name, m in model.named_modules() if id(m) not in of_blocks]
+        within: list[dict[int, tuple[str, Any]]] = []
+        for state, block in blocks:
+            own = {id(module) for module in block.modules()}
+            others = {key: m for key, m in modules.items() if key not in own}
+            within.append(Reachable(state._roots, others).seen)
+            state.forget(others)
+        counts = Counter(key for seen in within for key in seen)
+        shared = [found for seen in within for key, found in seen.items() if counts[key] > 1]
+        self._roots = [
+            *outside, *shared, *((type(m).__name__, type(m)) for m in of_blocks.values()),
+            *((_label(found), found) for found in code),
+        ]  # fmt: skip
+        self._known = {key: m for key, m in of_blocks.items() if counts[key] < 2}
+        self._found = Reachable(self._roots, self._known, is_block=False)
+        for state, _ in blocks:
+            state.forget({**state.known, **self._found.seen})
+
+    def changed(self) -> list[str]:
+        """Returns the names of what has changed since the last call."""
+        cells = self._found.changed(self._proof)
+        if cells:
+            self._found = Reachable(self._roots, self._known, is_block=False)
+        return [cell.what() for cell in cells]
+
+    def of_threads(self) -> list[str]:
+        """Returns the names of what has another value in this thread."""
+        cells = (cell for cell in self._found.cells if isinstance(cell.owner, threading.local))
+        return [cell.what() for cell in cells if cell.is_changed(self._proof)]
+
+
+def _label(value: Any) -> str:
+    return str(getattr(value, "__qualname__", type(value).__name__))
+
+
+@contextmanager
+def again(changed: list[Changeable]) -> Iterator[None]:
+    """Begins a repeated forward with the state before the first one, and puts the present state
+    back behind it. The repeated forward gets tensors of its own, which its graph may save."""
+    kept = [_read(cell.owner) for cell in changed]
+    for cell in changed:
+        if isinstance(cell.owner, _ARRAYS):
+            clone = cell.before[1] if isinstance(cell.owner, torch.Tensor) else cell.before
+            new = clone.clone() if isinstance(clone, torch.Tensor) else clone.copy()
+            for container, key in cell.places:
+                container[key] = new
+        else:
+            _put(cell.owner, cell.before)
+    try:
+        yield
+    finally:
+        for cell, now in zip(changed, kept, strict=True):
+            if isinstance(cell.owner, _ARRAYS):
+                for container, key in cell.places:
+                    container[key] = cell.owner
+            else:
+                _put(cell.owner, now)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _data_of(cls: type) -> dict[str, Any]:
+    """Returns what a class keeps, without its methods."""
+    return {
+        key: value
+        for key, value in vars(cls).items()
+        if not (key.startswith("__") or callable(value) or hasattr(value, "__get__"))
+    }
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """NaN is unequal to itself. A tensor of no dimension is not viewed as other elements."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _read(owner: Any) -> Any:
+    """Returns a copy of what an object holds, or the state of a generator."""
+    if isinstance(owner, _Names):
+        return {name: owner.table[name] for name in owner.names if name in owner.table}
+    if isinstance(owner, type):
+        return _data_of(owner)
+    if isinstance(owner, types.CellType):
+        try:
+            return {"": owner.cell_contents}
+        except ValueError:  # Nothing yet.
+            return {}
+    if isinstance(owner, threading.local):
+        return dict(vars(owner))
+    if isinstance(owner, numpy.random.Generator):
+        return owner.bit_generator.state
+    if isinstance(owner, random.Random):
+        return owner.getstate()
+    if isinstance(owner, (torch.Generator, numpy.random.RandomState)):
+        return owner.get_state()
+    if isinstance(owner, dict):
+        return dict(owner)
+    return owner if isinstance(owner, torch.Tensor) else copy.copy(owner)
+
+
+def _put(owner: Any, value: Any) -> None:
+    """Makes an object hold what `_read` has returned."""
+    if isinstance(owner, dict):
+        for key in [key for key in owner if key not in value]:
+            del owner[key]
+        for key, found in value.items():
+            if owner.get(key, _ABSENT) is not found:
+                owner[key] = found
+    elif isinstance(owner, list):
+        owner[:] = value
+    elif isinstance(owner, numpy.random.Generator):
+        owner.bit_generator.state = value
+    elif isinstance(owner, random.Random):
+        owner.setstate(value)
+    elif isinstance(owner, (torch.Generator, numpy.random.RandomState)):
+        owner.set_state(value)
+    else:
+        owner.clear()
+        (owner.update if isinstance(owner, set) else owner.extend)(value)
+
+
+def is_alike(now: Any, before: Any) -> bool:
+    """Whether a container and its copy hold the same objects, or two states are equal. Tensors in
+    containers are compared by identity."""
+    try:
+        return now is before or bool(now == before)
+    except (RuntimeError, ValueError):  # Arrays have no truth.
+        pass
+    if isinstance(now, _ARRAYS):
+        return now.shape == before.shape and bool((now == before).all())
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(is_alike(now[key], before[key]) for key in now)
+    return len(now) == len(before) and all(map(is_alike, now, before))
