@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.config.hub import in_hub_cache, model_name
 from infinity.errors import ConfigError
 from infinity.tools.cli.options import Quiet, with_options
 
@@ -81,6 +80,8 @@ class NewOptions:
         """The file to write; None: standard output."""
         if self.out == Path("-"):
             return None
+        from infinity.config.hub import model_name
+
         return self.out or Path(f"{model_name(self.directory)}.toml")
 
     @property
@@ -98,6 +99,8 @@ def new(asked: NewOptions) -> None:
     Memory, device and drives are measured in a few seconds; nothing is trained. The file has a
     comment for what was decided. An existing file is never overwritten.
     """
+    from infinity.config.hub import in_hub_cache  # Slow to import.
+
     write_new(replace(asked, directory=in_hub_cache(asked.directory)))
 
 
@@ -186,6 +189,7 @@ def _write_new(file: Path, text: str) -> None:
 
 
 def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
+    from infinity.config.hub import model_name
     from infinity.tools.plan.draft import Wish
 
     place = (asked.file or Path("x.toml")).resolve().parent
@@ -254,6 +258,7 @@ def _decide(
 
 def _text(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> str:
     from infinity.config import render
+    from infinity.config.hub import model_name
     from infinity.tools.plan.draft import describe_machine
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()

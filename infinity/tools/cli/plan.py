@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.config.hub import in_hub_cache
 from infinity.errors import ConfigError
 from infinity.plan.shipped import (
     refuse_model_as_file,
@@ -112,11 +111,14 @@ def plan(asked: PlanOptions) -> None:
     machine is this one, measured in some ten seconds, or one described in a file. Nothing is
     trained and nothing stays on the drives.
     """
-    if asked.model is not None:
-        asked = replace(asked, model=str(in_hub_cache(Path(asked.model))))
     if asked.show:
         _list(as_json=asked.as_json)
-    elif asked.table:
+        return
+    if asked.model is not None:
+        from infinity.config.hub import in_hub_cache  # Slow to import.
+
+        asked = replace(asked, model=str(in_hub_cache(Path(asked.model))))
+    if asked.table:
         _print_table(asked)
     elif asked.full:
         raise ConfigError("--full is for --table; a plan without --lora is one of all weights")
