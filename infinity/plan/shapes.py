@@ -274,7 +274,8 @@ def _attention_width(config: Any) -> int:
     if getattr(config, "kv_lora_rank", None):
         latent = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
         return heads * int(latent)
-    width = getattr(config, "head_dim", None)
+    # An attribute that differs by layer (Gemma 4) cannot be asked of the configuration itself.
+    width = config.to_dict().get("head_dim")
     return 2 * heads * (width if isinstance(width, int) else int(config.hidden_size) // heads)
 
 
