@@ -3,6 +3,8 @@ plain PyTorch."""
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.modules.autograd.threads import is_backward_elsewhere
 from tests.support.offloading import offloaded, swap_config
 
 WIDTH = 96
@@ -206,3 +209,18 @@ def test_an_interrupted_forward_leaves_the_model_to_other_threads(swap_directory
         optimizer = infinity.AdamW(model)
         model(batch(0)).sum().backward()
         optimizer.step()
+
+
+def test_no_garbage_is_collected_while_stacks_of_threads_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CPython 3.11 holds a lock in that call that its collector takes, too."""
+    plain, collected = sys._current_frames, []
+
+    def current_frames() -> Any:
+        collected.append(gc.isenabled())
+        return plain()
+
+    monkeypatch.setattr(sys, "_current_frames", current_frames)
+    assert gc.isenabled() and not is_backward_elsewhere([0])
+    assert collected == [False] and gc.isenabled()
