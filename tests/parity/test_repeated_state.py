@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -458,12 +459,56 @@ def test_compiled_code_runs_in_parts(swap_directory: Path) -> None:
         torch.testing.assert_close(found[name], parameter.grad)
 
 
+class Program:
+    """A loop as a class, whose loss counts, keeps values for its end, and logs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.count, self.scale, self.seen = model, 0, torch.ones(()), list[float]()
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.count += len(x)
+        self.scale = x.mean()
+        loss = square(self.model, x) * self.scale * self.count
+        self.seen.append(loss.item())
+        return loss
+
+
+def test_what_a_loss_keeps_in_an_object_is_that_of_its_micro_batch(swap_directory: Path) -> None:
+    torch.manual_seed(0)
+    plain = Program(Model(Block))
+    for x in batches(0):
+        plain.loss(x).backward()
+    torch.manual_seed(0)
+    with offloaded(Model(Block), swap_config(swap_directory)) as model:
+        mine = Program(model)
+        infinity.forward_backward(model, lambda x: mine.loss(x), batches(0))
+        found = OffloadedSide(model).gradients()
+    assert mine.count == plain.count and mine.seen == plain.seen
+    assert torch.equal(mine.scale, plain.scale)
+    for name, parameter in plain.model.named_parameters():
+        assert torch.equal(found[name], parameter.grad), name
+
+
 # -- What is refused -------------------------------------------------------------------------------
 
 
 def refused(model: nn.Module, swap: Path, words: str, loss_of: Loss = square) -> None:
     with offloaded(model, swap_config(swap)), pytest.raises(UnsupportedError, match=words):
         infinity.forward_backward(model, lambda x: loss_of(model, x), batches(0))
+
+
+def test_a_count_that_a_loss_changes_before_and_behind_its_blocks_is_refused(
+    swap_directory: Path,
+) -> None:
+    table = SimpleNamespace(count=0)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        table.count += 1
+        y = square(model, x)
+        table.count += 1
+        return y
+
+    refused(Model(Block), swap_directory, "count changes in the course", loss)
 
 
 OUTSIDE = itertools.count(1)  # Nobody sees that it changes.
@@ -681,9 +726,18 @@ class Weighs(Model):
         return super().forward(x) * TABLE["weight"]
 
 
+class WeighsItself(Block):
+    def change(self, y: Tensor) -> Tensor:
+        return y * TABLE["weight"]
+
+
 def with_a_global(model: nn.Module, x: Tensor) -> Tensor:
     TABLE["weight"] = float(x[0, 0])
     return square(model, x)
+
+
+def test_a_global_that_no_block_reads_is_that_of_its_micro_batch(swap_directory: Path) -> None:
+    check(lambda: Weighs(Block), swap_directory, with_a_global)
 
 
 def with_a_thread(model: nn.Module, x: Tensor) -> Tensor:
@@ -751,7 +805,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     },
     "a stack of the model": (Stacks, square, "skips changes in a micro-batch"),
     "an average outside of blocks": (lambda: Averages(Block), square, "average is read"),
-    "a global of the loss": (lambda: Weighs(Block), with_a_global, r"TABLE\.weight changes in"),
+    "a global of the loss": (lambda: Model(WeighsItself), with_a_global, r"TABLE\.weight changes in"),
     "a thread of the loss": (lambda: Model(Block), with_a_thread, r"LOCAL\.calls changes in the thre"),
     "a count of a backward": (counted_by_a_hook, square, "calls changes in a backward"),
     "statistics of a checkpoint": (

@@ -219,18 +219,19 @@ class LayerMajorSchedule:
         The plain order has them, too, if the first micro-batch makes them before any other begins
         (`is_first`), and those that each makes behind its last block, in their order.
         """
-        names = self._program.changed()
         if fiber.at is _THROUGH:
-            _refuse(names, "in a block, and is not of this block alone")
+            _refuse(self._program.changed(), "in a block, and is not of this block alone")
         elif fiber.at is None:
-            _refuse(
-                [name for name in names if name in self._program.early],
-                "in the course of micro-batches",
-            )
-        elif is_first:
+            _refuse(self._program.written_again(), "in the course of micro-batches")
+        elif self._proof.is_alone:
+            self._program.changed()
+        elif fiber.called:
+            _refuse(self._program.changed(), "in a micro-batch, before the one before it has ended")
+        else:
+            names = self._program.own(fiber.number)
+            if not is_first:
+                _refuse(names, "in a micro-batch, before the one before it has ended")
             self._program.early.update(names)
-        elif not self._proof.is_alone:
-            _refuse(names, "in a micro-batch, before the one before it has ended")
 
     def _checked(self, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
@@ -360,6 +361,7 @@ class LayerMajorSchedule:
     def _run_on(self, fiber: MicroBatch, losses: dict[int, torch.Tensor]) -> None:
         is_first = fiber is self._fibers[0] and not fiber.called
         with self._random_of(fiber):
+            self._program.enter(fiber.number)
             self._resume(fiber)
             self._look_at_changes(fiber, is_first)
             at, loss = fiber.at, fiber.loss

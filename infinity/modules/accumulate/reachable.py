@@ -45,6 +45,7 @@ _CODE = (
 )  # fmt: skip
 _ABSENT = object()
 _NOTHING: Mapping[int, Any] = {}
+_Place = tuple[int, Any]
 
 
 class Changeable(NamedTuple):
@@ -73,12 +74,21 @@ class Changeable(NamedTuple):
         proof.written.add(self.label)
         return True
 
+    def changed_keys(self) -> list[Any]:
+        """Returns the keys of a table that hold something else now."""
+        if not isinstance(self.before, dict):
+            return []
+        now = _read(self.owner)
+        return [
+            key
+            for key in {**self.before, **now}
+            if not is_alike(now.get(key, _ABSENT), self.before.get(key, _ABSENT))
+        ]
+
     def what(self) -> str:
         """Returns the name of what has changed."""
-        now = _read(self.owner) if isinstance(self.before, dict) else {}
-        for key in (*self.before, *now) if now else ():
-            if not is_alike(now.get(key, _ABSENT), self.before.get(key, _ABSENT)):
-                return f"{self.label}.{key}".strip(".")
+        for key in self.changed_keys():
+            return f"{self.label}.{key}".strip(".")
         return self.label or "a generator"
 
 
@@ -134,7 +144,9 @@ class Reachable:
             yield from ((f"{label}[{key!r:.40}]", element, (value, key)) for key, element in pairs)
         elif isinstance(value, _CODE):
             yield from () if self._is_block else self._enter_code(label, value)
-        elif isinstance(value, (*_ARRAYS, *_GENERATORS, threading.local)):
+        elif isinstance(value, (*_ARRAYS, *_GENERATORS)) or (
+            isinstance(value, threading.local) and (kind is threading.local or is_own(kind))
+        ):
             if not isinstance(value, (random.SystemRandom, Handle, nn.Parameter)):
                 self._note(label, value)
         elif kind is types.SimpleNamespace or is_own(kind):
@@ -228,7 +240,10 @@ class BlockState:
 class ProgramState:
     """What a program's own code can reach while micro-batches take turns, and blocks alone cannot.
 
-    functions: of the losses; hooks: of modules
+    A number or a tensor that a loss puts into an attribute or a variable before its first block
+    (`self.tokens += n`) belongs to its micro-batch: the loss finds it again behind its last block,
+    whatever others have put there, and the next micro-batch goes on with it. That is the plain
+    order, unless code of blocks may read it, or a loss writes it again later.
     """
 
     def __init__(
@@ -251,21 +266,76 @@ class ProgramState:
             state.forget(others)
         counts = Counter(key for seen in within for key in seen)
         shared = [found for seen in within for key, found in seen.items() if counts[key] > 1]
+        kinds = [(type(m).__name__, type(m)) for m in of_blocks.values()]
         self._roots = [
-            *outside, *shared, *((type(m).__name__, type(m)) for m in of_blocks.values()),
-            *((_label(found), found) for found in code),
+            *outside, *shared, *kinds, *((_label(found), found) for found in code),
         ]  # fmt: skip
         self._known = {key: m for key, m in of_blocks.items() if counts[key] < 2}
+        self._of_blocks = Reachable([*shared, *kinds], self._known, is_block=False).seen
+        # By micro-batch: what it finds in these places. Places are tables and their keys.
+        self._views: dict[int, dict[_Place, tuple[Any, Any]]] = {}
+        self._writers: dict[_Place, set[int]] = {}
         self._found = Reachable(self._roots, self._known, is_block=False)
         for state, _ in blocks:
             state.forget({**state.known, **self._found.seen})
 
+    def enter(self, number: int) -> None:
+        """Shows a micro-batch its own values."""
+        cells = {id(cell.owner): cell for cell in self._found.cells} if self._writers else {}
+        for (owner_id, key), (owner, value) in self._views.setdefault(number, {}).items():
+            _put_key(owner, key, value)
+            if owner_id in cells:
+                _put_key(cells[owner_id].before, key, value)
+
+    def own(self, number: int) -> list[str]:
+        """Gives a micro-batch what it has written before its first block. Returns the names of what
+        cannot be its own."""
+        names = []
+        for cell in self._take_changed():
+            if not self._may_be_own(cell):
+                names.append(cell.what())
+                continue
+            now = _read(cell.owner)
+            for key in cell.changed_keys():
+                place = id(cell.owner), key
+                writers = self._writers.setdefault(place, set())
+                if number in writers and len(writers) > 1:
+                    names.append(cell.what())
+                writers.add(number)
+                for view in self._views.values():
+                    view.setdefault(place, (cell.owner, cell.before.get(key, _ABSENT)))
+                self._views[number][place] = cell.owner, now.get(key, _ABSENT)
+        return names
+
+    def written_again(self) -> list[str]:
+        """Returns the names of what has changed since the last call and is of a micro-batch, or was
+        changed by the first one before all others."""
+        return [
+            cell.what()
+            for cell in self._take_changed()
+            if cell.what() in self.early
+            or any((id(cell.owner), key) in self._writers for key in cell.changed_keys())
+        ]
+
     def changed(self) -> list[str]:
         """Returns the names of what has changed since the last call."""
+        return [cell.what() for cell in self._take_changed()]
+
+    def _take_changed(self) -> list[Changeable]:
         cells = self._found.changed(self._proof)
-        if cells:
-            self._found = Reachable(self._roots, self._known, is_block=False)
-        return [cell.what() for cell in cells]
+        if not cells:
+            return []
+        found = Reachable(self._roots, self._known, is_block=False)
+        self._found = found
+        return cells
+
+    def _may_be_own(self, cell: Changeable) -> bool:
+        """Whether plain values of a table have changed that no code of blocks can reach."""
+        if not isinstance(cell.owner, (dict, types.CellType)) or id(cell.owner) in self._of_blocks:
+            return False
+        now = _read(cell.owner)
+        values = [table.get(key) for table in (cell.before, now) for key in cell.changed_keys()]
+        return all(type(value) in _PLAIN or isinstance(value, torch.Tensor) for value in values)
 
     def of_threads(self) -> list[str]:
         """Returns the names of what has another value in this thread."""
@@ -369,6 +439,16 @@ def _put(owner: Any, value: Any) -> None:
     else:
         owner.clear()
         (owner.update if isinstance(owner, set) else owner.extend)(value)
+
+
+def _put_key(owner: Any, key: Any, value: Any) -> None:
+    """Puts a value that was read from a table back into it."""
+    if isinstance(owner, types.CellType):
+        owner.cell_contents = value
+    elif value is _ABSENT:
+        owner.pop(key, None)
+    else:
+        owner[key] = value
 
 
 def is_alike(now: Any, before: Any) -> bool:
