@@ -29,7 +29,7 @@ OF_A_RANK = replace(OF_RANKS, stage=1, updates="auto", steps=2)
 # By the function that calls: sums and products of ranks' gradients, of a device's, and copies of
 # early updates.
 WANTED = {
-    "_part_of_mean", "_combine", "put", "_give", "_end_oldest", "begin", "publish", "keep",
+    "_part_of_mean", "_combine", "put", "_give", "_end_oldest", "bring_home",
 }  # fmt: skip
 
 

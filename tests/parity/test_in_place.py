@@ -95,7 +95,7 @@ def test_a_unit_whose_decoding_had_no_memory_is_decoded_in_its_next_use(
 
     def failing(*arguments: Any, **names: Any) -> Any:
         calls.append(None)
-        if len(calls) == number:
+        if len(calls) in (number, number + 1):  # A fetch is tried once more without idle units.
             raise torch.OutOfMemoryError("simulated")
         return run(*arguments, **names)
 
@@ -104,7 +104,7 @@ def test_a_unit_whose_decoding_had_no_memory_is_decoded_in_its_next_use(
         with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
             loss_of(model, batches(0, 1)[0])
         seen = train(model, infinity.AdamW(model, lr=1e-2))
-    assert len(calls) > number
+    assert len(calls) > number + 1
     assert_same(base.expected, seen, is_ordered=False)
 
 

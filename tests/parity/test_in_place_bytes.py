@@ -173,7 +173,7 @@ def test_memory_saves_the_reads_of_what_it_keeps(num_blocks: int, tmp_path: Path
     settings = config_of(tmp_path, tiers={"host": {"capacity": num_blocks * base.nbytes // 16}})
     with over(base, settings, adapted) as (model, engine):
         unit_nbytes = max(unit.stored.nbytes for unit in engine.store.units if unit.stored)
-        kept_nbytes = engine.weight_cache._window_nbytes
+        kept_nbytes = engine.weight_cache._ahead._window_nbytes
         assert kept_nbytes >= (num_blocks - 5) * unit_nbytes
         ids = torch.arange(8).view(1, -1)
         for _ in range(3):
@@ -205,7 +205,7 @@ def test_every_step_over_tiled_experts_reads_the_base_twice_less_what_is_kept(
             for _ in range(3):
                 infinity.forward_backward(model, partial(loss_of, model), [ids] * num_micro_batches)
                 counts.append(start.since()["shards"])
-            kept_nbytes = engine.weight_cache._window_nbytes
+            kept_nbytes = engine.weight_cache._ahead._window_nbytes
             by_kernel = start.since()["kernel_read"]
         if by_kernel:  # A file system in memory has no drive.
             assert by_kernel == pytest.approx(counts[-1], rel=0.01)

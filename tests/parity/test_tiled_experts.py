@@ -55,7 +55,8 @@ def cut(model: nn.Module, num_experts: int = 1) -> nn.Module:
     tiling = Tiling(model, lambda parameter: parameter.element_size())
     experts = [each for each in tiling._candidates if each.alignment == 1]
     tiling._candidates = experts
-    tiling.cut(experts[0].row_nbytes(lambda parameter: parameter.element_size()) * num_experts)
+    rows = experts[0].rows(lambda parameter: parameter.element_size())
+    tiling.cut(rows.row_nbytes * num_experts)
     return model
 
 

@@ -436,5 +436,7 @@ def test_a_directory_that_needs_its_own_code_is_refused_without_a_question(tmp_p
     file = tmp_path / "base" / "config.json"
     own = {"model_type": "nobodys", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
     file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
-    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json cannot be used"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path: .*config\.json: .*'nobodys'.*has code of its own"
+    ):
         run(table)

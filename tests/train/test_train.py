@@ -420,7 +420,11 @@ def quantized(table: dict[str, Any], tmp_path: Path) -> None:
         (change(model__config=MODEL | {"n_layers": 3}), ConfigError, "did you mean 'n_layer'"),
         (change(model__config={"model_type": "gpt3"}), ConfigError, "did you mean 'gpt"),
         (change(model__config=MODEL | {"n_layer": "two"}), ConfigError, "n_layer"),
-        (change(model__config={"model_type": "clip"}), ConfigError, "no causal language model"),
+        (
+            change(model__config={"model_type": "clip"}),
+            ConfigError,
+            "no class that generates text for 'clip'",
+        ),
         (change(data__sequence_length=65), ConfigError, "exceeds the model's 64 positions"),
         (
             change(train__sample={"prompt": "x", "new_tokens": 64}),
