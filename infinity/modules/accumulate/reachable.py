@@ -20,7 +20,7 @@ import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -271,7 +271,7 @@ class ProgramState:
             *outside, *shared, *kinds, *((_label(found), found) for found in code),
         ]  # fmt: skip
         self._known = {key: m for key, m in of_blocks.items() if counts[key] < 2}
-        self._of_blocks = Reachable([*shared, *kinds], self._known, is_block=False).seen
+        self._block_roots = [*shared, *kinds]
         # By micro-batch: what it finds in these places. Places are tables and their keys.
         self._views: dict[int, dict[_Place, tuple[Any, Any]]] = {}
         self._writers: dict[_Place, set[int]] = {}
@@ -292,11 +292,11 @@ class ProgramState:
         cannot be its own."""
         names = []
         for cell in self._take_changed():
-            if not self._may_be_own(cell):
+            values = self._plain_changes(cell)
+            if values is None:
                 names.append(cell.what())
                 continue
-            now = _read(cell.owner)
-            for key in cell.changed_keys():
+            for key, value in values.items():
                 place = id(cell.owner), key
                 writers = self._writers.setdefault(place, set())
                 if number in writers and len(writers) > 1:
@@ -304,7 +304,7 @@ class ProgramState:
                 writers.add(number)
                 for view in self._views.values():
                     view.setdefault(place, (cell.owner, cell.before.get(key, _ABSENT)))
-                self._views[number][place] = cell.owner, now.get(key, _ABSENT)
+                self._views[number][place] = cell.owner, value
         return names
 
     def written_again(self) -> list[str]:
@@ -323,19 +323,28 @@ class ProgramState:
 
     def _take_changed(self) -> list[Changeable]:
         cells = self._found.changed(self._proof)
-        if not cells:
-            return []
-        found = Reachable(self._roots, self._known, is_block=False)
-        self._found = found
+        if cells:
+            self._found = Reachable(self._roots, self._known, is_block=False)
         return cells
 
-    def _may_be_own(self, cell: Changeable) -> bool:
-        """Whether plain values of a table have changed that no code of blocks can reach."""
+    @cached_property
+    def _of_blocks(self) -> Mapping[int, Any]:
+        """What code of blocks can reach. Most windows do not ask."""
+        return Reachable(self._block_roots, self._known, is_block=False).seen
+
+    def _plain_changes(self, cell: Changeable) -> dict[Any, Any] | None:
+        """Returns the new values of a table's changed keys; None if it is no table, has changed
+        other than by plain values, or can be reached by code of blocks."""
         if not isinstance(cell.owner, (dict, types.CellType)) or id(cell.owner) in self._of_blocks:
-            return False
+            return None
         now = _read(cell.owner)
-        values = [table.get(key) for table in (cell.before, now) for key in cell.changed_keys()]
-        return all(type(value) in _PLAIN or isinstance(value, torch.Tensor) for value in values)
+        found = {key: now.get(key, _ABSENT) for key in cell.changed_keys()}
+        is_plain = all(
+            value is _ABSENT or type(value) in _PLAIN or isinstance(value, torch.Tensor)
+            for key, new in found.items()
+            for value in (new, cell.before.get(key, _ABSENT))
+        )
+        return found if is_plain else None
 
     def of_threads(self) -> list[str]:
         """Returns the names of what has another value in this thread."""
