@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_THP_DISABLE = 41  # <linux/prctl.h>
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
 
 
 def resident_nbytes() -> int:
@@ -18,6 +19,13 @@ def use_small_pages() -> None:
     """From here on this process gets no huge page. Where the kernel gives them unasked, a page that is
     touched may count as two MiB."""
     assert ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+
+
+def return_large_blocks() -> None:
+    """Call this before the first large block: every block of a MiB and more then has a mapping of its
+    own, which free() returns. In the heap of glibc, gaps between blocks would count as growth, in
+    each run others."""
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20) == 1
 
 
 def growth_nbytes(work: Callable[[], object]) -> int:
