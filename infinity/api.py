@@ -37,7 +37,7 @@ from infinity.optimizers.algorithms import SGD, Adam, AdamW, Lion
 from infinity.state.stored import StoredTensor
 from infinity.storage.shards import ShardIdentity
 from infinity.storage.volume import Adopted
-from infinity.tiers.open_device import OwnDevice
+from infinity.tiers.device import DeviceAdapter
 
 __all__ = [
     "SGD",
@@ -67,7 +67,7 @@ def offload(
     seed: int = 0,
     ignore: Sequence[str] = (),
     units: UnitRule = "auto",
-    device: OwnDevice | None = None,
+    device: DeviceAdapter | None = None,
     resume: str | os.PathLike[str] | None = None,
     group: Any = None,
     model_parallel_group: Any = None,

@@ -68,7 +68,8 @@ from infinity.streaming.updates.updater import Updater
 from infinity.streaming.weights.cache import WeightCache
 from infinity.streaming.weights.space import WeightMemory
 from infinity.streaming.weights.state import WeightProvider
-from infinity.tiers.open_device import ChosenDevice, OwnDevice, choose_device
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.open_device import ChosenDevice, choose_device
 from infinity.tiers.pool import HostPool
 from infinity.tiers.spare import Giver
 
@@ -84,7 +85,7 @@ def build(
     weights: LoadPlan | None,
     seed: int,
     units: UnitRule,
-    device: OwnDevice | None,
+    device: DeviceAdapter | None,
     group: Any = None,
     model_parallel_group: Any = None,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None = None,

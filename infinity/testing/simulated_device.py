@@ -40,12 +40,10 @@ import torch
 from typing_extensions import override
 
 from infinity.observe import Counters
-from infinity.tiers.device import Copy, Region, ResizedRegion, all_of, tensor_over
+from infinity.tiers.device import POISON_BYTE, Copy, Region, ResizedRegion
 from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.stream_runtime import Event, Stream, Streams
 from infinity.tiers.streams import StreamDevice
-
-_POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
 
 
 class UnorderedAccess(AssertionError):
@@ -173,33 +171,24 @@ class SimulatedEvent(Event):
 class SimulatedMemory(ResizedRegion):
     """Memory that always exists, so that a wrong read returns poison instead of crashing."""
 
-    def __init__(self, stream: SimulatedStream, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.is_attached = False
+    def __init__(self, stream: SimulatedStream, nbytes: int, name: str = "") -> None:
+        super().__init__(nbytes, torch.device("cpu"), name)
+        self.content.fill_(POISON_BYTE)
         self._stream = stream
-        with torch.inference_mode(False):
-            self.content = torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8)
-        self.storage = self.content.untyped_storage()
         self.last_uses: dict[str, int] = {}  # By stream: the moment of its last use.
         self.filled: tuple[str, int] | None = None  # The stream and moment of the last copy in.
 
     @override
-    def tensor(
-        self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        return tensor_over(self.storage, offset_nbytes, shape, stride, dtype)
-
-    @override
-    def take_memory(self) -> None:
-        self.is_attached = True
+    def _resize(self, nbytes: int) -> None:
+        return None
 
     @override
     def drop_memory(self) -> None:
         for name, moment in self.last_uses.items():
             self._stream.require(name, moment, "the space of a region is given to others")
         self.last_uses.clear()
-        all_of(self).fill_(_POISON_BYTE)
-        self._stream.submit(lambda: all_of(self).fill_(_POISON_BYTE))  # After late copies, too.
+        self.content.fill_(POISON_BYTE)
+        self._stream.submit(lambda: self.content.fill_(POISON_BYTE))  # After late copies, too.
         self.is_attached, self.filled = False, None
 
 
@@ -284,8 +273,8 @@ class SimulatedStreams(Streams):
                 memory.last_uses[stream.name] = stream.seen[stream.name]
 
     @override
-    def empty_region(self, stream: SimulatedStream, nbytes: int) -> ResizedRegion:
-        memory = SimulatedMemory(stream, nbytes)
+    def empty_region(self, stream: SimulatedStream, nbytes: int, name: str = "") -> ResizedRegion:
+        memory = SimulatedMemory(stream, nbytes, name)
         if nbytes:
             self._regions[memory.storage.data_ptr()] = memory
         return memory
@@ -426,6 +415,7 @@ class SimulatedDevice(StreamDevice):
         self.attached_nbytes = 0
         self.attached_high_water_nbytes = 0
 
+    @override
     def open(self, host: HostBlocks, counters: Counters) -> None:
         """Receives the arena and the counters. Freeing a block that is being copied fails then."""
         super().__init__("simulated", host, counters, self.streams)
@@ -451,9 +441,8 @@ class SimulatedDevice(StreamDevice):
 
     @override
     def end_use(self, region: Region, *, is_last: bool = True) -> None:
-        memory = getattr(region, "memory", None)
-        if isinstance(memory, SimulatedMemory):
-            memory.last_uses[self.streams.current().name] = self.streams.tick()
+        if isinstance(region, SimulatedMemory):
+            region.last_uses[self.streams.current().name] = self.streams.tick()
         super().end_use(region, is_last=is_last)
 
     @override

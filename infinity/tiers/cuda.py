@@ -37,11 +37,11 @@ _PRIORITY = -1  # Of the streams of transfers; those that compute have 0.
 class StreamMemoryRegion(ResizedRegion):
     """A region whose memory comes from the allocator's pool of one stream."""
 
-    def __init__(self, module: Any, stream: Any, nbytes: int) -> None:
+    def __init__(self, module: Any, stream: Any, nbytes: int, name: str = "") -> None:
         self._module = module
         self._stream = stream
         with _on_stream(module, stream):
-            super().__init__(nbytes, stream.device)
+            super().__init__(nbytes, stream.device, name)
 
     def _resize(self, nbytes: int) -> None:
         with _on_stream(self._module, self._stream):
@@ -105,8 +105,8 @@ class AcceleratorStreams(Streams):
             work()
 
     @override
-    def empty_region(self, stream: Any, nbytes: int) -> ResizedRegion:
-        return StreamMemoryRegion(self._module, stream, nbytes)
+    def empty_region(self, stream: Any, nbytes: int, name: str = "") -> ResizedRegion:
+        return StreamMemoryRegion(self._module, stream, nbytes, name)
 
     @override
     def begin_thread(self) -> None:

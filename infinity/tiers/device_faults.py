@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -50,23 +50,17 @@ class DeviceFaults:
         return DeviceError(message, released)
 
 
-class _Reporter(Protocol):
-    """An object whose methods call a device."""
-
-    faults: DeviceFaults
-
-
-_Self = TypeVar("_Self", bound=_Reporter)
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
 
 
 def reporting_faults(
-    method: Callable[Concatenate[_Self, _Arguments], _Answer],
-) -> Callable[Concatenate[_Self, _Arguments], _Answer]:
-    """Makes a method raise DeviceError for an error of its device, which is the cause."""
+    method: Callable[Concatenate[Any, _Arguments], _Answer],
+) -> Callable[Concatenate[Any, _Arguments], _Answer]:
+    """Makes a method of an object with `faults` raise DeviceError for an error of its device, which
+    is the cause."""
 
-    def reporting(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:
+    def reporting(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:
         try:
             return method(self, *args, **kwargs)
         except torch.AcceleratorError as error:

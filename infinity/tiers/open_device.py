@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,19 +16,12 @@ from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
 
 
-class OwnDevice(DeviceAdapter, Protocol):
-    """A device adapter of the caller, which is given the host tier when it exists."""
-
-    def open(self, host: HostBlocks, counters: Counters) -> None:
-        """Receives the arena and the counters, before any other call."""
-
-
 @dataclass(frozen=True, slots=True)
 class ChosenDevice:
     """The device of a run, before it is opened. `own` is the adapter of the caller; `type` is
     torch's word for where the model computes."""
 
-    own: OwnDevice | None
+    own: DeviceAdapter | None
     tier: DeviceTier
     type: str
     shares_host_memory: bool
@@ -71,7 +64,7 @@ class ChosenDevice:
         return CpuDevice(host, counters)
 
 
-def choose_device(tier: DeviceTier, own: OwnDevice | None) -> ChosenDevice:
+def choose_device(tier: DeviceTier, own: DeviceAdapter | None) -> ChosenDevice:
     """Returns the device of the caller, or the configured one. Raises ConfigError as
     `device_kind`."""
     if own is not None:

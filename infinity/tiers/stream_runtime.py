@@ -63,8 +63,8 @@ class Streams(Protocol):
         """Issues on the stream all that `work` issues, which works in the memory of `used` and
         fills that of `made`."""
 
-    def empty_region(self, stream: Any, nbytes: int) -> ResizedRegion:
-        """A region that takes its memory on the stream."""
+    def empty_region(self, stream: Any, nbytes: int, name: str = "") -> ResizedRegion:
+        """A region that takes its memory on the stream. `name`: of the unit, for messages."""
 
     def begin_thread(self) -> None:
         """Makes the device that of the calling thread."""

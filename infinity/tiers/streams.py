@@ -39,56 +39,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from infinity.observe import Counters, Track
-from infinity.tiers.device import (
-    Copy,
-    Decoding,
-    DeviceAdapter,
-    Region,
-    ResidentRegion,
-    ResizedRegion,
-    all_of,
-)
+from infinity.tiers.device import Copy, Decoding, DeviceAdapter, Region, ResizedRegion
 from infinity.tiers.device_faults import DeviceFaults, reporting_faults
 from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.stream_runtime import Event, Stream, Streams, event_behind
-
-
-@dataclass(eq=False)
-class StreamRegion:
-    """A region, and the last use that each stream made of it since it was attached.
-
-    `streams`: those that use it now. `name`: of the unit, for messages.
-    """
-
-    has_block_memory = False
-
-    memory: ResizedRegion
-    name: str = ""
-    uses: dict[Stream, Event] = field(default_factory=dict)
-    streams: set[Stream] = field(default_factory=set)
-
-    @property
-    def nbytes(self) -> int:
-        """See `Region.nbytes`."""
-        return self.memory.nbytes
-
-    @property
-    def is_attached(self) -> bool:
-        """See `Region.is_attached`."""
-        return self.memory.is_attached
-
-    def tensor(
-        self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """See `Region.tensor`."""
-        return self.memory.tensor(offset_nbytes, shape, stride, dtype)
 
 
 class StreamCopy(Copy):
@@ -233,26 +194,22 @@ class StreamDevice(DeviceAdapter):
     @override
     @reporting_faults
     def reserve(self, nbytes: int, name: str = "") -> Region:
-        return StreamRegion(self.streams.empty_region(self._in, nbytes), name)
-
-    @override
-    def reserve_resident(self, memory: torch.Tensor) -> Region:
-        return ResidentRegion(memory)
+        return self.streams.empty_region(self._in, nbytes, name)
 
     @reporting_faults
     def take(self, region: Region) -> None:
         """Gives the region its memory, which is ordered on the stream of `bring`."""
-        assert isinstance(region, StreamRegion) and not region.is_attached and not region.uses
-        region.memory.take_memory()
+        assert isinstance(region, ResizedRegion) and not region.is_attached and not region.uses
+        region.take_memory()
 
     @contextmanager
     def _taking(self, region: Region) -> Iterator[ResizedRegion]:
         """Gives the region its memory for work that is issued to fill it. Where that fails, such as
         without memory for the arithmetic, the region is detached, and the next use tries again."""
         self.take(region)
-        assert isinstance(region, StreamRegion)
+        assert isinstance(region, ResizedRegion)
         try:
-            yield region.memory
+            yield region
         except BaseException:
             self.detach(region)
             raise
@@ -262,21 +219,21 @@ class StreamDevice(DeviceAdapter):
     def attach(self, region: Region, block: Block) -> Copy:
         with self._taking(region) as memory:
             on_host = self.host.tensor(block, nbytes=region.nbytes)
-            return self._issue(self._in, on_host, all_of(memory))
+            return self._issue(self._in, on_host, memory.content)
 
     @override
     @reporting_faults
     def attach_decoded(self, region: Region, block: Block, decoding: Decoding) -> Copy:
         memory = decoding.memory
         with self._taking(region), self.using_staging(memory, self._in, self.decoder) as staging:
-            self._issue(self._in, self.host.tensor(block), all_of(staging)[: block.nbytes])
+            self._issue(self._in, self.host.tensor(block), staging.content[: block.nbytes])
             return self.decode(region, staging, decoding, self._in)
 
     @override
     @reporting_faults
     def stage(self, block: Block, memory: int) -> Copy:
         with self.using_staging(memory, self._in) as staging:
-            return self._issue(self._in, self.host.tensor(block), all_of(staging)[: block.nbytes])
+            return self._issue(self._in, self.host.tensor(block), staging.content[: block.nbytes])
 
     @override
     @reporting_faults
@@ -289,12 +246,11 @@ class StreamDevice(DeviceAdapter):
     ) -> StreamCopy:
         """Issues on `decoder` the decoding of what is in `using_staging` into a region, behind the
         work that `behind` has so far."""
-        assert isinstance(region, StreamRegion)
-        stream, stored = self.decoder, all_of(staging)[: decoding.nbytes]
+        assert isinstance(region, ResizedRegion)
+        stream, stored = self.decoder, staging.content[: decoding.nbytes]
         stream.wait_event(event_behind(self.streams, behind))
-        memory = region.memory
         try:
-            self.streams.run(stream, lambda: decoding.fill(stored), used=[staging], made=memory)
+            self.streams.run(stream, lambda: decoding.fill(stored), used=[staging], made=region)
         finally:  # A part of the work may have been issued.
             self.note_use(region, stream)
         return self.watch_link(stream, None)
@@ -330,44 +286,44 @@ class StreamDevice(DeviceAdapter):
 
     @override
     def begin_use(self, region: Region) -> None:
-        if isinstance(region, StreamRegion):
+        if isinstance(region, ResizedRegion):
             region.streams.add(self.streams.current())
 
     @override
     @reporting_faults
     def end_use(self, region: Region, *, is_last: bool = True) -> None:
-        if isinstance(region, StreamRegion):
+        if isinstance(region, ResizedRegion):
             for stream in {*region.streams, self.streams.current()}:
                 self.note_use(region, stream)
             if is_last:
                 region.streams.clear()
 
     @reporting_faults
-    def note_use(self, region: StreamRegion, stream: Stream) -> None:
+    def note_use(self, region: ResizedRegion, stream: Stream) -> None:
         """Records that the work issued so far is the stream's last use of the region for now."""
         region.uses[stream] = event_behind(self.streams, stream)
 
     @override
     @reporting_faults
     def bring_back(self, region: Region, block: Block) -> Copy:
-        assert isinstance(region, StreamRegion) and region.is_attached
+        assert isinstance(region, ResizedRegion) and region.is_attached
         self.end_use(region)
         for event in region.uses.values():
             self._out.wait_event(event)
         on_host = self.host.tensor(block, nbytes=region.nbytes)
-        copy = self._issue(self._out, on_host, all_of(region.memory))
+        copy = self._issue(self._out, on_host, region.content)
         self.note_use(region, self._out)
         return copy
 
     @override
     @reporting_faults
     def detach(self, region: Region) -> None:
-        assert isinstance(region, StreamRegion) and region.is_attached
+        assert isinstance(region, ResizedRegion) and region.is_attached
         for event in region.uses.values():
             # INV-2: copies in wait for the last uses of this memory.
             self._in.wait_event(event)
         region.uses.clear()
-        region.memory.drop_memory()
+        region.drop_memory()
         if region.name:
             self.faults.note_released(region.name)
 
@@ -376,7 +332,7 @@ class StreamDevice(DeviceAdapter):
     @override
     @reporting_faults
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+        return super().allocate(nbytes)
 
     @override
     @reporting_faults

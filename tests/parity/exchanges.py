@@ -13,10 +13,10 @@ from infinity.distributed.collective.exchange import Buffers, DeviceExchange, Pl
 from infinity.observe import Counters
 from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena
-from infinity.tiers.device import Decoding, all_of
+from infinity.tiers.device import Decoding, ResizedRegion
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.stream_runtime import Event
-from infinity.tiers.streams import StreamDevice, StreamRegion
+from infinity.tiers.streams import StreamDevice
 from tests.support.loopback import Loopback
 
 WHOLE_NBYTES = 40_000
@@ -143,8 +143,8 @@ def run(
             departure.wait()
             host.free(block)
             arrival.order()
-            assert isinstance(region, StreamRegion)
-            found = all_of(region.memory).clone()
+            assert isinstance(region, ResizedRegion)
+            found = region.content.clone()
             device.end_use(region)
             device.detach(region)
             assert torch.equal(found.cpu(), whole), "weights came otherwise"
@@ -186,11 +186,11 @@ def _decode_later(
     """Stored bytes come while the unit before has the only region: from all ranks, the second
     ones from this rank's host."""
     region = device.reserve(WHOLE_NBYTES)
-    assert isinstance(region, StreamRegion)
+    assert isinstance(region, ResizedRegion)
     device.prepare_decoding(WHOLE_NBYTES, 2)
 
     def decode(stored: torch.Tensor) -> None:
-        all_of(region.memory).copy_(stored.bitwise_not())
+        region.content.copy_(stored.bitwise_not())
 
     for number, whole in enumerate(units):
         mine = whole if number == 1 else part_of(whole, rank, stretches)
@@ -207,7 +207,7 @@ def _decode_later(
             device.detach(region)
         decoding = Decoding(WHOLE_NBYTES, number % 2, decode)
         device.attach_staged(region, decoding).order()
-        found = all_of(region.memory).bitwise_not()
+        found = region.content.bitwise_not()
         departure.wait()
         host.free(block)
         assert torch.equal(found.cpu(), whole), "weights were decoded otherwise"

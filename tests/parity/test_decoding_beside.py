@@ -24,7 +24,7 @@ from infinity.testing.simulated_device import (
     SimulatedStreams,
     UnorderedAccess,
 )
-from infinity.tiers.device import Decoding, all_of
+from infinity.tiers.device import Decoding
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamDevice, _Staging
 from tests.support.bits import assert_same
@@ -86,7 +86,7 @@ def opened(device: SimulatedDevice) -> Iterator[Callable[..., Any]]:
 
             def fill(stored: torch.Tensor) -> None:
                 before()
-                all_of(region.memory).copy_(stored)
+                region.content.copy_(stored)
 
             decoding = Decoding(PAGE_NBYTES, number % 2, fill)
             return region, device.attach_decoded(region, block, decoding)
@@ -110,7 +110,7 @@ def test_stored_bytes_of_the_next_unit_come_while_one_is_decoded() -> None:
         device.streams.transfer[0].submit(copied.set)
         for number, region, copy in found:
             copy.order()
-            assert all_of(region.memory).eq(number).all()
+            assert region.content.eq(number).all()
 
 
 @pytest.mark.parametrize("is_noted", [True, False])

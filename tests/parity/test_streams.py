@@ -38,9 +38,9 @@ from infinity.streaming.weights.read_ahead import ReadAhead
 from infinity.streaming.weights.state import WeightProvider, WeightState
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import CudaDevice, pin, unpin
-from infinity.tiers.device import FINISHED
+from infinity.tiers.device import FINISHED, ResizedRegion
 from infinity.tiers.host import HostBlocks
-from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
+from infinity.tiers.streams import StreamCopy, StreamDevice
 from tests.support.models import Mlp
 from tests.support.offloading import offloaded, swap_config
 
@@ -108,14 +108,14 @@ def no_wait(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def detach_at_once(device: StreamDevice, region: StreamRegion) -> None:
+def detach_at_once(device: StreamDevice, region: ResizedRegion) -> None:
     region.uses.clear()
-    region.memory.drop_memory()
+    region.drop_memory()
 
 
 def end_use_before(device: StreamDevice, region: Any) -> None:
     """Records the use as it was when the region was attached."""
-    if isinstance(region, StreamRegion):
+    if isinstance(region, ResizedRegion):
         event = device.streams.new_event()
         event.record(device._in)
         region.uses[device.streams.current()] = event

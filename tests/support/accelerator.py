@@ -75,5 +75,5 @@ class Accelerator(StreamDevice):
         self.torch_device = device
 
     def open(self, host: HostBlocks, counters: Counters) -> None:
-        """See `tiers.open_device.OwnDevice`."""
+        """See `tiers.device.DeviceAdapter.open`."""
         super().__init__(NAME, host, counters, AcceleratorStreams(self.torch_device))

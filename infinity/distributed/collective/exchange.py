@@ -30,9 +30,9 @@ import torch
 from infinity.distributed.collective.process_groups import GroupOperations
 from infinity.ops.mean import write_mean
 from infinity.sizes import MIB, align_up
-from infinity.tiers.device import Decoding, Region, ResizedRegion, all_of
+from infinity.tiers.device import Decoding, Region, ResizedRegion
 from infinity.tiers.stream_runtime import Event, Stream, event_behind
-from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
+from infinity.tiers.streams import StreamCopy, StreamDevice
 
 # Of all ranks together in a round. A round costs some launches from Python, and a unit of one round
 # with equal parts no copy on the device; buffers take memory from weights.
@@ -177,10 +177,10 @@ class DeviceExchange:
         self._sent: list[Event | None] = [None, None]  # By buffer: no rank sends from it any more.
         self._turn = 0  # The next buffer, also of units of one round: their parts come meanwhile.
 
-    def _buffer(self, nbytes: int) -> StreamRegion:
+    def _buffer(self, nbytes: int) -> ResizedRegion:
         region = self._device.reserve(nbytes)
-        assert isinstance(region, StreamRegion)
-        region.memory.take_memory()
+        assert isinstance(region, ResizedRegion)
+        region.take_memory()
         return region
 
     def try_all(self) -> list[StreamCopy]:
@@ -188,7 +188,7 @@ class DeviceExchange:
         all ranks. Each of their process groups carries out its own kinds only: NCCL keeps memory
         for each kind that a group has carried out.
         """
-        nothing = all_of(self._gathered.memory)[:0]
+        nothing = self._gathered.content[:0]
         copies = []
         for gathers in filter(None, (self._of_all, self._of_node)):
             for nbytes in sorted({_ALIGNED_NBYTES, gathers.part_nbytes}):
@@ -226,9 +226,9 @@ class DeviceExchange:
         Returns two copies: the arrival of all parts, as of `attach`, and the end of reads of
         `local`.
         """
-        assert isinstance(region, StreamRegion)
-        full = all_of(region.memory)
-        copies = self._gather(full, local, ranges, is_of_node, made=region.memory)
+        assert isinstance(region, ResizedRegion)
+        full = region.content
+        copies = self._gather(full, local, ranges, is_of_node, made=region)
         self._device.note_use(region, self._link)
         return copies
 
@@ -244,7 +244,7 @@ class DeviceExchange:
         """As `gather`, of a unit's stored bytes, which are decoded into `region`."""
         streams = self._link, self._device.decoder
         with self._device.using_staging(decoding.memory, *streams) as staging:
-            _, departure = self._gather(all_of(staging), local, ranges, is_of_node, made=staging)
+            _, departure = self._gather(staging.content, local, ranges, is_of_node, made=staging)
             return self._device.decode(region, staging, decoding, self._link), departure
 
     def gather_ahead(
@@ -258,7 +258,7 @@ class DeviceExchange:
         """As `gather`, of a unit's stored bytes, into a memory of the device for bytes that are
         decoded later."""
         with self._device.using_staging(memory, self._link) as staging:
-            return self._gather(all_of(staging), local, ranges, is_of_node, made=staging)
+            return self._gather(staging.content, local, ranges, is_of_node, made=staging)
 
     def gather_in_place(
         self,
@@ -305,7 +305,7 @@ class DeviceExchange:
                 departure = self._bring(own, turn)
             on_device = None if is_on_host else own
             work = self._round(gathers, full, on_device, turn, start, nbytes, ranges)
-            used = (self._sending[turn].memory, self._gathered.memory)
+            used = (self._sending[turn], self._gathered)
             self._device.streams.run(self._link, work, used, made)
             self._sent[turn] = event_behind(self._device.streams, self._link)
         arrival = self._device.watch_link(self._link, local if full is None else full)
@@ -316,7 +316,7 @@ class DeviceExchange:
         sent = self._sent[turn]
         if sent is not None:
             self._device.inward_waits(sent)
-        buffer = all_of(self._sending[turn].memory)[: own.numel()]
+        buffer = self._sending[turn].content[: own.numel()]
         copy = self._device.bring(own, buffer)
         copy.order_stream(self._link)
         return copy
@@ -333,8 +333,8 @@ class DeviceExchange:
     ) -> Callable[[], None]:
         """Sends the bytes [start, start + nbytes) of every rank's part to their places in
         `full`."""
-        sending = all_of(self._sending[turn].memory)[:nbytes]
-        incoming = all_of(self._gathered.memory)[: gathers.num_ranks * nbytes]
+        sending = self._sending[turn].content[:nbytes]
+        incoming = self._gathered.content[: gathers.num_ranks * nbytes]
         is_in_place = full is not None and _are_rows(ranges, gathers.num_ranks, nbytes)
         if full is not None and is_in_place:
             incoming = full[: incoming.numel()]
@@ -424,7 +424,7 @@ class DeviceExchange:
     ) -> None:
         nbytes = self._count * numel * dtype.itemsize
         outgoing, incoming = (
-            all_of(side.memory)[:nbytes].view(dtype).view(self._count, numel)
+            side.content[:nbytes].view(dtype).view(self._count, numel)
             for side in (self._outgoing, self._incoming)
         )
 
@@ -436,7 +436,7 @@ class DeviceExchange:
             local = incoming[0, :0] if mean is None else mean[start : start + numel]
             write_mean(local, incoming)
 
-        used = (self._outgoing.memory, self._incoming.memory)
+        used = (self._outgoing, self._incoming)
         self._device.streams.run(self._sum_link, work, used)
 
     def host_flags(self) -> torch.Tensor:
@@ -451,8 +451,8 @@ class DeviceExchange:
 
     def _exchange_presence(self, present: torch.Tensor, *, is_present: bool) -> None:
         """Tells the other ranks whether this rank has given gradients. `present`: as of `sum`."""
-        sending = all_of(self._outgoing.memory)[:_ALIGNED_NBYTES]
-        incoming = all_of(self._incoming.memory)[: self._count * _ALIGNED_NBYTES]
+        sending = self._outgoing.content[:_ALIGNED_NBYTES]
+        incoming = self._incoming.content[: self._count * _ALIGNED_NBYTES]
 
         def work() -> None:
             sending.fill_(is_present)
@@ -460,7 +460,7 @@ class DeviceExchange:
             flags = incoming[::_ALIGNED_NBYTES].to(torch.bool)
             present.copy_(flags, non_blocking=True)
 
-        used = (self._outgoing.memory, self._incoming.memory)
+        used = (self._outgoing, self._incoming)
         self._device.streams.run(self._sum_link, work, used)
 
 
