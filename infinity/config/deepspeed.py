@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from infinity.config.deepspeed_keys import RULES, Facts, Rule
 from infinity.config.problems import InvalidConfigError, Problem
-from infinity.config.reading import nearest
 from infinity.config.source import ConfigSource, read_file
 from infinity.config.swap import SwapConfig
+from infinity.config.values import nearest
 from infinity.errors import ConfigError
 
 _BY_KEY = {rule.key: rule for rule in RULES}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from infinity.config.reading import show_value
+from infinity.config.values import show_value
 from infinity.sizes import GIB, KIB, PAGE_NBYTES
 
 Decision = Literal["same", "mapped", "ignored", "refused"]

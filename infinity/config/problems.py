@@ -13,8 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, ValidationError
 
-from infinity.config.reading import nearest, show_value
-from infinity.config.values import ValueType
+from infinity.config.values import ValueType, nearest, show_value
 from infinity.errors import ConfigError
 
 Place = tuple[str | int, ...]
@@ -132,7 +131,7 @@ def known_keys(root: type[BaseModel]) -> KnownKeys:
 def _expected(info: FieldInfo) -> str:
     for marker in info.metadata:
         if isinstance(marker, ValueType):
-            return marker.expected()
+            return marker.expected
     is_list = any(in_list for _, in_list in sections_in(info.annotation))
     return "a list" if is_list else "a value"
 

@@ -21,7 +21,6 @@ from pydantic import (
 )
 
 from infinity.config import problems
-from infinity.config.reading import Loading, fault, refuse_all, show_value
 from infinity.config.schema import (
     SCHEMA,
     AdapterConfig,
@@ -43,7 +42,7 @@ from infinity.config.schema import (
     null_as_empty,
 )
 from infinity.config.source import ConfigSource, read_file
-from infinity.config.values import Choice, Integer
+from infinity.config.values import Loading, choice, fault, integer, refuse_all, show_value
 from infinity.errors import ConfigError
 from infinity.sizes import write_size
 
@@ -71,7 +70,7 @@ class SwapConfig(Section):
     `infinity train` only."""
 
     _source: ConfigSource = PrivateAttr(default_factory=ConfigSource)
-    schema_version: Annotated[int, Integer(1, SCHEMA)] = Field(
+    schema_version: Annotated[int, integer(1, SCHEMA)] = Field(
         SCHEMA, alias="schema", description="Version of this file's format."
     )
     tiers: Tiers = defaults()
@@ -128,8 +127,8 @@ class SwapConfig(Section):
         if not word or io.engine != "auto":
             return io
         if word not in get_args(IoEngineName):
-            choice = Choice(IoEngineName).expected()
-            text = f"expected {choice} in {IO_ENGINE_VARIABLE}; got {show_value(word)}"
+            words = choice(IoEngineName).expected
+            text = f"expected {words} in {IO_ENGINE_VARIABLE}; got {show_value(word)}"
             refuse_all([fault(text, "engine")])
         if isinstance(info.context, Loading) and word != "auto":
             info.context.environment.append("io.engine")

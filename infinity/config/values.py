@@ -1,37 +1,145 @@
-"""The value types of the swap-tier file: sizes, budgets, numbers, words and places.
+"""The kinds of value in the swap-tier file: sizes, budgets, numbers, words and places.
 
-A `ValueType` stands in an annotation, `Annotated[int, Size(multiple=4096)]`. It reads a value of a
+A `ValueType` stands in an annotation, `Annotated[int, size(multiple=4096)]`. It reads a value of a
 file, names the values that it expects when it refuses one, and writes the value as a file holds it.
-Reading a written value gives the same value.
+Reading a written value gives the same value. The errors are pydantic's: `problems.py` collects all
+of a file and writes them as one ConfigError.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import os
 import re
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
-from pydantic_core import CoreSchema, core_schema
-from typing_extensions import override
+from pydantic_core import (
+    CoreSchema,
+    InitErrorDetails,
+    PydanticCustomError,
+    ValidationError,
+    core_schema,
+)
 
-from infinity.config.reading import Loading, nearest, refuse, usable_path, written_text
 from infinity.sizes import MIB, parse_nbytes, write_size
 
 # Sizes travel to the kernel as signed 64-bit offsets.
 MAX_NBYTES = 2**63 - 1
 
-_LONGEST_NAME_NBYTES = 200  # Names of partial and damaged files are longer than those they are of.
+_LONGEST_NAME_NBYTES = 255
+_LONGEST_OWN_NAME_NBYTES = 200  # Names of partial and damaged files are longer than their own.
+_LONGEST_PATH_NBYTES = 4000  # The kernel takes 4095; files of ours are below a path of the file.
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 _WORDS_OF_BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _OFF = (None, "none", "null", "off")
+_QUOTE_IT = "quote the word: YAML 1.1 takes on, off, yes and no for booleans"
+_TEXT_SCHEMA = {"type": "string", "minLength": 1}
+# A word of other tools -> the words here; the first allowed one is suggested.
+_SYNONYMS = {
+    "gpu": ("cuda", "device"), "cpu": ("host",), "ram": ("host",), "memory": ("host",),
+    "disk": ("nvme",), "ssd": ("nvme",), "none": ("never",), "off": ("never",), "no": ("never",),
+    "on": ("always",), "yes": ("always",), "true": ("always",), "false": ("never",),
+    "fp32": ("float32",), "f32": ("float32",), "bf16": ("bfloat16",),
+    "uring": ("io_uring",), "thread": ("threads",), "threadpool": ("threads",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The context of one reading, and its record.
+
+    Relative paths start at `directory`; `environment` collects the keys that an environment
+    variable decided.
+    """
+
+    directory: Path
+    environment: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class ValueType:
+    """One kind of value.
+
+    expected: the values that a file may have here, as a phrase that follows "expected"
+    schema: their JSON schema
+    read: returns the value that a value of a file stands for; raises ValueError or OverflowError
+        with the reason, which may be empty
+    write: returns a read value as a file holds it
+    """
+
+    expected: str
+    schema: Mapping[str, Any]
+    read: Callable[[Any, Loading], Any]
+    write: Callable[[Any], Any] = lambda value: value
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+
+        def read(value: Any, info: ValidationInfo) -> Any:
+            loading = info.context if isinstance(info.context, Loading) else Loading(Path.cwd())
+            try:
+                return self.read(value, loading)
+            except (ValueError, OverflowError) as error:
+                raise refuse(self.expected, value, str(error)) from None
+
+        return core_schema.with_info_plain_validator_function(
+            read,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                self.write, when_used="json"
+            ),
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**self.schema, "x-expected": self.expected}
+
+
+# -- Sizes and budgets -----------------------------------------------------------------------------
+
+
+def size(minimum: int = 1, maximum: int = MAX_NBYTES, multiple: int = 1) -> ValueType:
+    """Bytes: "8GiB", "500MB" or an integer."""
+    limits = [f'a size such as "{write_size(max(minimum, 8 * MIB))}"']
+    if multiple > 1:
+        limits.append(f"a multiple of {write_size(multiple)}")
+    if minimum > 1:
+        limits.append(f"at least {write_size(minimum)}")
+    if maximum < MAX_NBYTES:
+        limits.append(f"at most {write_size(maximum)}")
+
+    def read(value: Any, _: Loading) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError("")
+        try:
+            nbytes = parse_nbytes(value)
+        except (ValueError, OverflowError) as error:
+            # The caller adds "expected ..., got ..."; only the reason is kept.
+            detail = str(error)
+            raise ValueError("" if detail.startswith("expected") else detail) from None
+        if nbytes < minimum:
+            raise ValueError(f"at least {write_size(minimum)}")
+        if nbytes > maximum:
+            raise ValueError(f"at most {write_size(maximum)}")
+        if nbytes % multiple:
+            raise ValueError(f"{nbytes} is not a multiple of {write_size(multiple)}")
+        return nbytes
+
+    text = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B\s*$"}
+    schema = {"anyOf": [text, {"type": "integer", "minimum": minimum}]}
+    return ValueType(", ".join(limits), schema, read, write_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,109 +178,11 @@ class Capacity:
         return f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits}%"
 
 
-class ValueType(ABC):
-    """One kind of value."""
-
-    @abstractmethod
-    def read(self, value: Any, loading: Loading) -> Any:
-        """Returns the value that a value of a file stands for.
-
-        Raises ValueError or OverflowError with the reason, which may be empty.
-        """
-
-    @abstractmethod
-    def expected(self) -> str:
-        """Returns the values that a file may have here, as a phrase that follows "expected"."""
-
-    @abstractmethod
-    def json_schema(self) -> dict[str, Any]:
-        """Returns the JSON schema of the values that a file may have here."""
-
-    def write(self, value: Any) -> Any:
-        """Returns a read value as a file holds it."""
-        return value
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-
-        def read(value: Any, info: ValidationInfo) -> Any:
-            loading = info.context if isinstance(info.context, Loading) else Loading(Path.cwd())
-            try:
-                return self.read(value, loading)
-            except (ValueError, OverflowError) as error:
-                raise refuse(self.expected(), value, str(error)) from None
-
-        return core_schema.with_info_plain_validator_function(
-            read,
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                self.write, when_used="json"
-            ),
-        )
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return self.json_schema() | {"x-expected": self.expected()}
-
-
-@dataclass(frozen=True)
-class Size(ValueType):
-    """Bytes: "8GiB", "500MB" or an integer."""
-
-    minimum: int = 1
-    maximum: int = MAX_NBYTES
-    multiple: int = 1
-
-    @override
-    def read(self, value: Any, loading: Loading) -> int:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError("")
-        try:
-            nbytes = parse_nbytes(value)
-        except (ValueError, OverflowError) as error:
-            # The caller adds "expected ..., got ..."; only the reason is kept.
-            detail = str(error)
-            raise ValueError("" if detail.startswith("expected") else detail) from None
-        if nbytes < self.minimum:
-            raise ValueError(f"at least {write_size(self.minimum)}")
-        if nbytes > self.maximum:
-            raise ValueError(f"at most {write_size(self.maximum)}")
-        if nbytes % self.multiple:
-            raise ValueError(f"{nbytes} is not a multiple of {write_size(self.multiple)}")
-        return nbytes
-
-    @override
-    def write(self, value: Any) -> Any:
-        return write_size(value)
-
-    @override
-    def expected(self) -> str:
-        limits = []
-        if self.multiple > 1:
-            limits.append(f"a multiple of {write_size(self.multiple)}")
-        if self.minimum > 1:
-            limits.append(f"at least {write_size(self.minimum)}")
-        if self.maximum < MAX_NBYTES:
-            limits.append(f"at most {write_size(self.maximum)}")
-        example = write_size(max(self.minimum, 8 * MIB))
-        return ", ".join([f'a size such as "{example}"', *limits])
-
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        number = {"type": "integer", "minimum": self.minimum}
-        text = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B\s*$"}
-        return {"anyOf": [text, number]}
-
-
-@dataclass(frozen=True)
-class Budget(ValueType):
+def budget() -> ValueType:
     """A tier's capacity: "auto", a size, or a share such as "80%". Reads to `Capacity`."""
+    nbytes = size()
 
-    @override
-    def read(self, value: Any, loading: Loading) -> Capacity:
+    def read(value: Any, loading: Loading) -> Capacity:
         if isinstance(value, Capacity):
             return value
         if isinstance(value, str):
@@ -184,20 +194,14 @@ class Budget(ValueType):
                 if not 0 < percent <= 100:
                     raise ValueError("a share is more than 0% and at most 100%")
                 return Capacity(percent=percent)
-        return Capacity(nbytes=Size().read(value, loading))
+        return Capacity(nbytes=nbytes.read(value, loading))
 
-    @override
-    def write(self, value: Any) -> Any:
-        return str(value)
+    share = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
+    schema = {"anyOf": [{"const": "auto"}, *nbytes.schema["anyOf"], share]}
+    return ValueType('"auto", a size such as "8GiB" or a share such as "80%"', schema, read, str)
 
-    @override
-    def expected(self) -> str:
-        return '"auto", a size such as "8GiB" or a share such as "80%"'
 
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        share = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
-        return {"anyOf": [{"const": "auto"}, *Size().json_schema()["anyOf"], share]}
+# -- Numbers and words -----------------------------------------------------------------------------
 
 
 def _range(minimum: float | None, maximum: float | None, above: float | None) -> str:
@@ -220,276 +224,263 @@ def _number_detail(value: object) -> str:
     return "this is text: remove the quotes; YAML 1.1 readers also take 1e-5 for text, not 1.0e-5"
 
 
-@dataclass(frozen=True)
-class Integer(ValueType):
+def _bounds(**bounds: float | None) -> dict[str, Any]:
+    return {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def integer(minimum: int = 0, maximum: int | None = None) -> ValueType:
     """An integer, not below `minimum` and not above `maximum`."""
 
-    minimum: int = 0
-    maximum: int | None = None
-
-    @override
-    def read(self, value: Any, loading: Loading) -> int:
+    def read(value: Any, _: Loading) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # 1e3 is a float to TOML and YAML.
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(_number_detail(value))
-        if value < self.minimum or (self.maximum is not None and value > self.maximum):
+        if value < minimum or (maximum is not None and value > maximum):
             raise ValueError("")
         return value
 
-    @override
-    def expected(self) -> str:
-        if self.minimum == self.maximum:
-            return f"the integer {self.minimum}"
-        return "an integer" + _range(self.minimum, self.maximum, None)
-
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        bounds = {"minimum": self.minimum, "maximum": self.maximum}
-        return {"type": "integer"} | {k: v for k, v in bounds.items() if v is not None}
+    only = f"the integer {minimum}" if minimum == maximum else None
+    schema = {"type": "integer", **_bounds(minimum=minimum, maximum=maximum)}
+    return ValueType(only or "an integer" + _range(minimum, maximum, None), schema, read)
 
 
-@dataclass(frozen=True)
-class Number(ValueType):
+def number(
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> ValueType:
     """A finite float. `above` and `below` are limits that the value itself may not take."""
 
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    below: float | None = None
-
-    @override
-    def read(self, value: Any, loading: Loading) -> float:
+    def read(value: Any, _: Loading) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(_number_detail(value))
-        number = float(value)
-        if not math.isfinite(number):
+        found = float(value)
+        if not math.isfinite(found):
             raise ValueError("not finite")
         if (
-            (self.minimum is not None and number < self.minimum)
-            or (self.maximum is not None and number > self.maximum)
-            or (self.above is not None and number <= self.above)
-            or (self.below is not None and number >= self.below)
+            (minimum is not None and found < minimum)
+            or (maximum is not None and found > maximum)
+            or (above is not None and found <= above)
+            or (below is not None and found >= below)
         ):
             raise ValueError("")
-        return number
+        return found
 
-    @override
-    def expected(self) -> str:
-        below = f" and < {self.below:g}" if self.below is not None else ""
-        return "a number" + _range(self.minimum, self.maximum, self.above) + below
-
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        bounds = {
-            "minimum": self.minimum,
-            "maximum": self.maximum,
-            "exclusiveMinimum": self.above,
-            "exclusiveMaximum": self.below,
-        }
-        return {"type": "number"} | {k: v for k, v in bounds.items() if v is not None}
+    end = f" and < {below:g}" if below is not None else ""
+    limits = _bounds(
+        minimum=minimum, maximum=maximum, exclusiveMinimum=above, exclusiveMaximum=below
+    )
+    phrase = "a number" + _range(minimum, maximum, above) + end
+    return ValueType(phrase, {"type": "number", **limits}, read)
 
 
-@dataclass(frozen=True)
-class Flag(ValueType):
-    """true or false. The words of YAML 1.1 (on, off, yes, no) are read as it means them."""
-
-    @override
-    def read(self, value: Any, loading: Loading) -> bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in _WORDS_OF_BOOL:
-            return _WORDS_OF_BOOL[value.lower()]
-        raise ValueError("")
-
-    @override
-    def expected(self) -> str:
-        return "true or false"
-
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        return {"type": "boolean"}
+def _read_flag(value: Any, _: Loading) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _WORDS_OF_BOOL:
+        return _WORDS_OF_BOOL[value.lower()]
+    raise ValueError("")
 
 
-class Choice(ValueType):
+def choice(literal: Any) -> ValueType:
     """One of some words: those of the Literal that it annotates."""
+    words: tuple[str, ...] = get_args(literal)
 
-    def __init__(self, literal: Any) -> None:
-        self.words: tuple[str, ...] = get_args(literal)
-
-    @override
-    def read(self, value: Any, loading: Loading) -> str:
+    def read(value: Any, _: Loading) -> str:
         if isinstance(value, bool):
-            raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
+            raise ValueError(_QUOTE_IT)
         if not isinstance(value, str):
             raise ValueError("")
-        if value not in self.words:
-            near = nearest(value, self.words)
+        if value not in words:
+            near = nearest(value, words)
             raise ValueError(f'did you mean "{near}"?' if near else "")
         return value
 
-    @override
-    def expected(self) -> str:
-        quoted = [f'"{word}"' for word in self.words]
-        return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
-
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        return {"type": "string", "enum": list(self.words)}
+    *first, last = (f'"{word}"' for word in words)
+    phrase = f"{', '.join(first)} or {last}" if first else last
+    return ValueType(phrase, {"type": "string", "enum": list(words)}, read)
 
 
-@dataclass(frozen=True)
-class Text(ValueType):
+def some_text(what: str = "text") -> ValueType:
     """Text that is not empty and holds no NUL. `what` names it in messages."""
 
-    what: str = "text"
-
-    @override
-    def read(self, value: Any, loading: Loading) -> str:
+    def read(value: Any, _: Loading) -> str:
         if isinstance(value, bool):
-            raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
+            raise ValueError(_QUOTE_IT)
         if not isinstance(value, str) or not value:
             raise ValueError("")
         return written_text(value)
 
-    @override
-    def expected(self) -> str:
-        return self.what
-
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        return {"type": "string", "minLength": 1}
+    return ValueType(what, _TEXT_SCHEMA, read)
 
 
-@dataclass(frozen=True)
-class FileName(ValueType):
+# -- Places ----------------------------------------------------------------------------------------
+
+
+def file_name(taken: tuple[str, ...] = ()) -> ValueType:
     """The name of a file inside a directory that another key names.
 
     `taken` are shell patterns, in lower case, of names in that directory that have another use.
     """
 
-    taken: tuple[str, ...] = ()
-
-    @override
-    def read(self, value: Any, loading: Loading) -> str:
+    def read(value: Any, _: Loading) -> str:
         if not isinstance(value, str) or not value.strip():
             raise ValueError("")
-        path = usable_path(Path(written_text(value)))
+        path = _usable_path(Path(written_text(value)))
         if path.is_absolute() or ".." in path.parts or path == Path("."):
             raise ValueError("it stays inside that directory")
-        if any(len(os.fsencode(part)) > _LONGEST_NAME_NBYTES for part in path.parts):
-            raise ValueError(f"a name has at most {_LONGEST_NAME_NBYTES} bytes")
+        if any(len(os.fsencode(part)) > _LONGEST_OWN_NAME_NBYTES for part in path.parts):
+            raise ValueError(f"a name has at most {_LONGEST_OWN_NAME_NBYTES} bytes")
         first = path.parts[0].lower()
-        if any(fnmatchcase(first, pattern) for pattern in self.taken):
+        if any(fnmatchcase(first, pattern) for pattern in taken):
             raise ValueError(f"other files of the directory are called {path.parts[0]!r}")
         return value
 
-    @override
-    def expected(self) -> str:
-        return "a file name inside the directory"
-
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        return {"type": "string", "minLength": 1}
+    return ValueType("a file name inside the directory", _TEXT_SCHEMA, read)
 
 
-@dataclass(frozen=True)
-class Location(ValueType):
+def location(words: tuple[str, ...] = (), what: str = "a path") -> ValueType:
     """A path, absolute once read: ~ and $VARIABLES expanded, relative to the file's directory.
 
     `words` are not paths but stand for themselves.
     """
 
-    words: tuple[str, ...] = ()
-    what: str = "a path"
-
-    @override
-    def read(self, value: Any, loading: Loading) -> Path | str:
-        if isinstance(value, str) and value in self.words:
+    def read(value: Any, loading: Loading) -> Path | str:
+        if isinstance(value, str) and value in words:
             return value
         if value is None:
             raise ValueError("a bare ~ is null in YAML: quote it")
         if isinstance(value, bool) or not isinstance(value, (str, os.PathLike)):
             raise ValueError("")
-        text = os.fspath(value)
-        if not isinstance(text, str) or not text.strip():
+        written = os.fspath(value)
+        if not isinstance(written, str) or not written.strip():
             raise ValueError("a path is not empty")
-        text = os.path.expanduser(_expand_variables(written_text(text)))
-        if text.startswith("~"):
+        written = os.path.expanduser(_VARIABLE.sub(_variable, written_text(written)))
+        if written.startswith("~"):
             raise ValueError("there is no such home directory; write ./~ for a file of that name")
-        path = usable_path(Path(loading.directory, text))
+        path = _usable_path(Path(loading.directory, written))
         # ".." is followed as the kernel does, through links; other paths stay as written.
         return Path(os.path.realpath(path)) if ".." in path.parts else path
 
-    @override
-    def write(self, value: Any) -> Any:
-        return str(value)
-
-    @override
-    def expected(self) -> str:
-        return " or ".join([*(f'"{word}"' for word in self.words), self.what])
-
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        return {"type": "string", "minLength": 1}
+    phrase = " or ".join([*(f'"{word}"' for word in words), what])
+    return ValueType(phrase, _TEXT_SCHEMA, read, str)
 
 
-def _expand_variables(text: str) -> str:
-    def value_of(match: re.Match[str]) -> str:
-        name = match.group(1) or match.group(2)
-        if not name or name not in os.environ:
-            raise ValueError(f"the environment variable {name or match.group(0)} is not set")
-        return os.environ[name]
-
-    return _VARIABLE.sub(value_of, text)
+def _variable(match: re.Match[str]) -> str:
+    name = match.group(1) or match.group(2)
+    if not name or name not in os.environ:
+        raise ValueError(f"the environment variable {name or match.group(0)} is not set")
+    return os.environ[name]
 
 
-@dataclass(frozen=True)
-class AutoOr(ValueType):
+def _usable_path(path: Path) -> Path:
+    """`path`, whose names are not too long for a file system. Raises ValueError."""
+    if any(len(os.fsencode(part)) > _LONGEST_NAME_NBYTES for part in path.parts):
+        raise ValueError(f"a name in it has more than {_LONGEST_NAME_NBYTES} bytes")
+    if len(os.fsencode(path)) > _LONGEST_PATH_NBYTES:
+        raise ValueError(f"it has more than {_LONGEST_PATH_NBYTES} bytes")
+    return path
+
+
+def written_text(text: str) -> str:
+    """`text`, which a file and a call of the kernel can hold. Raises ValueError."""
+    if "\0" in text:
+        raise ValueError("it holds a NUL")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is in it") from None
+    return text
+
+
+# -- Kinds of other kinds --------------------------------------------------------------------------
+
+
+def auto_or(kind: ValueType) -> ValueType:
     """A value of `kind`, or the word "auto"."""
 
-    kind: ValueType = field(default_factory=Size)
-
-    @override
-    def read(self, value: Any, loading: Loading) -> Any:
+    def read(value: Any, loading: Loading) -> Any:
         if isinstance(value, str) and value.strip().lower() == "auto":
             return "auto"
-        return self.kind.read(value, loading)
+        return kind.read(value, loading)
 
-    @override
-    def write(self, value: Any) -> Any:
-        return value if value == "auto" else self.kind.write(value)
+    def write(value: Any) -> Any:
+        return value if value == "auto" else kind.write(value)
 
-    @override
-    def expected(self) -> str:
-        return f'"auto" or {self.kind.expected()}'
-
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        return {"anyOf": [{"const": "auto"}, self.kind.json_schema()]}
+    schema = {"anyOf": [{"const": "auto"}, kind.schema]}
+    return ValueType(f'"auto" or {kind.expected}', schema, read, write)
 
 
-@dataclass(frozen=True)
-class OrOff(ValueType):
+def or_off(kind: ValueType) -> ValueType:
     """A value of `kind`, or None for 0, null and "none". Written back as 0: TOML has no null."""
 
-    kind: ValueType = field(default_factory=Size)
-
-    @override
-    def read(self, value: Any, loading: Loading) -> Any:
+    def read(value: Any, loading: Loading) -> Any:
         is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
         if is_zero or value is None or (isinstance(value, str) and value.lower() in _OFF):
             return None
-        return self.kind.read(value, loading)
+        return kind.read(value, loading)
 
-    @override
-    def write(self, value: Any) -> Any:
-        return 0 if value is None else self.kind.write(value)
+    def write(value: Any) -> Any:
+        return 0 if value is None else kind.write(value)
 
-    @override
-    def expected(self) -> str:
-        return f"{self.kind.expected()}, or 0 for off"
+    schema = {"anyOf": [kind.schema, {"const": 0}, {"type": "null"}]}
+    return ValueType(f"{kind.expected}, or 0 for off", schema, read, write)
 
-    @override
-    def json_schema(self) -> dict[str, Any]:
-        return {"anyOf": [self.kind.json_schema(), {"const": 0}, {"type": "null"}]}
+
+# true or false. The words of YAML 1.1 (on, off, yes, no) are read as it means them.
+Flag = Annotated[bool, ValueType("true or false", {"type": "boolean"}, _read_flag)]
+Budget = Annotated[Capacity, budget()]
+Location = Annotated[Path, location()]
+
+
+# -- Errors of a reading ---------------------------------------------------------------------------
+
+
+def show_value(value: object) -> str:
+    """A value as an error message quotes it: the way a file writes it, cut to one line."""
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(show_value(item) for item in value)
+        return f"[{inner}]" if len(inner) <= 60 else f"a list of {len(value)}"
+    if value is None or isinstance(value, (bool, str)):
+        shown = json.dumps(value)
+    else:
+        shown = str(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
+    """The known word that `word` most likely stands for, or None."""
+    plain = {name.lower(): name for name in known}
+    lower = word.lower().replace("-", "_")
+    for synonym in (lower, *_SYNONYMS.get(lower, ())):
+        if synonym in plain:
+            return plain[synonym]
+    found = difflib.get_close_matches(lower, list(plain), n=1, cutoff=cutoff)
+    return plain[found[0]] if found else None
+
+
+def refuse(expected: str, value: object, detail: str = "") -> PydanticCustomError:
+    """The error of a value that is not what its key holds."""
+    return conflict(
+        f"expected {expected}; got {show_value(value)}" + (f" ({detail})" if detail else "")
+    )
+
+
+def conflict(text: str) -> PydanticCustomError:
+    """The error of a value that is right in itself and does not fit the rest."""
+    return PydanticCustomError("conflict", "{text}", {"text": text})
+
+
+def fault(text: str, *place: str | int) -> InitErrorDetails:
+    """A conflict at `place`, relative to the value that is being validated."""
+    return InitErrorDetails(type=conflict(text), loc=place, input=None)
+
+
+def refuse_all(faults: list[InitErrorDetails]) -> None:
+    """Raises every fault at its own place; nothing when there is none."""
+    if faults:
+        raise ValidationError.from_exception_data("config", faults)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from infinity.config.reading import fault, refuse_all
 from infinity.config.schema.section import Section, one_as_list
-from infinity.config.values import Choice, Flag, Integer, Location, Number, Text
+from infinity.config.values import (
+    Flag,
+    Location,
+    choice,
+    fault,
+    integer,
+    number,
+    refuse_all,
+    some_text,
+)
 
 AdapterMethod = Literal["lora", "dora"]
 AUTO_TARGETS, ALL_LINEAR = "auto", "all-linear"
-_Target = Annotated[str, Text("the name of a module, or its end")]
+_Target = Annotated[str, some_text("the name of a module, or its end")]
 
 
 def _one_word_alone(targets: tuple[str, ...]) -> tuple[str, ...]:
@@ -32,20 +39,18 @@ class AdapterConfig(Section):
     (`schedule.micro_batch` is train.batch_size unless set).
     """
 
-    method: Annotated[AdapterMethod, Choice(AdapterMethod)] = Field(
+    method: Annotated[AdapterMethod, choice(AdapterMethod)] = Field(
         "lora",
         description='"lora" adds B A x to W x; "dora" also trains the magnitude of W + B A.',
     )
-    rank: Annotated[int, Integer(1)] = Field(16, description="Rows of A and columns of B.")
-    alpha: Annotated[float, Number(above=0)] = Field(
+    rank: Annotated[int, integer(1)] = Field(16, description="Rows of A and columns of B.")
+    alpha: Annotated[float, number(above=0)] = Field(
         32.0, description="The product B A is scaled by alpha / rank."
     )
-    dropout: Annotated[float, Number(minimum=0, below=1)] = Field(
+    dropout: Annotated[float, number(minimum=0, below=1)] = Field(
         0.0, description="Probability that an element of an adapter's input is dropped in training."
     )
-    rslora: Annotated[bool, Flag()] = Field(
-        False, description="Scale by alpha / sqrt(rank) instead."
-    )
+    rslora: Flag = Field(False, description="Scale by alpha / sqrt(rank) instead.")
     targets: Annotated[
         tuple[_Target, ...],
         BeforeValidator(one_as_list, json_schema_input_type=tuple[_Target, ...] | _Target),
@@ -57,18 +62,18 @@ class AdapterConfig(Section):
         "MLPs and of shared experts, without routers, the head, and names that PEFT takes for "
         'routed experts (docs/ADAPTERS.md). "all-linear" is every linear layer except the head.',
     )
-    experts: Annotated[bool, Flag()] = Field(
+    experts: Flag = Field(
         False,
         description="Also adapt the routed experts, whose weights are packed in parameters of "
         "three dimensions, as PEFT's `target_parameters`. A rank-16 adapter of every expert has "
         "many parameters: ask `infinity plan` first.",
     )
-    resume: Annotated[Path, Location()] | None = Field(
+    resume: Location | None = Field(
         None,
         description="Directory of an adapter in PEFT's format to continue from. Its "
         "adapter_config.json then decides the other keys; one that is set here must agree.",
     )
-    any_base: Annotated[bool, Flag()] = Field(
+    any_base: Flag = Field(
         False,
         description="Continue from `resume` also over another base than the adapter was trained "
         "over, of the same names and shapes.",

@@ -9,17 +9,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from infinity.config.reading import (
+from infinity.config.schema.section import SEED, Section, one_as_list
+from infinity.config.values import (
+    Flag,
+    Location,
     conflict,
     fault,
+    integer,
+    location,
     nearest,
+    number,
+    or_off,
     refuse,
     refuse_all,
     show_value,
+    size,
+    some_text,
     written_text,
 )
-from infinity.config.schema.section import SEED, Section, one_as_list
-from infinity.config.values import Flag, Integer, Location, Number, OrOff, Size, Text
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -69,7 +76,7 @@ def _model_type_present(config: dict[str, Any] | None) -> dict[str, Any] | None:
 class Model(Section):
     """The model that `infinity train` trains: exactly one of `path` and `[model.config]`."""
 
-    path: Annotated[Path, Location()] | None = Field(
+    path: Location | None = Field(
         None,
         description="A local Hugging Face directory: config.json and safetensors. A repository id "
         "means its snapshot in the hub's local cache.",
@@ -82,13 +89,12 @@ class Model(Section):
     seed: Annotated[int, SEED] = Field(
         0, description="Seed of weights that no checkpoint holds. Same seed, same weights."
     )
-    ignore: list[Annotated[str, Text("a pattern of names")]] = Field(
+    ignore: list[Annotated[str, some_text("a pattern of names")]] = Field(
         default_factory=list,
         description="Name patterns of tensors of the checkpoint that the model has no place for "
         "and that are to be left out. Others are refused.",
     )
-
-    trust_remote_code: bool = Field(
+    trust_remote_code: Flag = Field(
         False,
         description="Runs the code of `path`'s directory for an architecture that transformers "
         "lacks. The code can do anything that you can.",
@@ -102,14 +108,17 @@ class Model(Section):
         return self
 
 
+_TextPath = Annotated[Path | Literal["python-stdlib"], location((PYTHON_STDLIB,))]
+
+
 class DataSource(Section):
     """One place that text is read from."""
 
-    path: Annotated[Path | Literal["python-stdlib"], Location((PYTHON_STDLIB,))] = Field(
+    path: _TextPath = Field(
         description="A directory or one file; "
         '"python-stdlib" is the running interpreter\'s standard library.'
     )
-    pattern: Annotated[str, Text("a glob pattern")] = Field(
+    pattern: Annotated[str, some_text("a glob pattern")] = Field(
         "**/*.txt",
         description="Files to take, below a directory; one file is taken whatever its name.",
         json_schema_extra={"x-default": '`"**/*.txt"`, for python-stdlib `"**/*.py"`'},
@@ -167,31 +176,31 @@ class Data(Section):
     )
     tokenizer: Annotated[
         Path | Literal["auto", "bytes"],
-        Location(("auto", "bytes"), "the directory of a local Hugging Face tokenizer"),
+        location(("auto", "bytes"), "the directory of a local Hugging Face tokenizer"),
     ] = Field(
         "auto",
         description='"auto" takes the tokenizer in `model.path`, and bytes where there is none. '
         '"bytes" takes UTF-8 bytes as tokens (vocabulary 256). A directory of the name bytes is '
         'written "./bytes".',
     )
-    sequence_length: Annotated[int, Integer(2)] = Field(
+    sequence_length: Annotated[int, integer(2)] = Field(
         512, description="Tokens per sequence of text; longer records are cut to so many."
     )
-    packing: Annotated[bool, Flag()] = Field(
+    packing: Flag = Field(
         False,
         description="Put several records into one sequence of at most `sequence_length` tokens. "
         "Positions and attention keep them apart, so their results are those of separate records.",
     )
-    assistant_only_loss: Annotated[bool, Flag()] = Field(
+    assistant_only_loss: Flag = Field(
         True,
         description="Learn what the assistant says and what completes a prompt. False learns the "
         "rest of a record, too.",
     )
-    held_out: Annotated[float, Number(minimum=0, maximum=0.5)] = Field(
+    held_out: Annotated[float, number(minimum=0, maximum=0.5)] = Field(
         0.05, description="Fraction of the sequences kept for evaluation."
     )
-    max_bytes: Annotated[int | None, OrOff(Size())] = Field(
+    max_bytes: Annotated[int | None, or_off(size())] = Field(
         None, description="Most bytes of text to read; not for records."
     )
     seed: Annotated[int, SEED] = Field(0, description="Seed of the split and the order.")
-    shuffle: Annotated[bool, Flag()] = Field(True, description="Shuffle the sequences.")
+    shuffle: Flag = Field(True, description="Shuffle the sequences.")

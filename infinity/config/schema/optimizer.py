@@ -7,14 +7,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from infinity.config.reading import fault, refuse, refuse_all
 from infinity.config.schema.section import Section, one_as_list
-from infinity.config.values import Choice, Flag, Number, OrOff, Text
+from infinity.config.values import (
+    Flag,
+    choice,
+    fault,
+    number,
+    or_off,
+    refuse,
+    refuse_all,
+    some_text,
+)
 
 OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
 
-_BETA = Number(minimum=0, below=1)
-_Name = Annotated[str, Text("a name or a pattern")]
+_BETA = number(minimum=0, below=1)
+_Name = Annotated[str, some_text("a name or a pattern")]
 
 
 def _pair(betas: Any) -> Any:
@@ -44,13 +52,13 @@ class Optimizer(Section):
     `infinity.AdamW`, `Adam`, `SGD` or `Lion` that will train it.
     """
 
-    name: Annotated[OptimizerName, Choice(OptimizerName)] = Field(
+    name: Annotated[OptimizerName, choice(OptimizerName)] = Field(
         "adamw",
         description="The update rule. It decides which moments are kept per trainable "
         'parameter: two for "adamw" and "adam", one for "lion", one for "sgd" with '
         '`momentum`, none for "sgd" without.',
     )
-    lr: Annotated[float, Number(minimum=0)] = Field(1e-4, description="Peak learning rate.")
+    lr: Annotated[float, number(minimum=0)] = Field(1e-4, description="Peak learning rate.")
     betas: Annotated[
         tuple[Annotated[float, _BETA], Annotated[float, _BETA]], BeforeValidator(_pair)
     ] = Field(
@@ -59,25 +67,23 @@ class Optimizer(Section):
         "the step, and the momentum's decay. Not of sgd.",
         json_schema_extra={"x-default": "`[0.9, 0.999]`, for lion `[0.9, 0.99]`"},
     )
-    eps: Annotated[float, Number(minimum=0)] = Field(
+    eps: Annotated[float, number(minimum=0)] = Field(
         1e-8, description="Added to the denominator of the update. Of adamw and adam only."
     )
-    momentum: Annotated[float, Number(minimum=0)] = Field(
+    momentum: Annotated[float, number(minimum=0)] = Field(
         0.0, description="Decay of the momentum; 0 keeps none. Of sgd only, as the next two."
     )
-    dampening: Annotated[float, Number()] = Field(
+    dampening: Annotated[float, number()] = Field(
         0.0, description="Part of a gradient that the momentum does not take."
     )
-    nesterov: Annotated[bool, Flag()] = Field(
-        False, description="Nesterov's momentum; without dampening."
-    )
-    weight_decay: Annotated[float, Number(minimum=0)] = Field(
+    nesterov: Flag = Field(False, description="Nesterov's momentum; without dampening.")
+    weight_decay: Annotated[float, number(minimum=0)] = Field(
         0.01,
         description="Weight decay of the parameters that `no_decay` leaves: decoupled in adamw and "
         "lion, added to the gradient in adam and sgd.",
         json_schema_extra={"x-default": "`0.01`, for others than adamw `0.0`"},
     )
-    max_grad_norm: Annotated[float | None, OrOff(Number(above=0))] = Field(
+    max_grad_norm: Annotated[float | None, or_off(number(above=0))] = Field(
         1.0, description="Clip the global norm of the gradients to this."
     )
     no_decay: Annotated[

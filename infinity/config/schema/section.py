@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from infinity.config.values import Integer
+from infinity.config.values import integer
 
 SCHEMA = 1
-SEED = Integer(maximum=2**63 - 1)
+SEED = integer(maximum=2**63 - 1)
 
 _T = TypeVar("_T", bound=BaseModel)
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
-from infinity.config.reading import fault, refuse, refuse_all
 from infinity.config.schema.section import Section, defaults, null_as_empty, one_as_list
-from infinity.config.values import AutoOr, Budget, Capacity, Choice, Flag, Location, Number, OrOff
+from infinity.config.values import (
+    Budget,
+    Capacity,
+    Flag,
+    Location,
+    auto_or,
+    choice,
+    fault,
+    number,
+    or_off,
+    refuse,
+    refuse_all,
+)
 
 # The part of the free memory that "auto" takes, on the host and on a device. The rest is for what
 # the engine does not allocate: activations, gradients of autograd, the program's own tensors.
@@ -28,7 +38,7 @@ def _distinct(tiers: tuple[str, ...]) -> tuple[str, ...]:
     return tiers
 
 
-_Tier = Annotated[TierName, Choice(TierName)]
+_Tier = Annotated[TierName, choice(TierName)]
 TierList = Annotated[
     tuple[_Tier, ...],
     BeforeValidator(one_as_list, json_schema_input_type=tuple[_Tier, ...] | _Tier),
@@ -39,10 +49,10 @@ TierList = Annotated[
 class DeviceTier(Section):
     """The memory that computes."""
 
-    kind: Annotated[DeviceKind, Choice(DeviceKind)] = Field(
+    kind: Annotated[DeviceKind, choice(DeviceKind)] = Field(
         "auto", description='Where the model computes. "auto" takes CUDA where there is one.'
     )
-    capacity: Annotated[Capacity, Budget()] = Field(
+    capacity: Budget = Field(
         Capacity(),
         description="Device memory for resident parameters, the fetch window and state placed on "
         "the device. A share is of the device memory that is free when the model is "
@@ -58,12 +68,12 @@ class DeviceTier(Section):
 class HostTier(Section):
     """Host memory: one arena, preallocated to its budget, pinned where the device is CUDA."""
 
-    capacity: Annotated[Capacity, Budget()] = Field(
+    capacity: Budget = Field(
         Capacity(),
         description="Bytes of the arena. A share is of the memory available when the run starts "
         '(inside a container: under its limit). "auto" takes half of that.',
     )
-    huge_pages: Annotated[bool, Flag()] = Field(
+    huge_pages: Flag = Field(
         True, description="Back the arena with huge pages where the kernel has them."
     )
 
@@ -75,34 +85,34 @@ class HostTier(Section):
 class NvmeTier(Section):
     """One directory on a drive. Several are striped."""
 
-    path: Annotated[Path, Location()] = Field(
+    path: Location = Field(
         description="Directory for swap files. Its parent must exist; the directory is made."
     )
-    capacity: Annotated[Capacity, Budget()] = Field(
+    capacity: Budget = Field(
         Capacity(),
         description="Most bytes that swap files may take here. A share is of the free space "
         'of the file system; "auto" is the free space less a reserve.',
     )
-    direct: Annotated[DirectIo, Choice(DirectIo)] = Field(
+    direct: Annotated[DirectIo, choice(DirectIo)] = Field(
         "auto",
         description='Direct I/O, past the page cache. "auto" falls back to buffered I/O with a '
         'warning where the file system refuses it; "always" makes that an error.',
     )
-    weight: Annotated[Literal["auto"] | float, AutoOr(Number(above=0))] = Field(
+    weight: Annotated[Literal["auto"] | float, auto_or(number(above=0))] = Field(
         "auto",
         description="Share of the stripes on this path: its bandwidth in GB/s, or a number "
         'proportional to it if every path has one. "auto" measures the bandwidth if there are '
         "several paths.",
     )
-    read_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
+    read_gb_per_s: Annotated[float | None, or_off(number(above=0))] = Field(
         None,
         description="Bandwidth of reading in decimal GB/s, as `infinity tune` found it. 0: not "
         "measured.",
     )
-    write_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
+    write_gb_per_s: Annotated[float | None, or_off(number(above=0))] = Field(
         None, description="Bandwidth of writing, as `read_gb_per_s`."
     )
-    mixed_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
+    mixed_gb_per_s: Annotated[float | None, or_off(number(above=0))] = Field(
         None, description="Bandwidth of reading and writing at once, in sum, as `read_gb_per_s`."
     )
 
@@ -160,7 +170,7 @@ class Placement(Section):
         description="The optimizer's first and second moments.",
         json_schema_extra=_NVME_DEFAULT,
     )
-    frozen: Annotated[FrozenLocationName, Choice(FrozenLocationName)] = Field(
+    frozen: Annotated[FrozenLocationName, choice(FrozenLocationName)] = Field(
         "auto",
         description='Frozen weights. "checkpoint" reads them in place from the files of '
         '`weights=`, which are never written: no swap space, no import. "copy" places them as '
