@@ -97,7 +97,7 @@ def _is_off(value: Any) -> bool:
     """Whether a value, or the `enabled` of a section, is neutral."""
     if isinstance(value, Mapping):
         return not value or not _is_on(value.get("enabled", True))
-    return value in (None, False, 0, -1, "", "none") or value == []
+    return value in (None, False, 0, "", "none") or value == []
 
 
 def _wrong(expected: str, value: Any) -> Outcome:

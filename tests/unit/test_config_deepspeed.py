@@ -206,6 +206,12 @@ def test_refused_keys_are_one_error_and_may_be_skipped() -> None:
     assert config.optimizer.lr == 1e-5
 
 
+def test_a_start_of_the_warm_up_below_zero_is_refused_and_zero_is_not() -> None:
+    for value, verdict in ((-1, "refused"), (1e-6, "refused"), (0, "ignored")):
+        (entry,) = translate({"scheduler": {"params": {"warmup_min_lr": value}}}).entries
+        assert entry.verdict == verdict, value
+
+
 def test_a_wrong_value_is_an_error_that_names_both_keys() -> None:
     said = r"optimizer\.params\.lr, our optimizer\.lr: expected a number >= 0"
     with pytest.raises(InvalidConfigError, match=said):
