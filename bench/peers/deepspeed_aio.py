@@ -131,7 +131,7 @@ def compare(words: argparse.Namespace) -> None:
     """Searches DeepSpeed's best settings per direction, then lets the two take turns."""
     import numpy as np
 
-    from infinity.config.schema import Io
+    from infinity.config.schema.engine import Io
     from infinity.storage.arena import Arena
     from infinity.tools.bench import machine, measure, nvme, pattern
     from infinity.tools.bench.lab import Effort, Lab

@@ -2,28 +2,12 @@
 
 from infinity.config.deepspeed import from_deepspeed
 from infinity.config.problems import InvalidConfigError, Problem
-from infinity.config.schema import (
-    PYTHON_STDLIB,
-    SCHEMA,
-    AdapterConfig,
-    Checkpoint,
-    Data,
-    DataSource,
-    DeviceTier,
-    HostTier,
-    Io,
-    Model,
-    NvmeTier,
-    Optimizer,
-    Output,
-    Placement,
-    Precision,
-    Sample,
-    Schedule,
-    TierName,
-    Tiers,
-    Train,
-)
+from infinity.config.schema import SCHEMA
+from infinity.config.schema.engine import Io, Precision, Schedule
+from infinity.config.schema.inputs import PYTHON_STDLIB, AdapterConfig, Data, DataSource, Model
+from infinity.config.schema.optimizer import Optimizer
+from infinity.config.schema.tiers import DeviceTier, HostTier, NvmeTier, Placement, TierName, Tiers
+from infinity.config.schema.train import Checkpoint, Output, Sample, Train
 from infinity.config.source import ConfigSource
 from infinity.config.swap import Resolved, SwapConfig
 from infinity.config.values import Capacity

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from infinity.config.hub import download_remedy, in_hub_cache
-from infinity.config.schema import DataSource
-from infinity.config.schema.section import changed
+from infinity.config.schema import changed
+from infinity.config.schema.inputs import DataSource
 from infinity.config.swap import SwapConfig
 from infinity.errors import ConfigError
 

@@ -21,26 +21,12 @@ from pydantic import (
 )
 
 from infinity.config import problems
-from infinity.config.schema import (
-    SCHEMA,
-    AdapterConfig,
-    Checkpoint,
-    Data,
-    Distributed,
-    Io,
-    IoEngineName,
-    Model,
-    Optimizer,
-    Output,
-    Placement,
-    Precision,
-    Schedule,
-    Section,
-    Tiers,
-    Train,
-    defaults,
-    null_as_empty,
-)
+from infinity.config.schema import SCHEMA, Section, defaults, null_as_empty
+from infinity.config.schema.engine import Distributed, Io, IoEngineName, Precision, Schedule
+from infinity.config.schema.inputs import AdapterConfig, Data, Model
+from infinity.config.schema.optimizer import Optimizer
+from infinity.config.schema.tiers import Placement, Tiers
+from infinity.config.schema.train import Checkpoint, Output, Train
 from infinity.config.source import ConfigSource, read_file
 from infinity.config.values import Loading, choice, fault, integer, refuse_all, show_value
 from infinity.errors import ConfigError

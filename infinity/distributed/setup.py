@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
-from infinity.config.schema import Distributed, NvmeTier, RankExchange
-from infinity.config.schema.section import changed
+from infinity.config.schema import changed
+from infinity.config.schema.engine import Distributed, RankExchange
+from infinity.config.schema.tiers import NvmeTier
 from infinity.config.values import Capacity
 from infinity.distributed.collective.buckets import GradientBuckets
 from infinity.distributed.collective.collectives import Collectives

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from infinity.config.cores import threads_here
-from infinity.config.schema import Io, NvmeTier
+from infinity.config.schema.engine import Io
+from infinity.config.schema.tiers import NvmeTier
 from infinity.distributed.group import path_of_job
 from infinity.engine.lay_out import RunPlan
 from infinity.observe import Counters

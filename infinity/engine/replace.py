@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from infinity.config.schema import NvmeTier
+from infinity.config.schema.tiers import NvmeTier
 from infinity.engine import registry
 from infinity.engine.engine import Engine
 from infinity.errors import SwapLockedError

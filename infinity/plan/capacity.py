@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config import NvmeTier, SwapConfig
-from infinity.config.schema.section import changed
+from infinity.config.schema import changed
 from infinity.distributed.setup import ShardingPlan
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.hardware import Hardware

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
-from infinity.config.schema import RankExchange
+from infinity.config.schema.engine import RankExchange
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import (
     AgreedDevices,

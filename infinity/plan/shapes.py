@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from infinity.config import AdapterConfig
-from infinity.config.schema.adapter import ALL_LINEAR, AUTO_TARGETS
+from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS
 from infinity.errors import ConfigError
 from infinity.modules.reading.architecture import empty_model, text_model_of, towers
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from infinity.config import SwapConfig
-from infinity.config.schema import NvmeTier, ReduceDtype
+from infinity.config.schema.engine import ReduceDtype
+from infinity.config.schema.tiers import NvmeTier
 from infinity.simulate.order import Use
 from infinity.simulate.spec import ShardedLoad, StepSpec, UnitLoad
 from infinity.state.budgets import Budgets

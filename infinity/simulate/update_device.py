@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from infinity.config.schema import UpdateOn
+from infinity.config.schema.engine import UpdateOn
 from infinity.simulate.rates import Rates
 from infinity.simulate.spec import StepSpec
 from infinity.simulate.step import Prediction, predict

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.config import SwapConfig
-from infinity.config.schema import Placement
+from infinity.config.schema.tiers import Placement
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import MIB, align_up, format_nbytes
 from infinity.state.placement import (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from infinity.config.schema import Optimizer, Precision
+from infinity.config.schema.engine import Precision
+from infinity.config.schema.optimizer import Optimizer
 from infinity.state.units import MomentFormat, Moments, StateKind
 
 _MOMENTS = {

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import SwapConfig
-from infinity.config.schema import Checkpoint, Distributed, NvmeTier, Schedule
+from infinity.config.schema.engine import Distributed, Schedule
+from infinity.config.schema.tiers import NvmeTier
+from infinity.config.schema.train import Checkpoint
 from infinity.errors import ConfigError
 from infinity.state.budgets import Budgets
 from infinity.state.placement import StatePlacement

@@ -18,7 +18,7 @@ from infinity.storage.probe import (
 from infinity.storage.protocol import StorageEngine
 
 if TYPE_CHECKING:
-    from infinity.config.schema import Io
+    from infinity.config.schema.engine import Io
     from infinity.storage.arena import Arena
 
 EngineName = Literal["auto", "io_uring", "threads"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from infinity.config.cores import node_of_device
-from infinity.config.schema import DeviceTier
+from infinity.config.schema.tiers import DeviceTier
 from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.tiers.cpu import CpuDevice

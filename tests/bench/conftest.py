@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.config.schema import Io
+from infinity.config.schema.engine import Io
 from infinity.sizes import KIB, MIB
 from infinity.storage.arena import Arena
 from infinity.tools.bench.fio import FioSettings

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import infinity
 from infinity.checkpoint.run.directory import list_checkpoints, read_linked, read_manifest
-from infinity.config.schema import Distributed
+from infinity.config.schema.engine import Distributed
 from infinity.distributed.setup import divides_over_node
 from infinity.errors import ConfigError
 from tests.support.bits import assert_same

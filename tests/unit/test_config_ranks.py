@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from infinity.config import SwapConfig
-from infinity.config.schema import Distributed
+from infinity.config.schema.engine import Distributed
 from infinity.distributed.collective.exchange import choose_round
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import (

@@ -46,7 +46,7 @@ from infinity.checkpoint.run.linked import (
 )
 from infinity.checkpoint.run.opened import OpenCheckpoint
 from infinity.config import SwapConfig
-from infinity.config.schema import NvmeTier
+from infinity.config.schema.tiers import NvmeTier
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import config_of_rank
 from infinity.engine.state_access import StateAccess

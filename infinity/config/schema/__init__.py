@@ -1,100 +1,55 @@
 """The tables of the swap-tier file: every key, its kind of value, its default and its meaning.
 
 All are frozen. Sizes are bytes, paths are absolute once read, an unknown key is an error. What
-concerns more than one table is in `infinity.config.swap`.
+concerns more than one table is in `infinity.config.swap`. Here are the parts that every table is
+made of.
 """
 
-from infinity.config.schema.adapter import (
-    ALL_LINEAR,
-    AUTO_TARGETS,
-    AdapterConfig,
-    AdapterMethod,
-)
-from infinity.config.schema.engine import (
-    ComputeDtype,
-    Distributed,
-    ExpertProducts,
-    Io,
-    IoEngineName,
-    MomentFormat,
-    Precision,
-    RankBudgets,
-    RankExchange,
-    ReduceDtype,
-    RingFlagsName,
-    Schedule,
-    ShardOver,
-    UpdateOn,
-    UpdatesMode,
-)
-from infinity.config.schema.inputs import PYTHON_STDLIB, Data, DataSource, Model
-from infinity.config.schema.optimizer import Optimizer, OptimizerName
-from infinity.config.schema.section import SCHEMA, Section, defaults, null_as_empty
-from infinity.config.schema.tiers import (
-    DeviceKind,
-    DeviceTier,
-    DirectIo,
-    HostTier,
-    NvmeTier,
-    Placement,
-    TierList,
-    TierName,
-    Tiers,
-)
-from infinity.config.schema.train import (
-    Checkpoint,
-    Durability,
-    LrSchedule,
-    Nonfinite,
-    Output,
-    Sample,
-    Train,
-)
+from __future__ import annotations
 
-__all__ = [
-    "ALL_LINEAR",
-    "AUTO_TARGETS",
-    "PYTHON_STDLIB",
-    "SCHEMA",
-    "AdapterConfig",
-    "AdapterMethod",
-    "Checkpoint",
-    "ComputeDtype",
-    "Data",
-    "DataSource",
-    "DeviceKind",
-    "DeviceTier",
-    "DirectIo",
-    "Distributed",
-    "Durability",
-    "ExpertProducts",
-    "HostTier",
-    "Io",
-    "IoEngineName",
-    "LrSchedule",
-    "Model",
-    "MomentFormat",
-    "Nonfinite",
-    "NvmeTier",
-    "Optimizer",
-    "OptimizerName",
-    "Output",
-    "Placement",
-    "Precision",
-    "RankBudgets",
-    "RankExchange",
-    "ReduceDtype",
-    "RingFlagsName",
-    "Sample",
-    "Schedule",
-    "Section",
-    "ShardOver",
-    "TierList",
-    "TierName",
-    "Tiers",
-    "Train",
-    "UpdateOn",
-    "UpdatesMode",
-    "defaults",
-    "null_as_empty",
-]
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infinity.config.values import integer
+
+SCHEMA = 1
+SEED = integer(maximum=2**63 - 1)
+
+_T = TypeVar("_T", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """One table of the swap-tier file."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
+
+
+def one_as_list(value: Any) -> Any:
+    """Returns a list of one for a single text or path; any other value as it is."""
+    return [value] if isinstance(value, (str, os.PathLike)) else value
+
+
+def defaults() -> Any:
+    """A section that may be left out: read from an empty table, so that its own rules apply."""
+    return Field(default_factory=dict, validate_default=True)
+
+
+def null_as_empty(value: Any, *, is_list: bool = False) -> Any:
+    """Returns an empty table for null, which a section of YAML is if every key is commented out."""
+    return ([] if is_list else {}) if value is None else value
+
+
+def changed(table: _T, values: Mapping[str, Any]) -> _T:
+    """Returns the table with other values at dotted places, such as "tiers.host.capacity". The
+    values are taken as they are."""
+    update: dict[str, Any] = {}
+    for place, value in values.items():
+        name, _, rest = place.partition(".")
+        inner = update.get(name, getattr(table, name))
+        update[name] = changed(inner, {rest: value}) if rest else value
+    return table.model_copy(update=update)

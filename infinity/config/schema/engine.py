@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infinity.config.schema.section import Section
+from infinity.config.schema import Section
 from infinity.config.values import Flag, auto_or, choice, integer, or_off, size
 from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from infinity.config.schema.section import Section, one_as_list
+from infinity.config.schema import Section, one_as_list
 from infinity.config.values import (
     Flag,
     choice,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
-from infinity.config.schema.section import Section, defaults, null_as_empty, one_as_list
+from infinity.config.schema import Section, defaults, null_as_empty, one_as_list
 from infinity.config.values import (
     Budget,
     Capacity,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from infinity.config.schema.section import SEED, Section, one_as_list
+from infinity.config.schema import SEED, Section, one_as_list
 from infinity.config.values import (
     Flag,
     Location,

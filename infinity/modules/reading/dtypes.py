@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config.schema import Precision
+from infinity.config.schema.engine import Precision
 from infinity.modules.reading.adapters import adapter_modules
 from infinity.modules.reading.empty_weights import is_to_come
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from infinity.config.schema import ExpertProducts
+from infinity.config.schema.engine import ExpertProducts
 from infinity.modules.autograd.hooks import HeldByCaller
 from infinity.modules.autograd.threads import Modes
 from infinity.modules.tiling.experts_call import (

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config.schema import ExpertProducts
+from infinity.config.schema.engine import ExpertProducts
 from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.handle_tensor import is_value_of, plain_value
 from infinity.modules.handles.originals import Follower

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infinity.config.schema import Io
+from infinity.config.schema.engine import Io
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
 from infinity.storage.native_engine import RingFlags, depth_range

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import SwapConfig
-from infinity.config.schema import NvmeTier
+from infinity.config.schema.tiers import NvmeTier
 from infinity.sizes import PAGE_NBYTES, format_nbytes
 from infinity.storage.probe import crc32c_kernels, direct_alignment
 from infinity.tools.doctor.drives import check_drive, examine_wear, find_drive

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from infinity.config import SwapConfig
-from infinity.config.schema.section import changed
+from infinity.config.schema import changed
 from infinity.config.values import Capacity
 from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infinity.config import NvmeTier, SwapConfig
 from infinity.config.extras import require_transformers
-from infinity.config.schema.section import changed
+from infinity.config.schema import changed
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.directory import ModelDirectory, read_directory
 from infinity.plan.hardware import Hardware, load_hardware

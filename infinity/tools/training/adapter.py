@@ -25,7 +25,7 @@ from infinity.checkpoint.durable import replace_files
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.checkpoint.huggingface.weight_source import WeightSource
 from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
-from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
+from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, reporting
 from infinity.modules.reading.architecture import towers

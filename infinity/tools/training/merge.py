@@ -21,7 +21,7 @@ from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.checkpoint.huggingface.names import PlacedSource, SourcePlaces
 from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
 from infinity.codecs import Plain
-from infinity.config.schema import AdapterConfig
+from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.modules.reading.architecture import empty_model
 from infinity.modules.reading.configuration import config_of_directory
