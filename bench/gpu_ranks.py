@@ -248,8 +248,7 @@ def _binding(there: Any) -> dict[str, Any]:
     """Threads, cores and NUMA nodes of this rank, and the nodes that its memory lies on."""
     import torch
 
-    from infinity.config.binding import cores_by_node
-    from infinity.config.cores import threads_here
+    from infinity.config.machine import cores_by_node, threads_here
 
     cores = os.sched_getaffinity(0)
     nodes = {node: own & cores for node, own in cores_by_node().items() if own & cores}

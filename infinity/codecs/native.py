@@ -15,7 +15,7 @@ import torch
 from infinity import _core
 from infinity.codecs.packing import Packing
 from infinity.codecs.part import OUT_DTYPES, Shape
-from infinity.config.cores import threads_here
+from infinity.config.machine import threads_here
 from infinity.errors import UnsupportedError
 
 SIMD_VARIABLE = "INFINITY_SIMD"

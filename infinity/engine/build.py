@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.config.binding import bind_rank
+from infinity.config.machine import bind_rank
 from infinity.distributed.collective.buckets import GradientBuckets
 from infinity.distributed.collective.collectives import Collectives
 from infinity.distributed.collective.unshard import DeviceUnshard

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.config.cores import threads_here
+from infinity.config.machine import threads_here
 from infinity.config.schema.engine import Io
 from infinity.config.schema.tiers import NvmeTier
 from infinity.distributed.group import path_of_job

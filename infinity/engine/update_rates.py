@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from infinity.config.cores import last_cache_nbytes
+from infinity.config.machine import last_cache_nbytes
 from infinity.engine.lay_out import RunPlan
 from infinity.ops.adamw import AdamWSettings
 from infinity.ops.on_device import update_span_

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from infinity import _core
-from infinity.config.cores import threads_here
+from infinity.config.machine import threads_here
 
 LEAST_NBYTES = 1 << 18  # Of the result; less is over before another thread is awake.
 _STREAMED_NBYTES = 1 << 23  # Native copies of so many go past the caches, torch's do not.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity import _core
-from infinity.config.cores import threads_here
+from infinity.config.machine import threads_here
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import State8Bit
 from infinity.ops.span import StateSpan

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from infinity import _core
-from infinity.config.cores import threads_here
+from infinity.config.machine import threads_here
 
 SQUARES_NUMEL = _core.update.SQUARES_NUMEL
 _PIECE_NUMEL = 2048 * SQUARES_NUMEL  # 48 MiB of device memory while it is summed.

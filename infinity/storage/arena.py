@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity import _core
-from infinity.config.cores import usable_cores
-from infinity.config.machine import host_memory
+from infinity.config.machine import host_memory, usable_cores
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 

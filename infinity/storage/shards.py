@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from infinity.config.cores import usable_cores
+from infinity.config.machine import usable_cores
 from infinity.errors import CorruptionError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, digest

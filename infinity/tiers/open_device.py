@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from infinity.config.cores import node_of_device
+from infinity.config.machine import node_of_device
 from infinity.config.schema.tiers import DeviceTier
 from infinity.errors import ConfigError
 from infinity.observe import Counters

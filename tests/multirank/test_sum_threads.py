@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from infinity import _core  # noqa: TID251 (its calls are what is counted)
-from infinity.config.cores import THREADS_VARIABLE, threads_here
+from infinity.config.machine import THREADS_VARIABLE, threads_here
 from infinity.ops import host_sums
 
 from .early_run import EarlyRun

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.config.cores import norm_threads
+from infinity.config.machine import norm_threads
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradients import tensors
 from infinity.streaming.gradients.store import GradientStore

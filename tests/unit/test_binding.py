@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.config.binding import bind_rank, cores_by_node, nodes_of_rank
-from infinity.config.cores import read_ranges
+from infinity.config.machine import bind_rank, cores_by_node, nodes_of_rank, read_ranges
 from infinity.errors import ConfigError
 
 TWO = {0: frozenset(range(4)), 1: frozenset(range(4, 8))}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.config.cores import (
+from infinity.config.machine import (
     cpu_quota,
     last_cache_nbytes,
     node_of_device,

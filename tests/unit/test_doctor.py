@@ -15,8 +15,7 @@ import pytest
 
 from infinity import uring
 from infinity.config import SwapConfig
-from infinity.config.cores import cpu_quota
-from infinity.config.machine import HostMemory
+from infinity.config.machine import HostMemory, cpu_quota
 from infinity.sizes import GIB, KIB, MIB
 from infinity.storage.probe import Refusal
 from infinity.tools.doctor import accelerator, drives, finding, machine, paths

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from infinity import uring
 from infinity.config import SwapConfig
-from infinity.config.cores import cpu_quota, read_ranges
-from infinity.config.machine import HostMemory, host_memory
+from infinity.config.machine import HostMemory, cpu_quota, host_memory, read_ranges
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, MIB, format_nbytes
 from infinity.storage.arena import Arena, can_share

@@ -27,7 +27,7 @@ import torch
 
 from infinity.codecs import AffineGroups
 from infinity.config import SwapConfig
-from infinity.config.cores import norm_threads, threads_here
+from infinity.config.machine import norm_threads, threads_here
 from infinity.config.schema.tiers import NvmeTier
 from infinity.engine.update_rates import time_updates
 from infinity.errors import ConfigError
