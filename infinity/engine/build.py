@@ -351,7 +351,7 @@ def _params(
                 region.tensor(spec.weight_offset_nbytes, facts.shape, facts.stride, facts.dtype),
                 requires_grad=facts.is_trainable,
             )
-            handle = Handle.make(None, found.name, compute)  # type: ignore[arg-type]
+            handle = Handle.make(None, found.name, compute)
             for tensor in (handle, compute):
                 tensor.__dict__.update(
                     {k: v for k, v in vars(found.parameter).items() if k != "_is_hf_initialized"}

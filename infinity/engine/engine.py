@@ -4,8 +4,7 @@
   modules/autograd/uses.py          units in use, for hooks
   modules/handles/edits.py          changes of weights other than the optimizer's step
   modules/autograd/grads.py         `.grad`, taken from autograd and shown on demand
-  modules/handles/handle_ops.py     operations on handles outside their module
-  modules/handles/param_access.py   parameters by name: read and write outside their modules
+  modules/handles/handle_ops.py     operations on handles, and parameters by name, outside modules
   modules/autograd/model_passes.py  the hooks of a pass; `infinity.forward_backward`
 
 One lock orders the training thread and autograd's device threads.
@@ -48,7 +47,6 @@ from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.handle_ops import HandleOps
 from infinity.modules.handles.originals import Originals
-from infinity.modules.handles.param_access import ParamAccess
 from infinity.modules.handles.unmanaged_params import UnmanagedParams
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.reading.discover import HookedModule
@@ -141,23 +139,19 @@ class Engine:
             self.gradients, self.updater, self.weight_cache, self._tracer, self._param_table,
             self._backwards, self._lock,
         )  # fmt: skip
-        self.handle_ops = HandleOps(
-            self, self.pool, self.passes, self.counters, self._param_table,
-            self._uses, self._changes, self._backwards, self._grads, self.ranks.setting,
-        )  # fmt: skip
         self._removable: list[Any] = []
         self._model_passes = ModelPasses(
-            self.model, self.hooked_modules, self.passes, self._uses, self._backwards, self._grads,
-            self.gradients, self.weight_cache, self._lock,
+            self.model, self.hooked_modules, self._uses, self._backwards, self._grads,
+            self.gradients, self.weight_cache,
             ScheduleParts(
                 inputs=self.activations, results=self.activations, waiting=self.waiting,
                 device=self.device.torch_device, outside_blocks=self.outside_blocks,
                 tile_micro_batches=self.config.schedule.tile_micro_batches,
             ),
         )  # fmt: skip
-        self._access = ParamAccess(
-            self._param_table, self._uses, self._changes, self._grads, self._lock,
-            setting=self.ranks.setting, reset=self._model_passes.reset,
+        self.handle_ops = HandleOps(
+            self, self.pool, self.counters, self._uses, self._changes, self._backwards,
+            self._grads, self._model_passes.reset, self.ranks.setting,
         )  # fmt: skip
         # A model that is dropped without close() releases its memory and its swap files, too.
         self.ranks.note_owner(self)
@@ -179,10 +173,9 @@ class Engine:
         self._removable += self._model_passes.install()
         for module in {self.model, *(hooked.module for hooked in self.hooked_modules)}:
             self._removable.append(Unscriptable(module))
+        take_loaded = OwnHook(self.handle_ops.take_loaded)
         owners = {place.module for param in self.params for place in param.registrations}
-        self._removable += [
-            m.register_load_state_dict_pre_hook(OwnHook(self._access.take_loaded)) for m in owners
-        ]
+        self._removable += [m.register_load_state_dict_pre_hook(take_loaded) for m in owners]
         ENGINES[self.model] = weakref.ref(self)
 
     def uninstall(self) -> None:
@@ -194,7 +187,8 @@ class Engine:
         """Drops the model's own parameters. The tiers have their values."""
         for param in self.params:
             param.original = None
-        self._access.follow(originals)
+        originals.follow(self._param_table)
+        patches.refuse_swaps(self._param_table.tensors())
 
     def _leave_model(self) -> None:
         for removable in self._removable:
@@ -255,7 +249,7 @@ class Engine:
     def tile_rows(self, name: str) -> list[tuple[str, int, int]]:
         """Returns (name, first row, end) of every tile of a parameter; one entry if it is not
         tiled."""
-        return self._access.tile_rows(name)
+        return self._param_table.tile_rows(name)
 
     def handle(self, name: str) -> Handle:
         """Returns the handle of a parameter by its name in the user's model."""
@@ -263,7 +257,7 @@ class Engine:
 
     def spec(self, name: str) -> TensorSpec:
         """Returns shape, stride, dtype and offset of an untiled parameter or of a tile."""
-        return self._access.spec(name)
+        return self._param_table.named(name).spec
 
     def params_of(self, what: nn.Module | Iterable[torch.Tensor]) -> list[OffloadedParam]:
         """Returns the parameters of a module, or those of given handles or compute parameters."""
@@ -275,16 +269,16 @@ class Engine:
 
     def read_gradient(self, name: str) -> torch.Tensor | None:
         """Returns a copy of the gradient summed so far (fp32, on the host), or None."""
-        return self._access.read_gradient(name)
+        return self.handle_ops.read_gradient(name)
 
     def read_parameter(self, name: str, *, master: bool = False) -> torch.Tensor:
         """Returns a copy on the host: in the compute dtype, or (`master`) the fp32 master value."""
-        return self._access.read(name, master=master)
+        return self.handle_ops.read(name, master=master)
 
     def write_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces the value of a parameter and its master. Any dtype; the shape of the
         parameter."""
-        self._access.write(name, tensor)
+        self.handle_ops.write(name, tensor)
 
     def fill(self, unit: Unit) -> None:
         """As `WeightEdits.fill`."""

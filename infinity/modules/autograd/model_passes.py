@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -33,7 +32,7 @@ from infinity.modules.reading.discover import HookedModule
 from infinity.sizes import format_nbytes
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.inputs.activations import InputStore
-from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 from infinity.streaming.weights.cache import WeightCache
 
 _log = logging.getLogger("infinity")
@@ -51,30 +50,28 @@ class ModelPasses:
         self,
         model: nn.Module,
         hooked_modules: Sequence[HookedModule],
-        passes: Passes,
         uses: UnitUses,
         backwards: BackwardCalls,
         grads: ParamGrads,
         gradients: GradientSink,
         weight_cache: WeightCache,
-        lock: threading.RLock,
         schedule_parts: ScheduleParts,
     ) -> None:
         self._model = model
         self._hooks = [
             ModuleHooks(hooked, uses, backwards, self._hooked_begins) for hooked in hooked_modules
         ]
-        self._passes = passes
+        self._passes = uses.passes
         self._uses = uses
         self._backwards = backwards
         self._grads = grads
         self._gradients = gradients
         self._weight_cache = weight_cache
-        self._lock = lock
+        self._lock = uses.lock
         self._schedule_parts = schedule_parts
         self._is_refusal_logged = False
         self._schedule: LayerMajorSchedule | None = None  # That is running.
-        self._turns = Turns(lock)
+        self._turns = Turns(uses.lock)
 
     # -- Hooks -------------------------------------------------------------------------------------
 

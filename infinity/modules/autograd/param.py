@@ -293,6 +293,20 @@ class ParamTable:
         params = [self.named(handle.name_in_model) for handle in tiled.handles]
         return list(zip(params, rows, strict=True))
 
+    def tile_rows(self, name: str) -> list[tuple[str, int, int]]:
+        """Returns (name, first row, end) of every tile of a parameter; one entry if it is not
+        tiled."""
+        end = next(iter(self.handle(name).shape), 1)
+        return [
+            (param.name, *((0, end) if rows is ... else (rows.start, rows.stop)))
+            for param, rows in self.parts(name)
+        ]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the handles and compute parameters, and the handles of tiled parameters."""
+        own = [tensor for param in self.params for tensor in (param.handle, param.compute)]
+        return [*own, *(tiled.tensor for tiled in self.tiled.values())]
+
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is a compute parameter or a view of one."""
         if tensor.layout is not torch.strided or isinstance(tensor, Handle):

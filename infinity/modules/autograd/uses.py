@@ -66,12 +66,12 @@ class UnitUses:
         self._weight_cache = weight_cache
         self._gradients = gradients
         self._updater = updater
-        self._passes = passes
+        self.passes = passes
         self._tracer = tracer
-        self._param_table = param_table
+        self.param_table = param_table
         self.current_stream = weight_cache.current_stream
         self._changes = changes
-        self._lock = lock
+        self.lock = lock
         self._process = OwnProcess()
         # By the backward that is running, in its order: that of their writes and early updates.
         self._left: dict[int, None] = {}
@@ -102,7 +102,7 @@ class UnitUses:
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:
-            with self._lock:
+            with self.lock:
                 begun_ns = time.monotonic_ns()
                 self._gradients.take_in()  # What other ranks gave.
                 if self._left:
@@ -112,7 +112,7 @@ class UnitUses:
                     self._update(unit)
                 for unit in units:
                     if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
-                        self._param_table.show_parameters(unit)
+                        self.param_table.show_parameters(unit)
                         self._changes.begin_use(unit)
                     done.append(unit)
                 self._updater.advance()
@@ -127,7 +127,7 @@ class UnitUses:
 
     def join(self, units: list[int]) -> None:
         """Makes units that are in use usable for the stream that is current, too."""
-        with UNINTERRUPTED, self._lock:
+        with UNINTERRUPTED, self.lock:
             for unit in units:
                 self._weight_cache.join(unit)
 
@@ -136,9 +136,9 @@ class UnitUses:
         if self._tracer.is_on:
             self._tracer.end(tuple(units))
         if is_any_autocast_enabled():
-            _drop_casts(self._passes)
+            _drop_casts(self.passes)
         refusal: BaseException | None = None
-        with self._lock:
+        with self.lock:
             begun_ns = time.monotonic_ns()
             for unit in units:
                 try:
@@ -160,7 +160,7 @@ class UnitUses:
     def using(self, units: list[int]) -> Iterator[None]:
         """Uses units outside hooked modules: for reads from outside and operations on handles."""
         is_in_backward = current_backward() != OUTSIDE_BACKWARD
-        passes = self._passes
+        passes = self.passes
         is_in_pass = passes.is_in_forward or passes.is_layer_major or is_in_backward
         has_entered = False
         try:
@@ -181,7 +181,7 @@ class UnitUses:
             self._updater.bring_up_to_date(unit, is_needed=True)
 
     def _release_unit(self, unit: int) -> None:
-        self._param_table.show_handles(unit)
+        self.param_table.show_handles(unit)
         try:
             self._changes.take_over(unit)
         finally:
@@ -216,11 +216,11 @@ class UnitUses:
         self.is_closed = True
         for unit in self._units:
             if self._weight_cache.is_in_use(unit.index):
-                self._param_table.show_handles(unit.index)
+                self.param_table.show_handles(unit.index)
 
     def check_saved(self, units: list[int], nodes: ForwardNodes) -> None:
         """Raises UnsupportedError if a node has saved a weight whose memory will be released."""
-        replaced = [param for u in units for param in self._param_table.moved_away(u)]
+        replaced = [param for u in units for param in self.param_table.moved_away(u)]
         if replaced:
             self._changes.refuse_saved(replaced, [*nodes.inner, *nodes.exits])
 
@@ -232,7 +232,7 @@ class UnitUses:
     def _write_left(self, but: list[int]) -> None:
         """In a backward, starts to write the gradients of the units that it has left, but for those
         that it enters again."""
-        if self._passes.is_layer_major or current_backward() == OUTSIDE_BACKWARD:
+        if self.passes.is_layer_major or current_backward() == OUTSIDE_BACKWARD:
             return
         for unit in self._left:
             if unit not in but:
@@ -251,7 +251,7 @@ class UnitUses:
         """Returns the settings of the unit's next step, if it comes now and clips nothing: of the
         parameters that have a gradient. None without one, or if one has no optimizer."""
         settings: dict[TensorSpec, Settings] = {}
-        for param in self._param_table.of_unit(unit):
+        for param in self.param_table.of_unit(unit):
             if not self._gradients.has(param.spec):
                 continue
             optimizer = None if param.optimizer is None else param.optimizer()
@@ -264,45 +264,45 @@ class UnitUses:
 
     def backward_started(self) -> None:
         """A backward has reached the first hooked module."""
-        if not self._passes.is_layer_major:
-            self._passes.begin_backward()
-            with self._lock:
+        if not self.passes.is_layer_major:
+            self.passes.begin_backward()
+            with self.lock:
                 self._weight_cache.begin_backward()
 
     def backward_ended(self) -> None:
         """A backward has ended, or failed."""
-        if self._passes.is_layer_major:
+        if self.passes.is_layer_major:
             return  # One of many small ones.
         while (wait := self._next_wait()) is not None:
             wait()
-        with self._lock, self._tracer.during(Track.ENGINE, "end of backward"):
+        with self.lock, self._tracer.during(Track.ENGINE, "end of backward"):
             self._left.clear()
             self._gradients.write_out_all()
-        self._passes.end_backward()
+        self.passes.end_backward()
 
     def _next_wait(self) -> Callable[[], None] | None:
         """The host may be far ahead of a device here. Units are updated early meanwhile."""
-        with self._lock:
+        with self.lock:
             wait = self._gradients.next_wait()
             self._updater.advance()
             return wait
 
     def begin_block_backward(self, units: list[int]) -> None:
         """Several gradients will come to each parameter of these units."""
-        with self._lock:
+        with self.lock:
             self._gradients.sum_on_device(self._units[unit] for unit in units)
 
     def sum_outside_blocks(self, units: Sequence[int]) -> int:
         """As `begin_block_backward`, of units outside of blocks and until the backward ends. Their
         sums take memory of the device window. Returns the bytes for which there is none."""
-        with self._lock:
+        with self.lock:
             return self._gradients.sum_on_device(
                 (self._units[unit] for unit in units), self._weight_cache.space.lend_device
             )
 
     def end_of_block(self, units: list[int]) -> None:
         """The gradients of these units are complete: they go to where they rest."""
-        with UNINTERRUPTED, self._lock:
+        with UNINTERRUPTED, self.lock:
             for unit in dict.fromkeys([*self._left, *units]):  # Tiles have units of their own.
                 self._write_out(unit)
             self._left.clear()

@@ -20,22 +20,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from typing_extensions import override
+from torch import nn
 
 from infinity.errors import CapacityError, InfinityError, ParameterNotResident, UnsupportedError
 from infinity.modules.autograd.forward_nodes import nodes_since
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.hooks import BackwardCalls, ModuleCall
 from infinity.modules.autograd.outputs import detach_from_parameters
-from infinity.modules.autograd.param import OffloadedParam, ParamTable, increment_versions
+from infinity.modules.autograd.param import OffloadedParam, increment_versions
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.handles.edits import WeightEdits
-from infinity.modules.handles.handle import Handle, find_handles, replace_handles
-from infinity.modules.handles.handle_tensor import Owner
+from infinity.modules.handles.handle import (
+    Handle,
+    find_handles,
+    is_value_of,
+    plain_value,
+    refuse_swap,
+    replace_handles,
+)
 from infinity.modules.handles.mirrors import mirrored
+from infinity.modules.interrupts import uninterrupted
 from infinity.observe import Counters
 from infinity.private.torch import DisableTorchFunctionSubclass, get_sequence_nr
-from infinity.streaming.passes import Passes
 from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
@@ -59,36 +65,39 @@ class _Lent:
         return self.is_target or self.tensor._version != self.version
 
 
-class HandleOps(Owner):
+class HandleOps:
     """The owner of every handle of one engine, and of the mirrors of their bytes. A handle stands
-    for one parameter, or for the tiles of one."""
+    for one parameter, or for the tiles of one.
+
+    `setting` is the section in which all ranks set weights; `reset` releases what an interrupted
+    pass has left in use.
+    """
 
     def __init__(
         self,
         engine: object,
         pool: HostPool,
-        passes: Passes,
         counters: Counters,
-        param_table: ParamTable,
         uses: UnitUses,
         edits: WeightEdits,
         backwards: BackwardCalls,
         grads: ParamGrads,
-        setting: Callable[[list[int], AbstractContextManager[None]], AbstractContextManager[None]],
+        reset: Callable[[], None],
+        setting: Callable[..., AbstractContextManager[None]],
     ) -> None:
         self._engine = engine  # A handle keeps its engine alive.
         self._counters = counters
-        self._passes = passes
         self._pool = pool
+        self._reset = reset
         self._setting_on_ranks = setting
-        self._param_table = param_table
+        self._param_table = uses.param_table
         self._uses = uses
         self._edits = edits
         self._backwards = backwards
         self._grads = grads
         self._warned: set[str] = set()
         self._initialising: list[int] | None = None  # Units in use by initialisation, oldest first.
-        for param in param_table.params:
+        for param in uses.param_table.params:
             param.handle.owner = self
 
     def param_of(self, tensor: torch.Tensor) -> OffloadedParam:
@@ -104,16 +113,16 @@ class HandleOps(Owner):
     def _params(self, handle: Handle) -> list[OffloadedParam]:
         return [param for param, _ in self._param_table.parts(handle.name_in_model)]
 
-    @override
     def is_tiled(self, handle: Handle) -> bool:
+        """Whether the handle stands for tiles."""
         return handle.name_in_model in self._param_table.tiled
 
-    @override
     def tiles_of(self, handle: Handle) -> list[Handle]:
+        """Returns the handles of the tiles that a handle stands for, or that of the parameter."""
         return [param.handle for param in self._params(handle)]
 
-    @override
     def module_handle(self, name: str) -> Handle:
+        """Returns the handle in the modules, for a handle that `.data` or `.grad` returned."""
         return self._param_table.handle(name)
 
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
@@ -126,25 +135,25 @@ class HandleOps(Owner):
         with DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
 
-    @override
     def shown(self, handle: Handle) -> torch.Tensor | None:
+        """Returns the parameter that modules show in the place of the handle now, if they do."""
         if self.is_tiled(handle):
             return None
         param = self._param_table.named(handle.name_in_model)
         return param.compute if param.showing.is_of_parameters else None
 
-    @override
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
+        """Returns the parameters that accumulate the handle's gradients, in order of rows."""
         return [param.compute for param in self._params(handle)]
 
-    @override
     def increment_version(self, handle: Handle) -> None:
+        """Makes a graph that saved the old value raise in its backward."""
         increment_versions(self._params(handle))
 
     # -- Gradients -------------------------------------------------------------------------------
 
-    @override
     def gradient_of(self, handle: Handle) -> torch.Tensor | None:
+        """Returns the gradient as a handle; None without one."""
         stamp = self.stamp(handle.name_in_model, is_gradient=True)
         if stamp is None:
             return None
@@ -153,24 +162,24 @@ class HandleOps(Owner):
         gradient.number = stamp[0]
         return gradient
 
-    @override
     def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
+        """Makes `value` the gradient. `is_other`: a new one, and not a change of the former."""
         self._refuse_closed(handle.name_in_model)
         for param, rows in self._param_table.parts(handle.name_in_model):
             self._grads.put(param, value[rows], is_other=is_other)
 
-    @override
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
+        """Adds a gradient that autograd has delivered to the handle itself."""
         for param, rows in self._param_table.parts(handle.name_in_model):
             self._grads.take(param, gradient[rows])
 
-    @override
     def forget_gradient(self, handle: Handle) -> None:
+        """Drops the gradient."""
         for param in self._params(handle):
             self._grads.forget(param)
 
-    @override
     def zero_gradient(self, handle: Handle) -> None:
+        """Fills the gradient with zeros."""
         for param in self._params(handle):
             self._grads.zero(param)
 
@@ -188,7 +197,8 @@ class HandleOps(Owner):
         *,
         changes: Sequence[Handle],
     ) -> Any:
-        """Runs an operation on handles outside their module: fetch, compute, release.
+        """Runs an operation on handles outside their module: fetch, compute, release. `changes`:
+        the handles that the function writes to, according to its signature.
 
         Handles of other models fetch their own bytes when the function reaches them.
         """
@@ -291,7 +301,7 @@ class HandleOps(Owner):
     ) -> AbstractContextManager[None]:
         """Guards a change of weights within `uses`, which every rank makes alike. A change inside a
         forward is local to its rank."""
-        is_local = not units or self._initialising is not None or self._passes.is_in_forward
+        is_local = not units or self._initialising is not None or self._uses.passes.is_in_forward
         return uses if is_local else self._setting_on_ranks(units, uses)
 
     def _lend(self, handle: Handle, param: OffloadedParam, changes: Sequence[Handle]) -> _Lent:
@@ -361,8 +371,9 @@ class HandleOps(Owner):
 
     # -- Mirrors ---------------------------------------------------------------------------------
 
-    @override
     def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
+        """Returns a value that changes with the bytes. Its first number identifies the gradient.
+        None if there is no gradient."""
         found: list[tuple[int, ...]] = []
         for param, _ in self._param_table.parts(name):
             own = (0, param.compute._version, param.changes)
@@ -372,8 +383,8 @@ class HandleOps(Owner):
             found.append(stamp)
         return sum(stamp[0] for stamp in found), *(n for stamp in found for n in stamp[1:])
 
-    @override
     def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
+        """Copies the bytes from `start` on into `into`: uint8, flat."""
         for param, place, part in self._ranges(name, start, into, is_gradient=is_gradient):
             self._read_bytes(param, place, part, is_gradient=is_gradient)
 
@@ -389,10 +400,10 @@ class HandleOps(Owner):
         with self._uses.using([param.unit.index]):
             into.copy_(_bytes_of(param.compute, param)[place])
 
-    @override
     def write_bytes(
         self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
     ) -> None:
+        """Copies `values` to the bytes from `start` on: uint8, flat."""
         is_tiled = name in self._param_table.tiled
         for param, place, part in self._ranges(name, start, values, is_gradient=is_gradient):
             if is_tiled:
@@ -429,6 +440,56 @@ class HandleOps(Owner):
             if low < high:
                 yield param, slice(low - first, high - first), content[low - start : high - start]
             first = end
+
+    # -- Parameters by name ------------------------------------------------------------------------
+
+    def read_gradient(self, name: str) -> torch.Tensor | None:
+        """Returns a copy of the gradient summed so far (fp32, on the host), or None."""
+        params = [param for param, _ in self._param_table.parts(name)]
+        parts = [part for part in map(self._grads.read, params) if part is not None]
+        return _joined(parts) if len(parts) == len(params) else None
+
+    def read(self, name: str, *, master: bool = False) -> torch.Tensor:
+        """Returns a copy on the host: in the compute dtype, or (`master`) the fp32 master value."""
+        return _joined(
+            [self._read(param, master=master) for param, _ in self._param_table.parts(name)]
+        )
+
+    def _read(self, param: OffloadedParam, *, master: bool) -> torch.Tensor:
+        with self._uses.lock:
+            with self._uses.using([param.unit.index]):
+                copy = param.compute.detach().to("cpu", copy=True)
+            is_wide = master and copy.is_floating_point()
+            return self._edits.read_wide(param, copy) if is_wide else copy
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Replaces the value of a parameter and its master. Any dtype; the shape of the
+        parameter."""
+        tensor = plain_value(tensor)
+        shape = tuple(self.module_handle(name).shape)
+        if tuple(tensor.shape) != shape:
+            raise InfinityError(f"{name!r} has shape {shape}, got {tuple(tensor.shape)}")
+        for param, rows in self._param_table.parts(name):
+            setting = self._setting_on_ranks([param.unit.index])
+            with uninterrupted(), self._uses.lock, torch.no_grad(), setting:
+                self._reset()
+                self._edits.write_one(param, tensor[rows])
+
+    def take_loaded(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
+    ) -> None:
+        """Writes the values of a `load_state_dict` call to their tiers, before the module sees
+        them. The module then finds its own handles in the dict and copies nothing."""
+        for attribute, tensor in module._parameters.items():
+            value = state_dict.get(prefix + attribute)
+            if not isinstance(tensor, Handle) or not isinstance(value, torch.Tensor):
+                continue
+            if torch.__future__.get_swap_module_params_on_conversion():
+                refuse_swap(tensor)
+            if value.shape == tensor.shape:
+                if not is_value_of(value, tensor):
+                    self.write(tensor.name_in_model, value)
+                state_dict[prefix + attribute] = tensor
 
     # -- Initialisation --------------------------------------------------------------------------
 
@@ -477,6 +538,11 @@ class HandleOps(Owner):
     def _release_unit(self, unit: int) -> None:
         self._edits.expect([unit])
         self._uses.leave([unit])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Joins the values of tiles. A parameter without tiles has one, which may have no dimension."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _gone(name: str) -> InfinityError:

@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -36,27 +36,11 @@ from infinity.modules.handles.torch_functions import (
 from infinity.private.torch import DisableTorchFunctionSubclass
 
 
-class Original(Protocol):
-    """The owner of the bytes behind mirrors."""
-
-    def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
-        """Returns a value that changes with the bytes. Its first number identifies the gradient.
-        None if there is no gradient."""
-
-    def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
-        """Copies the bytes from `start` on into `into`: uint8, flat."""
-
-    def write_bytes(
-        self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
-    ) -> None:
-        """Copies `values` to the bytes from `start` on: uint8, flat."""
-
-
 class Origin:
     """The bytes that the storage of a mirror, and of all views of it, copies."""
 
     def __init__(
-        self, owner: Original, name: str, start: int, storage: Any, *, is_gradient: bool
+        self, owner: Any, name: str, start: int, storage: Any, *, is_gradient: bool
     ) -> None:
         self._owner = weakref.ref(owner)  # A dict of mirrors does not keep a dropped model alive.
         self._name = name
@@ -234,7 +218,7 @@ def mirrored(
     answer: Any,
     base: torch.Tensor,
     register: Callable[[Origin], None],
-    owner: Original,
+    owner: Any,
     name: str,
     *,
     is_gradient: bool,

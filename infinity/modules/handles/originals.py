@@ -24,6 +24,7 @@ from torch import nn
 from typing_extensions import override
 
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
+from infinity.modules.autograd.param import ParamTable
 from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.torch_functions import map_tensors
 from infinity.modules.reading.empty_weights import without_class
@@ -96,20 +97,20 @@ class Originals:
         refuse_aliases(model)
         self._found = [(weakref.ref(p), name) for name, p in model.named_parameters()]
 
-    def follow(
-        self, handle_of: Callable[[str], Handle], replace: Callable[[str, Handle], None]
-    ) -> None:
-        """Makes the originals that are still alive the handles, by name, or followers of them.
-        `replace` registers another object as the handle of a name."""
+    def follow(self, table: ParamTable) -> None:
+        """Makes the originals that are still alive the handles of the table, by name, or followers
+        of them."""
+        table.refresh(is_referenced=False)
         alive = [(parameter, name) for ref, name in self._found if (parameter := ref()) is not None]
         self._found.clear()  # Weak references.
         for original, name in alive:
-            handle = handle_of(name)
+            handle = table.handle(name)
             if _swap(original, handle):
-                replace(name, cast(Handle, original))
+                table.replace_handle(name, cast(Handle, original))
                 _follow(handle, cast(Handle, original))  # A graph may know it.
             else:
                 _follow(original, handle)
+        table.refresh()
 
 
 # Before `patches.refuse_swaps` replaces it.

@@ -46,8 +46,7 @@ from torch.autograd.function import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
 from infinity.modules.handles.edits import WeightEdits
-from infinity.modules.handles.handle import Handle, backward_of_handles, find_handles
-from infinity.modules.handles.handle_tensor import refuse_swap
+from infinity.modules.handles.handle import Handle, backward_of_handles, find_handles, refuse_swap
 from infinity.modules.handles.originals import followed, plain_swap_tensors
 from infinity.modules.handles.torch_functions import TENSOR
 from infinity.private.torch import (

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from infinity.config.schema.engine import ExpertProducts
-from infinity.modules.handles.handle import Handle
-from infinity.modules.handles.handle_tensor import is_value_of, plain_value
+from infinity.modules.handles.handle import Handle, is_value_of, plain_value
 from infinity.modules.handles.originals import Follower
 from infinity.modules.reading.empty_weights import Provisional, without_class
 from infinity.modules.tiling import experts as tiled_experts
@@ -36,7 +35,7 @@ def tiles_of(tensor: Any) -> list[Any]:
     if isinstance(tensor, Follower):
         tensor = tensor.handle
     if isinstance(tensor, Handle) and tensor.owner.is_tiled(tensor):
-        return tensor.owner.tiles_of(tensor)
+        return list(tensor.owner.tiles_of(tensor))
     return [tensor]
 
 
