@@ -13,21 +13,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from infinity.sizes import MIB, align_down, format_nbytes
-from infinity.tools.bench.measure import (
-    Contender,
-    ContenderGroup,
-    Measurement,
-    Result,
-    clock,
-    run_group,
-)
+from infinity.tools.bench.measure import Comparison, Contender, Measurement, clock, run_rounds
 from infinity.tools.cli.bench import parse_size, tell
 
 _SIZES_NBYTES = (1 * MIB, 16 * MIB, 256 * MIB)
@@ -36,57 +27,47 @@ _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass
 class RankProcesses:
-    """This process among the others, and memory for one collective of `nbytes` (fp32)."""
+    """This process among the others, and memory for one collective of about `nbytes` (fp32)."""
 
-    nbytes: int
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        numel = align_down(self.nbytes // 4, 2 * self.count)
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.rank, self.count, self.device = dist.get_rank(), dist.get_world_size(), device
+        numel = align_down(nbytes // 4, 2 * self.count)
         self.nbytes = 4 * numel
-        self.full = torch.zeros(numel, device=self.device)
-        self.shard = torch.zeros(numel // self.count, device=self.device)
+        self.full = torch.zeros(numel, device=device)
+        self.shard = torch.zeros(numel // self.count, device=device)
 
 
-class Collective(Contender):
+def collective(name: str, ranks: RankProcesses) -> Contender:
     """One operation. Every rank calls `run` at the same time; the slowest rank's time counts."""
+    operation, is_right, share = _OPERATIONS[name]
 
-    def __init__(self, name: str, ranks: RankProcesses) -> None:
-        self.name = name
-        self._ranks = ranks
-        self._transfer, self._compare, share = _OPERATIONS[name]
-        self._nbytes = int(ranks.nbytes * share(ranks.count))
+    def transfer() -> None:
+        operation(ranks)
+        _finish(ranks.device)
 
-    @override
-    def run(self) -> Measurement:
-        ranks = self._ranks
+    def run() -> Measurement:
         ranks.full.fill_(ranks.rank + 1)
         ranks.shard.fill_(ranks.rank + 1)
         _finish(ranks.device)
         dist.barrier()
-
-        def transfer() -> None:
-            self._transfer(ranks)
-            _finish(ranks.device)
-
         seconds, cpu_s = clock(transfer)
-        ok = self._compare(ranks)
-        slowest = torch.tensor([seconds, float(not ok)], device=ranks.device)
+        slowest = torch.tensor([seconds, float(not is_right(ranks))], device=ranks.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return Measurement(self._nbytes, slowest[0].item(), cpu_s, ok=not slowest[1].item())
+        nbytes = int(ranks.nbytes * share(ranks.count))
+        return Measurement(nbytes, slowest[0].item(), cpu_s, ok=not slowest[1].item())
+
+    return Contender(name, run)
 
 
-def sweep(most_nbytes: int, rounds: int, device: torch.device) -> Iterator[Result]:
+def sweep(most_nbytes: int, rounds: int, device: torch.device) -> Iterator[Comparison]:
     """Alternates between every collective and the exchange, per size. The same on every rank."""
     for nbytes in _SIZES_NBYTES:
         ranks = RankProcesses(min(nbytes, most_nbytes), device)
-        *subjects, exchange = [Collective(name, ranks) for name in _OPERATIONS]
+        *subjects, exchange = [collective(name, ranks) for name in _OPERATIONS]
         case = f"{format_nbytes(ranks.nbytes)}, {ranks.count} ranks, {dist.get_backend()}"
-        group = ContenderGroup("collectives", case, subjects, [exchange], {"nbytes": ranks.nbytes})
-        yield run_group(group, rounds=rounds)
+        compared = Comparison("collectives", case, subjects, [exchange], {"nbytes": ranks.nbytes})
+        yield run_rounds(compared, rounds=rounds)
 
 
 def _all_gather(ranks: RankProcesses) -> None:

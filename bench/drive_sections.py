@@ -22,26 +22,34 @@ from pathlib import Path
 from typing import Literal
 
 import numpy
-from typing_extensions import override
 
 from infinity.sizes import KIB, format_nbytes
 from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.volume import Extent, Volume, VolumePath
-from infinity.tools.bench import fio, pattern
-from infinity.tools.bench.lab import QUICK, Effort, Lab
+from infinity.tools.bench import pattern
 from infinity.tools.bench.machine import describe as environment_of
-from infinity.tools.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
+from infinity.tools.bench.measure import (
+    QUICK,
+    Access,
+    Comparison,
+    Contender,
+    Effort,
+    IoSettings,
+    Lab,
+    contender,
+    short_size,
+)
 from infinity.tools.bench.nvme import EXTENT_NBYTES, DriveSet, has_raw_ring, open_drives
-from infinity.tools.bench.scratch import DIRECTORY_NAME, RegionName, check_space, remove_directory
+from infinity.tools.bench.scratch import DIRECTORY_NAME, RegionName, remove_directory, reserve
 from infinity.tools.bench.transfer import (
-    EngineTransfer,
     FileSet,
-    MovesTransfer,
-    RawRing,
     TransferKind,
     TransferMove,
+    engine_transfer,
+    moves_transfer,
     next_seed,
+    raw_ring,
 )
 from infinity.tools.cli.bench import open_lab, stopping_at_sigterm, tell
 
@@ -74,7 +82,7 @@ def _shuffled(count: int) -> list[int]:
     return order
 
 
-def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
+def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
     """Three groups: side by side against large extents, apart in one request, apart one by one."""
     lab = drives.lab
     nbytes = min(lab.effort.sweep_nbytes, lab.effort.nbytes // 2)
@@ -87,44 +95,44 @@ def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
             """With as much in flight as the engine has."""
             if not has_raw_ring():
                 return []
-            label = f"ring {fio.FioSettings(SMALL_NBYTES, depth)}{name}"
-            return [stack.enter_context(RawRing(label, files, moves, depth=depth))]
+            label = f"ring {IoSettings(SMALL_NBYTES, depth)}{name}"
+            return [stack.enter_context(raw_ring(label, files, moves, depth=depth))]
 
-        def fio_of(access: fio.Access) -> list[Contender]:
+        def fio_of(access: Access) -> list[Contender]:
             if not lab.with_fio:
                 return []
-            return [drives.fio(kind, fio.FioSettings(SMALL_NBYTES, depth, access), 2 * nbytes)]
+            return [drives.fio(kind, IoSettings(SMALL_NBYTES, depth, access), 2 * nbytes)]
 
         def group(
             case: str, subjects: Sequence[Contender], ceilings: Sequence[Contender]
-        ) -> ContenderGroup:
+        ) -> Comparison:
             labels = drives.labels(kind, extent_nbytes=SMALL_NBYTES, depth=lab.io.queue_depth)
             case = f"{many} in 64 KiB, {case}"
-            return ContenderGroup(f"extents {kind}", case, subjects, ceilings, labels, drives.note)
+            return Comparison(f"extents {kind}", case, subjects, ceilings, labels, drives.note)
 
         near, far = side_by_side(kind, nbytes), apart(kind, nbytes)
         in_order = sorted(far, key=lambda move: move.offset_nbytes)
-        large = EngineTransfer(
-            f"extents of {format_nbytes(EXTENT_NBYTES).replace('.0 ', ' ')}", files, kind,
+        large = engine_transfer(
+            f"extents of {short_size(EXTENT_NBYTES)}", files, kind,
             nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
         )  # fmt: skip
         groups = [
             group(
                 "side by side in the file, scattered in memory",
                 [
-                    MovesTransfer("one request", files, near, in_one_request=True),
-                    MovesTransfer("a request each", files, near),
+                    moves_transfer("one request", files, near, in_one_request=True),
+                    moves_transfer("a request each", files, near),
                 ],
                 [large, *ring("", near)],
             ),
             group(
                 "apart in the file",
-                [MovesTransfer("one request", files, far, in_one_request=True)],
+                [moves_transfer("one request", files, far, in_one_request=True)],
                 [*ring("", in_order), *fio_of("strided")],
             ),
             group(
                 "apart in the file, in random order",
-                [MovesTransfer("a request each", files, far)],
+                [moves_transfer("a request each", files, far)],
                 [*ring(", random", far), *fio_of("random")],
             ),
         ]
@@ -132,78 +140,65 @@ def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
             yield lab.measure(compared, lab.effort.rounds)
 
 
-class VolumeTransfer(Contender):
+def volume_transfer(
+    name: str,
+    volume: Volume,
+    extents: Sequence[Extent],
+    arena: Arena,
+    operation: Literal["read", "write"],
+    nbytes: int,
+    *,
+    looks: bool = False,
+) -> Contender:
     """`nbytes` in extents of 16 MiB through a volume, waited for in order, as a pass over units
     does: the check of one extent runs while the next ones are on their way. `looks`: every byte of
     an extent is read once, in the place of a check."""
+    memory, seed = arena.memory(0, nbytes), next_seed()
 
-    def __init__(
-        self,
-        name: str,
-        volume: Volume,
-        extents: Sequence[Extent],
-        arena: Arena,
-        operation: Literal["read", "write"],
-        nbytes: int,
-        *,
-        looks: bool = False,
-    ) -> None:
-        self.name = name
-        self._volume = volume
-        self._extents = extents
-        self._arena = arena
-        self._operation = operation
-        self._nbytes = nbytes
-        self._looks = looks
-        self._seed = next_seed()
-        self._write()
-
-    @override
-    def run(self) -> Measurement:
-        memory = self._arena.memory(0, self._nbytes)
-        if self._operation == "read":
-            pattern.poison(memory)
-            seconds, cpu_s = clock(self._read)
-        else:
-            self._seed = next_seed()
-            pattern.fill(memory, offset_nbytes=0, seed=self._seed)
-            seconds, cpu_s = clock(self._submit_writes)
-            pattern.poison(memory)
-            self._read()
-        ok = pattern.matches(memory, offset_nbytes=0, seed=self._seed)
-        return Measurement(self._nbytes, seconds, cpu_s, ok=ok)
-
-    def _write(self) -> None:
-        pattern.fill(self._arena.memory(0, self._nbytes), offset_nbytes=0, seed=self._seed)
-        self._submit_writes()
-
-    def _submit_writes(self) -> None:
-        self._move(self._volume.write)
-
-    def _read(self) -> None:
-        self._move(self._volume.read)
-
-    def _move(self, move: Callable[..., Ticket]) -> None:
-        tickets = [
+    def submit(move: Callable[..., Ticket]) -> list[Ticket]:
+        return [
             move(
-                self._extents, offset_nbytes=at, nbytes=min(EXTENT_NBYTES, self._nbytes - at),
-                address=self._arena.address + at, priority=Priority.STATE,
+                extents, offset_nbytes=at, nbytes=min(EXTENT_NBYTES, nbytes - at),
+                address=arena.address + at, priority=Priority.STATE,
             )
-            for at in range(0, self._nbytes, EXTENT_NBYTES)
+            for at in range(0, nbytes, EXTENT_NBYTES)
         ]  # fmt: skip
-        for index, ticket in enumerate(tickets):
+
+    def write() -> None:
+        for ticket in submit(volume.write):
             ticket.wait()
-            if self._looks:
-                at = index * EXTENT_NBYTES
-                extent = self._arena.memory(at, min(EXTENT_NBYTES, self._nbytes - at))
-                numpy.frombuffer(extent, dtype=numpy.uint64).max()
+
+    def read() -> None:
+        for number, ticket in enumerate(submit(volume.read)):
+            ticket.wait()
+            if looks:
+                at = number * EXTENT_NBYTES
+                numpy.frombuffer(memory[at : at + EXTENT_NBYTES], numpy.uint64).max()
+
+    def prepare() -> None:
+        nonlocal seed
+        if operation == "read":
+            pattern.poison(memory)
+            return
+        seed = next_seed()
+        pattern.fill(memory, offset_nbytes=0, seed=seed)
+
+    def compare() -> bool:
+        if operation == "write":
+            pattern.poison(memory)
+            read()
+        return pattern.matches(memory, offset_nbytes=0, seed=seed)
+
+    pattern.fill(memory, offset_nbytes=0, seed=seed)
+    write()
+    transfer = read if operation == "read" else write
+    return contender(name, nbytes, transfer, prepare=prepare, compare=compare)
 
 
-def verify(lab: Lab, directory: Path) -> Iterator[Result]:
+def verify(lab: Lab, directory: Path) -> Iterator[Comparison]:
     """Reads and writes with and without checksums on one drive, alternately."""
     nbytes = min(lab.effort.nbytes, 4 * lab.effort.sweep_nbytes)
     roots = [directory / f"{DIRECTORY_NAME}-{name}" for name in ("plain", "checked")]
-    check_space(roots, [1.0, 1.0], 2 * nbytes)
     lab.on_step(f"writing files in {directory}")
     with lab.engine() as engine, contextlib.ExitStack() as stack:
         volumes = []
@@ -211,23 +206,23 @@ def verify(lab: Lab, directory: Path) -> Iterator[Result]:
             stack.callback(remove_directory, root)
             volume = Volume(engine, [VolumePath(str(root))], verify=has_checksums)
             stack.callback(volume.close)
-            (extents,) = volume.reserve([nbytes])
+            (extents,) = reserve(volume, [nbytes])
             volumes.append((volume, extents))
         for operation in ("read", "write"):
             plain, checked = (
-                VolumeTransfer(name, volume, extents, lab.arena, operation, nbytes)
+                volume_transfer(name, volume, extents, lab.arena, operation, nbytes)
                 for name, (volume, extents) in zip(
                     ("verify = false", "verify = true"), volumes, strict=True
                 )
             )
             checks = [checked]
             if operation == "read":
-                looking = VolumeTransfer(
+                looking = volume_transfer(
                     "verify = false, read once", volumes[0][0], volumes[0][1], lab.arena,
                     operation, nbytes, looks=True,
                 )  # fmt: skip
                 checks.append(looking)
-            group = ContenderGroup(
+            group = Comparison(
                 f"verify {operation}",
                 f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {directory}",
                 checks,
@@ -252,7 +247,7 @@ def main() -> None:
     tell(results, found, save=words.save)
 
 
-def run(lab: Lab, name: str) -> Iterator[Result]:
+def run(lab: Lab, name: str) -> Iterator[Comparison]:
     """Yields the results of a section, drive by drive."""
     for directory in lab.directories:
         if name == "verify":

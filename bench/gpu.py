@@ -84,9 +84,8 @@ from infinity.observe import Counters
 from infinity.sizes import GIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.tiers.host import HostBlocks
-from infinity.tools.bench import device as device_bench
-from infinity.tools.bench.lab import Effort, Lab
-from infinity.tools.bench.measure import GB
+from infinity.tools.bench.measure import GB, Effort, Lab
+from infinity.tools.bench.memory import device_copies
 from infinity.tools.bench.report import rows_of, to_json
 from infinity.tools.cli.bench import print_tables
 
@@ -141,7 +140,7 @@ def copies(
         else:
             device.open(host, counters)
         try:
-            results = list(device_bench.copies(lab, device))
+            results = list(device_copies(lab, device))
         finally:
             device.close()
     print_tables(rows_of(results))

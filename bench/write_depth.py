@@ -10,10 +10,8 @@ search before it picks one. Ratios are of the same round. Needs an idle machine,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import deque
@@ -27,13 +25,14 @@ from infinity.storage.arena import Arena
 from infinity.storage.open import open_engine
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
 from infinity.tools.bench import fio
+from infinity.tools.bench.measure import IoSettings
 from infinity.tools.bench.scratch import SpaceShare
 
 _EXTENT_NBYTES = 16 * MIB
 _PENDING = 16
 _SETTINGS = (
-    fio.FioSettings(4 * MIB, 2), fio.FioSettings(4 * MIB, 4), fio.FioSettings(4 * MIB, 8),
-    fio.FioSettings(1 * MIB, 16),
+    IoSettings(4 * MIB, 2), IoSettings(4 * MIB, 4), IoSettings(4 * MIB, 8),
+    IoSettings(1 * MIB, 16),
 )  # fmt: skip
 
 
@@ -118,13 +117,9 @@ def write(engine: StorageEngine, file: int, arena: Arena, file_nbytes: int, nbyt
         ticket.wait()
 
 
-def fio_gb_per_s(path: Path, file_nbytes: int, nbytes: int, settings: fio.FioSettings) -> float:
+def fio_gb_per_s(path: Path, file_nbytes: int, nbytes: int, settings: IoSettings) -> float:
     words = fio.command([SpaceShare(str(path), 0, file_nbytes)], "write", settings)
-    done = subprocess.run(
-        [*words, f"--io_size={nbytes}"], capture_output=True, text=True, check=True,
-        env=fio.environment(huge_pages=True),
-    )  # fmt: skip
-    return fio.parse(json.loads(done.stdout[done.stdout.index("{") :])).gb_per_s
+    return fio.run([*words, f"--io_size={nbytes}"]).gb_per_s
 
 
 def rows_of(rates: dict[str, list[float]]) -> list[dict[str, object]]:

@@ -133,32 +133,37 @@ def compare(words: argparse.Namespace) -> None:
 
     from infinity.config.schema.engine import Io
     from infinity.storage.arena import Arena
-    from infinity.tools.bench import machine, measure, nvme, pattern
-    from infinity.tools.bench.lab import Effort, Lab
-    from infinity.tools.bench.measure import Group, Sample, summarize
+    from infinity.tools.bench import machine, nvme, pattern
+    from infinity.tools.bench.measure import (
+        Comparison,
+        Contender,
+        Effort,
+        Lab,
+        Measurement,
+        bandwidth_of,
+        run_rounds,
+        verdict,
+    )
     from infinity.tools.bench.report import rows_of, to_json
-    from infinity.tools.bench.transfer import EngineTransfer, FileSet
+    from infinity.tools.bench.transfer import FileSet, engine_transfer
     from infinity.tools.cli.bench import parse_size, print_tables
 
     nbytes = parse_size(words.size)
 
-    class Turn:
+    def turn(peer: Peer, share: Any, kind: str, settings: tuple[int, ...]) -> Contender:
         """One direction at one setting."""
+        block, depth, threads = settings
+        question = {
+            "is_read": kind == "read", "settings": settings, "path": share.path,
+            "offset_nbytes": share.offset_nbytes,
+        }  # fmt: skip
 
-        def __init__(self, peer: Peer, share: Any, kind: str, settings: tuple[int, ...]) -> None:
-            block, depth, threads = settings
-            self.name = f"deepspeed {block >> 10} KiB x {depth}, {threads} threads"
-            self.settings = settings
-            self._peer = peer
-            self._question = {
-                "is_read": kind == "read", "settings": settings, "path": share.path,
-                "offset_nbytes": share.offset_nbytes,
-            }  # fmt: skip
-
-        def run(self) -> Sample:
-            spent = self._peer.ask(self._question)
+        def run() -> Measurement:
+            spent = peer.ask(question)
             ok = spent["heads"] == wanted if spent["heads"] else None
-            return Sample(nbytes, spent["seconds"], spent["cpu_s"], ok=ok)
+            return Measurement(nbytes, spent["seconds"], spent["cpu_s"], ok=ok)
+
+        return Contender(f"deepspeed {block >> 10} KiB x {depth}, {threads} threads", run)
 
     effort = Effort(nbytes=nbytes, rounds=words.rounds)
     results = []
@@ -172,23 +177,19 @@ def compare(words: argparse.Namespace) -> None:
             files = FileSet(engine, drives.scratch, arena)
             for kind, region in (("read", "still"), ("write", "busy")):
                 (share,) = drives.scratch.shares(region)
-                tried = [Turn(peer, share, kind, settings) for settings in SETTINGS]
-                search = measure.run_group(Group("search", kind, tried), rounds=2, warm_ups=0)
-                best = max(
-                    tried,
-                    key=lambda each: (
-                        summarize([s.gb_per_s for s in search.samples[each.name]]).median
-                    ),
-                )
-                subject = EngineTransfer(
+                tried = [turn(peer, share, kind, settings) for settings in SETTINGS]
+                search = run_rounds(Comparison("search", kind, tried), rounds=2, warm_ups=0)
+                best = max(tried, key=lambda each: bandwidth_of(search.samples[each.name]).median)
+                subject = engine_transfer(
                     nvme.engine_label(lab, engine), files, kind,
                     nbytes=nbytes, extent_nbytes=nvme.EXTENT_NBYTES,
                 )  # fmt: skip
                 case = f"{words.size} beside DeepSpeed {peer.hello['version']}"
-                group = Group(f"nvme {kind}", case, [subject], [best], {"operation": kind})
-                results.append(measure.run_group(group, rounds=words.rounds))
+                labels = {"operation": kind}
+                compared = Comparison(f"nvme {kind}", case, [subject], [best], labels)
+                results.append(run_rounds(compared, rounds=words.rounds))
     for result in results:
-        if any(sample.ok is False for each in result.samples.values() for sample in each):
+        if any(verdict(samples) is False for samples in result.samples.values()):
             print("WRONG BYTES were read; the figures are void", file=sys.stderr)
     print_tables(rows_of(results))
     if words.save:

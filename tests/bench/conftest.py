@@ -10,9 +10,7 @@ import pytest
 from infinity.config.schema.engine import Io
 from infinity.sizes import KIB, MIB
 from infinity.storage.arena import Arena
-from infinity.tools.bench.fio import FioSettings
-from infinity.tools.bench.lab import Effort, Lab
-from infinity.tools.bench.measure import Result
+from infinity.tools.bench.measure import Comparison, Effort, IoSettings, Lab
 from infinity.tools.bench.nvme import DriveSet, open_drives
 from infinity.tools.bench.report import rows_of
 from infinity.tools.bench.transfer import FileSet
@@ -26,7 +24,7 @@ SMALL = Effort(
     depths=(1, 2),
     extents_nbytes=(64 * KIB, 1 * MIB),
     num_latencies=2,
-    fio_candidates=(FioSettings(1 * MIB, 2), FioSettings(4 * MIB, 1)),
+    fio_candidates=(IoSettings(1 * MIB, 2), IoSettings(4 * MIB, 1)),
 )
 
 
@@ -67,6 +65,6 @@ def files(drives: DriveSet) -> Iterator[FileSet]:
         yield FileSet(engine, drives.scratch, drives.lab.arena)
 
 
-def all_equal(results: list[Result]) -> bool:
+def all_equal(results: list[Comparison]) -> bool:
     rows = [row for row in rows_of(results) if row.section != "fio search"]
     return bool(rows) and all(row.ok is True for row in rows)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,18 +14,18 @@ from infinity.errors import CorruptionError
 from infinity.storage.probe import explain_missing_uring
 from infinity.storage.volume import Volume, VolumePath
 from infinity.tools.bench import fio
-from infinity.tools.bench.lab import Lab
+from infinity.tools.bench.measure import Lab
 from infinity.tools.bench.report import rows_of
-from infinity.tools.bench.transfer import FileSet, MovesTransfer, RawRing, TransferKind
+from infinity.tools.bench.transfer import FileSet, TransferKind, moves_transfer, raw_ring
 from tests.bench.conftest import NBYTES, all_equal
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from drive_sections import (  # type: ignore[import-not-found]
     SMALL_NBYTES,
-    VolumeTransfer,
     apart,
     run,
     side_by_side,
+    volume_transfer,
 )
 
 
@@ -35,8 +36,8 @@ def test_small_extents_that_lie_apart_are_compared_with_the_same_pattern(
     results = list(run(make_lab(with_fio=True), "extents"))
     assert all_equal(results)
     for operation in ("read", "write"):
-        mine = [each for each in results if each.group.labels["operation"] == operation]
-        (near, *far) = [[each.name for each in result.group.ceilings] for result in mine]
+        mine = [each for each in results if each.labels["operation"] == operation]
+        (near, *far) = [[each.name for each in result.ceilings] for result in mine]
         assert near[0] == "extents of 16 MiB"
         assert [names[-1] for names in far] == [
             "fio 64 KiB x 256, strided", "fio 64 KiB x 256, random",
@@ -52,7 +53,7 @@ def test_checksums_are_measured_beside_none_and_leave_nothing(
     lab = make_lab()
     results = list(run(lab, "verify"))
     assert all_equal(results)
-    assert [result.group.section for result in results] == ["verify read", "verify write"]
+    assert [result.section for result in results] == ["verify read", "verify write"]
     subjects = [row.subject for row in rows_of(results)]
     assert subjects == ["verify = true", "verify = false, read once", "verify = true"]
     assert list(lab.directories[0].iterdir()) == []
@@ -67,7 +68,7 @@ def test_a_changed_page_is_an_error_with_checksums_and_wrong_bytes_without(
         path = VolumePath(str(tmp_path / f"swap-{has_checksums}"))
         with lab.engine() as engine, Volume(engine, [path], verify=has_checksums) as volume:
             (reserved,) = volume.reserve([nbytes])
-            transfer = VolumeTransfer("v", volume, reserved, lab.arena, "read", nbytes)
+            transfer = volume_transfer("v", volume, reserved, lab.arena, "read", nbytes)
             with open(volume.file_paths[0], "r+b") as file:
                 file.seek(12345)
                 file.write(b"?")
@@ -86,21 +87,24 @@ def test_small_extents_go_where_they_belong(files: FileSet, kind: TransferKind, 
     assert places == list(range(0, NBYTES, SMALL_NBYTES))
     assert [move.offset_nbytes for move in moves] != [move.place for move in moves]
     for in_one_request in (True, False):
-        sample = MovesTransfer("e", files, moves, in_one_request=in_one_request).run()
+        sample = moves_transfer("e", files, moves, in_one_request=in_one_request).run()
         assert sample.ok and sample.nbytes == NBYTES
     if explain_missing_uring() is None:
-        with RawRing("r", files, moves, depth=8) as ring:
+        with raw_ring("r", files, moves, depth=8) as ring:
             assert ring.run().ok
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_two_extents_that_change_places_are_seen(files: FileSet, kind: TransferKind) -> None:
+    submit = files.engine.submit
+
+    def swapped(operation, segments, priority):
+        if len(segments) > 2:
+            first, second, *rest = segments
+            here, there = first.address, second.address
+            segments = [replace(first, address=there), replace(second, address=here), *rest]
+        return submit(operation, segments, priority)
+
+    files.engine = SimpleNamespace(submit=swapped)
     moves = side_by_side(kind, NBYTES)
-    transfer = MovesTransfer("e", files, moves, in_one_request=True)
-    ((_, segments),) = transfer._requests
-    first, second = segments[:2]
-    segments[:2] = [
-        replace(first, address=second.address),
-        replace(second, address=first.address),
-    ]
-    assert transfer.run().ok is False
+    assert moves_transfer("e", files, moves, in_one_request=True).run().ok is False

@@ -10,12 +10,12 @@ import pytest
 from infinity.errors import UnsupportedError
 from infinity.sizes import MIB
 from infinity.tools.bench import fio
-from infinity.tools.bench.lab import Lab
+from infinity.tools.bench.measure import Access, IoSettings, Lab
 from infinity.tools.bench.nvme import KINDS, open_drives
 from infinity.tools.bench.scratch import SpaceShare
 
 needs_fio = pytest.mark.skipif(not fio.is_installed(), reason="fio is not installed")
-SETTINGS = fio.FioSettings(4 * MIB, 2)
+SETTINGS = IoSettings(4 * MIB, 2)
 
 
 def job(*, read: int = 0, write: int = 0, runtime_ms: int = 500, error: int = 0) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def job(*, read: int = 0, write: int = 0, runtime_ms: int = 500, error: int = 0)
 
 
 @pytest.mark.parametrize(("access", "rw"), [("strided", "read:65536"), ("random", "randread")])
-def test_access_with_gaps_moves_half_of_the_range(access: fio.Access, rw: str) -> None:
-    settings = fio.FioSettings(64 << 10, 8, access)
+def test_access_with_gaps_moves_half_of_the_range(access: Access, rw: str) -> None:
+    settings = IoSettings(64 << 10, 8, access)
     words = fio.command([SpaceShare("/a/f", 0, 16 * MIB)], "read", settings, nbytes=4 * MIB)
     assert f"--rw={rw}" in words
     assert words[-2:] == [f"--size={4 * MIB}", f"--io_size={2 * MIB}"]
@@ -104,18 +104,17 @@ def test_fio_moves_all_bytes_of_the_region(make_lab: Callable[..., Lab], kind: s
 def test_fio_gets_huge_pages_where_the_arena_does(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab()
     with open_drives(lab, lab.directories) as drives:
-        huge, small = (
-            fio.Fio(drives.scratch.shares("still"), "read", SETTINGS, huge_pages=wanted)
-            for wanted in (True, False)
-        )
+        words = fio.command(drives.scratch.shares("still"), "read", SETTINGS)
         # It runs so shortly that it may be over before it is looked at.
-        assert not lab.arena.huge_page_nbytes or any(huge.huge_page_nbytes() for _ in range(20))
-        assert small.huge_page_nbytes() == 0
+        assert not lab.arena.huge_page_nbytes or any(
+            fio.huge_page_nbytes(words, huge_pages=True) for _ in range(20)
+        )
+        assert fio.huge_page_nbytes(words, huge_pages=False) == 0
     assert drives.note == ""
 
 
 @needs_fio
 def test_fio_that_fails_is_an_error_with_its_output() -> None:
-    broken = fio.Fio([SpaceShare("/proc/nothing/here", 0, MIB)], "read", SETTINGS)
+    broken = fio.command([SpaceShare("/proc/nothing/here", 0, MIB)], "read", SETTINGS)
     with pytest.raises(UnsupportedError, match="--no-fio"):
-        broken.run()
+        fio.run(broken)

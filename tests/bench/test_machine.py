@@ -21,13 +21,16 @@ def test_drive_of_a_partition_is_its_parent(tmp_path: Path) -> None:
     link = tmp_path / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
     link.parent.mkdir(parents=True)
     link.symlink_to(disk / "nvme0n1p1")
-    mounts = tmp_path / "proc/self/mounts"
+    (disk / "nvme0n1p1/partition").write_text("1\n")
+    mounts = tmp_path / "proc/self/mountinfo"
     mounts.parent.mkdir(parents=True)
-    mounts.write_text(f"/dev/a / ext4 rw 0 0\n/dev/b {tmp_path} xfs rw,noatime 0 0\n")
+    mounts.write_text(
+        f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 8:2 / {tmp_path} rw,noatime - xfs /dev/b rw,noquota\n"
+    )
     found = machine.drive(tmp_path, tmp_path)
     assert (found["drive"], found["model"]) == ("nvme0n1", "FAST 9000")
     assert found["scheduler"] == "[none] mq-deadline"
-    assert (found["file_system"], found["options"]) == ("xfs", "rw,noatime")
+    assert (found["file_system"], found["options"]) == ("xfs", "rw,noatime,noquota")
 
 
 def test_a_fact_that_the_system_lacks_is_none(tmp_path: Path) -> None:

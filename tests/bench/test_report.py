@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,26 +13,22 @@ from rich.console import Console
 from infinity.errors import UnsupportedError
 from infinity.sizes import KIB, MIB
 from infinity.tools.bench import plots, report
-from infinity.tools.bench.measure import GB, ContenderGroup, Measurement, Result
+from infinity.tools.bench.measure import GB, Comparison, Contender, Measurement
 from infinity.tools.bench.report import rows_of, to_json
 
 
-class Named:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def run(self) -> Measurement:
-        raise NotImplementedError
+def never() -> Measurement:
+    raise NotImplementedError
 
 
 def result(
     section: str, *, ok: bool = True, note: str = "", extent_nbytes: int = MIB, num_paths: int = 1
-) -> Result:
-    group = ContenderGroup(
+) -> Comparison:
+    compared = Comparison(
         section,
         f"case of {extent_nbytes} on {num_paths}",
-        [Named("ours")],
-        [Named("slow ceiling"), Named("fast ceiling")],
+        [Contender("ours", never)],
+        [Contender("slow ceiling", never), Contender("fast ceiling", never)],
         {"extent_nbytes": extent_nbytes, "paths": "/mnt", "num_paths": num_paths},
         note,
     )
@@ -45,7 +41,7 @@ def result(
         "slow ceiling": [Measurement(GB, 1.0, 0.02), Measurement(GB, 1.0, 0.02)],
         "fast ceiling": [Measurement(GB, 0.4, None, None, latency_s), Measurement(GB, 0.8, None)],
     }
-    return Result(group, samples)
+    return replace(compared, samples=samples)
 
 
 RESULTS = [
@@ -57,7 +53,7 @@ RESULTS = [
 ]
 
 
-def text_of(results: list[Result]) -> str:
+def text_of(results: list[Comparison]) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     report.print_rows(rows_of(results), console)
     return console.export_text()

@@ -13,8 +13,8 @@ from infinity.observe import Counters
 from infinity.sizes import MIB
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostBlocks
-from infinity.tools.bench import device, fio, host, nvme, suite
-from infinity.tools.bench.lab import Lab
+from infinity.tools.bench import fio, memory, nvme, suite
+from infinity.tools.bench.measure import Lab
 from infinity.tools.bench.report import rows_of
 from tests.bench.conftest import all_equal
 
@@ -42,7 +42,7 @@ def test_drive_sections(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab()
     results = list(suite.run(lab, ("read", "write", "mixed", "sweep", "latency")))
     assert all_equal(results)
-    sections = [result.group.section for result in results]
+    sections = [result.section for result in results]
     sweeps = [f"sweep {kind}" for kind in nvme.KINDS for _ in lab.effort.extents_nbytes]
     assert sections == ["nvme read", "nvme write", "nvme mixed", *sweeps, *["latency"] * 3]
     assert list(lab.directories[0].iterdir()) == []
@@ -52,7 +52,7 @@ def test_drive_sections(make_lab: Callable[..., Lab]) -> None:
 def test_fio_is_searched_once_per_kind_and_then_a_ceiling(make_lab: Callable[..., Lab]) -> None:
     results = list(suite.run(make_lab(with_fio=True), ("read", "sweep")))
     assert all_equal(results)
-    searches = [each.group.labels["operation"] for each in results if "fio" in each.group.section]
+    searches = [each.labels["operation"] for each in results if "fio" in each.section]
     assert sorted(searches) == ["mixed", "read", "write"]
     for row in rows_of(results):
         if row.section != "fio search":
@@ -63,10 +63,10 @@ def test_stripes_grow_path_by_path(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab(2)
     results = list(suite.run(lab, ("stripes",)))
     assert all_equal(results)
-    counts = [result.group.labels["num_paths"] for result in results]
+    counts = [result.labels["num_paths"] for result in results]
     assert counts == [1, 1, 1, 2, 2, 2]
     # Two directories of one drive are no scaling, and the result says so.
-    assert all("share a drive" in result.group.note for result in results)
+    assert all("share a drive" in result.note for result in results)
     assert list(suite.run(make_lab_of_one(lab), ("stripes",))) == []
 
 
@@ -79,36 +79,36 @@ def test_reports_of_buffered_files_name_the_page_cache(
 ) -> None:
     monkeypatch.setattr("infinity.tools.bench.scratch._takes_direct", lambda _: False)
     (result,) = suite.run(make_lab(), ("read",))
-    assert "page cache" in result.group.note
+    assert "page cache" in result.note
 
 
 def test_host_sections(make_lab: Callable[..., Lab]) -> None:
     results = list(suite.run(make_lab(), ("host", "optimizer")))
-    assert [result.group.section for result in results] == ["host copy", "optimizer"]
+    assert [result.section for result in results] == ["host copy", "optimizer"]
     assert all_equal(results)
 
 
 def test_a_wrong_update_is_seen(
     make_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = host.adamw_
+    real = memory.adamw_
 
     def slightly_off(weights, *rest) -> None:
         real(weights, *rest)
         weights[0][-1].mul_(1.0001)
 
-    monkeypatch.setattr(host, "adamw_", slightly_off)
-    assert host.OptimizerPass(make_lab().arena).run().ok is False
+    monkeypatch.setattr(memory, "adamw_", slightly_off)
+    assert memory.optimizer_pass(make_lab().arena).run().ok is False
 
 
 def test_device_copies_and_the_way_from_the_drive(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab()
     there = simulated(lab)
-    results = list(device.copies(lab, there))
+    results = list(memory.device_copies(lab, there))
     with nvme.open_drives(lab, lab.directories) as drives:
-        results += device.pipeline(drives, there, 4 * MIB)
+        results += memory.pipeline(drives, there, 4 * MIB)
     assert all_equal(results)
-    directions = [result.group.labels["operation"] for result in results]
+    directions = [result.labels["operation"] for result in results]
     assert directions == ["in", "out", "both", "read"]
 
 
@@ -123,5 +123,5 @@ def test_a_copy_that_did_not_happen_is_seen(make_lab: Callable[..., Lab], direct
             return super().copy(source, target.clone() if is_timed else target)
 
     lab = make_lab()
-    contender = device.ArenaToDevice(simulated(lab, Lazy), lab.arena, direction, 16 * MIB)
+    contender = memory.arena_to_device(simulated(lab, Lazy), lab.arena, direction, 16 * MIB)
     assert contender.run().ok is False

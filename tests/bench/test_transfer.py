@@ -13,12 +13,12 @@ from infinity.storage.protocol import Priority
 from infinity.testing.faulty_engine import FaultyEngine
 from infinity.tools.bench.nvme import KINDS, DriveSet
 from infinity.tools.bench.transfer import (
-    EngineLatency,
-    EngineTransfer,
     FileSet,
-    RawRing,
     TransferKind,
+    engine_latency,
+    engine_transfer,
     plan_moves,
+    raw_ring,
 )
 from tests.bench.conftest import NBYTES
 
@@ -45,7 +45,7 @@ def test_mixed_is_half_reads_half_writes_in_turns_and_never_the_same_memory() ->
 def test_the_engine_moves_the_right_bytes(
     files: FileSet, kind: TransferKind, extent_nbytes: int
 ) -> None:
-    transfer = EngineTransfer("e", files, kind, nbytes=NBYTES, extent_nbytes=extent_nbytes)
+    transfer = engine_transfer("e", files, kind, nbytes=NBYTES, extent_nbytes=extent_nbytes)
     for _ in range(2):
         sample = transfer.run()
         assert sample.ok and sample.nbytes == NBYTES and sample.seconds > 0
@@ -57,7 +57,7 @@ def test_the_raw_ring_moves_the_right_bytes(files: FileSet, kind: TransferKind) 
         pytest.skip(f"io_uring does not work here: {cause}")
     moves = plan_moves(kind, nbytes=NBYTES, extent_nbytes=MIB)
     for depth in (1, 3):
-        with RawRing("r", files, moves, depth=depth) as ring:
+        with raw_ring("r", files, moves, depth=depth) as ring:
             sample = ring.run()
             assert sample.ok and sample.nbytes == NBYTES
 
@@ -72,7 +72,7 @@ def test_a_changed_byte_on_the_drive_is_seen(
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
-    transfer = EngineTransfer("e", files, kind, nbytes=NBYTES, extent_nbytes=MIB)
+    transfer = engine_transfer("e", files, kind, nbytes=NBYTES, extent_nbytes=MIB)
     assert transfer.run().ok is False
 
 
@@ -97,7 +97,7 @@ class Forgetful:
 def test_a_transfer_that_did_nothing_is_seen(drives: DriveSet, kind: TransferKind) -> None:
     with drives.lab.engine() as engine:
         files = FileSet(Forgetful(engine, kind), drives.scratch, drives.lab.arena)
-        transfer = EngineTransfer("e", files, kind, nbytes=NBYTES, extent_nbytes=MIB)
+        transfer = engine_transfer("e", files, kind, nbytes=NBYTES, extent_nbytes=MIB)
         assert transfer.run().ok is False
 
 
@@ -107,12 +107,12 @@ def test_an_error_of_the_drive_is_raised(drives: DriveSet) -> None:
         files = FileSet(faulty, drives.scratch, drives.lab.arena)
         faulty.close_file(0)
         with pytest.raises(StorageError):
-            EngineTransfer("e", files, "read", nbytes=NBYTES, extent_nbytes=MIB).run()
+            engine_transfer("e", files, "read", nbytes=NBYTES, extent_nbytes=MIB).run()
 
 
 def test_latency_is_taken_per_request(files: FileSet) -> None:
     for behind in (0, 1):
-        latency = EngineLatency("l", files, extent_nbytes=MIB, count=3, behind=behind)
+        latency = engine_latency("l", files, extent_nbytes=MIB, count=3, behind=behind)
         sample = latency.run()
         assert sample.ok and sample.nbytes == 3 * MIB
         assert 0 < sample.latency_s[0.01] <= sample.latency_s[0.5] <= sample.latency_s[0.999]
@@ -134,6 +134,6 @@ def test_write_backs_are_queued_while_a_demand_read_waits(drives: DriveSet) -> N
 
     with drives.lab.engine() as engine:
         files = FileSet(Watching(engine), drives.scratch, drives.lab.arena)
-        EngineLatency("l", files, extent_nbytes=MIB, count=2, behind=1).run()
+        engine_latency("l", files, extent_nbytes=MIB, count=2, behind=1).run()
     assert submitted[0] == ("write", Priority.WRITE_BACK)
     assert submitted[1] == ("read", Priority.FORWARD)

@@ -13,15 +13,14 @@ from infinity.config import SwapConfig
 from infinity.sizes import MIB
 from infinity.storage.probe import explain_missing_uring
 from infinity.tools.bench import tune
-from infinity.tools.bench.lab import Lab
-from infinity.tools.bench.measure import SampleSummary
+from infinity.tools.bench.measure import IoSettings, Lab, SampleSummary
 from infinity.tools.bench.nvme import KINDS
-from infinity.tools.bench.tune import Candidate, PathBandwidth, RingSetup, TunedSetting
+from infinity.tools.bench.tune import PathBandwidth, RingSetup, TunedSetting
 
-SMALL, MIDDLE, LARGE = (Candidate(4 * MIB, depth) for depth in (2, 4, 8))
+SMALL, MIDDLE, LARGE = (IoSettings(4 * MIB, depth) for depth in (2, 4, 8))
 
 
-def rates(by_candidate: dict[Candidate, list[float]]) -> tune.Rates:
+def rates(by_candidate: dict[IoSettings, list[float]]) -> tune.Rates:
     return dict.fromkeys(KINDS, by_candidate)
 
 
@@ -47,7 +46,7 @@ def test_the_fewest_bytes_in_flight_within_the_tolerance_win() -> None:
 
 
 def test_the_larger_block_wins_at_equal_bytes_in_flight() -> None:
-    two, four = Candidate(2 * MIB, 4), Candidate(4 * MIB, 2)
+    two, four = IoSettings(2 * MIB, 4), IoSettings(4 * MIB, 2)
     assert tune.choose({two: 1.0, four: 0.97}) == four
 
 
@@ -60,9 +59,9 @@ def test_the_margin_narrows_with_the_rounds_and_spares_who_may_be_chosen() -> No
 def test_two_searches_of_one_noisy_drive_agree() -> None:
     """8 MiB in flight saturate; 5 % noise on every figure, and half the rounds at 60 %."""
 
-    def search(seed: int) -> Candidate:
+    def search(seed: int) -> IoSettings:
         chance = random.Random(seed)
-        found: dict[Candidate, list[float]] = {who: [] for who in tune.CANDIDATES}
+        found: dict[IoSettings, list[float]] = {who: [] for who in tune.CANDIDATES}
         for _ in range(9):
             spell = chance.choice((1.0, 0.6))
             for who, values in found.items():
@@ -70,7 +69,7 @@ def test_two_searches_of_one_noisy_drive_agree() -> None:
                 values.append(true_gb_per_s * spell * chance.gauss(1.0, 0.02))
         return tune.choose(tune.scores(rates(found)))
 
-    assert {search(seed) for seed in range(20)} == {Candidate(4 * MIB, 2)}
+    assert {search(seed) for seed in range(20)} == {IoSettings(4 * MIB, 2)}
 
 
 def choice(*gb_per_s: float, rings: RingSetup | None = None) -> TunedSetting:

@@ -207,10 +207,12 @@ broken line
 
 
 def test_the_mount_of_a_path_is_the_nearest_and_newest() -> None:
-    assert paths.find_mount("/home/x", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
-    assert paths.find_mount("/dev/shm", MOUNTINFO) == Mount("/dev/shm", "tmpfs", "tmpfs")
-    assert paths.find_mount("/dev/shmem", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
-    newest = Mount("/mnt/my drive", "btrfs", "/dev/nvme1n1")
+    assert paths.find_mount("/home/x", MOUNTINFO) == Mount("/", "ext4", "/dev/vda", "rw")
+    assert paths.find_mount("/dev/shm", MOUNTINFO) == Mount(
+        "/dev/shm", "tmpfs", "tmpfs", "rw,relatime"
+    )
+    assert paths.find_mount("/dev/shmem", MOUNTINFO) == Mount("/", "ext4", "/dev/vda", "rw")
+    newest = Mount("/mnt/my drive", "btrfs", "/dev/nvme1n1", "rw")
     assert paths.find_mount("/mnt/my drive/a/b", MOUNTINFO) == newest
     assert paths.find_mount("/home", "") is None
 
@@ -241,7 +243,7 @@ def test_checksums(is_on: bool, kernel: str, status: str, word: str) -> None:
     ],
 )
 def test_file_system(kind: str, status: str, word: str) -> None:
-    expect(paths.check_file_system("/p", Mount("/mnt", kind, "/dev/x")), status, word)
+    expect(paths.check_file_system("/p", Mount("/mnt", kind, "/dev/x", "rw")), status, word)
     expect(paths.check_file_system("/p", None), "ok", "not readable")
 
 

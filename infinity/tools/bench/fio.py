@@ -1,6 +1,6 @@
 """fio as a ceiling: the same file ranges, direct I/O, io_uring, the same kind of pages.
 
-fio(1). Command and answer are pure functions; `Fio` runs them.
+fio(1). Command and answer are pure functions; `run` makes one of the other.
 """
 
 from __future__ import annotations
@@ -11,43 +11,15 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from infinity.errors import UnsupportedError
-from infinity.sizes import MIB, format_nbytes
-from infinity.tools.bench.measure import Contender, Measurement
+from infinity.tools.bench.measure import IoSettings, Measurement
 from infinity.tools.bench.scratch import SpaceShare
 from infinity.tools.bench.transfer import QUANTILES, TransferKind
 
 _RW: dict[TransferKind, str] = {"read": "read", "write": "write", "mixed": "rw"}
-
-Access = Literal["sequential", "strided", "random"]
-
-
-@dataclass(frozen=True, slots=True)
-class FioSettings:
-    """Settings that are varied to find fio's best: bytes of a request, and requests in flight.
-
-    `access` "strided" leaves out every other block, "random" jumps between blocks.
-    """
-
-    block_nbytes: int
-    depth: int
-    access: Access = "sequential"
-
-    def __str__(self) -> str:
-        text = f"{format_nbytes(self.block_nbytes).replace('.0 ', ' ')} x {self.depth}"
-        return text if self.access == "sequential" else f"{text}, {self.access}"
-
-
-# From few large to many small requests in flight; the best is found by trying.
-CANDIDATES = tuple(
-    FioSettings(block_mib * MIB, depth)
-    for block_mib, depths in {1: (8, 16), 4: (2, 4, 8), 8: (1, 2), 16: (1, 2)}.items()
-    for depth in depths
-)
 
 
 def is_installed() -> bool:
@@ -67,7 +39,7 @@ def version() -> str | None:
 def command(
     shares: Sequence[SpaceShare],
     kind: TransferKind,
-    settings: FioSettings,
+    settings: IoSettings,
     *,
     direct: bool = True,
     nbytes: int | None = None,
@@ -98,7 +70,7 @@ def command(
     return words
 
 
-def _rw(kind: TransferKind, settings: FioSettings) -> str:
+def _rw(kind: TransferKind, settings: IoSettings) -> str:
     if settings.access == "random":
         return f"rand{_RW[kind]}"
     # "read:65536" skips so many bytes behind each block.
@@ -134,50 +106,31 @@ def parse(answer: Mapping[str, Any]) -> Measurement:
     return Measurement(nbytes, seconds, cpu_s, latency_s=latency_s)
 
 
-class Fio(Contender):
-    """fio over the shares of one region."""
-
-    def __init__(
-        self,
-        shares: Sequence[SpaceShare],
-        kind: TransferKind,
-        settings: FioSettings,
-        *,
-        direct: bool = True,
-        huge_pages: bool = True,
-        nbytes: int | None = None,
-    ) -> None:
-        self.name = f"fio {settings}"
-        self.settings = settings
-        self.command = command(shares, kind, settings, direct=direct, nbytes=nbytes)
-        self._environment = environment(huge_pages=huge_pages)
-
-    def run(self) -> Measurement:
-        """Runs fio. Raises UnsupportedError with fio's message if it fails."""
-        done = subprocess.run(
-            self.command, capture_output=True, text=True, check=False, env=self._environment
+def run(words: Sequence[str], *, huge_pages: bool = True) -> Measurement:
+    """Runs such a command. Raises UnsupportedError with fio's message if it fails."""
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=environment(huge_pages=huge_pages)
+    )
+    if done.returncode != 0:
+        raise UnsupportedError(
+            f"fio ended with code {done.returncode}: {(done.stderr or done.stdout).strip()}; "
+            "leave it out with --no-fio"
         )
-        if done.returncode != 0:
-            raise UnsupportedError(
-                f"fio ended with code {done.returncode}: {(done.stderr or done.stdout).strip()}; "
-                "leave it out with --no-fio"
-            )
-        # A warning may stand before the JSON.
-        return parse(json.loads(done.stdout[done.stdout.index("{") :]))
+    # A warning may stand before the JSON.
+    return parse(json.loads(done.stdout[done.stdout.index("{") :]))
 
-    def huge_page_nbytes(self) -> int:
-        """The most transparent-huge-page memory of the process, seen while it runs once."""
-        running = subprocess.Popen(
-            self.command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=self._environment,
-        )
-        most_nbytes = 0
-        while running.poll() is None:
-            most_nbytes = max(most_nbytes, _anonymous_huge_nbytes(running.pid))
-            time.sleep(0.01)
-        return most_nbytes
+
+def huge_page_nbytes(words: Sequence[str], *, huge_pages: bool = True) -> int:
+    """The most transparent-huge-page memory of the process, seen while the command runs once."""
+    nowhere = subprocess.DEVNULL
+    running = subprocess.Popen(
+        words, stdout=nowhere, stderr=nowhere, env=environment(huge_pages=huge_pages)
+    )
+    most_nbytes = 0
+    while running.poll() is None:
+        most_nbytes = max(most_nbytes, _anonymous_huge_nbytes(running.pid))
+        time.sleep(0.01)
+    return most_nbytes
 
 
 def _anonymous_huge_nbytes(pid: int) -> int:

@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from infinity.sizes import MIB, format_nbytes
 from infinity.storage.probe import explain_missing_uring
 from infinity.storage.protocol import StorageEngine
 from infinity.tools.bench import fio
-from infinity.tools.bench.lab import Lab
-from infinity.tools.bench.measure import Contender, ContenderGroup, Result, summarize
-from infinity.tools.bench.scratch import BenchDirectory, RegionName
+from infinity.tools.bench.measure import (
+    Comparison,
+    Contender,
+    IoSettings,
+    Lab,
+    bandwidth_of,
+    short_size,
+)
+from infinity.tools.bench.scratch import BenchDirectory, bench_directory
 from infinity.tools.bench.transfer import (
-    EngineLatency,
-    EngineTransfer,
     FileSet,
-    RawRing,
     TransferKind,
+    engine_latency,
+    engine_transfer,
     plan_moves,
+    raw_ring,
 )
 from infinity.uring import is_built
 
@@ -41,7 +48,7 @@ class DriveSet:
     def __init__(self, lab: Lab, scratch: BenchDirectory) -> None:
         self.lab = lab
         self.scratch = scratch
-        self._best_fio: dict[TransferKind, list[fio.FioSettings]] = {}
+        self._best_fio: dict[TransferKind, Sequence[IoSettings]] = {}
         self._fio_note = ""
 
     @property
@@ -65,35 +72,39 @@ class DriveSet:
         }
         return labels | more
 
-    def fio(
-        self, kind: TransferKind, settings: fio.FioSettings, nbytes: int | None = None
-    ) -> fio.Fio:
+    def fio(self, kind: TransferKind, settings: IoSettings, nbytes: int | None = None) -> Contender:
         """Returns fio as a contender, over the scratch files' region of this kind."""
-        region: RegionName = "still" if kind == "read" else "busy"
-        return fio.Fio(
-            self.scratch.shares(region),
-            kind,
-            settings,
-            direct=all(self.scratch.is_direct),
-            huge_pages=self.lab.huge_pages,
-            nbytes=nbytes,
-        )
+        words, huge_pages = self._fio_command(kind, settings, nbytes), self.lab.huge_pages
+        return Contender(f"fio {settings}", lambda: fio.run(words, huge_pages=huge_pages))
 
-    def best_fio(self, kind: TransferKind) -> Iterator[Result]:
+    def _fio_command(
+        self, kind: TransferKind, settings: IoSettings, nbytes: int | None = None
+    ) -> list[str]:
+        shares = self.scratch.shares("still" if kind == "read" else "busy")
+        direct = all(self.scratch.is_direct)
+        return fio.command(shares, kind, settings, direct=direct, nbytes=nbytes)
+
+    def best_fio(self, kind: TransferKind) -> Iterator[Comparison]:
         """Runs the search once per kind and yields its results; `ceilings` uses the best
         settings."""
         if not self.lab.with_fio or kind in self._best_fio:
             return
-        contenders = [self.fio(kind, settings) for settings in self.lab.effort.fio_candidates]
-        group = ContenderGroup(
-            "fio search", f"{kind}, {self.name}", contenders, labels=self.labels(kind)
-        )
-        result = self.lab.measure(group, self.lab.effort.search_rounds, warm_ups=0)
-        contenders.sort(key=lambda contender: -_gb_per_s(result, contender))
-        best = contenders[0]
-        if self.lab.arena.huge_page_nbytes and not self._best_fio and not best.huge_page_nbytes():
-            self._fio_note = "fio had 4 KiB pages, the arena huge ones: its ceiling is too low"
-        self._best_fio[kind] = [contender.settings for contender in contenders[:_NUM_FIO]]
+        candidates = self.lab.effort.fio_candidates
+        search = Comparison(
+            "fio search", f"{kind}, {self.name}",
+            [self.fio(kind, settings) for settings in candidates], labels=self.labels(kind),
+        )  # fmt: skip
+        result = self.lab.measure(search, self.lab.effort.search_rounds, warm_ups=0)
+        rates = {
+            settings: bandwidth_of(result.samples[f"fio {settings}"]).median
+            for settings in candidates
+        }
+        best = sorted(candidates, key=lambda settings: -rates[settings])
+        if self.lab.arena.huge_page_nbytes and not self._best_fio:
+            words = self._fio_command(kind, best[0])
+            if not fio.huge_page_nbytes(words, huge_pages=self.lab.huge_pages):
+                self._fio_note = "fio had 4 KiB pages, the arena huge ones: its ceiling is too low"
+        self._best_fio[kind] = best[:_NUM_FIO]
         yield result
 
     def ceilings(
@@ -117,9 +128,8 @@ class DriveSet:
         if is_headline and has_raw_ring():
             block_nbytes, depth = self.lab.io.block_size, self.lab.start_depth
             moves = plan_moves(kind, nbytes=nbytes, extent_nbytes=block_nbytes)
-            name = f"ring {fio.FioSettings(block_nbytes, depth)}"
-            ring = RawRing(name, files, moves, depth=depth)
-            found.append(stack.enter_context(ring))
+            name = f"ring {IoSettings(block_nbytes, depth)}"
+            found.append(stack.enter_context(raw_ring(name, files, moves, depth=depth)))
         return found
 
 
@@ -139,21 +149,21 @@ def open_drives(lab: Lab, directories: Sequence[Path]) -> Iterator[DriveSet]:
         )
         if directory in directories
     ]
-    with BenchDirectory(lab.arena, directories, lab.effort.nbytes, weights=weights) as scratch:
+    with bench_directory(lab.arena, directories, lab.effort.nbytes, weights=weights) as scratch:
         yield DriveSet(lab, scratch)
 
 
-def bandwidth(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
+def bandwidth(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
     """The headline: `nbytes` in extents of 16 MiB through the engine as configured."""
     lab, nbytes = drives.lab, drives.lab.effort.nbytes
     yield from drives.best_fio(kind)
     with lab.engine() as engine, contextlib.ExitStack() as stack:
         files = FileSet(engine, drives.scratch, lab.arena)
-        subject = EngineTransfer(
+        subject = engine_transfer(
             engine_label(lab, engine), files, kind,
             nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
         )  # fmt: skip
-        group = ContenderGroup(
+        group = Comparison(
             f"nvme {kind}",
             f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {drives.name}",
             [subject],
@@ -164,7 +174,7 @@ def bandwidth(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
         yield lab.measure(group, lab.effort.rounds)
 
 
-def sweep(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
+def sweep(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
     """Measures every extent size at every depth. One group per size: the depths alternate with
     fio."""
     lab = drives.lab
@@ -183,13 +193,13 @@ def sweep(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
                 continue
             with contextlib.ExitStack() as stack:
                 subjects = [
-                    EngineTransfer(
+                    engine_transfer(
                         f"depth {depth}", files, kind, nbytes=nbytes, extent_nbytes=extent_nbytes
                     )
                     for depth, files in by_depth.items()
                 ]
                 files = next(iter(by_depth.values()))
-                group = ContenderGroup(
+                group = Comparison(
                     f"sweep {kind}",
                     f"extents of {format_nbytes(extent_nbytes)}, {drives.name}",
                     subjects,
@@ -200,7 +210,7 @@ def sweep(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
                 yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
 
-def stripes(lab: Lab) -> Iterator[Result]:
+def stripes(lab: Lab) -> Iterator[Comparison]:
     """1, 2, ... of the paths at once, each count against fio on the same files."""
     devices = {directory.stat().st_dev for directory in lab.directories}
     shared = "" if len(devices) == len(lab.directories) else "paths share a drive"
@@ -208,18 +218,14 @@ def stripes(lab: Lab) -> Iterator[Result]:
         with open_drives(lab, lab.directories[:count]) as drives:
             for kind in KINDS:
                 for result in bandwidth(drives, kind):
-                    if result.group.section == "fio search":
-                        yield result
-                        continue
-                    group = result.group
-                    renamed = ContenderGroup(
-                        f"stripes {kind}", f"{count} paths", group.subjects, group.ceilings,
-                        group.labels, "; ".join(filter(None, (group.note, shared))),
-                    )  # fmt: skip
-                    yield Result(renamed, result.samples)
+                    if result.section != "fio search":
+                        note = "; ".join(filter(None, (result.note, shared)))
+                        case = f"{count} paths"
+                        result = replace(result, section=f"stripes {kind}", case=case, note=note)
+                    yield result
 
 
-def latency(drives: DriveSet) -> Iterator[Result]:
+def latency(drives: DriveSet) -> Iterator[Comparison]:
     """One demand read at a time: on an idle drive, and behind write-backs that never run dry."""
     lab = drives.lab
     with lab.engine() as engine:
@@ -227,25 +233,20 @@ def latency(drives: DriveSet) -> Iterator[Result]:
         for extent_nbytes in _LATENCY_EXTENTS_NBYTES:
             count = min(lab.effort.num_latencies, lab.effort.nbytes // 2 // extent_nbytes)
             subjects = [
-                EngineLatency(name, files, extent_nbytes=extent_nbytes, count=count, behind=behind)
+                engine_latency(name, files, extent_nbytes=extent_nbytes, count=count, behind=behind)
                 for name, behind in (("idle drive", 0), ("behind write-backs", _NUM_BEHIND))
             ]
             ceilings = []
             if lab.with_fio:
-                settings = fio.FioSettings(extent_nbytes, 1)
+                settings = IoSettings(extent_nbytes, 1)
                 ceilings.append(drives.fio("read", settings, extent_nbytes * count))
-            group = ContenderGroup(
+            group = Comparison(
                 "latency", f"reads of {format_nbytes(extent_nbytes)}, {drives.name}",
                 subjects, ceilings, drives.labels("read", extent_nbytes=extent_nbytes), drives.note,
             )  # fmt: skip
             yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
 
-def _gb_per_s(result: Result, contender: Contender) -> float:
-    return summarize([sample.gb_per_s for sample in result.samples[contender.name]]).median
-
-
 def engine_label(lab: Lab, engine: StorageEngine) -> str:
     """Returns the name of the engine and its settings: "io_uring 4 MiB x auto"."""
-    block = format_nbytes(lab.io.block_size).replace(".0 ", " ")
-    return f"{engine.name} {block} x {lab.io.queue_depth}"
+    return f"{engine.name} {short_size(lab.io.block_size)} x {lab.io.queue_depth}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.sizes import format_nbytes
+from infinity.tools.bench.measure import short_size
 from infinity.tools.bench.report import Row
 from infinity.tools.pictures.timeline import find_pyplot
 
@@ -67,7 +67,7 @@ def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
             )
         sizes = sorted({float(row.labels["extent_nbytes"]) for row in own})
         axis.set_xscale("log", base=2)
-        axis.set_xticks(sizes, [_short(size) for size in sizes], rotation=45)
+        axis.set_xticks(sizes, [short_size(size) for size in sizes], rotation=45)
         axis.minorticks_off()
         axis.set_title(_best_of(kind, own), fontsize="medium")
         axis.set_xlabel("extent")
@@ -175,7 +175,7 @@ def _gain_of(rows: Sequence[Row]) -> str:
 def _median_of(size: float, rows: Sequence[Row]) -> str:
     """Returns the lowest median time of an answer, beside that of what it was compared with."""
     times_ms = [1e3 * row.latency_s[0.5] for row in rows if 0.5 in row.latency_s]
-    text = f"reads of {_short(size)}"
+    text = f"reads of {short_size(size)}"
     if not times_ms:
         return text
     text += f": {min(times_ms):.2g} ms"
@@ -183,8 +183,3 @@ def _median_of(size: float, rows: Sequence[Row]) -> str:
         1e3 * ceiling.latency_s[0.5] for ceiling in rows[0].ceilings if 0.5 in ceiling.latency_s
     ]
     return f"{text}\n({rows[0].ceilings[0].name}: {others[0]:.2g} ms)" if others else text
-
-
-def _short(nbytes: float) -> str:
-    """Without a zero fraction: "4 MiB" for 4.0 MiB."""
-    return format_nbytes(nbytes).replace(".0 ", " ")

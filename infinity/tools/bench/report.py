@@ -12,13 +12,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from infinity.sizes import format_nbytes
 from infinity.tools.bench.measure import (
+    Comparison,
     Measurement,
-    Result,
     SampleSummary,
+    bandwidth_of,
     cpu_s_per_gb,
     paired_ratios,
+    short_size,
     summarize,
     verdict,
 )
@@ -54,36 +55,32 @@ class Row:
     note: str
 
 
-def rows_of(results: Sequence[Result]) -> list[Row]:
+def rows_of(results: Sequence[Comparison]) -> list[Row]:
     """A row per subject, in the order they were measured."""
-    rows = []
-    for result in results:
-        group = result.group
-        for subject in group.subjects:
-            samples = result.samples[subject.name]
-            ceilings = [
-                _against(samples, ceiling.name, result.samples[ceiling.name])
-                for ceiling in group.ceilings
-            ]
-            rows.append(
-                Row(
-                    section=group.section,
-                    case=group.case,
-                    subject=subject.name,
-                    nbytes=samples[0].nbytes,
-                    gb_per_s=summarize([sample.gb_per_s for sample in samples]),
-                    cpu_s_per_gb=cpu_s_per_gb(samples),
-                    ok=verdict(samples),
-                    latency_s=_median_latency(samples),
-                    ceilings=tuple(sorted(ceilings, key=lambda against: -against.gb_per_s.median)),
-                    labels=group.labels,
-                    note=group.note,
-                )
-            )
-    return rows
+    return [_row_of(result, subject.name) for result in results for subject in result.subjects]
 
 
-def to_json(results: Sequence[Result], environment: Mapping[str, Any]) -> dict[str, Any]:
+def _row_of(result: Comparison, subject: str) -> Row:
+    samples = result.samples[subject]
+    ceilings = [
+        _against(samples, ceiling.name, result.samples[ceiling.name]) for ceiling in result.ceilings
+    ]
+    return Row(
+        section=result.section,
+        case=result.case,
+        subject=subject,
+        nbytes=samples[0].nbytes,
+        gb_per_s=bandwidth_of(samples),
+        cpu_s_per_gb=cpu_s_per_gb(samples),
+        ok=verdict(samples),
+        latency_s=_median_latency(samples),
+        ceilings=tuple(sorted(ceilings, key=lambda against: -against.gb_per_s.median)),
+        labels=result.labels,
+        note=result.note,
+    )
+
+
+def to_json(results: Sequence[Comparison], environment: Mapping[str, Any]) -> dict[str, Any]:
     """Everything: environment, rows, and each sample, so that other statistics can be taken."""
     return {
         "format": FORMAT,
@@ -92,9 +89,9 @@ def to_json(results: Sequence[Result], environment: Mapping[str, Any]) -> dict[s
         "rows": [asdict(row) for row in rows_of(results)],
         "samples": [
             {
-                "section": result.group.section,
-                "case": result.group.case,
-                "labels": dict(result.group.labels),
+                "section": result.section,
+                "case": result.case,
+                "labels": dict(result.labels),
                 "contender": name,
                 "rounds": [asdict(sample) for sample in samples],
             }
@@ -107,7 +104,7 @@ def to_json(results: Sequence[Result], environment: Mapping[str, Any]) -> dict[s
 def _against(subject: Sequence[Measurement], name: str, ceiling: Sequence[Measurement]) -> Against:
     return Against(
         name,
-        summarize([sample.gb_per_s for sample in ceiling]),
+        bandwidth_of(ceiling),
         paired_ratios(subject, ceiling),
         cpu_s_per_gb(ceiling),
         _median_latency(ceiling),
@@ -213,7 +210,7 @@ def sweep_table(section: str, rows: Sequence[Row]) -> Table:
         line = [row for row in rows if row.case == case]
         ceilings = line[0].ceilings
         table.add_row(
-            _size(line[0].labels["extent_nbytes"]),
+            short_size(float(line[0].labels["extent_nbytes"])),
             *[f"{row.gb_per_s.median:.2f}{_bracket(row)}" for row in line],
             f"{ceilings[0].gb_per_s.median:.2f} {ceilings[0].name}" if ceilings else "-",
             _range([row.cpu_s_per_gb for row in line if row.cpu_s_per_gb is not None]),
@@ -267,10 +264,6 @@ def _range(values: Sequence[float]) -> str:
         return "-"
     low, high = f"{min(values):.3f}", f"{max(values):.3f}"
     return low if low == high else f"{low} - {high}"
-
-
-def _size(nbytes: str | int | float) -> str:
-    return format_nbytes(float(nbytes)).replace(".0 ", " ")
 
 
 def _verdict(ok: bool | None) -> Text:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from infinity.errors import ConfigError
 from infinity.tools.bench import nvme
-from infinity.tools.bench.lab import Lab
-from infinity.tools.bench.measure import Result
+from infinity.tools.bench.measure import Comparison, Lab
 
 SECTIONS = (
     "read", "write", "mixed", "sweep", "latency", "stripes", "host", "optimizer", "device",
@@ -31,7 +30,7 @@ def check_sections(names: Sequence[str], *, quick: bool) -> tuple[str, ...]:
     return tuple(name for name in SECTIONS if name in wanted)
 
 
-def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
+def run(lab: Lab, sections: Sequence[str]) -> Iterator[Comparison]:
     """Yields results as they arrive. Scratch files exist only while a drive's sections run."""
     if any(name in _ON_DRIVES for name in sections):
         for directory in lab.directories:
@@ -40,15 +39,15 @@ def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
     if "stripes" in sections and len(lab.directories) > 1:
         yield from nvme.stripes(lab)
     if "host" in sections or "optimizer" in sections:
-        from infinity.tools.bench import host  # torch
+        from infinity.tools.bench import memory  # torch
 
-        yield from host.copies(lab) if "host" in sections else ()
-        yield from host.optimizer(lab) if "optimizer" in sections else ()
+        yield from memory.host_copies(lab) if "host" in sections else ()
+        yield from memory.optimizer(lab) if "optimizer" in sections else ()
     if "device" in sections or "pipeline" in sections:
         yield from _device(lab, sections)
 
 
-def _drive(drives: nvme.DriveSet, sections: Sequence[str]) -> Iterator[Result]:
+def _drive(drives: nvme.DriveSet, sections: Sequence[str]) -> Iterator[Comparison]:
     for kind in nvme.KINDS:
         if kind in sections:
             yield from nvme.bandwidth(drives, kind)
@@ -59,7 +58,7 @@ def _drive(drives: nvme.DriveSet, sections: Sequence[str]) -> Iterator[Result]:
         yield from nvme.latency(drives)
 
 
-def _device(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
+def _device(lab: Lab, sections: Sequence[str]) -> Iterator[Comparison]:
     """Yields nothing on a machine without a device that has memory of its own."""
     import torch
 
@@ -68,15 +67,15 @@ def _device(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
     from infinity.observe import Counters
     from infinity.tiers.cuda import CudaDevice
     from infinity.tiers.host import HostBlocks
-    from infinity.tools.bench import device
+    from infinity.tools.bench import memory
 
     counters = Counters()
     cuda = CudaDevice(HostBlocks(lab.arena, counters), counters)
     try:
         if "device" in sections:
-            yield from device.copies(lab, cuda)
+            yield from memory.device_copies(lab, cuda)
         if "pipeline" in sections and lab.directories:
             with nvme.open_drives(lab, lab.directories) as drives:
-                yield from device.pipeline(drives, cuda, nvme.EXTENT_NBYTES)
+                yield from memory.pipeline(drives, cuda, nvme.EXTENT_NBYTES)
     finally:
         cuda.close()

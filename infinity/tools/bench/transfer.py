@@ -14,11 +14,9 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
-
-from typing_extensions import override
 
 from infinity.errors import StorageError
 from infinity.sizes import GIB, MIB, align_down
@@ -26,7 +24,7 @@ from infinity.storage.arena import Arena
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.volume_layout import slice_extents
 from infinity.tools.bench import pattern
-from infinity.tools.bench.measure import Contender, Measurement, clock, quantiles
+from infinity.tools.bench.measure import Contender, Measurement, clock, contender, quantiles
 from infinity.tools.bench.scratch import STILL_SEED, BenchDirectory, RegionName
 from infinity.uring import Raw, RegisteredBuffer, Ring, RingError, SetupFlag
 
@@ -111,97 +109,91 @@ class FileSet:
         ]
 
 
-class MovesTransfer(Contender):
-    """`moves` through the engine: a request each, or one request for all of them."""
+def moves_transfer(
+    name: str, files: FileSet, moves: Sequence[TransferMove], *, in_one_request: bool = False
+) -> Contender:
+    """Returns `moves` through the engine: a request each, or one request for all of them."""
+    # Split before the clock starts: the owner of the extents lays them out.
+    requests = [(move.operation, files.segments(move)) for move in moves]
+    if in_one_request:
+        requests = [(moves[0].operation, [part for _, parts in requests for part in parts])]
 
-    def __init__(
-        self,
-        name: str,
-        files: FileSet,
-        moves: Sequence[TransferMove],
-        *,
-        in_one_request: bool = False,
-    ) -> None:
-        self.name = name
-        self._files = files
-        self._nbytes = sum(move.nbytes for move in moves)
-        self._moves = moves
-        # Split before the clock starts: the owner of the extents lays them out.
-        self._requests = [(move.operation, files.segments(move)) for move in moves]
-        if in_one_request:
-            segments = [segment for _, segments in self._requests for segment in segments]
-            self._requests = [(moves[0].operation, segments)]
-
-    @override
-    def run(self) -> Measurement:
-        seed = next_seed()
-        prepare(self._files, self._moves, seed)
-        seconds, cpu_s = clock(self._transfer)
-        return Measurement(self._nbytes, seconds, cpu_s, ok=compare(self._files, self._moves, seed))
-
-    def _transfer(self) -> None:
-        submit = self._files.engine.submit
-        tickets = [
-            submit(operation, segments, Priority.STATE) for operation, segments in self._requests
-        ]
+    def transfer() -> None:
+        submit = files.engine.submit
+        tickets = [submit(operation, parts, Priority.STATE) for operation, parts in requests]
         # The last first: one sleep for all, where waiting in order would wake for each.
         for ticket in reversed(tickets):
             ticket.wait()
 
-
-class EngineTransfer(MovesTransfer):
-    """`nbytes` through the engine in the order of the region, `extent_nbytes` per request."""
-
-    def __init__(
-        self, name: str, files: FileSet, kind: TransferKind, *, nbytes: int, extent_nbytes: int
-    ) -> None:
-        super().__init__(name, files, plan_moves(kind, nbytes=nbytes, extent_nbytes=extent_nbytes))
+    return _checked(name, files, moves, transfer)
 
 
-class EngineLatency(Contender):
-    """Single demand reads, one at a time; with `behind`, while that many write-backs are queued.
+def _checked(
+    name: str, files: FileSet, moves: Sequence[TransferMove], transfer: Callable[[], None]
+) -> Contender:
+    """Returns a contender whose transfer makes these moves, with a seed of its own each time."""
+    seed = STILL_SEED
+
+    def prepared() -> None:
+        nonlocal seed
+        seed = next_seed()
+        prepare(files, moves, seed)
+
+    nbytes = sum(move.nbytes for move in moves)
+    return contender(
+        name, nbytes, transfer, prepare=prepared, compare=lambda: compare(files, moves, seed)
+    )
+
+
+def engine_transfer(
+    name: str, files: FileSet, kind: TransferKind, *, nbytes: int, extent_nbytes: int
+) -> Contender:
+    """Returns `nbytes` through the engine in the order of the region, `extent_nbytes` a request."""
+    moves = plan_moves(kind, nbytes=nbytes, extent_nbytes=extent_nbytes)
+    return moves_transfer(name, files, moves)
+
+
+def engine_latency(
+    name: str, files: FileSet, *, extent_nbytes: int, count: int, behind: int = 0
+) -> Contender:
+    """Returns single demand reads, one at a time; with `behind`, while that many write-backs are
+    queued.
 
     The first shows the cost of a request, the second the effect of priorities. The writes alternate
     over the upper half of region and arena, the reads stay in the lower half.
     """
+    nbytes, half_nbytes = extent_nbytes * count, files.scratch.nbytes // 2
+    assert nbytes <= half_nbytes
+    moves = plan_moves("read", nbytes=nbytes, extent_nbytes=extent_nbytes)
+    # So many fit side by side that no two in flight overlap.
+    write_nbytes = min(_WRITE_BACK_NBYTES, align_down(half_nbytes // max(behind, 1), MIB))
+    writes = [
+        TransferMove("write", "busy", at, write_nbytes)
+        for at in range(half_nbytes, 2 * half_nbytes - write_nbytes + 1, write_nbytes)
+    ]
 
-    def __init__(
-        self, name: str, files: FileSet, *, extent_nbytes: int, count: int, behind: int = 0
-    ) -> None:
-        self.name = name
-        self._files = files
-        self._moves = plan_moves("read", nbytes=extent_nbytes * count, extent_nbytes=extent_nbytes)
-        half_nbytes = files.scratch.nbytes // 2
-        assert extent_nbytes * count <= half_nbytes
-        # So many fit side by side that no two in flight overlap.
-        write_nbytes = min(_WRITE_BACK_NBYTES, align_down(half_nbytes // max(behind, 1), MIB))
-        self._writes = [
-            TransferMove("write", "busy", at, write_nbytes)
-            for at in range(half_nbytes, 2 * half_nbytes - write_nbytes + 1, write_nbytes)
-        ]
-        self._behind = behind
+    def run() -> Measurement:
+        prepare(files, moves, STILL_SEED)
+        queued: deque[Ticket] = deque()
+        next_write = itertools.cycle(writes)
 
-    @override
-    def run(self) -> Measurement:
-        prepare(self._files, self._moves, STILL_SEED)
-        self._queued: deque[Ticket] = deque()
-        self._next_write = itertools.cycle(self._writes)
+        def one(move: TransferMove) -> float:
+            while queued and queued[0].done():
+                queued.popleft().wait()
+            while len(queued) < behind:
+                queued.append(files.submit(next(next_write), Priority.WRITE_BACK))
+            start_s = time.perf_counter()
+            files.submit(move, Priority.FORWARD).wait()
+            return time.perf_counter() - start_s
+
         times_s: list[float] = []
-        seconds, cpu_s = clock(lambda: times_s.extend(self._one(move) for move in self._moves))
-        for ticket in self._queued:
+        seconds, cpu_s = clock(lambda: times_s.extend(one(move) for move in moves))
+        for ticket in queued:
             ticket.wait()
-        ok = compare(self._files, self._moves, STILL_SEED)
-        nbytes = sum(move.nbytes for move in self._moves)
+        ok = compare(files, moves, STILL_SEED)
         return Measurement(nbytes, seconds, cpu_s, ok=ok, latency_s=quantiles(times_s, QUANTILES))
 
-    def _one(self, move: TransferMove) -> float:
-        while self._queued and self._queued[0].done():
-            self._queued.popleft().wait()
-        while len(self._queued) < self._behind:
-            self._queued.append(self._files.submit(next(self._next_write), Priority.WRITE_BACK))
-        start_s = time.perf_counter()
-        self._files.submit(move, Priority.FORWARD).wait()
-        return time.perf_counter() - start_s
+    return Contender(name, run)
 
 
 def prepare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> None:
@@ -261,101 +253,86 @@ def _spans(moves: Sequence[TransferMove]) -> list[TransferMove]:
 # memory is registered where the kernel permits, as the engine does.
 
 
-class RawRing(Contender):
-    """The moves in their order, each a request to the kernel, `depth` of them in flight. A context
-    manager."""
+_RingRequest = tuple[Operation, Segment, Raw | RegisteredBuffer]
 
-    def __init__(
-        self, name: str, files: FileSet, moves: Sequence[TransferMove], *, depth: int
-    ) -> None:
-        self.name = name
-        self._files = files
-        self._nbytes = sum(move.nbytes for move in moves)
-        self._depth = depth
-        self._moves = moves
-        self._stack = contextlib.ExitStack()
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
 
-    def __enter__(self) -> RawRing:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the ring and the files."""
-        self._stack.close()
-
-    @override
-    def run(self) -> Measurement:
-        seed = next_seed()
-        prepare(self._files, self._moves, seed)
-        seconds, cpu_s = clock(self._transfer)
-        return Measurement(self._nbytes, seconds, cpu_s, ok=compare(self._files, self._moves, seed))
-
-    def _open(self) -> None:
-        scratch, arena = self._files.scratch, self._files.arena
-        fds = []
+@contextlib.contextmanager
+def raw_ring(
+    name: str, files: FileSet, moves: Sequence[TransferMove], *, depth: int
+) -> Iterator[Contender]:
+    """Gives the moves in their order, each a request to the kernel, `depth` of them in flight."""
+    scratch = files.scratch
+    fds = []
+    with contextlib.ExitStack() as stack:
         for path, is_direct in zip(scratch.file_paths, scratch.is_direct, strict=True):
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
             fds.append(os.open(path, flags))
-            self._stack.callback(os.close, fds[-1])
-        self._ring = self._stack.enter_context(_open_ring(self._depth))
-        # Registered in buffers of 1 GiB, the kernel's limit.
-        regions = [
-            Raw(arena.address + at, min(GIB, arena.capacity_nbytes - at))
-            for at in range(0, arena.capacity_nbytes, GIB)
-        ]
-        buffers: list[RegisteredBuffer] = []
-        with contextlib.suppress(RingError):  # The memlock limit: plain buffers then.
-            buffers = self._ring.register_buffers(regions)
-        # A token names operation and block, so that a failure can be reported.
-        self._requests: list[tuple[Operation, Segment, Raw | RegisteredBuffer]] = []
-        for move in self._moves:
-            for extent, at in slice_extents(
-                scratch.regions[move.region], offset_nbytes=move.offset_nbytes, nbytes=move.nbytes
-            ):
-                start_nbytes = move.place + at
-                address = arena.address + start_nbytes
-                segment = Segment(
-                    fds[extent.path_index], extent.offset_nbytes, address, extent.nbytes
+            stack.callback(os.close, fds[-1])
+        ring = stack.enter_context(_open_ring(depth))
+        requests = _ring_requests(ring, files, fds, moves)
+        yield _checked(name, files, moves, lambda: _run_ring(ring, requests, depth))
+
+
+def _ring_requests(
+    ring: Ring, files: FileSet, fds: Sequence[int], moves: Sequence[TransferMove]
+) -> list[_RingRequest]:
+    """Returns the requests, and registers the arena's memory with the ring where that is allowed.
+
+    A request is its own token, so that a failure can be reported.
+    """
+    arena = files.arena
+    # Registered in buffers of 1 GiB, the kernel's limit.
+    regions = [
+        Raw(arena.address + at, min(GIB, arena.capacity_nbytes - at))
+        for at in range(0, arena.capacity_nbytes, GIB)
+    ]
+    buffers: list[RegisteredBuffer] = []
+    with contextlib.suppress(RingError):  # The memlock limit: plain buffers then.
+        buffers = ring.register_buffers(regions)
+    requests: list[_RingRequest] = []
+    for move in moves:
+        for extent, at in slice_extents(
+            files.scratch.regions[move.region],
+            offset_nbytes=move.offset_nbytes,
+            nbytes=move.nbytes,
+        ):
+            start_nbytes = move.place + at
+            address = arena.address + start_nbytes
+            segment = Segment(fds[extent.path_index], extent.offset_nbytes, address, extent.nbytes)
+            memory: Raw | RegisteredBuffer = Raw(address, extent.nbytes)
+            if buffers:
+                index, inside_nbytes = divmod(start_nbytes, GIB)
+                memory = buffers[index].part(inside_nbytes, extent.nbytes)
+            requests.append((move.operation, segment, memory))
+    return requests
+
+
+def _run_ring(ring: Ring, requests: Sequence[_RingRequest], depth: int) -> None:
+    """Raises StorageError for the first block that failed or came back short."""
+    waiting = iter(requests)
+
+    def submit(count: int) -> None:
+        for request in itertools.islice(waiting, count):
+            operation, segment, memory = request
+            prepare_one = ring.read if operation == "read" else ring.write
+            prepare_one(segment.file, memory, segment.offset_nbytes, token=request)
+
+    submit(depth)
+    num_left = len(requests)
+    while num_left:
+        completions = ring.wait(1)
+        num_left -= len(completions)
+        for completion in completions:
+            operation, segment, _ = completion.token
+            if completion.result != segment.nbytes:
+                raise StorageError(
+                    completion.errno or errno.EIO,
+                    operation=operation,
+                    path=os.readlink(f"/proc/self/fd/{segment.file}"),
+                    offset_nbytes=segment.offset_nbytes,
+                    nbytes=segment.nbytes,
                 )
-                memory: Raw | RegisteredBuffer = Raw(address, extent.nbytes)
-                if buffers:
-                    index, inside_nbytes = divmod(start_nbytes, GIB)
-                    memory = buffers[index].part(inside_nbytes, extent.nbytes)
-                self._requests.append((move.operation, segment, memory))
-
-    def _transfer(self) -> None:
-        """Raises StorageError for the first block that failed or came back short."""
-        waiting = iter(self._requests)
-        for request in itertools.islice(waiting, self._depth):
-            self._prepare(request)
-        num_left = len(self._requests)
-        while num_left:
-            completions = self._ring.wait(1)
-            num_left -= len(completions)
-            for completion in completions:
-                operation, segment, _ = completion.token
-                if completion.result != segment.nbytes:
-                    raise StorageError(
-                        completion.errno or errno.EIO,
-                        operation=operation,
-                        path=os.readlink(f"/proc/self/fd/{segment.file}"),
-                        offset_nbytes=segment.offset_nbytes,
-                        nbytes=segment.nbytes,
-                    )
-            for request in itertools.islice(waiting, len(completions)):
-                self._prepare(request)
-
-    def _prepare(self, request: tuple[Operation, Segment, Raw | RegisteredBuffer]) -> None:
-        operation, segment, memory = request
-        prepare_one = self._ring.read if operation == "read" else self._ring.write
-        prepare_one(segment.file, memory, segment.offset_nbytes, token=request)
+        submit(len(completions))
 
 
 def _open_ring(depth: int) -> Ring:

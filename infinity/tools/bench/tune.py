@@ -6,15 +6,12 @@ Note [What is chosen]
   bytes in flight are latency, and a small window makes priorities work. This rule, not the highest
   number, makes two searches agree on a noisy machine.
   With that block size and depth, ring setups alternate in the same way with the default of the
-      engine.
-  Another setup must be more than 5 % faster in the median of all pairs, and faster in 85 % of them.
-      Of
-  those that are about equal, the one with the fewest rings is taken.
+  engine. Another setup must be more than 5 % faster in the median of all pairs, and faster in 85 %
+  of them. Of those that are about equal, the one with the fewest rings is taken.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import time
@@ -23,23 +20,24 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from infinity.errors import StorageError
-from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
+from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.native_engine import RingFlags
 from infinity.storage.probe import grants_ring_flags
-from infinity.tools.bench.lab import Lab
 from infinity.tools.bench.measure import (
-    ContenderGroup,
+    Comparison,
+    Contender,
+    IoSettings,
+    Lab,
     Measurement,
-    Result,
     SampleSummary,
+    bandwidth_of,
     cpu_s_per_gb,
-    summarize,
     verdict,
 )
 from infinity.tools.bench.nvme import EXTENT_NBYTES, KINDS, DriveSet, open_drives
-from infinity.tools.bench.transfer import EngineTransfer, FileSet, TransferKind
+from infinity.tools.bench.transfer import FileSet, TransferKind, engine_transfer
 
-Setting = TypeVar("Setting", bound=Hashable)  # a Candidate or a RingSetup
+Setting = TypeVar("Setting", bound=Hashable)  # IoSettings or a RingSetup
 
 TOLERANCE = 0.05
 _HOPELESS = 0.2  # below the best, divided by the root of the rounds: gone
@@ -52,24 +50,8 @@ _SHARE_OF_RINGS = 0.35  # of the time
 _WINS = 0.85  # of all pairs: among so many setups, chance wins three of four for one of them
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Candidate:
-    """Settings of one engine."""
-
-    block_nbytes: int
-    depth: int
-
-    @property
-    def in_flight_nbytes(self) -> int:
-        """The bytes that a drive has in flight at once."""
-        return self.block_nbytes * self.depth
-
-    def __str__(self) -> str:
-        return f"{format_nbytes(self.block_nbytes).replace('.0 ', ' ')} x {self.depth}"
-
-
 CANDIDATES = tuple(
-    Candidate(block_mib * MIB, depth)
+    IoSettings(block_mib * MIB, depth)
     for block_mib in (1, 2, 4, 8, 16)
     for depth in (2, 4, 8)  # 1 leaves the drive idle between two requests.
     if _MINIMUM_IN_FLIGHT_NBYTES <= block_mib * depth * MIB <= _MAXIMUM_IN_FLIGHT_NBYTES
@@ -121,8 +103,8 @@ class TunedSetting:
     those of the search for `best`.
     """
 
-    best: Candidate
-    scores: Mapping[Candidate, float]
+    best: IoSettings
+    scores: Mapping[IoSettings, float]
     rings: RingSetup | None
     ring_scores: Mapping[RingSetup, float]
     rounds: int
@@ -165,7 +147,7 @@ def survivors(found: Mapping[Setting, float], rounds: int) -> list[Setting]:
     return [setting for setting, score in found.items() if score >= best - margin]
 
 
-def choose(found: Mapping[Candidate, float]) -> Candidate:
+def choose(found: Mapping[IoSettings, float]) -> IoSettings:
     """The fewest bytes in flight within the tolerance of the best; of equals, the larger block:
     fewer requests cost less CPU."""
     return min(_good(found), key=lambda setting: (setting.in_flight_nbytes, -setting.block_nbytes))
@@ -212,7 +194,7 @@ def search(lab: Lab, *, limit_s: float) -> TunedSetting:
     rings: RingSetup | None = None
     ring_scores: dict[RingSetup, float] = {}
 
-    def settle(setting: Candidate) -> dict[str, Any]:
+    def settle(setting: IoSettings) -> dict[str, Any]:
         return {"block_nbytes": setting.block_nbytes, "depth": setting.depth}
 
     def set_up(setting: RingSetup) -> dict[str, Any]:
@@ -293,25 +275,21 @@ def _turns(
 def _bandwidth(drives: DriveSet, settings: Mapping[str, Any]) -> tuple[PathBandwidth, float | None]:
     """The chosen settings on one path, and the CPU seconds per GB over all kinds."""
     lab = drives.lab
-    samples: list[Measurement] = []
-    summaries = {}
-    with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(lab.engine(**settings))
+    with lab.engine(**settings) as engine:
         files = FileSet(engine, drives.scratch, lab.arena)
         subjects = [_transfer(drives, files, kind, kind) for kind in KINDS]
-        group = ContenderGroup("bandwidth", drives.name, subjects)
-        result: Result = lab.measure(group, _BANDWIDTH_ROUNDS)
+        compared = Comparison("bandwidth", drives.name, subjects)
+        samples = lab.measure(compared, _BANDWIDTH_ROUNDS).samples
     for kind in KINDS:
-        _check(result.samples[kind], f"{kind} with {settings}")
-        summaries[kind] = summarize([sample.gb_per_s for sample in result.samples[kind]])
-        samples += result.samples[kind]
-    path = str(drives.scratch.directories[0])
-    return PathBandwidth(path, **summaries), cpu_s_per_gb(samples)
+        _check(samples[kind], f"{kind} with {settings}")
+    summaries = {kind: bandwidth_of(samples[kind]) for kind in KINDS}
+    cpu = cpu_s_per_gb([sample for kind in KINDS for sample in samples[kind]])
+    return PathBandwidth(str(drives.scratch.directories[0]), **summaries), cpu
 
 
-def _transfer(drives: DriveSet, files: FileSet, kind: TransferKind, name: str) -> EngineTransfer:
+def _transfer(drives: DriveSet, files: FileSet, kind: TransferKind, name: str) -> Contender:
     nbytes = drives.lab.effort.nbytes
-    return EngineTransfer(name, files, kind, nbytes=nbytes, extent_nbytes=EXTENT_NBYTES)
+    return engine_transfer(name, files, kind, nbytes=nbytes, extent_nbytes=EXTENT_NBYTES)
 
 
 def _check(samples: Sequence[Measurement], what: str) -> None:

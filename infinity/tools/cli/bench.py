@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import json
 import os
+import platform
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +21,8 @@ from infinity.sizes import MIB, align_down, format_nbytes, parse_nbytes
 from infinity.tools.cli.options import Json, Paths
 
 if TYPE_CHECKING:
-    from infinity.tools.bench.lab import Effort, Lab
-    from infinity.tools.bench.measure import Result
+    from infinity.tools.bench.measure import Comparison, Effort, Lab
     from infinity.tools.bench.report import Row
-import dataclasses
-import datetime
-import platform
-from collections.abc import Mapping
 
 _MINIMUM_NBYTES = 64 * MIB
 _PIPE_WIDTH = 100
@@ -78,7 +76,7 @@ def bench(
     that wrong bytes were read.
     """
     from infinity.tools.bench import machine, suite
-    from infinity.tools.bench.lab import QUICK, Effort
+    from infinity.tools.bench.measure import QUICK, Effort
     from infinity.tools.bench.report import rows_of
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -103,7 +101,7 @@ def bench(
 
 
 def tell(
-    results: Sequence[Result],
+    results: Sequence[Comparison],
     environment: Mapping[str, Any],
     *,
     as_json: bool = False,
@@ -137,7 +135,7 @@ def open_lab(
     from infinity.config import SwapConfig
     from infinity.storage.arena import Arena
     from infinity.tools.bench import fio
-    from infinity.tools.bench.lab import Lab
+    from infinity.tools.bench.measure import Lab
 
     if config is not None and paths:
         raise ConfigError("expected CONFIG or --path, got both; leave one out")
@@ -267,7 +265,7 @@ def tune(
 
     from infinity.config import SwapConfig
     from infinity.tools.bench import tune as tuning
-    from infinity.tools.bench.lab import QUICK
+    from infinity.tools.bench.measure import QUICK
 
     effort = replace(QUICK, nbytes=128 * MIB if size is None else parse_size(size))
     with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=False) as (lab, say):

@@ -33,18 +33,27 @@ class Drive:
     numa_node: int | None
 
 
-def find_drive(root: Path, device: int) -> Drive | None:
-    """Returns the drive of a device number; the first one below a device mapper or RAID."""
+def find_block(root: Path, device: int) -> Path | None:
+    """Returns the directory of the drive of a device number; the first one below a device mapper or
+    RAID."""
     link = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
     if not link.exists():
         return None
     block = link.resolve()
-    if (block / "partition").exists():
-        block = block.parent
-    while slaves := sorted((block / "slaves").glob("*")):
-        block = slaves[0].resolve()
+    while True:
         if (block / "partition").exists():
             block = block.parent
+        slaves = sorted((block / "slaves").glob("*"))
+        if not slaves:
+            return block
+        block = slaves[0].resolve()
+
+
+def find_drive(root: Path, device: int) -> Drive | None:
+    """Returns the drive of a device number, as `find_block` finds it."""
+    block = find_block(root, device)
+    if block is None:
+        return None
     scheduler = read_text(block / "queue/scheduler") or ""
     return Drive(
         name=block.name,

@@ -231,6 +231,7 @@ class Mount:
     point: str
     kind: str
     source: str
+    options: str
 
 
 def find_mount(path: str, mountinfo: str) -> Mount | None:
@@ -239,12 +240,13 @@ def find_mount(path: str, mountinfo: str) -> Mount | None:
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         fields, rest = before.split(), after.split()
-        if len(fields) < 5 or len(rest) < 2:
+        if len(fields) < 6 or len(rest) < 3:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
         is_above = path == point or path.startswith(point.rstrip("/") + "/")
         if is_above and (found is None or len(point) >= len(found.point)):
-            found = Mount(point, rest[0], rest[1])
+            options = ",".join(dict.fromkeys(f"{fields[5]},{rest[2]}".split(",")))
+            found = Mount(point, rest[0], rest[1], options)
     return found
 
 

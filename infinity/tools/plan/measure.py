@@ -15,9 +15,8 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -42,10 +41,9 @@ from infinity.storage.open import open_configured
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.open_device import device_kind
-from infinity.tools.bench.device import ArenaToDevice
-from infinity.tools.bench.host import OptimizerPass
-from infinity.tools.bench.scratch import BenchDirectory
-from infinity.tools.bench.transfer import EngineTransfer, FileSet, TransferKind
+from infinity.tools.bench.memory import arena_to_device, optimizer_pass
+from infinity.tools.bench.scratch import bench_directory
+from infinity.tools.bench.transfer import FileSet, TransferKind, engine_transfer
 from infinity.tools.plan.rehearsal import Rehearsed, rehearse, timed_shape
 from infinity.tools.training.process import keep_freed_memory
 
@@ -85,7 +83,7 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
                 ),
                 update=1e9
                 * statistics.median(
-                    OptimizerPass(arena).run().gb_per_s for _ in range(_NUM_ROUNDS)
+                    optimizer_pass(arena).run().gb_per_s for _ in range(_NUM_ROUNDS)
                 ),
                 hold=None,
             )
@@ -145,9 +143,10 @@ def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
     """Returns GB/s of reading, writing and both at the same time, over all paths together."""
     directories = [_existing(tier.path) for tier in config.tiers.nvme]
     with (
-        BenchDirectory(arena, directories, _ARENA_NBYTES) as scratch,
-        _files(config, scratch, arena) as files,
+        bench_directory(arena, directories, _ARENA_NBYTES) as scratch,
+        open_configured(config.io, arena) as engine,
     ):
+        files = FileSet(engine, scratch, arena)
         read, write, mixed = (_transferred(kind, files) for kind in get_args(TransferKind))
     return read, write, mixed
 
@@ -156,20 +155,11 @@ def _transferred(kind: TransferKind, files: FileSet) -> float:
     """Returns GB/s of the engine, over a time in which a drive that others use changes its rate."""
     rates, begun_s = list[float](), time.perf_counter()
     while len(rates) < _NUM_ROUNDS or time.perf_counter() - begun_s < _LONG_S:
-        transfer = EngineTransfer(
+        transfer = engine_transfer(
             kind, files, kind, nbytes=_ARENA_NBYTES, extent_nbytes=_EXTENT_NBYTES
         )
         rates.append(transfer.run().gb_per_s)
     return statistics.median(rates)
-
-
-@contextmanager
-def _files(config: SwapConfig, scratch: BenchDirectory, arena: Arena) -> Iterator[FileSet]:
-    engine = open_configured(config.io, arena)
-    try:
-        yield FileSet(engine, scratch, arena)
-    finally:
-        engine.close()
 
 
 def _sum_gb_per_s() -> float:
@@ -291,7 +281,7 @@ def measure_device(
     """Returns the device with `flops` per second and `memory_nbytes` free. A device that does not
     give the host's bits gets no rate of updates."""
     into, out = (
-        ArenaToDevice(device, host.arena, direction, _COPY_NBYTES).run().gb_per_s
+        arena_to_device(device, host.arena, direction, _COPY_NBYTES).run().gb_per_s
         for direction in ("in", "out")
     )
     trained = [unit for unit in model.units if unit.has_state]
