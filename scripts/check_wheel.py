@@ -98,7 +98,7 @@ def check_installed(prefix: Path | None) -> None:
     import torch
 
     import infinity
-    from infinity.plan.shipped import shipped_in
+    from infinity.plan.files import shipped_in
     from infinity.storage.probe import explain_missing_uring
 
     assert infinity.__file__ is not None

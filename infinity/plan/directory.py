@@ -25,6 +25,7 @@ from infinity.codecs.detect import method_of, quantization_of, scheme_of
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
+from infinity.plan.files import shapes_remedy
 from infinity.plan.frozen_base import (
     PlannedPart,
     StoredBlock,
@@ -41,7 +42,6 @@ from infinity.plan.shapes import (
     numel_of,
     shape_of_config,
 )
-from infinity.plan.shipped import shapes_remedy
 from infinity.sizes import format_nbytes
 from infinity.storage.shards import ShardRange
 

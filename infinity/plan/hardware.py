@@ -19,6 +19,7 @@ Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
 GbPerS = Annotated[float, Field(gt=0)]
 
 _SOCKETS_SHARE = 8  # See Host.
+_GIGA = 1e9
 
 
 class Host(Table):
@@ -100,7 +101,7 @@ class Hardware(Table):
 
         Raises ConfigError if there are fewer devices.
         """
-        device = self.device
+        host, device, nvme = self.host, self.device, self.nvme
         if self.shares_host_memory:
             device = _part(device, count, "tflops", "decode_gb_per_s")
         elif count > device.count:
@@ -109,64 +110,47 @@ class Hardware(Table):
                 f"{'s' * (device.count != 1)}, and each rank needs one; --hardware names a machine "
                 "that has them (several devices of this one are not measured)"
             )
-        device = device.model_copy(update={"count": 1})
-        host, nvme = self.host, self.nvme
-        return self.model_copy(
-            update={
-                "host": _part(
-                    host, count,
-                    "update_gb_per_s", "sum_gb_per_s", "hold_gb_per_s", "sockets_gb_per_s",
-                    "network_gb_per_s",
-                ).model_copy(
-                    update={
-                        "memory": host.memory // count,
-                        "norm_threads": max(1, host.norm_threads // count),
-                    }
-                ),
-                "device": device,
-                "nvme": None
-                if nvme is None
-                else _part(
-                    nvme, count,
-                    "read_gb_per_s", "write_gb_per_s", "mixed_gb_per_s", "checkpoint_read_gb_per_s",
-                )
-                .model_copy(update={"capacity": nvme.capacity // count}),
-            }
+        host = _part(
+            host, count, "update_gb_per_s", "sum_gb_per_s", "hold_gb_per_s", "sockets_gb_per_s",
+            "network_gb_per_s", memory=host.memory // count,
+            norm_threads=max(1, host.norm_threads // count),
         )  # fmt: skip
+        if nvme is not None:
+            nvme = _part(
+                nvme, count, "read_gb_per_s", "write_gb_per_s", "mixed_gb_per_s",
+                "checkpoint_read_gb_per_s", capacity=nvme.capacity // count,
+            )  # fmt: skip
+        device = device.model_copy(update={"count": 1})
+        return self.model_copy(update={"host": host, "device": device, "nvme": nvme})
 
     def rates(self, shard_drives: int | None = None) -> Rates:
         """Returns the rates of everything together: N devices move N parts of a unit at the same
         time. `shard_drives` of the drives hold the checkpoint of a frozen base; None: all."""
-        giga, inf = 1e9, float("inf")
-        count, device, nvme = self.device.count, self.device, self.nvme
+        count, host, device, nvme = self.device.count, self.host, self.device, self.nvme
         drives = {}
         if nvme is not None:
-            mixed = None if nvme.mixed_gb_per_s is None else nvme.mixed_gb_per_s * giga
-            drives = drive_rates(nvme.read_gb_per_s * giga, nvme.write_gb_per_s * giga, mixed)
+            mixed = None if nvme.mixed_gb_per_s is None else nvme.mixed_gb_per_s * _GIGA
+            drives = drive_rates(nvme.read_gb_per_s * _GIGA, nvme.write_gb_per_s * _GIGA, mixed)
         gather = None
         if count > 1 and device.gather_gb_per_s is not None:
             # Each device receives the other devices' parts of a unit.
-            gather = device.gather_gb_per_s * giga * count / (count - 1)
+            gather = device.gather_gb_per_s * _GIGA * count / (count - 1)
         return Rates(
             flops=count * device.tflops * 1e12,
-            update=self.host.update_gb_per_s * giga,
-            host=self.host.sum_gb_per_s * giga,
-            norm=self.host.norm_gb_per_s * giga,
-            norm_threads=self.host.norm_threads,
-            hold=inf if self.host.hold_gb_per_s is None else self.host.hold_gb_per_s * giga,
-            device_update=inf
-            if device.update_gb_per_s is None
-            else count * device.update_gb_per_s * giga,
-            decode=inf if device.decode_gb_per_s is None else count * device.decode_gb_per_s * giga,
-            h2d=inf if device.h2d_gb_per_s is None else count * device.h2d_gb_per_s * giga,
-            d2h=inf if device.d2h_gb_per_s is None else count * device.d2h_gb_per_s * giga,
+            update=host.update_gb_per_s * _GIGA,
+            host=host.sum_gb_per_s * _GIGA,
+            norm=host.norm_gb_per_s * _GIGA,
+            norm_threads=host.norm_threads,
+            hold=_per_s(host.hold_gb_per_s),
+            device_update=_per_s(device.update_gb_per_s, count),
+            decode=_per_s(device.decode_gb_per_s, count),
+            h2d=_per_s(device.h2d_gb_per_s, count),
+            d2h=_per_s(device.d2h_gb_per_s, count),
             gather=gather,
-            peers=inf if device.gather_gb_per_s is None else device.gather_gb_per_s * giga,
-            network=inf
-            if self.host.network_gb_per_s is None
-            else self.host.network_gb_per_s * giga,
+            peers=_per_s(device.gather_gb_per_s),
+            network=_per_s(host.network_gb_per_s),
             checkpoint_read=self._checkpoint_read(shard_drives),
-            sockets=giga * (self.host.sockets_gb_per_s or self.host.sum_gb_per_s / _SOCKETS_SHARE),
+            sockets=_GIGA * (host.sockets_gb_per_s or host.sum_gb_per_s / _SOCKETS_SHARE),
             **drives,
         )
 
@@ -184,12 +168,16 @@ class Hardware(Table):
 _T = TypeVar("_T", bound=Table)
 
 
-def _part(table: _T, count: int, *rates: str) -> _T:
-    """Divides these rates of a table, as far as they are set."""
+def _part(table: _T, count: int, *rates: str, **others: int) -> _T:
+    """Returns the table with these rates divided, as far as they are set, and `others` as given."""
     found = {name: getattr(table, name) for name in rates}
-    return table.model_copy(
-        update={name: rate / count for name, rate in found.items() if rate is not None}
-    )
+    divided = {name: rate / count for name, rate in found.items() if rate is not None}
+    return table.model_copy(update=divided | others)
+
+
+def _per_s(gb_per_s: float | None, count: int = 1) -> float:
+    """Returns the bytes per second of `count` links; a rate that is not given costs no time."""
+    return float("inf") if gb_per_s is None else count * gb_per_s * _GIGA
 
 
 def load_hardware(name: str) -> Hardware:

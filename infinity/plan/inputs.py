@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from infinity.config import SwapConfig
 from infinity.plan.capacity import window_nbytes_of
@@ -20,32 +20,6 @@ _BLAS_NBYTES = 32 * MIB  # PyTorch's workspace of cuBLAS on Hopper and later, fo
 _BLAS_THREADS = 2  # The thread that trains, and autograd's.
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkTraffic:
-    """Hidden states and sums of a block's experts, for all tokens of a step, that wait on the host
-    while experts are streamed in chunks: `nbytes` there, and bytes to the device and back for every
-    chunk (0 if they stay on the device)."""
-
-    nbytes: int
-    passing_nbytes: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedInputs:
-    """The inputs of all blocks, for all tokens of a step, in the compute dtype, as the engine saves
-    them in layer-major order: `nbytes`, of which the host keeps `on_host_nbytes` and NVMe the
-    rest."""
-
-    nbytes: int
-    on_host_nbytes: int
-
-    @property
-    def by_tier(self) -> dict[str, int]:
-        """The bytes of each tier that has some."""
-        found = {"host": self.on_host_nbytes, "nvme": self.nbytes - self.on_host_nbytes}
-        return {tier: nbytes for tier, nbytes in found.items() if nbytes}
-
-
 def saved_on(config: SwapConfig, budgets: Budgets) -> str:
     """Returns the last tier that the inputs of blocks may go to."""
     tiers = config.placement.activations
@@ -55,12 +29,15 @@ def saved_on(config: SwapConfig, budgets: Budgets) -> str:
     return "host" if first == "host" and budgets.shares_host_memory else last
 
 
-def saved_inputs(job: StepSpec) -> SavedInputs | None:
-    """Returns the inputs that leave the device; None if none does."""
-    nbytes = sum(use.saved_nbytes for use in job.uses)
-    if job.saved_on == "device" or not nbytes:
-        return None
-    return SavedInputs(nbytes, sum(inputs_on_host(job)))
+def saved_inputs(job: StepSpec) -> dict[str, int]:
+    """Returns the bytes by tier of the inputs of all blocks that leave the device, for all tokens
+    of a step, in the compute dtype, as the engine saves them in layer-major order."""
+    nbytes, on_host_nbytes = sum(use.saved_nbytes for use in job.uses), 0
+    if job.saved_on == "device":
+        return {}
+    on_host_nbytes = sum(inputs_on_host(job))
+    found = {"host": on_host_nbytes, "nvme": nbytes - on_host_nbytes}
+    return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 
 
 def activations_nbytes(config: SwapConfig, hardware: Hardware, batch: Batch) -> int:
@@ -75,33 +52,30 @@ def activations_nbytes(config: SwapConfig, hardware: Hardware, batch: Batch) -> 
     return (device.memory or 0) - window_nbytes - threads * _BLAS_NBYTES
 
 
-def chunk_traffic(
-    config: SwapConfig,
-    model: PlannedModel,
-    hardware: Hardware,
-    batch: Batch,
-) -> ChunkTraffic | None:
-    """Returns what chunks of experts exchange with the host; None without such chunks.
+def waiting_nbytes(
+    config: SwapConfig, model: PlannedModel, hardware: Hardware, batch: Batch
+) -> int:
+    """Returns the bytes of hidden states and sums of a block's experts, for all tokens of a step,
+    that wait on the host while experts are streamed in chunks. They go to the device and back for
+    every chunk.
 
-    Hidden states and sums are in the compute dtype. They stay on the device if half of
-    `activations_nbytes` holds them; the other half is for the activations of a micro-batch.
+    They are in the compute dtype, and stay on the device if half of `activations_nbytes` holds
+    them; the other half is for the activations of a micro-batch. 0 then, and without chunks.
     """
     has_chunks = any(hooked.is_experts for hooked in model.hooked_modules)
     if model.frozen is None or not has_chunks or hardware.shares_host_memory:
-        return None
+        return 0
     nbytes = 2 * input_nbytes(config, model, batch)
     free_nbytes = hardware.device.count * activations_nbytes(config, hardware, batch)
-    if 2 * nbytes <= free_nbytes:
-        return ChunkTraffic(0, (0, 0))
-    return ChunkTraffic(nbytes, (nbytes, nbytes))
+    return 0 if 2 * nbytes <= free_nbytes else nbytes
 
 
-def said_of_waiting(config: SwapConfig, chunks: ChunkTraffic | None) -> list[str]:
+def said_of_waiting(config: SwapConfig, nbytes: int) -> list[str]:
     """Returns the setting that a batch needs whose hidden states wait on the host, for a reader."""
-    if chunks is None or not chunks.nbytes or "device" not in config.placement.experts:
+    if not nbytes or "device" not in config.placement.experts:
         return []
     return [
-        f"hidden states and sums of a block's experts take {format_nbytes(chunks.nbytes)}, which "
+        f"hidden states and sums of a block's experts take {format_nbytes(nbytes)}, which "
         'the devices cannot hold: this forecast is for placement.experts = ["host"]'
     ]
 
@@ -112,42 +86,24 @@ def obstacles_of(
     machine: Hardware,
     batch: Batch,
     budgets: Budgets,
-    saved: SavedInputs | None,
-    chunks: ChunkTraffic | None,
+    saved: Mapping[str, int],
+    waiting: int,
 ) -> list[str]:
     """Returns the reasons why a batch does not fit, for a reader."""
-    return [
-        *_said_of_kept(config, model, machine, batch),
-        *_said_of_saved(saved, machine, budgets),
-        *_said_of_chunks(chunks, saved, budgets),
-    ]
-
-
-def _said_of_chunks(
-    chunks: ChunkTraffic | None, saved: SavedInputs | None, budgets: Budgets
-) -> list[str]:
-    if chunks is None:
-        return []
-    saved_nbytes = 0 if saved is None else saved.on_host_nbytes
-    if chunks.nbytes + saved_nbytes <= budgets.working_nbytes:
-        return []
-    return [
-        f"hidden states and sums of a block's experts take {format_nbytes(chunks.nbytes)} of the "
-        f"host, which has {format_nbytes(budgets.working_nbytes)} to work in: this batch does not "
-        "fit; make the batch smaller"
-    ]
-
-
-def _said_of_saved(saved: SavedInputs | None, hardware: Hardware, budgets: Budgets) -> list[str]:
-    if saved is None or hardware.shares_host_memory:
-        return []
-    if saved.on_host_nbytes > budgets.working_nbytes:
-        return [
-            f"layer inputs take {format_nbytes(saved.on_host_nbytes)} of the host, which has "
-            f"{format_nbytes(budgets.working_nbytes)} to work in: this batch does not fit; set "
-            "placement.activations to nvme, or make the batch smaller"
-        ]
-    return []
+    found = _said_of_kept(config, model, machine, batch)
+    on_host, working = saved.get("host", 0), budgets.working_nbytes
+    has_to_work = f"of the host, which has {format_nbytes(working)} to work in"
+    if on_host > working and not machine.shares_host_memory:
+        found.append(
+            f"layer inputs take {format_nbytes(on_host)} {has_to_work}: this batch does not fit; "
+            "set placement.activations to nvme, or make the batch smaller"
+        )
+    if waiting and waiting + on_host > working:
+        found.append(
+            f"hidden states and sums of a block's experts take {format_nbytes(waiting)} "
+            f"{has_to_work}: this batch does not fit; make the batch smaller"
+        )
+    return found
 
 
 def _said_of_kept(

@@ -25,7 +25,6 @@ from infinity.plan.files import Table, read_table
 from infinity.plan.frozen_base import FrozenBase, PlannedPart, StoredModel, stored_of_shape
 from infinity.plan.shapes import (
     ModelShape,
-    Part,
     PublishedFormat,
     Weight,
     adapter_size,
@@ -115,11 +114,6 @@ class _Gpt(Table):
     vocab: int = Field(50304, gt=0)
 
 
-class _Stored(Table):
-    format: str
-    parts: tuple[Part, ...]
-
-
 class _ModelFile(Table):
     """The file of a model: `gpt`, or `config`, the keys of config.json that transformers reads.
     `stored` is the format of its checkpoint."""
@@ -129,7 +123,7 @@ class _ModelFile(Table):
     hub: str = ""
     gpt: _Gpt | None = None
     config: dict[str, Any] | None = None
-    stored: _Stored | None = None
+    stored: PublishedFormat | None = None
 
 
 @functools.lru_cache(maxsize=32)
@@ -144,9 +138,8 @@ def load_shape(name: str) -> ModelShape:
             "and other keys of a config.json; got neither"
         )
     require_transformers(f"infinity plan of {name}")
-    stored = None if file.stored is None else PublishedFormat(file.stored.format, file.stored.parts)
     hf_config = config_of_table(dict(file.config))
-    return shape_of_config(hf_config, file.name, name, hub=file.hub, stored=stored)
+    return shape_of_config(hf_config, file.name, name, hub=file.hub, stored=file.stored)
 
 
 def model_for(
@@ -251,11 +244,12 @@ class _Builder:
             unit = self._add_trained(name, {w.name: w.shape for w in block.weights})
             self._work.append(ModuleWork((unit,), rest + routed, block.attention_width))
             return
-        size, stored = adapter_size(block, self._adapter), self.stored.blocks[layer]
-        self._trained_params += size.num_params
+        trained, active = adapter_size(block, self._adapter)
+        stored = self.stored.blocks[layer]
+        self._trained_params += trained
         needed = []
-        if size.num_params:
-            needed.append(self._add_trained(name, {"adapter": (size.num_params,)}))
+        if trained:
+            needed.append(self._add_trained(name, {"adapter": (trained,)}))
         frozen = f"{name} (frozen)" if needed else name
         parts = {"weights": stored.rest}
         if stored.experts.nbytes:
@@ -269,7 +263,7 @@ class _Builder:
         self._work.append(
             ModuleWork(
                 tuple(needed), rest + routed, block.attention_width, expert_params=routed,
-                trained_params=size.active_params,
+                trained_params=active,
             )
         )  # fmt: skip
 

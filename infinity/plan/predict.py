@@ -24,9 +24,6 @@ from infinity.plan.capacity import (
 )
 from infinity.plan.hardware import Hardware
 from infinity.plan.inputs import (
-    ChunkTraffic,
-    SavedInputs,
-    chunk_traffic,
     input_nbytes,
     obstacles_of,
     said_of_devices,
@@ -34,6 +31,7 @@ from infinity.plan.inputs import (
     said_of_waiting,
     saved_inputs,
     saved_on,
+    waiting_nbytes,
 )
 from infinity.plan.model import PlannedModel, copied_model
 from infinity.plan.node import NodeView, RankLayout, blocks_of, layout_of_rank
@@ -76,7 +74,7 @@ class Forecast:
     job: StepSpec
     step: Prediction
     warnings: tuple[str, ...]
-    saved: SavedInputs | None  # Off the device.
+    saved: Mapping[str, int]  # By tier, off the device.
     obstacles: tuple[str, ...] = ()  # Reasons why this batch does not fit; among the warnings.
     shard_drives: int | None = None
     ranks: RankLayout | None = None
@@ -144,10 +142,10 @@ def forecast(
     num_spares += in_backward.num_spares
     spare_nbytes = spares_nbytes(units, placement, num_spares, in_backward.num_spares)
     refuse_full_tiers(model, units, machine, budgets, spare_nbytes, num_ranks, shard_drives)
-    chunks = chunk_traffic(config, model, machine, batch)
-    job = _job(config, model, batch, sharding, budgets, chunks, num_nodes=num_nodes)
+    waiting = waiting_nbytes(config, model, machine, batch)
+    job = _job(config, model, batch, sharding, budgets, waiting, num_nodes=num_nodes)
     saved = saved_inputs(job)
-    obstacles = obstacles_of(config, model, machine, batch, budgets, saved, chunks)
+    obstacles = obstacles_of(config, model, machine, batch, budgets, saved, waiting)
     rates = machine.rates(shard_drives)
     place = _update_place(config, machine, job, rates)
     job = replace(job, updates_on_device=place.is_on_device)
@@ -166,7 +164,7 @@ def forecast(
         job=job,
         step=step,
         warnings=(
-            *said_of_waiting(config, chunks),
+            *said_of_waiting(config, waiting),
             *said_of_tiles(untiled, model),
             *said_of_devices(machine),
             *obstacles,
@@ -211,7 +209,7 @@ def _job(
     batch: Batch,
     sharding: ShardingPlan | None,
     budgets: Budgets,
-    chunks: ChunkTraffic | None,
+    waiting: int,
     *,
     num_nodes: int,
 ) -> StepSpec:
@@ -219,7 +217,7 @@ def _job(
     saved_nbytes = input_nbytes(config, model, batch) if tier != "device" else 0
     inputs_nbytes = None
     if config.placement.activations[0] == "host":
-        inputs_nbytes = max(budgets.inputs_nbytes - (chunks.nbytes if chunks else 0), 0)
+        inputs_nbytes = max(budgets.inputs_nbytes - waiting, 0)
     uses = [
         Use(
             hooked.units,
@@ -232,7 +230,7 @@ def _job(
             decoded_nbytes=0
             if model.frozen is None
             else sum(model.frozen.decoded_nbytes(model.units[unit]) for unit in hooked.units),
-            passing_nbytes=chunks.passing_nbytes if chunks and hooked.is_experts else (0, 0),
+            passing_nbytes=(waiting, waiting) if hooked.is_experts else (0, 0),
         )
         for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True)
     ]

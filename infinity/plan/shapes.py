@@ -20,6 +20,7 @@ from infinity.config import AdapterConfig
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS
 from infinity.errors import ConfigError
 from infinity.modules.reading.architecture import empty_model, text_model_of, towers
+from infinity.plan.files import Table
 
 # Parts of a block whose weights a checkpoint stores in one format.
 Part = Literal["attention", "dense", "shared", "experts", "router"]
@@ -31,8 +32,7 @@ _TOP_K = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedFormat:
+class PublishedFormat(Table):
     """The format of the matrices of `parts` in the published checkpoint; other weights are bf16.
     The names of formats are those that the codecs find in checkpoints."""
 
@@ -279,21 +279,14 @@ def _attention_width(config: Any) -> int:
     return 2 * heads * (width if isinstance(width, int) else int(config.hidden_size) // heads)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSize:
-    """Parameters of the adapters of one block: all of them, and those that multiply a token."""
-
-    num_params: int
-    active_params: int
-
-
-def adapter_size(block: BlockShape, adapter: AdapterConfig) -> AdapterSize:
-    """Returns the adapter of a block. A block without a target has none."""
+def adapter_size(block: BlockShape, adapter: AdapterConfig) -> tuple[int, int]:
+    """Returns the parameters of a block's adapters: all of them, and those that multiply a token. A
+    block without a target has none."""
     plain = sum(_params(weight, adapter) for weight in block.weights if _is_target(weight, adapter))
     routed = 0
     if adapter.experts:
         routed = sum(_params(weight, adapter) for weight in _stacks(block))
-    return AdapterSize(plain + routed, plain + block.per_token(routed))
+    return plain + routed, plain + block.per_token(routed)
 
 
 def refuse_unknown_targets(shape: ModelShape, adapter: AdapterConfig) -> None:

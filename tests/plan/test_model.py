@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from infinity.errors import ConfigError
+from infinity.plan.files import shipped_in
 from infinity.plan.hardware import load_hardware
 from infinity.plan.model import load_model, model_of_shape
 from infinity.plan.shapes import scaled_gpt
-from infinity.plan.shipped import shipped_in
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.plan.directory import published_format, read_directory
+from infinity.plan.files import shapes_remedy
 from infinity.plan.frozen_base import stored_of_shape
 from infinity.plan.model import load_model, load_shape
-from infinity.plan.shipped import shapes_remedy
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice

@@ -115,9 +115,8 @@ def test_the_host_takes_inputs_before_weights_that_are_only_kept(
     moved, weights = run(table)
 
     assert not differences(weights_without_saving, weights)
-    assert found.saved is not None
-    assert found.saved.on_host_nbytes == pytest.approx(on_host_nbytes, abs=MIB / 2)
-    away_nbytes = INPUTS_NBYTES - found.saved.on_host_nbytes
+    assert found.saved["host"] == pytest.approx(on_host_nbytes, abs=MIB / 2)
+    away_nbytes = INPUTS_NBYTES - found.saved["host"]
     # The last weights of a step are under way when it is over, and those of the one before were.
     assert moved["nvme_write_nbytes"] >= 0.9 * WEIGHTS_NBYTES
     assert moved["nvme_write_nbytes"] <= 1.1 * WEIGHTS_NBYTES + 1.02 * away_nbytes
@@ -129,9 +128,9 @@ def test_the_host_takes_inputs_before_weights_that_are_only_kept(
 
 def test_inputs_of_one_tier_rest_there(tmp_path: Path) -> None:
     on_host, on_nvme = (plan(table_of(tmp_path, 30 * MIB, tier)).saved for tier in ("host", "nvme"))
-    assert on_host is not None and on_host.by_tier == {"host": INPUTS_NBYTES}
-    assert on_nvme is not None and on_nvme.by_tier == {"nvme": INPUTS_NBYTES}
-    assert plan(table_of(tmp_path, 30 * MIB, "device")).saved is None
+    assert on_host == {"host": INPUTS_NBYTES}
+    assert on_nvme == {"nvme": INPUTS_NBYTES}
+    assert plan(table_of(tmp_path, 30 * MIB, "device")).saved == {}
 
 
 def test_where_the_device_is_the_host_inputs_stay(tmp_path: Path) -> None:
@@ -140,7 +139,7 @@ def test_where_the_device_is_the_host_inputs_stay(tmp_path: Path) -> None:
     machine = replace_device(memory=None)
     batch = Batch(COUNT * LENGTH, LENGTH)
     found = forecast(settings, model_of_module(build(), settings, SHAPE), machine, batch)
-    assert found.saved is not None and found.saved.by_tier == {"host": INPUTS_NBYTES}
+    assert found.saved == {"host": INPUTS_NBYTES}
     plain = forecast(
         SwapConfig.load(table_of(tmp_path, 6 * MIB, "device")),
         model_of_module(build(), settings, SHAPE), machine, batch,
@@ -158,7 +157,7 @@ def test_a_plan_keeps_inputs_in_memory_that_weights_leave_free(tmp_path: Path) -
     table["schedule"]["update_chunk"] = "16MiB"
     found = plan(table)
     assert found.job.inputs_nbytes == 0
-    assert found.saved is not None and found.saved.on_host_nbytes == INPUTS_NBYTES
+    assert found.saved["host"] == INPUTS_NBYTES
 
 
 def test_an_automatic_budget_has_space_for_inputs(tmp_path: Path) -> None:
@@ -167,6 +166,6 @@ def test_an_automatic_budget_has_space_for_inputs(tmp_path: Path) -> None:
     for table in tables.values():
         table["tiers"]["host"]["capacity"] = "auto"
     found = plan(tables["host"])
-    assert found.saved is not None and found.saved.by_tier == {"host": INPUTS_NBYTES}
+    assert found.saved == {"host": INPUTS_NBYTES}
     assert found.job.inputs_nbytes is not None and found.job.inputs_nbytes > 100 * INPUTS_NBYTES
     assert plan(tables["device"]).host_nbytes < found.host_nbytes / 4

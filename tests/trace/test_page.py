@@ -21,7 +21,6 @@ from infinity.tools.pictures.steps import by_link, idle_by_cause, kind_of, pictu
 from infinity.tools.pictures.timeline import (
     Bars,
     NamedInterval,
-    PageRow,
     PageTable,
     TrackPicture,
     page_of,
@@ -136,13 +135,13 @@ def test_idle_time_is_grouped_by_cause_and_adds_up() -> None:
     spans = recording()
     step = summarize(spans, num_stalls=len(spans))[0]
     table = idle_by_cause(step)
-    assert [tuple(row.cells) for row in table.rows] == [
+    assert [tuple(cells) for cells, _ in table.rows] == [
         ("update of a unit needs its state", "2", "30.0 ms", "30.0%"),
         ("updated state must be written", "1", "10.0 ms", "10.0%"),
     ]
-    assert sum(row.share or 0 for row in table.rows) == pytest.approx(step.stall_s / step.length_s)
+    assert sum(share or 0 for _, share in table.rows) == pytest.approx(step.stall_s / step.length_s)
     (link,) = by_link(step).rows
-    assert tuple(link.cells) == ("reads /swap", "60.0 MiB", "20.0 ms", "20%", "3.15 GB/s")
+    assert tuple(link[0]) == ("reads /swap", "60.0 MiB", "20.0 ms", "20%", "3.15 GB/s")
 
 
 def test_waits_of_different_units_are_one_cause_also_without_a_transfer() -> None:
@@ -152,7 +151,7 @@ def test_waits_of_different_units_are_one_cause_also_without_a_transfer() -> Non
         for number, unit in enumerate(units)
     ]
     (row,) = idle_by_cause(summarize(spans, num_stalls=3)[0]).rows
-    assert row.cells[:3] == ("parameters of a unit are decoded", "3", "3.0 ms")
+    assert row[0][:3] == ("parameters of a unit are decoded", "3", "3.0 ms")
 
 
 def test_causes_beyond_the_list_are_summed_in_its_last_row() -> None:
@@ -162,8 +161,8 @@ def test_causes_beyond_the_list_are_summed_in_its_last_row() -> None:
     ]
     step = summarize(spans, num_stalls=len(spans))[0]
     table = idle_by_cause(step)
-    assert len(table.rows) == 13 and table.rows[-1].cells[:3] == ("other causes", "8", "8.0 ms")
-    assert sum(row.share or 0 for row in table.rows) == pytest.approx(1)
+    assert len(table.rows) == 13 and table.rows[-1][0][:3] == ("other causes", "8", "8.0 ms")
+    assert sum(share or 0 for _, share in table.rows) == pytest.approx(1)
 
 
 def test_only_a_whole_name_is_replaced_in_a_cause() -> None:
@@ -181,7 +180,7 @@ def test_text_of_a_trace_cannot_become_markup() -> None:
         [(evil, [Bars("#000000", [(0, 1)], [evil])])],
         [NamedInterval(evil, 0, 1, "#fff")],
     )
-    table = PageTable(evil, [evil], [PageRow([evil], 2.0)], evil)
+    table = PageTable(evil, [evil], [([evil], 2.0)], evil)
     view = replace(picture, name=evil, tables=[table])
     page = page_of(evil, [view])
     assert Elements(page).count("script") == 2

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import Quiet, with_options
+from infinity.tools.cli.options import HardwareName, Quiet, with_options
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -62,9 +62,7 @@ class NewOptions:
         metavar="N", min=1,
         help="Ranks of one node, each with a device; several GPUs need --hardware, too.",
     )] = 1
-    hardware: Annotated[str | None, typer.Option(
-        metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
-    )] = None
+    hardware: HardwareName = None
     out: Annotated[Path | None, typer.Option(
         "--write", "-o", metavar="FILE", help="The file to write, .toml; - prints it. Default: the "
         "model's name, in this directory.",
@@ -153,7 +151,7 @@ def _refuse(asked: NewOptions) -> None:
 
 def _refuse_absent(asked: NewOptions) -> None:
     """Raises ConfigError for paths that lead nowhere, before torch is imported."""
-    from infinity.plan.shipped import refuse_no_model, refuse_unknown
+    from infinity.plan.files import refuse_no_model, refuse_unknown
 
     refuse_no_model(asked.directory)
     if asked.hardware is not None:

@@ -17,7 +17,12 @@ Paths = Annotated[
     typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
-Advance = Callable[[str, int], None]
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
+    ),
+]
 _T = TypeVar("_T")
 
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from infinity.errors import ConfigError
-from infinity.plan.shipped import (
+from infinity.plan.files import (
     refuse_model_as_file,
     refuse_no_model,
     refuse_unknown,
     shipped_in,
 )
-from infinity.tools.cli.options import with_options
+from infinity.tools.cli.options import HardwareName, with_options
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
     from infinity.plan.directory import ModelDirectory
 
 _RANK = 16  # Of the adapter of a table.
+# The tiers of a model by name without a file: state that fits stays in host memory.
+_DEFAULTS: dict[str, Any] = {
+    "tiers": {"host": {"capacity": "85%"}},
+    "precision": {"compute": "bfloat16"},
+}
+_ADAPTER_MICRO_BATCH = 8  # Sequences; of 2,048 tokens, enough for each of some hundred experts.
+_KINDS = ("parameters", "master", "moments", "gradients")
 
 
 # fmt: off
@@ -40,9 +48,7 @@ class PlanOptions:
     params: Annotated[str | None, typer.Option(
         metavar="N", help="A GPT-like model of this size, such as 1T."
     )] = None
-    hardware: Annotated[str | None, typer.Option(
-        metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
-    )] = None
+    hardware: HardwareName = None
     lora: Annotated[int | None, typer.Option(
         metavar="RANK", min=1,
         help="Freeze the model; train a LoRA adapter of this rank. Default: all weights.",
@@ -184,32 +190,81 @@ def _predict(asked: PlanOptions) -> None:
         directory = read_directory(Path(asked.model))
     elif asked.model is not None:
         refuse_unknown("models", asked.model)
-    from infinity.tools.plan.load import load_config
-
     overrides = list(asked.overrides or [])
     if asked.lora is not None:
         overrides.append(f"adapter.rank={asked.lora}")
     if asked.experts:
         overrides.append("adapter.experts=true")
     by_name = asked.model is not None or asked.params is not None
-    config = load_config(
+    config = _load_config(
         asked.config, overrides, asked.hardware, by_name=by_name,
         is_quantised=directory is not None and directory.is_quantised,
     )  # fmt: skip
     _show(asked, config, directory)
 
 
+def _load_config(
+    file: Path | None,
+    overrides: list[str],
+    hardware: str | None,
+    *,
+    by_name: bool,
+    is_quantised: bool,
+) -> SwapConfig:
+    """Returns the configuration. `by_name`: the model is not that of the file, and does not lie in
+    a directory; `is_quantised`: it can be trained by an adapter alone."""
+    from infinity.config import SwapConfig
+    from infinity.config.paths import refuse_absent_model_of, with_located_model
+    from infinity.config.source import ConfigSource, override, read_file
+    from infinity.plan.hardware import load_hardware
+    from infinity.tools.training.settle import settle
+
+    if file is not None:
+        table, source = read_file(file)
+    else:
+        table, source = copy.deepcopy(_DEFAULTS), ConfigSource()
+        if hardware is not None and load_hardware(hardware).nvme is not None:
+            table["tiers"]["nvme"] = [{"path": "/mnt/nvme"}]
+            table["placement"] = {kind: ["host", "nvme"] for kind in _KINDS}
+    for text in overrides:
+        override(table, text)
+    if is_quantised:
+        table.setdefault("adapter", {})  # Codes cannot be trained.
+    if file is None and "adapter" in table:
+        _train_by_layers(table)
+    config = with_located_model(SwapConfig.from_table(table, source))
+    if not by_name:
+        refuse_absent_model_of(config)
+    return settle(config)
+
+
+def _train_by_layers(table: dict[str, Any]) -> None:
+    """Sets the order in which adapters train: all micro-batches pass a block together."""
+    schedule = table.setdefault("schedule", {})
+    schedule.setdefault("micro_batch", _ADAPTER_MICRO_BATCH)
+    tiers = ["host", "nvme"] if "nvme" in table["tiers"] else ["host"]
+    table.setdefault("placement", {}).setdefault("activations", tiers)
+
+
 def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | None) -> None:
     from infinity.plan import forecast
     from infinity.tools.plan import report
     from infinity.tools.plan.advice import advise
-    from infinity.tools.plan.subject import Subject, batch_for, on_other_drives, parse_count
+    from infinity.tools.plan.subject import (
+        batch_for,
+        frozen_directory_of,
+        machine_for,
+        on_other_drives,
+        parse_count,
+        planned_model,
+    )
 
-    subject = Subject(asked.config, asked.model, asked.params, directory)
-    model, drives = subject.model(config, asked.drives)
     by_name = asked.model is not None or asked.params is not None
+    if not by_name:
+        directory = frozen_directory_of(config)
+    model, drives = planned_model(config, directory, asked.model, asked.params, asked.drives)
     batch = batch_for(config, asked.tokens, asked.sequence, asked.accumulation, by_name=by_name)
-    machine = subject.machine(asked.hardware, config, model, batch)
+    machine = machine_for(asked.hardware, config, model, batch, directory)
     count = asked.data_tokens or asked.examples
     data = None if count is None else parse_count(count, "--data-tokens")
     if data is not None and asked.examples is not None:

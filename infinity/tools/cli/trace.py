@@ -15,8 +15,8 @@ from infinity.observe import chrome
 from infinity.observe.step_summary import Stall, StepSummary, summarize
 from infinity.sizes import format_nbytes
 from infinity.tools.cli.options import Json
-from infinity.tools.pictures.steps import choose, draw, milliseconds, picture_of
-from infinity.tools.pictures.timeline import write_page
+from infinity.tools.pictures.steps import choose, draw, picture_of
+from infinity.tools.pictures.timeline import milliseconds, write_page
 
 _LEAST_SHARE = 0.001  # Share of the step; shorter stalls are not listed.
 

@@ -11,11 +11,14 @@ from infinity.observe.step_summary import Stall, StepSummary, busy_from_ns
 from infinity.observe.tracer import Span, Track
 from infinity.sizes import format_nbytes
 from infinity.tools.pictures.timeline import (
+    LINK_COLUMNS,
     Bars,
     NamedInterval,
     PageRow,
     PageTable,
     TrackPicture,
+    link_row,
+    milliseconds,
     paint,
 )
 
@@ -144,11 +147,11 @@ def idle_by_cause(step: StepSummary) -> PageTable:
     ordered = sorted(groups.items(), key=lambda group: -_sum_s(group[1]))
     shown = ordered[:_MAX_CAUSES]
     rest = [stall for _, stalls in ordered[_MAX_CAUSES:] for stall in stalls]
-    rows = []
+    rows: list[PageRow] = []
     for kind, stalls in [*shown, *([("other causes", rest)] if rest else [])]:
         share = _sum_s(stalls) / step.length_s
         cells = (kind, str(len(stalls)), milliseconds(_sum_s(stalls)), f"{share:.1%}")
-        rows.append(PageRow(cells, share))
+        rows.append((cells, share))
     return PageTable(
         "Idle time of the training thread, by cause",
         ("cause", "waits", "time", "of the step"),
@@ -171,32 +174,24 @@ def kind_of(cause: str, units: Iterable[str]) -> str:
 def by_link(step: StepSummary) -> PageTable:
     """Returns the bytes of each track that moved any, and their rate while the track was busy."""
     rows = [
-        PageRow(
-            (
-                use.track,
-                format_nbytes(use.nbytes),
-                milliseconds(use.busy_s),
-                f"{use.share:.0%}",
-                f"{use.nbytes / use.busy_s / 1e9:.2f} GB/s" if use.busy_s else "",
-            ),
+        link_row(
+            use.track,
+            use.nbytes,
+            use.busy_s,
             use.share,
+            f"{use.nbytes / use.busy_s / 1e9:.2f} GB/s" if use.busy_s else "",
         )
         for use in step.tracks
         if use.nbytes
     ]
     return PageTable(
         "Bytes by link",
-        ("link", "bytes", "busy", "of the step", "while busy"),
+        LINK_COLUMNS,
         rows,
         "Bytes are those of transfers that began in the step."
         if rows
         else "Nothing moved between tiers.",
     )
-
-
-def milliseconds(seconds: float) -> str:
-    """Returns a time in seconds from one second on, in milliseconds below."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def _sum_s(stalls: Iterable[Stall]) -> float:

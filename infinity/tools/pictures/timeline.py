@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.sizes import format_nbytes
 
 _BAR_HEIGHT = 0.8
 _LEAST_NAMED_SHARE = 0.06  # Of the width; the name of a shorter interval does not fit.
@@ -46,12 +47,8 @@ class NamedInterval:
     color: str
 
 
-@dataclass(frozen=True, slots=True)
-class PageRow:
-    """A row of a table. `share`, from 0 to 1, is drawn as a bar behind the first cell."""
-
-    cells: Sequence[str]
-    share: float | None = None
+# The cells of a row of a table, and a share from 0 to 1 that is drawn as a bar behind the first.
+PageRow = tuple[Sequence[str], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +170,20 @@ def _paint_legend(axis: Any, legend: Mapping[str, str]) -> None:
 # -- The page --------------------------------------------------------------------------------------
 
 
+def link_row(title: str, nbytes: int, busy_s: float, share: float, rate: str) -> PageRow:
+    """Returns the row of a link in a table with the columns `LINK_COLUMNS`."""
+    cells = (title, format_nbytes(nbytes), milliseconds(busy_s), f"{share:.0%}", rate)
+    return cells, share
+
+
+LINK_COLUMNS = ("link", "bytes", "busy", "of the step", "while busy")
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns a time in seconds from one second on, in milliseconds below."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
 _DIGITS = 7  # Of a time on a page: a bar is drawn to a millionth of the step.
 
 
@@ -223,11 +234,10 @@ def _table(table: PageTable) -> str:
 
 
 def _row(row: PageRow) -> str:
+    (first, *others), share = row
     bar = ""
-    if row.share is not None:
-        width = 100 * min(max(row.share, 0.0), 1.0)
-        bar = f' class="share" style="--share:{width:.2f}%"'
-    first, *others = row.cells
+    if share is not None:
+        bar = f' class="share" style="--share:{100 * min(max(share, 0.0), 1.0):.2f}%"'
     cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in others)
     return f"<tr><td{bar}>{html.escape(first)}</td>{cells}</tr>"
 

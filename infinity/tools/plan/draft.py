@@ -209,8 +209,7 @@ def _enough_nbytes(said: Forecast) -> int:
     frozen = said.model.frozen
     weights = 0 if frozen is None else frozen.stored.nbytes
     in_use = 2 * (said.model.held_nbytes + most_decoded_nbytes(said.model))
-    saved = 0 if said.saved is None else said.saved.on_host_nbytes
-    needed = resting + weights + 2 * in_use + saved + _SPARE_NBYTES
+    needed = resting + weights + 2 * in_use + said.saved.get("host", 0) + _SPARE_NBYTES
     return align_up(needed, GIB if needed > 16 * GIB else 64 * MIB)
 
 

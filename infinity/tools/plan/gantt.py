@@ -6,19 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from infinity.plan.predict import Forecast
-from infinity.simulate.log import CHECKPOINT_READ, COMPUTE, READ, WRITE
+from infinity.simulate.log import CHECKPOINT_READ, READ, WRITE
 from infinity.sizes import format_nbytes
-from infinity.tools.pictures.steps import milliseconds
 from infinity.tools.pictures.timeline import (
+    LINK_COLUMNS,
     Bars,
     PageRow,
     PageTable,
     TrackPicture,
+    link_row,
+    milliseconds,
     paint,
     write_page,
 )
-from infinity.tools.plan.idle import idle_by_cause
-from infinity.tools.plan.report import TRACK_TITLES, Answer, decimal, duration, sentences
+from infinity.tools.plan.report import (
+    TRACK_TITLES,
+    Answer,
+    decimal,
+    duration,
+    idle_of_compute,
+    sentences,
+)
 
 _TRAFFIC_TITLES = {
     CHECKPOINT_READ: "drives, checkpoint read",
@@ -43,7 +51,7 @@ def save(forecast: Forecast, path: Path) -> None:
 def save_page(forecast: Forecast, found: Answer, path: Path) -> None:
     """Writes the page of one simulated step. Raises ConfigError when it cannot be written."""
     first, *others = sentences(forecast, found)
-    answer = PageTable("The plan", ("",), [PageRow((text,)) for text in others])
+    answer = PageTable("The plan", ("",), [((text,), None) for text in others])
     tables = (idle_table(forecast), link_table(forecast), answer)
     write_page(path, first, [replace(picture_of(forecast), tables=tables)])
 
@@ -73,18 +81,10 @@ def picture_of(forecast: Forecast) -> TrackPicture:
 
 def idle_table(forecast: Forecast) -> PageTable:
     """Returns what the track of compute waits for while it does nothing."""
-    step = forecast.step
-    found = idle_by_cause(step.timeline, COMPUTE, step.step_s)
-    rows = [
-        PageRow(
-            (
-                f"{TRACK_TITLES.get(track, track)}: {kind}" if kind else track,
-                milliseconds(idle_s),
-                f"{idle_s / step.step_s:.1%}",
-            ),
-            idle_s / step.step_s,
-        )
-        for (track, kind), idle_s in sorted(found.items(), key=lambda item: -item[1])
+    step_s = forecast.step.step_s
+    rows: list[PageRow] = [
+        ((cause, milliseconds(idle_s), f"{idle_s / step_s:.1%}"), idle_s / step_s)
+        for cause, idle_s in idle_of_compute(forecast)
     ]
     note = "A moment without compute is counted once: for the link that held up the next operation."
     return PageTable(
@@ -100,18 +100,15 @@ def link_table(forecast: Forecast) -> PageTable:
     step = forecast.step
     rows = []
     for traffic, nbytes in step.moved_nbytes.items():
-        track = "nvme" if traffic in _TRAFFIC_TITLES else traffic
         busy_s = sum(
             operation.duration_s
             for operation in step.timeline.operations
             if operation.traffic == traffic
         )
-        title = _TRAFFIC_TITLES.get(traffic, TRACK_TITLES.get(track, track))
-        share = busy_s / step.step_s
+        title = _TRAFFIC_TITLES.get(traffic, TRACK_TITLES.get(traffic, traffic))
         rate = f"{decimal(nbytes / busy_s)}/s" if busy_s else ""
-        cells = (title, format_nbytes(nbytes), milliseconds(busy_s), f"{share:.0%}", rate)
-        rows.append(PageRow(cells, share))
-    return PageTable("Bytes by link", ("link", "bytes", "busy", "of the step", "while busy"), rows)
+        rows.append(link_row(title, nbytes, busy_s, busy_s / step.step_s, rate))
+    return PageTable("Bytes by link", LINK_COLUMNS, rows)
 
 
 def _bars(forecast: Forecast, track: str) -> list[Bars]:

@@ -53,7 +53,7 @@ def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict
         "working_nbytes": forecast.working_nbytes,
         "num_spares": forecast.num_spares,
         "spare_nbytes": forecast.spare_nbytes,
-        "suspended_nbytes": {} if forecast.saved is None else forecast.saved.by_tier,
+        "suspended_nbytes": forecast.saved,
         "is_tight": forecast.is_tight,
         "updates": asdict(forecast.update_place),
         "moved_nbytes": step.moved_nbytes,
@@ -171,8 +171,8 @@ def _places(forecast: Forecast) -> list[str]:
     lines = []
     for kind, tiers in forecast.placed_nbytes.items():
         lines.append(f"  {kind:<12}{_by_tier(tiers)}")
-    if forecast.saved is not None:
-        lines.append(f"  {'activations':<12}{_by_tier(forecast.saved.by_tier)} at the most")
+    if forecast.saved:
+        lines.append(f"  {'activations':<12}{_by_tier(forecast.saved)} at the most")
     if forecast.spare_nbytes:
         lines.append(
             f"  {'spare':<12}nvme {format_nbytes(forecast.spare_nbytes)} in "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from infinity.config import NvmeTier, SwapConfig
 from infinity.config.extras import require_transformers
@@ -36,61 +35,60 @@ def parse_count(text: str, option: str = "--params") -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The model that a plan is about. `directory` is one that was downloaded."""
+def planned_model(
+    config: SwapConfig,
+    directory: ModelDirectory | None,
+    name: str | None,
+    params: str | None,
+    drives: int | None,
+) -> tuple[PlannedModel, int | None]:
+    """Returns the model of a directory, by its shapes, or of the file; and the drives that hold its
+    checkpoint (None: all)."""
+    if config.adapter is None and drives is not None:
+        raise ConfigError("--drives is for an adapter's frozen checkpoint; add --lora RANK")
+    if directory is not None:
+        if config.adapter is not None:
+            drives = drives or directory.num_drives or None  # None before it is downloaded.
+        return model_for(config, directory.shape, directory.stored), drives
+    if name is not None:
+        return model_for(config, load_shape(name)), drives
+    if params is not None:
+        return model_for(config, scaled_gpt(parse_count(params))), drives
+    config.require("model", "data", "train")
+    require_transformers("infinity plan of a file's [model]")
+    return model_of_config(config), None
 
-    file: Path | None
-    name: str | None
-    params: str | None
-    directory: ModelDirectory | None
 
-    def model(self, config: SwapConfig, drives: int | None) -> tuple[PlannedModel, int | None]:
-        """Returns the planned model, and the drives that hold its checkpoint (None: all)."""
-        if config.adapter is None and drives is not None:
-            raise ConfigError("--drives is for an adapter's frozen checkpoint; add --lora RANK")
-        directory = self.directory_of(config)
-        if directory is not None:
-            if config.adapter is not None:
-                drives = drives or directory.num_drives or None  # None before it is downloaded.
-            return model_for(config, directory.shape, directory.stored), drives
-        if self.name is not None:
-            return model_for(config, load_shape(self.name)), drives
-        if self.params is not None:
-            return model_for(config, scaled_gpt(parse_count(self.params))), drives
-        config.require("model", "data", "train")
-        require_transformers("infinity plan of a file's [model]")
-        return model_of_config(config), None
+def frozen_directory_of(config: SwapConfig) -> ModelDirectory | None:
+    """Returns the directory of a file's frozen model; None where all weights are trained."""
+    if config.adapter is None:
+        return None
+    if config.model is None or config.model.path is None:
+        raise ConfigError(
+            "adapter: expected model.path, the directory of the frozen model; got none. "
+            "Without a directory, plan a shipped model with --model"
+        )
+    return read_directory(config.model.path, trusts_code=config.model.trust_remote_code)
 
-    def directory_of(self, config: SwapConfig) -> ModelDirectory | None:
-        """Returns the directory that was named, or that of the file's frozen model; None for a
-        model by its shapes."""
-        if self.file is None or self.name is not None or self.params is not None:
-            return self.directory
-        if config.adapter is None:
-            return None
-        if config.model is None or config.model.path is None:
-            raise ConfigError(
-                "adapter: expected model.path, the directory of the frozen model; got none. "
-                "Without a directory, plan a shipped model with --model"
-            )
-        return read_directory(config.model.path, trusts_code=config.model.trust_remote_code)
 
-    def machine(
-        self, name: str | None, config: SwapConfig, model: PlannedModel, batch: Batch
-    ) -> Hardware:
-        """Returns the named machine, or this one as it is measured now."""
-        if name is not None:
-            return load_hardware(name)
-        directory = self.directory_of(config)
-        if directory is not None and not directory.files and not config.tiers.nvme:
-            # The drive that the checkpoint will be on.
-            tier = NvmeTier.model_validate({"path": directory.path})
-            config = changed(config, {"tiers.nvme": (tier,)})
-        machine = measure(config, model, batch)
-        if config.adapter is None or directory is None or not directory.files:
-            return machine
-        return with_checkpoint_drives(machine, directory.files)
+def machine_for(
+    name: str | None,
+    config: SwapConfig,
+    model: PlannedModel,
+    batch: Batch,
+    directory: ModelDirectory | None,
+) -> Hardware:
+    """Returns the named machine, or this one as it is measured now."""
+    if name is not None:
+        return load_hardware(name)
+    if directory is not None and not directory.files and not config.tiers.nvme:
+        # The drive that the checkpoint will be on.
+        tier = NvmeTier.model_validate({"path": directory.path})
+        config = changed(config, {"tiers.nvme": (tier,)})
+    machine = measure(config, model, batch)
+    if config.adapter is None or directory is None or not directory.files:
+        return machine
+    return with_checkpoint_drives(machine, directory.files)
 
 
 def model_of_config(config: SwapConfig) -> PlannedModel:
