@@ -65,111 +65,119 @@ def test_files_that_are_not_there_are_none(root: Path) -> None:
     assert finding.read_field(root / "fields", "Absent") is None
 
 
-@pytest.mark.parametrize(
-    ("release", "status", "word"),
-    [
-        ("6.18.44-fc", "ok", "6.18"),
-        ("6.1.0-13-amd64", "ok", "6.1"),
-        ("5.15.0-91-generic", "degraded", "DEFER_TASKRUN"),
-        ("5.11.0", "degraded", "DEFER_TASKRUN"),
-        ("5.10.0", "degraded", "2-3 times"),
-        ("unreadable", "degraded", "Boot Linux"),
-    ],
-)
-def test_kernel(release: str, status: str, word: str) -> None:
-    expect(machine.check_kernel(release), status, word)
+def huge_pages(mode: str | None, share: float | None, *, is_wanted: bool = True) -> Finding:
+    return machine.check_huge_pages(mode, is_wanted=is_wanted, share=share)
 
 
-def test_uring_by_what_the_configuration_asks() -> None:
-    facts: dict[str, Any] = {"ring_flags": 1 << 12 | 1 << 13, "sysctl": "0", "seccomp": "2"}
-    works = machine.check_uring("auto", None, **facts)
-    expect(works, "ok", "DEFER_TASKRUN", "io_uring_disabled=0", "seccomp filter")
-    expect(machine.check_uring("auto", SECCOMP, **facts), "degraded", "Allow", "2-3 times")
-    expect(machine.check_uring("io_uring", SECCOMP, **facts), "missing", "Allow", '"auto"')
-    expect(machine.check_uring("threads", SECCOMP, **facts), "ok", "not asked for")
-    bare = machine.check_uring("auto", None, ring_flags=0, sysctl=None, seccomp=None)
-    expect(bare, "ok", "no flags", "no kernel.io_uring_disabled", "not readable")
+def memlock(limit: int | None, *, is_exempt: bool = False, has_ring: bool = True) -> Finding:
+    return machine.check_memlock(limit, arena_nbytes=GIB, is_exempt=is_exempt, has_ring=has_ring)
 
 
-def test_binding() -> None:
-    expect(machine.check_binding(None), "degraded", "liburing-dev")
-    expect(machine.check_binding(uring.Probe(errno.EPERM)), "ok", "Operation not permitted")
-    usable = uring.Probe(0, opcodes=frozenset({"READ", "WRITE"}), max_num_entries=32768)
-    expect(machine.check_binding(usable), "ok", "2 operations", "32768")
+def ring(engine: str, refusal: Refusal | None, **facts: Any) -> Finding:
+    known = {"ring_flags": 1 << 12 | 1 << 13, "sysctl": "0", "seccomp": "2"}
+    return machine.check_uring(engine, refusal, **known | facts)
 
 
-@pytest.mark.parametrize(
-    ("package", "release", "status", "word"),
-    [
-        ("torch", "2.9.1+cu128", "missing", "pip install 'torch>=2.10,<3'"),
-        ("torch", "2.10.0+cu128", "ok", "tried: 2.10 to 2.15"),
-        ("torch", "2.15.0", "ok", "2.15.0"),
-        ("torch", "2.16.0.dev20261127", "degraded", "pip install 'torch<2.16'"),
-        ("transformers", "5.16.1", "missing", "transformers>=5.17,<6"),
-        ("transformers", "5.25.0", "degraded", "no test has run with it"),
-        ("trl", "1.8.0", "missing", "trl>=1.9,<2"),
-        ("peft", "0.22.0", "degraded", "peft<0.22"),
-    ],
-)
-def test_releases_by_those_that_were_tried(
-    package: str, release: str, status: str, word: str
-) -> None:
-    expect(accelerator.check_release(package, release), status, word)
+def file_system(kind: str) -> Finding:
+    return paths.check_file_system("/p", Mount("/mnt", kind, "/dev/x", "rw"))
 
 
-def test_host_memory() -> None:
-    there = HostMemory(8 * GIB, "the cgroup limit of 10 GiB")
-    expect(machine.check_capacity(there, 4 * GIB), "ok", "8.0 GiB", "4.0 GiB", "cgroup limit")
-    expect(machine.check_capacity(there, 9 * GIB), "missing", "9.0 GiB", "tiers.host.capacity")
+def space(capacity: str, free_nbytes: int, total_nbytes: int) -> Finding:
+    table = {"tiers": {"nvme": [{"path": "/p", "capacity": capacity}]}}
+    return paths.check_space(SwapConfig.load(table).tiers.nvme[0], free_nbytes, total_nbytes)
+
+
+THERE = HostMemory(8 * GIB, "the cgroup limit of 10 GiB")
+BARE: dict[str, Any] = {"ring_flags": 0, "sysctl": None, "seccomp": None}
+GPU = Gpu("H200", 141 * GIB, "0000:01:00.0")
+FAST = Drive("nvme0n1", "Fast", False, "none", 512 * KIB, 1)
+MADVISE = "always [madvise] never"
+READS = uring.Probe(0, opcodes=frozenset({"READ", "WRITE"}), max_num_entries=32768)
+release, direct = accelerator.check_release, paths.check_direct
+cuda, drive = accelerator.check_cuda, drives.check_drive
+
+# (finding, status, words of its line)
+JUDGED: list[tuple[Finding, str, tuple[str, ...]]] = [
+    (machine.check_kernel("6.18.44-fc"), "ok", ("6.18",)),
+    (machine.check_kernel("6.1.0-13-amd64"), "ok", ("6.1",)),
+    (machine.check_kernel("5.15.0-91-generic"), "degraded", ("DEFER_TASKRUN",)),
+    (machine.check_kernel("5.11.0"), "degraded", ("DEFER_TASKRUN",)),
+    (machine.check_kernel("5.10.0"), "degraded", ("2-3 times",)),
+    (machine.check_kernel("unreadable"), "degraded", ("Boot Linux",)),
+    (ring("auto", None), "ok", ("DEFER_TASKRUN", "io_uring_disabled=0", "seccomp filter")),
+    (ring("auto", SECCOMP), "degraded", ("Allow", "2-3 times")),
+    (ring("io_uring", SECCOMP), "missing", ("Allow", '"auto"')),
+    (ring("threads", SECCOMP), "ok", ("not asked for",)),
+    (ring("auto", None, **BARE), "ok", ("no flags", "no kernel.io_uring_", "not readable")),
+    (machine.check_binding(None), "degraded", ("liburing-dev",)),
+    (machine.check_binding(uring.Probe(errno.EPERM)), "ok", ("Operation not permitted",)),
+    (machine.check_binding(READS), "ok", ("2 operations", "32768")),
+    (release("torch", "2.9.1+cu128"), "missing", ("pip install 'torch>=2.10,<3'",)),
+    (release("torch", "2.10.0+cu128"), "ok", ("tried: 2.10 to 2.15",)),
+    (release("torch", "2.15.0"), "ok", ("2.15.0",)),
+    (release("torch", "2.16.0.dev20261127"), "degraded", ("pip install 'torch<2.16'",)),
+    (release("transformers", "5.16.1"), "missing", ("transformers>=5.17,<6",)),
+    (release("transformers", "5.25.0"), "degraded", ("no test has run with it",)),
+    (release("trl", "1.8.0"), "missing", ("trl>=1.9,<2",)),
+    (release("peft", "0.22.0"), "degraded", ("peft<0.22",)),
+    (machine.check_capacity(THERE, 4 * GIB), "ok", ("8.0 GiB", "4.0 GiB", "cgroup limit")),
+    (machine.check_capacity(THERE, 9 * GIB), "missing", ("9.0 GiB", "tiers.host.capacity")),
     # What the engine refuses, too: nothing would be left for the program itself.
-    expect(machine.check_capacity(there, 8 * GIB), "missing", "7.6 GiB of it for an arena")
+    (machine.check_capacity(THERE, 8 * GIB), "missing", ("7.6 GiB of it for an arena",)),
+    (huge_pages(MADVISE, 1.0), "ok", ("madvise; 100%",)),
+    (huge_pages("[always] madvise never", None), "ok", ("not tried",)),
+    (huge_pages(MADVISE, 0.5), "degraded", ("compact_memory",)),
+    (huge_pages("always madvise [never]", 0.0), "degraded", ("echo madvise",)),
+    (huge_pages(None, 0.0), "degraded", ("CONFIG_TRANSPARENT_HUGEPAGE",)),
+    (huge_pages(MADVISE, None, is_wanted=False), "degraded", ("tiers.host.huge_pages",)),
+    (machine.check_sharing(True), "ok", ("each other's arenas",)),
+    (machine.check_sharing(False), "degraded", ("copied twice", "shmem_enabled")),
+    (machine.check_shared_files(GIB), "ok", ("1.0 GiB",)),
+    (machine.check_shared_files(64 * MIB), "degraded", ("64.0 MiB", "--shm-size")),
+    (machine.check_shared_files(None), "degraded", ("there is none",)),
+    (memlock(None), "ok", ("none",)),
+    (memlock(GIB), "ok", ("1.0 GiB",)),
+    (memlock(8 * MIB, is_exempt=True), "ok", ("may exceed",)),
+    (memlock(8 * MIB), "degraded", ("ulimit -l",)),
+    (memlock(8 * MIB, has_ring=False), "ok", ("pins nothing",)),
+    (paths.check_checksums(True, "vpclmul"), "ok", ("vpclmul",)),
+    (paths.check_checksums(True, "table"), "degraded", ("without an instruction",)),
+    (paths.check_checksums(False, "vpclmul"), "degraded", ("io.verify = false",)),
+    (file_system("ext4"), "ok", ("/dev/x",)),
+    (file_system("xfs"), "ok", ("/mnt",)),
+    (file_system("tmpfs"), "degraded", ("memory",)),
+    (file_system("nfs4"), "degraded", ("network",)),
+    (file_system("fuse.sshfs"), "degraded", ("network",)),
+    (file_system("overlay"), "degraded", ("docker run -v",)),
+    (file_system("btrfs"), "degraded", ("chattr +C",)),
+    (paths.check_file_system("/p", None), "ok", ("not readable",)),
+    (direct("/p", "auto", DirectTrial(0, 4, 512)), "ok", ("memory 4, offset 512",)),
+    (direct("/p", "auto", DirectTrial(0)), "ok", ("4096 is assumed",)),
+    (direct("/p", "always", DirectTrial(0, 512, 4096)), "ok", ("offset 4096",)),
+    (direct("/p", "always", DirectTrial(0, 512, 16384)), "missing", ("16384",)),
+    (direct("/p", "auto", DirectTrial(errno.EINVAL)), "degraded", ("page cache",)),
+    (direct("/p", "always", DirectTrial(errno.EINVAL)), "missing", ('direct = "auto"',)),
+    (direct("/p", "never", DirectTrial(0, 512, 512)), "degraded", ('direct = "auto"',)),
+    (space("auto", 50 * GIB, 100 * GIB), "ok", ("50.0 GiB of 100.0 GiB",)),
+    (space("auto", 5 * GIB, 100 * GIB), "degraded", ("fstrim",)),
+    (space("60GiB", 50 * GIB, 100 * GIB), "missing", ("60.0 GiB",)),
+    (space("auto", 0, 0), "ok", ("does not say",)),
+    (drive("/p", FAST), "ok", ("nvme0n1 Fast", "512.0 KiB", "NUMA node 1")),
+    (drive("/p", Drive("vda", "", True, "", 0, None)), "ok", ("virtual",)),
+    (drive("/p", None), "ok", ("not visible",)),
+    (accelerator.check_torch("2.11.0", ""), "ok", ("2.11.0",)),
+    (accelerator.check_torch(None, "No module"), "missing", ("No module", "pip install")),
+    (cuda("auto", [GPU], built_for="13.0"), "ok", ("H200, 141.0 GiB", "13.0")),
+    (cuda("cpu", [], built_for=None), "ok", ("not asked for",)),
+    (cuda("auto", [], built_for=None), "degraded", ("pytorch.org",)),
+    (cuda("auto", [], built_for="13.0"), "degraded", ("--gpus all",)),
+    (cuda("cuda", [], built_for="13.0"), "missing", ("nvidia-smi",)),
+]
 
 
-@pytest.mark.parametrize(
-    ("mode", "is_wanted", "share", "status", "word"),
-    [
-        ("always [madvise] never", True, 1.0, "ok", "madvise; 100%"),
-        ("[always] madvise never", True, None, "ok", "not tried"),
-        ("always [madvise] never", True, 0.5, "degraded", "compact_memory"),
-        ("always madvise [never]", True, 0.0, "degraded", "echo madvise"),
-        (None, True, 0.0, "degraded", "CONFIG_TRANSPARENT_HUGEPAGE"),
-        ("always [madvise] never", False, None, "degraded", "tiers.host.huge_pages"),
-    ],
-)
-def test_huge_pages(
-    mode: str | None, is_wanted: bool, share: float | None, status: str, word: str
-) -> None:
-    expect(machine.check_huge_pages(mode, is_wanted=is_wanted, share=share), status, word)
-
-
-def test_sharing() -> None:
-    expect(machine.check_sharing(True), "ok", "each other's arenas")
-    expect(machine.check_sharing(False), "degraded", "copied twice", "shmem_enabled")
-
-
-def test_shared_files() -> None:
-    expect(machine.check_shared_files(GIB), "ok", "1.0 GiB")
-    expect(machine.check_shared_files(64 * MIB), "degraded", "64.0 MiB", "--shm-size")
-    expect(machine.check_shared_files(None), "degraded", "there is none")
-
-
-@pytest.mark.parametrize(
-    ("limit_nbytes", "is_exempt", "has_ring", "status", "word"),
-    [
-        (None, False, True, "ok", "none"),
-        (GIB, False, True, "ok", "1.0 GiB"),
-        (8 * MIB, True, True, "ok", "may exceed"),
-        (8 * MIB, False, True, "degraded", "ulimit -l"),
-        (8 * MIB, False, False, "ok", "pins nothing"),
-    ],
-)
-def test_memlock(
-    limit_nbytes: int | None, is_exempt: bool, has_ring: bool, status: str, word: str
-) -> None:
-    found = machine.check_memlock(
-        limit_nbytes, arena_nbytes=GIB, is_exempt=is_exempt, has_ring=has_ring
-    )
-    expect(found, status, word)
+@pytest.mark.parametrize(("finding", "status", "words"), JUDGED)
+def test_each_judgement(finding: Finding, status: str, words: tuple[str, ...]) -> None:
+    expect(finding, status, *words)
 
 
 def test_directory(tmp_path: Path) -> None:
@@ -217,69 +225,11 @@ def test_the_mount_of_a_path_is_the_nearest_and_newest() -> None:
     assert paths.find_mount("/home", "") is None
 
 
-@pytest.mark.parametrize(
-    ("is_on", "kernel", "status", "word"),
-    [
-        (True, "vpclmul", "ok", "vpclmul"),
-        (True, "table", "degraded", "without an instruction"),
-        (False, "vpclmul", "degraded", "io.verify = false"),
-    ],
-)
-def test_checksums(is_on: bool, kernel: str, status: str, word: str) -> None:
-    found = paths.check_checksums(is_on, kernel)
-    assert found.status == status and word in found.found
-
-
-@pytest.mark.parametrize(
-    ("kind", "status", "word"),
-    [
-        ("ext4", "ok", "/dev/x"),
-        ("xfs", "ok", "/mnt"),
-        ("tmpfs", "degraded", "memory"),
-        ("nfs4", "degraded", "network"),
-        ("fuse.sshfs", "degraded", "network"),
-        ("overlay", "degraded", "docker run -v"),
-        ("btrfs", "degraded", "chattr +C"),
-    ],
-)
-def test_file_system(kind: str, status: str, word: str) -> None:
-    expect(paths.check_file_system("/p", Mount("/mnt", kind, "/dev/x", "rw")), status, word)
-    expect(paths.check_file_system("/p", None), "ok", "not readable")
-
-
-@pytest.mark.parametrize(
-    ("direct", "trial", "status", "word"),
-    [
-        ("auto", DirectTrial(0, 4, 512), "ok", "memory 4, offset 512"),
-        ("auto", DirectTrial(0), "ok", "4096 is assumed"),
-        ("always", DirectTrial(0, 512, 4096), "ok", "offset 4096"),
-        ("always", DirectTrial(0, 512, 16384), "missing", "16384"),
-        ("auto", DirectTrial(errno.EINVAL), "degraded", "page cache"),
-        ("always", DirectTrial(errno.EINVAL), "missing", 'direct = "auto"'),
-        ("never", DirectTrial(0, 512, 512), "degraded", 'direct = "auto"'),
-    ],
-)
-def test_direct_io(direct: str, trial: DirectTrial, status: str, word: str) -> None:
-    expect(paths.check_direct("/p", direct, trial), status, word)
-
-
 def test_direct_io_is_tried_and_leaves_nothing_behind(tmp_path: Path) -> None:
     trial = paths.try_direct(tmp_path)
     assert trial.errno in (0, errno.EINVAL)  # EINVAL: tmpfs before Linux 6.6.
     assert list(tmp_path.iterdir()) == []
     assert paths.try_direct(tmp_path / "absent").errno == errno.ENOENT
-
-
-def test_free_space() -> None:
-    def tier(capacity: str) -> Any:
-        return SwapConfig.load(
-            {"tiers": {"nvme": [{"path": "/p", "capacity": capacity}]}}
-        ).tiers.nvme[0]
-
-    expect(paths.check_space(tier("auto"), 50 * GIB, 100 * GIB), "ok", "50.0 GiB of 100.0 GiB")
-    expect(paths.check_space(tier("auto"), 5 * GIB, 100 * GIB), "degraded", "fstrim")
-    expect(paths.check_space(tier("60GiB"), 50 * GIB, 100 * GIB), "missing", "60.0 GiB")
-    expect(paths.check_space(tier("auto"), 0, 0), "ok", "does not say")
 
 
 def make_block(root: Path, name: str, number: str, **contents: str) -> Path:
@@ -313,13 +263,6 @@ def test_drive_with_few_facts_is_reported(root: Path) -> None:
     drive = drives.find_drive(root, os.makedev(8, 0))
     assert drive == Drive("sda", "", True, "", 0, None)
     expect(drives.check_drive("/p", drive), "degraded", "sda", "spinning")
-
-
-def test_drive_findings() -> None:
-    fast = Drive("nvme0n1", "Fast", False, "none", 512 * KIB, 1)
-    expect(drives.check_drive("/p", fast), "ok", "nvme0n1 Fast", "512.0 KiB", "NUMA node 1")
-    expect(drives.check_drive("/p", Drive("vda", "", True, "", 0, None)), "ok", "virtual")
-    expect(drives.check_drive("/p", None), "ok", "not visible")
 
 
 def make_log(*, warning: int = 0, spare: int = 100, used: int = 3, units: int = 2_000_000) -> bytes:
@@ -396,17 +339,6 @@ def test_numa(root: Path) -> None:
     for memory_nodes, cpu_nodes in ((both, both), (one, both), (both, one), (one, frozenset({1}))):
         found = machine.check_numa(both, memory_nodes=memory_nodes, cpu_nodes=cpu_nodes)
         expect(found, "degraded", "2 nodes", "numactl")
-
-
-def test_torch_and_cuda() -> None:
-    expect(accelerator.check_torch("2.11.0", ""), "ok", "2.11.0")
-    expect(accelerator.check_torch(None, "No module"), "missing", "No module", "pip install")
-    gpu = Gpu("H200", 141 * GIB, "0000:01:00.0")
-    expect(accelerator.check_cuda("auto", [gpu], built_for="13.0"), "ok", "H200, 141.0 GiB", "13.0")
-    expect(accelerator.check_cuda("cpu", [], built_for=None), "ok", "not asked for")
-    expect(accelerator.check_cuda("auto", [], built_for=None), "degraded", "pytorch.org")
-    expect(accelerator.check_cuda("auto", [], built_for="13.0"), "degraded", "--gpus all")
-    expect(accelerator.check_cuda("cuda", [], built_for="13.0"), "missing", "nvidia-smi")
 
 
 def test_link_speed(root: Path) -> None:
