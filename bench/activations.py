@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save
-from rich.console import Console
-from rich.table import Table
+from common import arguments, print_table, save
 from torch import nn
 
 import infinity
@@ -46,12 +44,9 @@ PLACES = ("device", "host", "nvme")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser = arguments(__doc__, plot=True)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768, 65536])
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--plot", type=Path)
     words = parser.parse_args()
     if words.case is not None:
         print(json.dumps(run(words.case[0], int(words.case[1]), words.path)))
@@ -120,19 +115,24 @@ def run(where: str, tokens: int, path: Path) -> dict[str, Any]:
 
 
 def report(found: dict[str, dict[int, dict[str, Any]]], words: argparse.Namespace) -> None:
-    table = Table(
-        "tokens", "predicted MiB", *(f"on {w}: device / host MiB" for w in PLACES),
-        title="inputs of blocks, beside one micro-batch",
-    )  # fmt: skip
-    for tokens in words.tokens:
-        cells = [
-            f"{found[w][tokens]['device_nbytes'] / MIB:.0f} / "
-            f"{found[w][tokens]['host_nbytes'] / MIB:.0f}"
-            for w in PLACES
-        ]
-        suspended_nbytes = predicted_nbytes(tokens) - predicted_nbytes(MICRO_BATCH_TOKENS)
-        table.add_row(f"{tokens:,}", f"{suspended_nbytes / MIB:.0f}", *cells)
-    Console().print(table)
+    def waiting(tokens: int) -> str:
+        nbytes = predicted_nbytes(tokens) - predicted_nbytes(MICRO_BATCH_TOKENS)
+        return f"{nbytes / MIB:.0f}"
+
+    def cell(where: str, tokens: int) -> str:
+        nbytes = (found[where][tokens][f"{memory}_nbytes"] for memory in ("device", "host"))
+        return " / ".join(f"{n / MIB:.0f}" for n in nbytes)
+
+    columns = {
+        "tokens": "{tokens:,}",
+        "predicted MiB": lambda row: waiting(row["tokens"]),
+        **{
+            f"on {where}: device / host MiB": lambda row, where=where: cell(where, row["tokens"])
+            for where in PLACES
+        },
+    }
+    rows = [{"tokens": tokens} for tokens in words.tokens]
+    print_table("inputs of blocks, beside one micro-batch", columns, rows)
     save(
         words.save,
         words,

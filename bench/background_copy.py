@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save
+from common import print_table, save
 from durability import KINDS, VOCABULARY, gpt2
 from rich.console import Console
-from rich.table import Table
 
 import infinity
 from infinity.tools.training.process import keep_freed_memory
@@ -151,19 +150,16 @@ def report(
     words: argparse.Namespace,
     console: Console,
 ) -> None:
-    table = Table(
-        "round", "step alone s", "beside a copy s", "steps", "lost", "async_save s", "copy GB",
-        "copy s", "at rest s", "cpu s",
-        title=f"{num_parameters:,} parameters, {words.path} to {words.to}",
-    )  # fmt: skip
-    for number, row in enumerate(rounds, 1):
-        table.add_row(
-            str(number), f"{row['alone_step_s']:.2f}", f"{row['step_s']:.2f}", str(row["steps"]),
-            f"{row['lost']:.1%}", f"{row['async_save_s']:.3f}", f"{row['copy_nbytes'] / 1e9:.2f}",
-            f"{row['copy_s']:.2f}", f"{row['copy_at_rest_s']:.2f}",
-            f"{row['copy_at_rest_cpu_s']:.2f}",
-        )  # fmt: skip
-    console.print(table)
+    columns = {
+        "round": "{number}", "step alone s": "{alone_step_s:.2f}",
+        "beside a copy s": "{step_s:.2f}", "steps": "{steps}", "lost": "{lost:.1%}",
+        "async_save s": "{async_save_s:.3f}",
+        "copy GB": lambda row: f"{row['copy_nbytes'] / 1e9:.2f}", "copy s": "{copy_s:.2f}",
+        "at rest s": "{copy_at_rest_s:.2f}", "cpu s": "{copy_at_rest_cpu_s:.2f}",
+    }  # fmt: skip
+    title = f"{num_parameters:,} parameters, {words.path} to {words.to}"
+    numbered = ({"number": number, **row} for number, row in enumerate(rounds, 1))
+    print_table(title, columns, numbered, console)
     lost = sorted(row["lost"] for row in rounds)
     console.print(f"lost: {statistics.median(lost):.1%} ({lost[0]:.1%} to {lost[-1]:.1%})")
     save(words.save, words, free_nbytes=shutil.disk_usage(words.path).free, rounds=rounds)

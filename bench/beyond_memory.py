@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Results, high_water_nbytes, moved_since, process_io, progress, say
+from common import Results, arguments, high_water_nbytes, moved_since, process_io, progress, say
 from quantized_base import Shape, lora_over, random_fill, write_base
 
 GIB = 1 << 30
@@ -38,8 +38,7 @@ _COUNTERS = ("decode_s", "read_wait_s", "fetches", "fetches_late")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd())
+    parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, default=59)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=128)
@@ -48,7 +47,6 @@ def main() -> None:
     parser.add_argument("--host", default="4GiB")
     parser.add_argument("--tile", default="512MiB")
     parser.add_argument("--keep", action="store_true", help="leave the base for another run")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     shape = Shape(
         layers=given.layers, hidden=2048, experts=given.experts, expert_width=1024,

@@ -5,13 +5,15 @@ Nothing but the standard library: it is also imported in the environments of oth
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -109,6 +111,73 @@ def progress(what: str, done: Callable[[], str], every_s: float = 30.0) -> Itera
     finally:
         over.set()
         thread.join()
+
+
+def arguments(
+    doc: str, *, path: bool = True, plot: bool = False, quick: str = ""
+) -> argparse.ArgumentParser:
+    """Returns a parser with the first line of a docstring, and with the options of most programs.
+    `quick`: what --quick does."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    if path:
+        parser.add_argument("--path", type=Path, default=Path.cwd(), help="on the drive")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--save", type=Path)
+    if plot:
+        parser.add_argument("--plot", type=Path)
+    return parser
+
+
+def print_table(
+    title: str,
+    columns: Mapping[str, str | Callable[[Any], str]],
+    rows: Iterable[Mapping[str, Any]],
+    console: Any = None,
+) -> None:
+    """Prints a line for each row. A column is a format of the row's fields, or a function of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(
+            *(c.format(**row) if isinstance(c, str) else c(row) for c in columns.values())
+        )
+    (console or Console()).print(table)
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], Any]], rounds: int, *, warm_ups: int = 1
+) -> dict[str, list[Any]]:
+    """Returns what each side gives in each round, after `warm_ups` that are not counted. A round is
+    begun by the next side, so that none is always the one behind another."""
+    names = list(sides)
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for number in range(-warm_ups, rounds):
+        turn = number % len(names)
+        for name in [*names[turn:], *names[:turn]]:
+            given = sides[name]()
+            if number >= 0:
+                found[name].append(given)
+    return found
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """Returns a function that gives the seconds of a run."""
+
+    def measured() -> float:
+        start_s = time.perf_counter()
+        run()
+        return time.perf_counter() - start_s
+
+    return measured
+
+
+def spread(values: Sequence[float], name: str = "ratio") -> dict[str, float]:
+    """The median, the lowest and the highest."""
+    median = statistics.median(values)
+    return {name: median, f"{name}_low": min(values), f"{name}_high": max(values)}
 
 
 def say(text: str) -> None:

@@ -26,14 +26,14 @@ import argparse
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import save
-from jobs import Job, measured, medians, spread
+from common import arguments, print_table, save, spread
+from jobs import Job, measured, medians
 from rich.console import Console
-from rich.table import Table
 
 import infinity
 from infinity.tools.training.process import keep_freed_memory
@@ -44,8 +44,7 @@ VOCABULARY = 8192
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["12x768"], help="layers x width")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--gradients", default="host", help="the tier they are on")
@@ -53,7 +52,6 @@ def main() -> None:
     parser.add_argument("--host", default="1GiB")
     parser.add_argument("--every", type=int, default=4, help="steps from checkpoint to checkpoint")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", type=Path)
     words = parser.parse_args()
     keep_freed_memory()
     console = Console()
@@ -156,27 +154,25 @@ def measure(sides: list[Side], words: argparse.Namespace, console: Console) -> d
 
 
 def report(found: list[dict[str, Any]], words: argparse.Namespace, console: Console) -> None:
-    beside = f"beside {words.modes[0]}"
+    def of_checkpoint(name: str, places: int, count: int) -> Callable[[Any], str]:
+        return lambda row: (
+            f"{row[name] / count:.{places}f}" if row["mode"] in ("copied", "checkpoint") else ""
+        )
+
     for each in found:
-        table = Table(
-            "mode", "step s", beside, "low - high", "written B/p", "checkpoint s",
-            "checkpoint B/p", "space B/p",
-            title=f"{each['num_parameters']:,} parameters, a checkpoint every {words.every} steps",
-        )  # fmt: skip
         count = each["num_parameters"]
-        for mode, row in each["modes"].items():
-            has_checkpoint = mode in ("copied", "checkpoint")
-            table.add_row(
-                mode,
-                f"{row['step_s']:.2f}",
-                f"{row['step_ratio']:.2f}",
-                f"{row['step_ratio_low']:.2f} - {row['step_ratio_high']:.2f}",
-                f"{row['step_nbytes'] / count:.1f}",
-                f"{row['checkpoint_s']:.2f}" if has_checkpoint else "",
-                f"{row['checkpoint_nbytes'] / count:.2f}" if has_checkpoint else "",
-                f"{row['space_nbytes'] / count:.1f}",
-            )
-        console.print(table)
+        columns: dict[str, Any] = {
+            "mode": "{mode}", "step s": "{step_s:.2f}",
+            f"beside {words.modes[0]}": "{step_ratio:.2f}",
+            "low - high": "{step_ratio_low:.2f} - {step_ratio_high:.2f}",
+            "written B/p": lambda row, count=count: f"{row['step_nbytes'] / count:.1f}",
+            "checkpoint s": of_checkpoint("checkpoint_s", 2, 1),
+            "checkpoint B/p": of_checkpoint("checkpoint_nbytes", 2, count),
+            "space B/p": lambda row, count=count: f"{row['space_nbytes'] / count:.1f}",
+        }  # fmt: skip
+        title = f"{count:,} parameters, a checkpoint every {words.every} steps"
+        rows = ({"mode": mode, **row} for mode, row in each["modes"].items())
+        print_table(title, columns, rows, console)
     save(words.save, words, free_nbytes=shutil.disk_usage(words.path).free, results=found)
 
 

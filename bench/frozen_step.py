@@ -34,7 +34,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from common import Results, high_water_nbytes, say
+from common import Results, arguments, high_water_nbytes, say
 from jobs import measured
 from quantized_base import Shape, lora_over, random_fill, write_base
 
@@ -44,8 +44,7 @@ _COUNTERS = ("decode_s", "read_wait_s", "fetches", "fetches_late", "fetches_unpl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd())
+    parser = arguments(__doc__, quick="a small model, one round")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--experts", type=int, default=24)
     parser.add_argument("--width", type=int, default=2048, help="hidden; experts have half of it")
@@ -55,8 +54,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--formats", nargs="+", default=["bf16", "int4"])
     parser.add_argument("--blocks", type=int, default=6, help="that the host holds, as stored")
-    parser.add_argument("--quick", action="store_true", help="a small model, one round")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     if given.quick:
         given.experts, given.width, given.rounds, given.steps = 8, 512, 1, 2

@@ -36,7 +36,6 @@ to measure.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -49,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment
+from common import arguments, environment
 from gpu_clipping import clipping
 from gpu_common import (
     FULL,
@@ -61,9 +60,12 @@ from gpu_common import (
     Sizes,
     batch_of,
     device_for,
+    free_memory,
+    in_memory,
     kept_for_weights_nbytes,
     llama,
     offloaded,
+    on_host,
     peak_nbytes,
     step_of,
     timed_s,
@@ -91,14 +93,12 @@ from infinity.tools.cli.bench import print_tables
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser = arguments(__doc__)
     parser.add_argument("--host", default="85%", help="host budget of the large model")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--short", action="store_true", help="half of the layers, fewer rounds")
     size.add_argument("--small", action="store_true", help="tiny shapes, on any machine")
-    parser.add_argument("--save", type=Path)
     words = parser.parse_args()
     # One device, before CUDA starts: Trainer would divide a batch over all that it sees.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
@@ -155,11 +155,7 @@ def steps(
 ) -> Any:
     """Our side and the one in memory one after the other: both do not fit beside each other."""
     found: dict[str, dict[int, Any]] = {"offloaded": {}, "in memory": {}}
-    config = {
-        "tiers": {"host": {"capacity": words.host if not words.small else "64MiB"}},
-        "placement": dict.fromkeys(KINDS, "host"),
-    }
-    config["schedule"] = {"update_on": "host"}
+    config = on_host("64MiB" if words.small else words.host, schedule={"update_on": "host"})
     model = offloaded(sizes, sizes.layers, True, config, there).train()
     engine = infinity.engine_of(model)
     optimizer: Any = infinity.AdamW(model, lr=1e-5)
@@ -179,17 +175,11 @@ def steps(
             f"the allocator keeps {kept_nbytes / GIB:.2f} GiB for weights, whose window has "
             f"{window_nbytes / GIB:.2f}"
         )
-    torch.manual_seed(0)
-    with there:
-        plain = llama(sizes.layers, sizes.hidden, sizes.sequence)
-    plain = plain.to(torch.bfloat16).train()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=there.type == "cuda")
+    plain, optimizer = in_memory(sizes.layers, sizes, there)
     for tokens in sizes.tokens:
         found["in memory"][tokens] = _sides(plain, optimizer, tokens, sizes, there)
     del plain, optimizer
-    gc.collect()
-    if there.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(there)
     report = _report_steps(found, num_params, sizes, document, console)
     return report | {"window_nbytes": window_nbytes, "kept_for_weights_nbytes": kept_nbytes}
 
@@ -257,11 +247,7 @@ def updates(
     """Steps of the fewest and the most tokens. The choice knows nothing of them."""
     found: dict[str, Any] = {}
     for place in ("auto", "host", "device"):
-        config = {
-            "tiers": {"host": {"capacity": words.host if not words.small else "64MiB"}},
-            "placement": dict.fromkeys(KINDS, "host"),
-            "schedule": {"update_on": place},
-        }
+        config = on_host("64MiB" if words.small else words.host, schedule={"update_on": place})
         model = offloaded(sizes, sizes.layers, True, config, there).train()
         engine = infinity.engine_of(model)
         if place == "auto":

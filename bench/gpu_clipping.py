@@ -18,10 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import progress, say
-from gpu_common import KINDS, Sizes, batch_of, free_memory, llama, offloaded, timed_s
+from common import print_table, progress, say
+from gpu_common import (
+    KINDS,
+    Sizes,
+    batch_of,
+    free_memory,
+    growth,
+    in_memory,
+    offloaded,
+    timed_s,
+)
 from rich.console import Console
-from rich.table import Table
 
 import infinity
 
@@ -46,18 +54,14 @@ def clipping(
         free_memory(there)
     found["in memory"] = _in_memory(tokens, sizes, there)
     free_memory(there)
-    table = Table(
-        "state", "tokens", "without s", "with s", "clipping s", "share", "last norm",
-        title=f"steps without and with clipping, {sizes.resting_layers} layers",
-    )  # fmt: skip
-    for place, rows in found.items():
-        for row in rows:
-            table.add_row(
-                place, f"{row['tokens']:,}", f"{row['off_s']:.3f}", f"{row['on_s']:.3f}",
-                f"{row['on_s'] - row['off_s']:.3f}", f"{row['off_s'] / row['on_s']:.2f}",
-                f"{row['norm']:.9g}",
-            )  # fmt: skip
-    console.print(table)
+    columns = {
+        "state": "{place}", "tokens": "{tokens:,}", "without s": "{off_s:.3f}",
+        "with s": "{on_s:.3f}", "clipping s": lambda row: f"{row['on_s'] - row['off_s']:.3f}",
+        "share": lambda row: f"{row['off_s'] / row['on_s']:.2f}", "last norm": "{norm:.9g}",
+    }  # fmt: skip
+    lines = [{"place": place, **row} for place, rows in found.items() for row in rows]
+    title = f"steps without and with clipping, {sizes.resting_layers} layers"
+    print_table(title, columns, lines, console)
     return found
 
 
@@ -80,12 +84,9 @@ def _offloaded(place: str, tokens: Any, sizes: Sizes, there: torch.device) -> An
     rows = []
     for count in tokens:
         ids = batch_of(count, sizes.sequence, there)
-        before = engine.counters.snapshot()
-        row = _in_turns(count, lambda clips, ids=ids: step(ids, clips), sizes, there)
-        after = engine.counters.snapshot()
-        row["waits_s"] = {
-            name: value - before.get(name, 0) for name, value in after.items() if "wait" in name
-        }
+        with growth(engine) as grown:
+            row = _in_turns(count, lambda clips, ids=ids: step(ids, clips), sizes, there)
+        row["waits_s"] = {name: value for name, value in grown.items() if "wait" in name}
         rows.append(row | {"norm": float(optimizer.grad_norm)})
     rows[0]["update_device"] = str(engine.update_device)
     engine.close()
@@ -94,11 +95,7 @@ def _offloaded(place: str, tokens: Any, sizes: Sizes, there: torch.device) -> An
 
 def _in_memory(tokens: Any, sizes: Sizes, there: torch.device) -> Any:
     say("clipping of the model in memory")
-    torch.manual_seed(0)
-    with there:
-        plain = llama(sizes.resting_layers, sizes.hidden, sizes.sequence)
-    plain = plain.to(torch.bfloat16).train()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=there.type == "cuda")
+    plain, optimizer = in_memory(sizes.resting_layers, sizes, there)
     norm = torch.tensor(0.0)
 
     def step(ids: torch.Tensor, clips: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,21 @@ SMALL = Sizes(
 )  # fmt: skip
 
 
+def on_host(capacity: Any, **more: Any) -> dict[str, Any]:
+    """Returns a configuration with all state on the host."""
+    placement = dict.fromkeys(KINDS, "host")
+    return {"tiers": {"host": {"capacity": capacity}}, "placement": placement, **more}
+
+
+def in_memory(layers: int, sizes: Sizes, there: torch.device) -> tuple[Any, Any]:
+    """Returns a plain model in bfloat16 on the device, and its optimizer."""
+    torch.manual_seed(0)
+    with there:
+        model = llama(layers, sizes.hidden, sizes.sequence)
+    model = model.to(torch.bfloat16).train()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=there.type == "cuda")
+
+
 def device_for(there: torch.device) -> Any:
     """The engine's own for CUDA, else the simulated one."""
     return None if there.type == "cuda" else SimulatedDevice(1, delay_s=1e-5)
@@ -95,6 +111,16 @@ def offloaded(
 def batch_of(tokens: int, sequence: int, there: torch.device) -> torch.Tensor:
     source = torch.Generator().manual_seed(tokens)
     return torch.randint(2048, (tokens // sequence, sequence), generator=source).to(there)
+
+
+@contextmanager
+def growth(engine: Any) -> Iterator[dict[str, float]]:
+    """Gives a table that has, after the `with` block, by how much each counter grew in it."""
+    found: dict[str, float] = {}
+    before = engine.counters.snapshot()
+    yield found
+    after = engine.counters.snapshot()
+    found.update({name: value - before.get(name, 0) for name, value in after.items()})
 
 
 def step_of(model: Any, optimizer: Any, ids: torch.Tensor, **options: Any) -> Callable[[], None]:

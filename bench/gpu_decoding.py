@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import print_table
 from gpu_common import Sizes
 from rich.console import Console
-from rich.table import Table
 
 from infinity.codecs import AffineGroups, FloatBlocks, TableBlocks, mxfp4, nvfp4, on_device
 from infinity.codecs.batches import WeightPlace, batches_of, places_on
@@ -42,11 +42,12 @@ def decoding(
     copied = 4 * numel / _seconds(lambda: copy.copy_(memory), there)
     rows = [{"name": "copy", "gb_per_s": copied / 1e9, "share": 1.0}]
     rows += [rate_of(name, codec, shape, memory, copied) for name, codec in FORMATS.items()]
-    table = Table("format", "G weights/s", "GB/s", "share of the copy", title="decoding to bf16")
-    for row in rows:
-        weights = f"{row['g_weights_per_s']:,.0f}" if "g_weights_per_s" in row else "-"
-        table.add_row(row["name"], weights, f"{row['gb_per_s']:,.0f}", f"{row['share']:.2f}")
-    console.print(table)
+    columns = {
+        "format": "{name}",
+        "G weights/s": lambda row: f"{row['g_weights_per_s']:,.0f}" if len(row) > 3 else "-",
+        "GB/s": "{gb_per_s:,.0f}", "share of the copy": "{share:.2f}",
+    }  # fmt: skip
+    print_table("decoding to bf16", columns, rows, console)
     return rows
 
 

@@ -22,7 +22,15 @@ from typing import Any
 
 import torch
 from common import say
-from gpu_common import Sizes, device_for, free_memory, step_of, synchronize, timed_s
+from gpu_common import (
+    Sizes,
+    device_for,
+    free_memory,
+    growth,
+    step_of,
+    synchronize,
+    timed_s,
+)
 from gpu_profile import profiled, save_trace, show
 from quantized_base import (
     KIMI_K2,
@@ -82,10 +90,10 @@ def _of_window(
         step = step_of(model, optimizer, ids, use_cache=False)
         step()  # Reads what the host does not have.
         step_s = timed_s(step, 2, there)
-        before = engine.counters.snapshot().get("device_in_nbytes", 0)
-        step()
-        synchronize(there)
-        in_nbytes = engine.counters.snapshot().get("device_in_nbytes", 0) - before
+        with growth(engine) as grown:
+            step()
+            synchronize(there)
+        in_nbytes = grown.get("device_in_nbytes", 0)
         row = {"tokens": tokens, "window": str(window), "in_nbytes": in_nbytes}
         rows.append(row | profiled(step, there) | {"unprofiled_step_s": step_s})
         if words.save is not None:
@@ -139,10 +147,10 @@ def _together(
 
         step()
         step_s = timed_s(step, 2, there)
-        before = engine.counters.snapshot().get("device_in_nbytes", 0)
-        step()
-        synchronize(there)
-        in_nbytes = engine.counters.snapshot().get("device_in_nbytes", 0) - before
+        with growth(engine) as grown:
+            step()
+            synchronize(there)
+        in_nbytes = grown.get("device_in_nbytes", 0)
         row = {"tokens": tokens, "window": window, "in_nbytes": in_nbytes}
         row |= {"products": f"{count} x {tokens // count:,} {products}"}
         rows.append(row | profiled(step, there) | {"unprofiled_step_s": step_s})

@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import say
+from common import print_table, say
 from gpu_common import (
-    KINDS,
     SETTLING,
     Sizes,
     batch_of,
     free_memory,
     llama,
     offloaded,
+    on_host,
     step_of,
     timed_s,
 )
 from rich.console import Console
-from rich.table import Table
 
 import infinity
 
@@ -35,11 +34,8 @@ import infinity
 def fsdp(
     sizes: Sizes, words: Any, scratch: Path, there: torch.device, document: Any, console: Console
 ) -> Any:
-    config = {
-        "tiers": {"host": {"capacity": sizes.resting_host}},
-        "placement": dict.fromkeys(KINDS, "host"),
-    }
     say("ours, state on the host")
+    config = on_host(sizes.resting_host)
     model = offloaded(sizes, sizes.resting_layers, True, config, there).train()
     engine = infinity.engine_of(model)
     ours = _steps(model, infinity.AdamW(model, lr=1e-5), sizes, there, SETTLING)
@@ -49,16 +45,13 @@ def fsdp(
     free_memory(there)
     theirs = _of_fsdp(sizes, there)
     free_memory(there)
-    table = Table(
-        "tokens", "FSDP2 s", "ours s", "FSDP2 / ours",
-        title=f"a step with all state on the host, {sizes.resting_layers} layers",
-    )  # fmt: skip
-    for count in ours:
-        table.add_row(
-            f"{count:,}", f"{theirs[count]:.3f}", f"{ours[count]:.3f}",
-            f"{theirs[count] / ours[count]:.2f}",
-        )  # fmt: skip
-    console.print(table)
+    rows = [{"tokens": count, "ours": ours[count], "theirs": theirs[count]} for count in ours]
+    columns = {
+        "tokens": "{tokens:,}", "FSDP2 s": "{theirs:.3f}", "ours s": "{ours:.3f}",
+        "FSDP2 / ours": lambda row: f"{row['theirs'] / row['ours']:.2f}",
+    }  # fmt: skip
+    title = f"a step with all state on the host, {sizes.resting_layers} layers"
+    print_table(title, columns, rows, console)
     return {"ours_s": ours, "fsdp2_s": theirs, "update_device": update_device}
 
 

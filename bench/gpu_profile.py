@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import say
+from common import print_table, say
 from gpu_common import (
-    KINDS,
     SETTLING,
     Sizes,
     batch_of,
     free_memory,
+    growth,
     offloaded,
+    on_host,
     step_of,
     synchronize,
 )
 from rich.console import Console
-from rich.table import Table
 
 import infinity
 
@@ -45,10 +45,7 @@ Span = tuple[int, int]  # Begin and end, nanoseconds.
 def profile(
     sizes: Sizes, words: Any, scratch: Path, there: torch.device, document: Any, console: Console
 ) -> Any:
-    config = {
-        "tiers": {"host": {"capacity": words.host if not words.small else "64MiB"}},
-        "placement": dict.fromkeys(KINDS, "host"),
-    }
+    config = on_host("64MiB" if words.small else words.host)
     model = offloaded(sizes, sizes.layers, True, config, there).train()
     engine = infinity.engine_of(model)
     optimizer: Any = infinity.AdamW(model, lr=1e-5)
@@ -58,12 +55,9 @@ def profile(
         step = step_of(model, optimizer, batch_of(tokens, sizes.sequence, there))
         for _ in range(SETTLING):
             step()
-        before = engine.counters.snapshot()
-        row = {"tokens": tokens} | profiled(step, there)
-        after = engine.counters.snapshot()
-        row["counted"] = {
-            name: (after.get(name, 0) - before.get(name, 0)) / (_WARM + _STEPS) for name in _COUNTED
-        }
+        with growth(engine) as grown:
+            row = {"tokens": tokens} | profiled(step, there)
+        row["counted"] = {name: grown.get(name, 0) / (_WARM + _STEPS) for name in _COUNTED}
         rows.append(row)
         if words.save is not None:
             save_trace(step, words.save.with_suffix(f".{tokens}.trace.json.gz"), there)
@@ -151,17 +145,15 @@ def save_trace(step: Callable[[], None], path: Path, there: torch.device) -> Non
 
 
 def show(rows: list[dict[str, Any]], console: Console, title: str) -> None:
-    table = Table(
-        "tokens", "step s", "computing s", "in s", "out s", "beside computing s", "nothing s",
-        "computing, share",
-        title=title,
-    )  # fmt: skip
-    for row in rows:
-        seconds = row["seconds"]
-        table.add_row(
-            f"{row['tokens']:,}", f"{row['step_s']:.3f}",
-            *(f"{seconds.get(name, 0):.3f}" for name in ("computing", "in", "out")),
-            f"{row['copies_beside_computing_s']:.3f}", f"{row['nothing_s']:.3f}",
-            f"{seconds.get('computing', 0) / row['step_s']:.2f}",
-        )  # fmt: skip
-    console.print(table)
+    def seconds(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row['seconds'].get(name, 0):.3f}"
+
+    columns = {
+        "tokens": "{tokens:,}", "step s": "{step_s:.3f}", "computing s": seconds("computing"),
+        "in s": seconds("in"), "out s": seconds("out"),
+        "beside computing s": "{copies_beside_computing_s:.3f}", "nothing s": "{nothing_s:.3f}",
+        "computing, share": lambda row: (
+            f"{row['seconds'].get('computing', 0) / row['step_s']:.2f}"
+        ),
+    }  # fmt: skip
+    print_table(title, columns, rows, console)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import progress, say
-from gpu_common import KINDS, Sizes, free_memory, llama, offloaded, synchronize
+from common import print_table, progress, say
+from gpu_common import Sizes, free_memory, in_memory, offloaded, on_host, synchronize
 from rich.console import Console
-from rich.table import Table
 
 import infinity
 
@@ -31,10 +30,7 @@ def trainer(
 ) -> Any:
     many = sizes.accumulated
     ours = (("one by one", 1, False), ("one by one", many, False), ("by layers", many, True))
-    config = {
-        "tiers": {"host": {"capacity": sizes.resting_host}},
-        "placement": dict.fromkeys(KINDS, "host"),
-    }
+    config = on_host(sizes.resting_host)
     rows = []
     for way, count, layer_major in ours:
         model = offloaded(sizes, sizes.resting_layers, True, dict(config), there).train()
@@ -46,10 +42,7 @@ def trainer(
         del model, engine
         free_memory(there)
     for count in (1, many):
-        torch.manual_seed(0)
-        with there:
-            plain = llama(sizes.resting_layers, sizes.hidden, sizes.sequence)
-        plain = plain.to(torch.bfloat16)
+        plain = in_memory(sizes.resting_layers, sizes, there)[0]
         row = _train(plain, count, None, sizes, scratch, there)
         rows.append({"model": "in memory", "way": "one by one"} | row)
         del plain
@@ -115,26 +108,27 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def _show(rows: Any, sizes: Sizes, console: Console) -> None:
-    plain = {row["accumulation"]: row for row in rows if row["model"] == "in memory"}
-    table = Table(
-        "model", "micro-batches", "way", "step s", "tokens/s", "of in memory", "of one micro-batch",
-        "GB in, out a step", "losses",
-        title=f"transformers.Trainer, {sizes.micro_batch_tokens:,} tokens a micro-batch, "
-        f"{sizes.resting_layers} layers",
-    )  # fmt: skip
-    for row in rows:
-        (one,) = (
-            other for other in rows if other["model"] == row["model"] and other["accumulation"] == 1
-        )
-        table.add_row(
-            row["model"], str(row["accumulation"]), row["way"], f"{row['step_s']:.3f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['tokens_per_s'] / plain[row['accumulation']]['tokens_per_s']:.2f}",
-            f"{row['tokens_per_s'] / one['tokens_per_s']:.2f}",
-            _moved(row),
-            " ".join(f"{loss:.3f}" for loss in row["losses"]),
+    def share(row: Any, model: str, accumulation: int) -> str:
+        (other,) = (
+            each for each in rows
+            if each["model"] == model and each["accumulation"] == accumulation
+            and (model == "in memory" or accumulation == 1)
         )  # fmt: skip
-    console.print(table)
+        return f"{row['tokens_per_s'] / other['tokens_per_s']:.2f}"
+
+    columns = {
+        "model": "{model}", "micro-batches": "{accumulation}", "way": "{way}",
+        "step s": "{step_s:.3f}", "tokens/s": "{tokens_per_s:,.0f}",
+        "of in memory": lambda row: share(row, "in memory", row["accumulation"]),
+        "of one micro-batch": lambda row: share(row, row["model"], 1),
+        "GB in, out a step": _moved,
+        "losses": lambda row: " ".join(f"{loss:.3f}" for loss in row["losses"]),
+    }  # fmt: skip
+    title = (
+        f"transformers.Trainer, {sizes.micro_batch_tokens:,} tokens a micro-batch, "
+        f"{sizes.resting_layers} layers"
+    )
+    print_table(title, columns, rows, console)
 
 
 def _moved(row: dict[str, Any]) -> str:

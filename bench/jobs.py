@@ -88,12 +88,3 @@ def measured(engine: Any, counters: Sequence[str] = ()) -> Iterator[dict[str, An
 def medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The median of each figure."""
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-
-
-def spread(values: Sequence[float], name: str = "ratio") -> dict[str, float]:
-    """The median, the lowest and the highest."""
-    return {
-        name: statistics.median(values),
-        f"{name}_low": min(values),
-        f"{name}_high": max(values),
-    }

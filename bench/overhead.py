@@ -12,16 +12,14 @@ Also printed: what each block of the model costs more.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, say
+from common import Results, arguments, say, spread, take_turns
 from torch import Tensor, nn
 
 import infinity
@@ -75,11 +73,10 @@ class Stack(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, path=False)
     parser.add_argument("--case", choices=[case.name for case in CASES])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", type=Path)
     words = parser.parse_args()
     torch.set_num_threads(words.threads)
     results = Results(words.save, {"threads": words.threads})
@@ -91,7 +88,7 @@ def main() -> None:
                 found = row[clock]
                 say(
                     f"{case.name}, {clock}: {found['ratio']:.2f} of plain PyTorch "
-                    f"({found['low']:.2f} - {found['high']:.2f}), "
+                    f"({found['ratio_low']:.2f} - {found['ratio_high']:.2f}), "
                     f"{1e3 * found['plain_s']:.1f} ms a step; "
                     f"{found['us_per_block']:.0f} us a block"
                 )
@@ -124,28 +121,17 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
         "plain": trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)),
         "engine": trained(model, infinity.AdamW(model.parameters(), lr=1e-4)),
     }
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for index in range(rounds + 1):
-        for name in sides if index % 2 else reversed(sides):
-            sample = sides[name]()
-            if index:  # The first round warms up.
-                samples[name].append(sample)
+    samples = take_turns(sides, rounds)
     infinity.engine_of(model).close()
     row: dict[str, Any] = {"name": case.name, "samples": samples}
     for place, clock in enumerate(("wall", "cpu")):
-        plain_s, engine_s = (
-            statistics.median(sample[place] for sample in samples[name]) for name in sides
-        )
-        pairs = zip(samples["engine"], samples["plain"], strict=True)
-        ratios = [engine[place] / there[place] for engine, there in pairs]
+        plain, engine = ([sample[place] for sample in samples[name]] for name in sides)
+        plain_s, engine_s = statistics.median(plain), statistics.median(engine)
         row[clock] = {
-            "plain_s": plain_s,
-            "engine_s": engine_s,
-            "ratio": statistics.median(ratios),
-            "low": min(ratios),
-            "high": max(ratios),
+            "plain_s": plain_s, "engine_s": engine_s,
+            **spread([own / other for own, other in zip(engine, plain, strict=True)]),
             "us_per_block": 1e6 * (engine_s - plain_s) / case.blocks,
-        }
+        }  # fmt: skip
     return row
 
 

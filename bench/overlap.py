@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, say
+from common import Results, arguments, print_table, say
 from jobs import Job, measured, medians
 from rich.console import Console
-from rich.table import Table
 from step import VOCABULARY, bare_s, side
 
 from infinity.tools.training.process import keep_freed_memory
@@ -42,8 +41,7 @@ COUNTERS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser = arguments(__doc__, quick="a small model, one round")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128, 512])
@@ -54,8 +52,6 @@ def main() -> None:
     parser.add_argument("--gradients", default="host", choices=["host", "nvme"])
     parser.add_argument("--steps", type=int, default=4, help="counted steps of a block")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a small model, one round")
-    parser.add_argument("--save", type=Path)
     words = parser.parse_args()
     words.sequence = max(512, *words.tokens)
     if words.quick:
@@ -78,13 +74,13 @@ def main() -> None:
             for tokens in words.tokens:
                 row = measure(sides, tokens, clipping, words)
                 results.keep(row)
-                console.print(table_of([row], words))
+                show([row], words, console)
             for job in sides.values():
                 job.engine.close()
             del sides, job
             gc.collect()  # The next sides need the memory.
     if len(results.rows) > 1:
-        console.print(table_of(results.rows, words))
+        show(results.rows, words, console)
 
 
 def block(job: Job, ids: torch.Tensor, steps: int) -> dict[str, Any]:
@@ -141,23 +137,19 @@ def measure(
     }
 
 
-def table_of(found: list[dict[str, Any]], words: argparse.Namespace) -> Table:
-    table = Table(
-        "tokens", "clipping", "in memory s (C)", "bytes s (B)", "deferred s", "both passes s",
-        "deferred to max(C, B)", "both passes to max(C, B)", "P s",
-        title=f"{found[0]['num_parameters']:,} parameters, {words.compute}, host budget "
-        f"{words.host}, gradients on {words.gradients}",
-    )  # fmt: skip
-    for each in found:
-        seconds, ratios = each["seconds"], each["ratios"]
-        table.add_row(
-            f"{each['micro_batches']}x{each['tokens']:,}",
-            each["clipping"],
-            *(f"{seconds[name]:.2f}" for name in ("host", "bytes", "deferred", "both_passes")),
-            *(f"{ratios[name]:.2f}" for name in SIDES[1:]),
-            f"{each['processor_s']:.2f}",
-        )
-    return table
+def show(found: list[dict[str, Any]], words: argparse.Namespace, console: Console) -> None:
+    title = (
+        f"{found[0]['num_parameters']:,} parameters, {words.compute}, host budget {words.host}, "
+        f"gradients on {words.gradients}"
+    )
+    columns = {
+        "tokens": "{micro_batches}x{tokens:,}", "clipping": "{clipping}",
+        "in memory s (C)": "{seconds[host]:.2f}", "bytes s (B)": "{seconds[bytes]:.2f}",
+        "deferred s": "{seconds[deferred]:.2f}", "both passes s": "{seconds[both_passes]:.2f}",
+        "deferred to max(C, B)": "{ratios[deferred]:.2f}",
+        "both passes to max(C, B)": "{ratios[both_passes]:.2f}", "P s": "{processor_s:.2f}",
+    }  # fmt: skip
+    print_table(title, columns, found, console)
 
 
 if __name__ == "__main__":

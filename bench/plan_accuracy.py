@@ -15,7 +15,6 @@ printed and saved as it is finished. Needs the `hf` extra.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -25,9 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import Results, say
+from common import Results, arguments, print_table, say
 from rich.console import Console
-from rich.table import Table
 
 from infinity.config import SwapConfig
 from infinity.plan import Batch, forecast
@@ -77,12 +75,8 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser = arguments(__doc__, plot=True, quick="the first and the last")
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES])
-    parser.add_argument("--quick", action="store_true", help="the first and the last")
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--plot", type=Path)
     words = parser.parse_args()
     cases = CASES[:: len(CASES) - 1] if words.quick else CASES
     results = Results(words.save, {})
@@ -168,16 +162,15 @@ def compare(case: Case, root: Path) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    table = Table("", "parameters", "step s", "predicted s", "of it", "read", "written", "binding")
-    for row in rows:
-        low, high = sorted(row["predictions_s"])
-        table.add_row(
-            row["name"], f"{row['num_parameters'] / 1e6:.0f} M", f"{row['step_s']:.2f}",
-            f"{low:.2f} - {high:.2f}", f"{row['predicted_to_ran']:.2f}",
-            f"{row['read_to_ran']:.2f}", f"{row['written_to_ran']:.2f}", row["binding"],
-        )  # fmt: skip
+    columns = {
+        "": "{name}", "parameters": lambda row: f"{row['num_parameters'] / 1e6:.0f} M",
+        "step s": "{step_s:.2f}",
+        "predicted s": lambda row: " - ".join(f"{s:.2f}" for s in sorted(row["predictions_s"])),
+        "of it": "{predicted_to_ran:.2f}", "read": "{read_to_ran:.2f}",
+        "written": "{written_to_ran:.2f}", "binding": "{binding}",
+    }  # fmt: skip
     console = Console()
-    console.print(table)
+    print_table("", columns, rows, console)
     console.print(f"median error {median_error(rows):.0%} over {len(rows)} configurations")
 
 

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Results, high_water_nbytes, say
+from common import Results, arguments, high_water_nbytes, print_table, say
 
 # (name, layers, width): the shapes of the GPT-3 paper's table 2.1, its 2.7 B made larger.
 SHAPES = (
@@ -40,16 +40,12 @@ STATE_NBYTES = 12 + 4  # Weight, residual, moments; a gradient.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd())
+    parser = arguments(__doc__, plot=True, quick="two toy models, one minute")
     parser.add_argument("--host", default="1GiB")
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3, help="counted, after two that are not")
     parser.add_argument("--tile", default="auto", help="[schedule] tile of the engine")
     parser.add_argument("--only", nargs="+", choices=[name for name, *_ in SHAPES])
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--quick", action="store_true", help="two toy models, one minute")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.worker:
@@ -118,24 +114,14 @@ def train(
 
 
 def report(found: list[dict[str, Any]], words: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        "model", "parameters", "step s", "ns/parameter", "read B/p", "written B/p", "peak RSS GiB",
-        title=f"everything on NVMe, host budget {words.host}, {words.sequence} tokens",
-    )  # fmt: skip
-    for each in found:
-        table.add_row(
-            each["name"],
-            f"{each['num_parameters']:,}",
-            f"{each['step_s']:.1f}",
-            f"{each['ns_per_parameter']:.1f}",
-            f"{each['read_per_parameter']:.1f}",
-            f"{each['written_per_parameter']:.1f}",
-            f"{each['peak_rss_nbytes'] / (1 << 30):.2f}",
-        )
-    Console().print(table)
+    columns = {
+        "model": "{name}", "parameters": "{num_parameters:,}", "step s": "{step_s:.1f}",
+        "ns/parameter": "{ns_per_parameter:.1f}", "read B/p": "{read_per_parameter:.1f}",
+        "written B/p": "{written_per_parameter:.1f}",
+        "peak RSS GiB": lambda row: f"{row['peak_rss_nbytes'] / (1 << 30):.2f}",
+    }  # fmt: skip
+    title = f"everything on NVMe, host budget {words.host}, {words.sequence} tokens"
+    print_table(title, columns, found)
     if words.plot is not None:
         draw(found, words)
 

@@ -23,14 +23,14 @@ import argparse
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, say
-from jobs import Job, measured, medians, spread
+from common import Results, arguments, print_table, say, spread
+from jobs import Job, measured, medians
 from rich.console import Console
-from rich.table import Table
 
 from infinity.config import SwapConfig
 from infinity.storage.arena import Arena
@@ -46,8 +46,7 @@ _WARM_UP = 4  # Micro-batches.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser = arguments(__doc__, quick="a small model, one round")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=512)
@@ -57,8 +56,6 @@ def main() -> None:
     parser.add_argument("--compute", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--gradients", default="host", choices=["host", "nvme"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a small model, one round")
-    parser.add_argument("--save", type=Path)
     words = parser.parse_args()
     if words.quick:
         words.layers, words.width, words.host, words.rounds = 4, 256, "256MiB", 1
@@ -72,11 +69,11 @@ def main() -> None:
         for tokens in words.tokens:
             row = measure(sides, tokens, words)
             results.keep(row)
-            console.print(table_of([row], words))
+            show([row], words, console)
         for job in sides.values():
             job.engine.close()
     if len(results.rows) > 1:
-        console.print(table_of(results.rows, words))
+        show(results.rows, words, console)
 
 
 def side(
@@ -189,27 +186,27 @@ def mix(read_nbytes: int, written_nbytes: int) -> list[str]:
     return [operation for _, operation in sorted(places)]
 
 
-def table_of(found: list[dict[str, Any]], words: argparse.Namespace) -> Table:
-    table = Table(
-        "tokens", "NVMe s", "in memory s (C)", "bytes s (B)", "to max(C, B)", "low - high",
-        "waits s", "read B/p", "written B/p",
-        title=f"{found[0]['num_parameters']:,} parameters, {words.compute}, host budget "
-        f"{words.host}, gradients on {words.gradients}",
-    )  # fmt: skip
-    for each in sorted(found, key=lambda each: each["tokens"]):
-        host, nvme = each["medians"]["host"], each["medians"]["nvme"]
-        table.add_row(
-            f"{each['tokens']:,}",
-            f"{nvme['seconds']:.2f}",
-            f"{host['seconds']:.2f}",
-            f"{each['medians']['bytes']['seconds']:.2f}",
-            f"{each['ratio']:.2f}",
-            f"{each['ratio_low']:.2f} - {each['ratio_high']:.2f}",
-            f"{nvme['read_wait_s'] + nvme['write_wait_s']:.2f}",
-            f"{nvme['read_nbytes'] / each['num_parameters']:.1f}",
-            f"{nvme['written_nbytes'] / each['num_parameters']:.1f}",
-        )
-    return table
+def show(found: list[dict[str, Any]], words: argparse.Namespace, console: Console) -> None:
+    title = (
+        f"{found[0]['num_parameters']:,} parameters, {words.compute}, host budget {words.host}, "
+        f"gradients on {words.gradients}"
+    )
+
+    def waits(row: dict[str, Any]) -> str:
+        nvme = row["medians"]["nvme"]
+        return f"{nvme['read_wait_s'] + nvme['write_wait_s']:.2f}"
+
+    def moved(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row['medians']['nvme'][name] / row['num_parameters']:.1f}"
+
+    columns = {
+        "tokens": "{tokens:,}", "NVMe s": "{medians[nvme][seconds]:.2f}",
+        "in memory s (C)": "{medians[host][seconds]:.2f}",
+        "bytes s (B)": "{medians[bytes][seconds]:.2f}", "to max(C, B)": "{ratio:.2f}",
+        "low - high": "{ratio_low:.2f} - {ratio_high:.2f}", "waits s": waits,
+        "read B/p": moved("read_nbytes"), "written B/p": moved("written_nbytes"),
+    }  # fmt: skip
+    print_table(title, columns, sorted(found, key=lambda row: row["tokens"]), console)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save
-from rich.console import Console
-from rich.table import Table
+from common import arguments, print_table, save
 from torch import nn
 
 import infinity
@@ -41,14 +39,11 @@ PUBLISHED = {1: 8 << 10, 16: 64 << 10}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser = arguments(__doc__, plot=True)
     parser.add_argument("--factors", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--run-factors", type=int, nargs="*", default=[1, 4, 16])
     parser.add_argument("--window", type=int, default=2 * GIB, help="bytes, of the prediction")
     parser.add_argument("--run-window", type=int, default=MIB, help="bytes, of the run")
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--plot", type=Path)
     words = parser.parse_args()
     predicted = [predict(factor, words.window) for factor in words.factors]
     with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-tiling-") as scratch:
@@ -167,29 +162,23 @@ def train(hidden: int, factor: int, window_nbytes: int, scratch: Path) -> int:
 def report(
     predicted: list[dict[str, Any]], found: list[dict[str, Any]], words: argparse.Namespace
 ) -> None:
-    console = Console()
-    table = Table(
-        "tiles", "predicted hidden size", "ZeRO-Infinity",
-        title=f"widest GPT-like block in a window of {format_nbytes(words.window)}, 16 bits",
-    )  # fmt: skip
-    for each in predicted:
-        published = PUBLISHED.get(each["factor"])
-        table.add_row(
-            str(each["factor"]), f"{each['hidden']:,}", f"{published:,}" if published else ""
-        )
-    console.print(table)
+    def published(row: dict[str, Any]) -> str:
+        return f"{PUBLISHED[row['factor']]:,}" if row["factor"] in PUBLISHED else ""
+
+    print_table(
+        f"widest GPT-like block in a window of {format_nbytes(words.window)}, 16 bits",
+        {"tiles": "{factor}", "predicted hidden size": "{hidden:,}", "ZeRO-Infinity": published},
+        predicted,
+    )
     if found:
-        table = Table(
-            "tiles", "hidden size that trains", "layer", "layer / window", "peak in window",
-            title=f"one layer of h x 4h, fp32, window {format_nbytes(words.run_window)}",
-        )  # fmt: skip
-        for each in found:
-            table.add_row(
-                str(each["factor"]), f"{each['hidden']:,}", format_nbytes(each["layer_nbytes"]),
-                f"{each['layer_nbytes'] / each['window_nbytes']:.2f}",
-                f"{each['peak_nbytes'] / each['window_nbytes']:.0%}",
-            )  # fmt: skip
-        console.print(table)
+        columns = {
+            "tiles": "{factor}", "hidden size that trains": "{hidden:,}",
+            "layer": lambda row: format_nbytes(row["layer_nbytes"]),
+            "layer / window": lambda row: f"{row['layer_nbytes'] / row['window_nbytes']:.2f}",
+            "peak in window": lambda row: f"{row['peak_nbytes'] / row['window_nbytes']:.0%}",
+        }  # fmt: skip
+        title = f"one layer of h x 4h, fp32, window {format_nbytes(words.run_window)}"
+        print_table(title, columns, found)
     save(words.save, words, predicted=predicted, published=PUBLISHED, run=found)
     if words.plot is not None:
         draw(predicted, found, words.plot)

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Results, high_water_nbytes, moved_since, process_io, progress, say
+from common import Results, arguments, high_water_nbytes, moved_since, process_io, progress, say
 from quantized_base import KIMI_K2, lora_over, sparse_fill, write_base
 
 GIB = 1 << 30
@@ -37,15 +37,13 @@ _COUNTERS = ("shard_read_nbytes", "decode_s", "read_wait_s", "fetches")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd())
+    parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, default=KIMI_K2.layers)
     parser.add_argument("--experts", type=int, default=KIMI_K2.experts)
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--host", default="6GiB")
     parser.add_argument("--tile", default="100MiB")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="infinity-trillion-", dir=given.path))
     try:

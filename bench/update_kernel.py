@@ -16,12 +16,12 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from common import take_turns, timed
 
 from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings, torch_adamw_
@@ -194,16 +194,7 @@ def make_cases(arrays: Arrays, threads: int) -> list[Case]:
 
 def measure(cases: Sequence[Case], rounds: int) -> dict[str, list[float]]:
     """Seconds of every round, by name. The first round is for page tables and threads."""
-    times: dict[str, list[float]] = {case.name: [] for case in cases}
-    for number in range(rounds + 1):
-        # Another order every round: what runs before leaves its mark on the caches.
-        shift = number % len(cases)
-        for case in [*cases[shift:], *cases[:shift]]:
-            started = time.perf_counter()
-            case.run()
-            if number:
-                times[case.name].append(time.perf_counter() - started)
-    return times
+    return take_turns({case.name: timed(case.run) for case in cases}, rounds)
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

@@ -14,16 +14,12 @@ fetched then, over those without.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import save
-from rich.console import Console
-from rich.table import Table
+from common import arguments, print_table, save
 
 from infinity.plan import load_model
 from infinity.simulate.cache import visits
@@ -139,17 +135,23 @@ def rows_of(model: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, path=False)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--save", type=Path)
     words = parser.parse_args()
     rows = [row for name in words.models for row in rows_of(name)]
-    table = Table("model", "weights GB", "largest", "window", "segments", "expandable", "one range")
-    for row in rows:
-        sizes = (row[f"{what}_nbytes"] / 1e9 for what in ("weights", "largest", "window"))
-        ratios = (row["segments"], row["expandable"], row["one_range_fetched"])
-        table.add_row(row["model"], *(f"{n:.2f}" for n in sizes), *(f"{n:.2f}" for n in ratios))
-    Console().print(table)
+    columns: dict[str, Any] = {
+        "model": "{model}",
+        **{
+            title: lambda row, name=name: f"{row[name] / 1e9:.2f}"
+            for title, name in {
+                "weights GB": "weights_nbytes", "largest": "largest_nbytes",
+                "window": "window_nbytes",
+            }.items()
+        },
+        "segments": "{segments:.2f}", "expandable": "{expandable:.2f}",
+        "one range": "{one_range_fetched:.2f}",
+    }  # fmt: skip
+    print_table("", columns, rows)
     save(words.save, words, rows=rows)
 
 

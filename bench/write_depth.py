@@ -9,7 +9,6 @@ search before it picks one. Ratios are of the same round. Needs an idle machine,
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -18,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from common import Results, say
+from common import Results, arguments, say, spread
 
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
@@ -37,13 +36,11 @@ _SETTINGS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser = arguments(__doc__)
     parser.add_argument("--size", type=int, default=8, help="GiB of one transfer")
     parser.add_argument("--file", type=int, default=4, help="GiB of the file")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--limit", type=float, default=220, help="seconds of all rounds")
-    parser.add_argument("--save", type=Path)
     words = parser.parse_args()
     nbytes, file_nbytes = words.size * GIB, words.file * GIB
     with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-write-") as directory:
@@ -56,7 +53,7 @@ def main() -> None:
         results.keep(row)
         say(
             f"{row['name']:<28}{row['gb_per_s']:6.2f} GB/s, {row['of_fio']:.2f} of the best fio "
-            f"({row['low']:.2f} - {row['high']:.2f})"
+            f"({row['of_fio_low']:.2f} - {row['of_fio_high']:.2f})"
         )
 
 
@@ -127,18 +124,9 @@ def rows_of(rates: dict[str, list[float]]) -> list[dict[str, object]]:
     best = max((name for name in rates if name.startswith("fio")), key=medians.__getitem__)
     rows = []
     for name, values in rates.items():
-        ratios = [here / there for here, there in zip(values, rates[best], strict=True)]
-        rows.append(
-            {
-                "name": name,
-                "gb_per_s": medians[name],
-                "of_fio": statistics.median(ratios),
-                "low": min(ratios),
-                "high": max(ratios),
-                "rates": values,
-                "ceiling": best,
-            }
-        )
+        ratios = [own / other for own, other in zip(values, rates[best], strict=True)]
+        row = {"name": name, "gb_per_s": medians[name], "rates": values, "ceiling": best}
+        rows.append(row | spread(ratios, "of_fio"))
     return rows
 
 
