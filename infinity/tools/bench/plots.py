@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.tools.bench.measure import short_size
-from infinity.tools.bench.report import Row
+from infinity.tools.bench.report import Against, Row
 from infinity.tools.pictures.timeline import find_pyplot
 
 _OPERATIONS = ("read", "write", "mixed")
@@ -42,40 +42,27 @@ def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
     kinds = [kind for kind in _OPERATIONS if any(row.section == f"sweep {kind}" for row in rows)]
     if not kinds:
         return None
-    figure, axes = pyplot.subplots(
-        1, len(kinds), figsize=(4.6 * len(kinds), 3.8), sharey=True, squeeze=False
-    )
-    for kind, axis in zip(kinds, axes[0], strict=True):
+    figure, axes = _panels(pyplot, len(kinds), 4.6, 3.8)
+    for kind, axis in zip(kinds, axes, strict=True):
         own = [row for row in rows if row.section == f"sweep {kind}"]
         for depth in dict.fromkeys(row.subject for row in own):
             line = [row for row in own if row.subject == depth]
-            sizes = [float(row.labels["extent_nbytes"]) for row in line]
-            axis.plot(sizes, [row.gb_per_s.median for row in line], marker="o", ms=4, label=depth)
-            axis.fill_between(
-                sizes,
-                [row.gb_per_s.low for row in line],
-                [row.gb_per_s.high for row in line],
-                alpha=_BAND_ALPHA,
-            )
+            axis.plot(_extents(line), _medians(line), marker="o", ms=4, label=depth)
+            low, high = ([getattr(row.gb_per_s, end) for row in line] for end in ("low", "high"))
+            axis.fill_between(_extents(line), low, high, alpha=_BAND_ALPHA)
         first = [row for row in own if row.subject == own[0].subject and row.ceilings]
         if first:
-            axis.plot(
-                [float(row.labels["extent_nbytes"]) for row in first],
-                [row.ceilings[0].gb_per_s.median for row in first],
-                label=f"compared with {first[0].ceilings[0].name}",
-                **_CEILING,
-            )
-        sizes = sorted({float(row.labels["extent_nbytes"]) for row in own})
+            name = f"compared with {first[0].ceilings[0].name}"
+            axis.plot(_extents(first), _ceilings(first), label=name, **_CEILING)
+        sizes = sorted(set(_extents(own)))
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [short_size(size) for size in sizes], rotation=45)
         axis.minorticks_off()
-        axis.set_title(_best_of(kind, own), fontsize="medium")
-        axis.set_xlabel("extent")
-        axis.grid(alpha=0.3)
+        _finish(axis, _best_of(kind, own), "extent")
         axis.legend(fontsize="small", loc="lower right")
     figure.suptitle("Bandwidth by size of extent and requests in flight", y=1.06)
-    axes[0][0].set_ylabel("GB/s, median and spread")
-    axes[0][0].set_ylim(bottom=0)  # Shared, and fixed from here on: after everything is drawn.
+    axes[0].set_ylabel("GB/s, median and spread")
+    axes[0].set_ylim(bottom=0)  # Shared, and fixed from here on: after everything is drawn.
     return figure
 
 
@@ -84,7 +71,7 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
     own = [row for row in rows if row.section.startswith("stripes ")]
     if len({row.labels["num_paths"] for row in own}) < 2:
         return None
-    figure, axis = pyplot.subplots(figsize=(5, 3.8))
+    figure, (axis,) = _panels(pyplot, 1, 5, 3.8)
     for kind in _OPERATIONS:
         line = [row for row in own if row.section == f"stripes {kind}"]
         if not line:
@@ -93,24 +80,15 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
         low = [row.gb_per_s.median - row.gb_per_s.low for row in line]
         high = [row.gb_per_s.high - row.gb_per_s.median for row in line]
         drawn = axis.errorbar(
-            counts,
-            [row.gb_per_s.median for row in line],
-            [low, high],
-            marker="o",
-            capsize=3,
-            label=kind,
+            counts, _medians(line), [low, high], marker="o", capsize=3, label=kind
         )
-        color = drawn.lines[0].get_color()
         if all(row.ceilings for row in line):
-            fio = [row.ceilings[0].gb_per_s.median for row in line]
-            name = line[0].ceilings[0].name
-            axis.plot(counts, fio, linestyle="--", color=color, label=f"{kind}, {name}")
+            color, name = drawn.lines[0].get_color(), f"{kind}, {line[0].ceilings[0].name}"
+            axis.plot(counts, _ceilings(line), linestyle="--", color=color, label=name)
     axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in own}))
-    axis.set_title(_gain_of(own), fontsize="medium")
-    axis.set_xlabel("paths")
+    _finish(axis, _gain_of(own), "paths")
     axis.set_ylabel("GB/s, median and spread")
     axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
     return figure
 
@@ -120,35 +98,58 @@ def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
     from matplotlib import ticker
 
     own = [row for row in rows if row.section == "latency" and row.latency_s]
-    cases = list(dict.fromkeys(float(row.labels["extent_nbytes"]) for row in own))
+    cases = list(dict.fromkeys(_extents(own)))
     if not cases:
         return None
-    figure, axes = pyplot.subplots(
-        1, len(cases), figsize=(4.2 * len(cases), 3.6), sharey=True, squeeze=False
-    )
-    for size, axis in zip(cases, axes[0], strict=True):
-        group = [row for row in own if float(row.labels["extent_nbytes"]) == size]
+    figure, axes = _panels(pyplot, len(cases), 4.2, 3.6)
+    for size, axis in zip(cases, axes, strict=True):
+        group = [row for row in own if _extents([row]) == [size]]
         for row in group:
-            points = sorted(row.latency_s)
-            times_ms = [1e3 * row.latency_s[point] for point in points]
-            axis.plot(times_ms, points, marker="o", ms=3, label=row.subject)
+            axis.plot(*_answered(row), marker="o", ms=3, label=row.subject)
         for ceiling in group[0].ceilings:
-            points = sorted(ceiling.latency_s)
-            times_ms = [1e3 * ceiling.latency_s[point] for point in points]
-            axis.plot(times_ms, points, label=f"compared with {ceiling.name}", **_CEILING)
+            axis.plot(*_answered(ceiling), label=f"compared with {ceiling.name}", **_CEILING)
         axis.set_xscale("log")
         low, high = axis.get_xlim()
         is_wide = high > 50 * low  # More labels than that run into each other.
         axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if is_wide else (1, 2, 3, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter(ticker.NullFormatter())
-        axis.set_title(_median_of(size, group), fontsize="medium")
-        axis.set_xlabel("milliseconds")
-        axis.grid(alpha=0.3, which="both")
+        _finish(axis, _median_of(size, group), "milliseconds", grid="both")
         axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))
     figure.suptitle("Share of requests answered within a time; titles: the median", y=1.06)
-    axes[0][0].set_ylabel("share of requests answered")
+    axes[0].set_ylabel("share of requests answered")
     return figure
+
+
+def _panels(pyplot: Any, count: int, width: float, height: float) -> tuple[Any, Any]:
+    """Returns a figure and its panels, side by side with one vertical axis."""
+    size = (width * count, height)
+    figure, axes = pyplot.subplots(1, count, figsize=size, sharey=True, squeeze=False)
+    return figure, axes[0]
+
+
+def _finish(axis: Any, title: str, label: str, grid: str = "major") -> None:
+    axis.set_title(title, fontsize="medium")
+    axis.set_xlabel(label)
+    axis.grid(alpha=0.3, which=grid)
+
+
+def _extents(rows: Sequence[Row]) -> list[float]:
+    return [float(row.labels["extent_nbytes"]) for row in rows]
+
+
+def _medians(rows: Sequence[Row]) -> list[float]:
+    return [row.gb_per_s.median for row in rows]
+
+
+def _ceilings(rows: Sequence[Row]) -> list[float]:
+    return [row.ceilings[0].gb_per_s.median for row in rows]
+
+
+def _answered(of: Row | Against) -> tuple[list[float], list[float]]:
+    """Returns milliseconds, and the share of requests that were answered by then."""
+    points = sorted(of.latency_s)
+    return [1e3 * of.latency_s[point] for point in points], points
 
 
 def _best_of(kind: str, rows: Sequence[Row]) -> str:

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from infinity.sizes import format_nbytes
-from infinity.tools.cli.options import Json, Quiet, bytes_bar
-
-if TYPE_CHECKING:
-    from infinity.tools.convert.rewrite import DirectoryPlan
-from typing import TYPE_CHECKING, Any
-
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.errors import ConfigError
-from infinity.sizes import parse_nbytes
+from infinity.sizes import format_nbytes, parse_nbytes
+from infinity.tools.cli.options import Json, Quiet, bytes_bar
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
     from infinity.config.source import ConfigSource
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
+    from infinity.tools.convert.rewrite import DirectoryPlan
     from infinity.tools.convert.spread import SpreadPlan
-
 
 _Out = Annotated[
     Path, typer.Option("--output", "-o", metavar="OUT", help="The directory to write; a new one.")

@@ -4,24 +4,19 @@ removes what ended jobs have left."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.tools.cli import print_error
-
-if TYPE_CHECKING:
-    from infinity.checkpoint.run.inspection import Inspection
-    from infinity.storage.swap_inspect import SwapContents
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
-
-from infinity.errors import ConfigError
 from infinity.tools.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
+    from infinity.checkpoint.run.inspection import Inspection
     from infinity.storage.swap_inspect import SwapContents
 
 
@@ -51,7 +46,6 @@ def inspect(
     """
     from infinity.checkpoint.run.directory import list_checkpoints
     from infinity.checkpoint.run.inspection import inspect as examine
-    from infinity.errors import ConfigError
 
     swaps = swap_contents(directory)
     commits = list(filter(list_checkpoints, commit_places(directory)))
