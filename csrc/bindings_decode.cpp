@@ -142,6 +142,65 @@ void affine(std::uintptr_t codes, std::uintptr_t scales, const std::string& scal
   run(job, num_threads, simd);
 }
 
+// (place, bits, run) of a field of codes
+using FieldTuple = std::array<unsigned, 3>;
+
+decode::BlockField field_of(const FieldTuple& of, unsigned numel, unsigned nbytes) {
+  const auto [at, bits, run] = of;
+  const bool is_whole = bits != 0 && bits <= 8 && 8 % bits == 0 && run != 0 &&
+                        numel % (run * 8 / bits) == 0;
+  if (bits != 0 && (!is_whole || at + numel * bits / 8 > nbytes)) {
+    throw py::value_error("a field of codes does not fit its block");
+  }
+  return {at, bits, run};
+}
+
+struct NamedFactors {
+  const char* name;
+  decode::BlockFactors factors;
+  unsigned nbytes, num_groups;
+};
+
+const NamedFactors& factors_of(const std::string& name) {
+  using decode::BlockFactors;
+  static constexpr NamedFactors kAll[] = {
+      {"", BlockFactors::kNone, 0, 1},           {"BYTES", BlockFactors::kBytes, 16, 16},
+      {"NIBBLES", BlockFactors::kNibbles, 16, 16}, {"SIX_PAIRS", BlockFactors::kSixPairs, 12, 8},
+      {"SIX_SIGNED", BlockFactors::kSixSigned, 12, 16}, {"SIX_SPLIT", BlockFactors::kSixSplit, 6, 8},
+  };
+  for (const NamedFactors& one : kAll) {
+    if (name == one.name) return one;
+  }
+  throw py::value_error("there are no factors " + name);
+}
+
+void blocks(std::uintptr_t codes, const Shape& shape, const OutTuple& out, unsigned numel,
+            unsigned nbytes, unsigned group, const FieldTuple& low, const FieldTuple& high,
+            const std::array<int, 2>& places, const std::string& factors, unsigned factors_at,
+            int zero, bool is_minimum_added, const std::vector<float>& values,
+            std::size_t num_threads, const std::string& simd) {
+  using Layout = decode::BlockLayout;
+  Job job = make_job(codes, codes, "F16", shape, out);
+  const NamedFactors& named = factors_of(factors);
+  if (numel == 0 || numel > Layout::kMaxNumel || shape[2] % numel != 0 ||
+      group * named.num_groups != numel) {
+    throw py::value_error("rows are not full blocks of full groups");
+  }
+  const auto end = static_cast<int>(nbytes) - 2;
+  if (places[0] < 0 || places[0] > end || places[1] > end || factors_at + named.nbytes > nbytes) {
+    throw py::value_error("a scale is outside its block");
+  }
+  if (!values.empty() && (values.size() != 16 || low[1] != 4 || high[1] != 0)) {
+    throw py::value_error("values are those of 16 codes");
+  }
+  job.code_format = decode::CodeFormat::kBlocks;
+  job.block = {numel, nbytes, group, field_of(low, numel, nbytes), field_of(high, numel, nbytes),
+               places[0], places[1], named.factors, factors_at, zero, is_minimum_added,
+               !values.empty()};
+  std::copy(values.begin(), values.end(), job.values);
+  run(job, num_threads, simd);
+}
+
 }  // namespace
 
 void bind_decode(py::module_& module) {
@@ -157,6 +216,11 @@ void bind_decode(py::module_& module) {
   decode.def("affine", &affine, py::arg("codes"), py::arg("scales"), py::arg("scale_format"),
              py::arg("shape"), py::arg("out"), py::kw_only(), py::arg("bits"), py::arg("group"),
              py::arg("are_groups_down"), py::arg("packing"), py::arg("zeros"), py::arg("order"),
+             py::arg("num_threads"), py::arg("simd"));
+  decode.def("blocks", &blocks, py::arg("codes"), py::arg("shape"), py::arg("out"), py::kw_only(),
+             py::arg("numel"), py::arg("nbytes"), py::arg("group"), py::arg("low"),
+             py::arg("high"), py::arg("places"), py::arg("factors"), py::arg("factors_at"),
+             py::arg("zero"), py::arg("is_minimum_added"), py::arg("values"),
              py::arg("num_threads"), py::arg("simd"));
 }
 

@@ -251,3 +251,23 @@ class decode:  # noqa: N801 (a submodule)
         num_threads: int,
         simd: str,
     ) -> None: ...
+    @staticmethod
+    def blocks(
+        codes: int,
+        shape: tuple[int, int, int],
+        out: tuple[int, str, tuple[int, int, int]],
+        *,
+        numel: int,
+        nbytes: int,
+        group: int,
+        low: tuple[int, int, int],
+        high: tuple[int, int, int],
+        places: tuple[int, int],
+        factors: str,
+        factors_at: int,
+        zero: int,
+        is_minimum_added: bool,
+        values: Sequence[float],
+        num_threads: int,
+        simd: str,
+    ) -> None: ...

@@ -7,7 +7,7 @@
 
 namespace infinity::decode {
 
-enum class CodeFormat : unsigned char { kFp8, kFourBits, kAffine };
+enum class CodeFormat : unsigned char { kFp8, kFourBits, kAffine, kBlocks };
 enum class ScaleFormat : unsigned char { kFp32, kBf16, kFp16, kE8m0, kE4m3 };
 enum class FloatFormat : unsigned char { kBf16, kFp16, kFp32 };
 
@@ -20,6 +20,32 @@ struct PackedMatrix {
   unsigned bits = 4;
   std::size_t num_columns = 0;
   std::uint32_t raised = 0;  // Added to every word.
+};
+
+// A field of codes in a block: `bits` of 1, 2, 4 or 8, from byte `at` on. The same bits of `run`
+// bytes in a row are codes in a row.
+struct BlockField {
+  unsigned at = 0, bits = 0, run = 1;
+};
+
+// How the small factors of a block's groups are stored: infinity/codecs/blocks.py.
+enum class BlockFactors : unsigned char {
+  kNone, kBytes, kNibbles, kSixPairs, kSixSigned, kSixSplit
+};
+
+// A block of `numel` codes of one row, with an fp16 scale, perhaps an fp16 minimum, and perhaps a
+// small factor of them for each group of codes.
+struct BlockLayout {
+  static constexpr unsigned kMaxNumel = 256;
+  static constexpr unsigned kMaxGroups = 16;
+  unsigned numel = 0, nbytes = 0, group = 0;
+  BlockField low, high;  // High bits of a code stand above its low ones; none if `bits` is 0.
+  int scale_at = 0, minimum_at = -1;
+  BlockFactors factors = BlockFactors::kNone;
+  unsigned factors_at = 0;
+  int zero = 0;
+  bool is_minimum_added = false;
+  bool has_values = false;  // A code stands for a number of `values`.
 };
 
 // One weight: matrices of rows of columns. Codes and scales may lie at any address; the output at a
@@ -57,6 +83,9 @@ struct Job {
   bool are_groups_down = false;
   std::size_t num_groups = 0;
   const std::uint8_t* order = nullptr;
+
+  // Blocks: (code - zero or a value) * scale - minimum, in fp32; scales are in the codes.
+  BlockLayout block;
 
   void* out = nullptr;
   FloatFormat out_format = FloatFormat::kBf16;

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "blocks.h"
 #include "kernels.h"
 #include "numbers.h"
 
@@ -204,7 +205,9 @@ constexpr KernelTable table_of() noexcept {
             kFourBits<Lookup, Fp32, Fp32>}},
           {{&affine_rows<Bf16, Bf16>, &affine_rows<Bf16, Fp16>, &affine_rows<Bf16, Fp32>},
            {&affine_rows<Fp16, Bf16>, &affine_rows<Fp16, Fp16>, &affine_rows<Fp16, Fp32>},
-           {&affine_rows<Fp32, Bf16>, &affine_rows<Fp32, Fp16>, &affine_rows<Fp32, Fp32>}}};
+           {&affine_rows<Fp32, Bf16>, &affine_rows<Fp32, Fp16>, &affine_rows<Fp32, Fp32>}},
+          {&each_row<Bf16, &block_row<Bf16>>, &each_row<Fp16, &block_row<Fp16>>,
+           &each_row<Fp32, &block_row<Fp32>>}};
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from infinity.codecs.bitsandbytes import BitsandbytesScheme
+from infinity.codecs.blocks import GgufScheme
 from infinity.codecs.compressed import CompressedScheme
 from infinity.codecs.floating import (
     Mxfp4Scheme,
@@ -121,6 +122,7 @@ _SCHEMES: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "awq": GroupedScheme,
     "auto-round": GroupedScheme,
     "bitsandbytes": BitsandbytesScheme,
+    "gguf": GgufScheme,
 }
 
 

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -136,6 +137,18 @@ def decode_affine(
         order=_address(order),
         num_threads=threads_here(torch.get_num_threads()),
         simd=_simd(),
+    )
+
+
+def decode_blocks(codes: torch.Tensor, shape: Shape, out: torch.Tensor, **layout: Any) -> None:
+    """Decodes `GgmlBlocks`; `layout` has the names of the native function."""
+    _core.decode.blocks(
+        codes.data_ptr(),
+        _matrices(shape),
+        _output(out),
+        num_threads=threads_here(torch.get_num_threads()),
+        simd=_simd(),
+        **layout,
     )
 
 

@@ -218,8 +218,7 @@ def find_files(path: Path) -> dict[Path, list[str]]:
         have = sorted(entry.name for entry in path.iterdir())
         raise ConfigError(
             f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME}; it has {listed(have)}. "
-            "Weights in other formats must be saved as safetensors first "
-            "(model.save_pretrained)"
+            "`infinity convert` makes safetensors of pytorch_model.bin and of GGUF files"
         )
     names_in: dict[str, list[str]] = {}
     for name, file_name in _read_weight_map(index).items():

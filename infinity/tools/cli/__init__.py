@@ -19,6 +19,7 @@ _COMMANDS = {
     "bench": ("bench", "bench", "Measure drives, memory and device."),
     "clean": ("inspect", "clean", "Remove what ended jobs have left in swap directories."),
     "config": ("config", "app", "Check, show and describe configuration files."),
+    "convert": ("convert", "convert", "Make safetensors of GGUF or pickled weights."),
     "doctor": ("doctor", "doctor", "List what this machine lacks, with cost and remedy."),
     "export": ("convert", "export", "Convert a checkpoint to a format of other programs."),
     "inspect": ("inspect", "inspect", "Describe a checkpoint and check its integrity."),

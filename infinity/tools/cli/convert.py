@@ -94,6 +94,38 @@ def quantize(
     _write(plan_quantize(directory, to), out, as_json=as_json, is_quiet=quiet)
 
 
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A .gguf file (of a split the first one), or a directory with pytorch_model.bin.",
+        ),
+    ],
+    out: _Out,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a directory of safetensors from other formats, with the same bits.
+
+    Blocks of GGUF stay quantised as they are. One tensor is in memory at a time.
+    """
+    from infinity.config.extras import require_transformers
+
+    if source.suffix == ".gguf":
+        require_transformers("infinity convert")
+        from infinity.tools.convert.gguf import plan_gguf
+
+        plan = plan_gguf(source, lambda line: typer.echo(line, err=True))
+    else:
+        from infinity.config.paths import refuse_no_directory
+        from infinity.tools.convert.pickled import plan_pickled
+
+        refuse_no_directory(source)
+        plan = plan_pickled(source)
+    _write(plan, out, as_json=as_json, is_quiet=quiet)
+
+
 def _write(plan: DirectoryPlan, out: Path, *, as_json: bool, is_quiet: bool) -> None:
     from infinity.tools.convert.rewrite import check_target, write_directory
 

@@ -126,16 +126,16 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
     plan = DirectoryPlan(source, without_quantisation(read_config(directory)))
     kept, num_quantised = [], 0
     for name in source.names():
-        module = name.removesuffix(".weight")
+        shard, module = source.file_of(name).name, name.removesuffix(".weight")
         codec = published.codec(_dtype_of(source, name)) if _is_matrix(source, name) else None
         if codec is not None and not _KEPT.search(module) and _fits(codec, source.shape(name)):
             make = _reader(source, name)
-            plan.add(name, as_codes(name, source.shape(name), codec, make))
+            plan.add(shard, name, as_codes(name, source.shape(name), codec, make))
             num_quantised += 1
             continue
         if codec is not None:
             kept.append(module)
-        plan.add(name, plain(source, name))
+        plan.add(shard, name, plain(source, name))
     if not num_quantised:
         raise ConfigError(f"{directory} has no matrix that {to} can store")
     plan.config["quantization_config"] = published.table(kept)

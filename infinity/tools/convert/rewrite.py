@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -55,18 +55,30 @@ class PlannedTensor:
         return sum(info.nbytes for info in self.infos)
 
 
+class Source(Protocol):
+    """What a result is made of: a directory, or one file."""
+
+    path: Path
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+
+    def close(self) -> None:
+        """Closes its files. Idempotent."""
+
+
 @dataclass(slots=True)
 class DirectoryPlan:
     """A result: outcomes by shard, and the content of config.json. Nothing is read yet."""
 
-    source: WeightSource
+    source: Source
     config: dict[str, Any]
     shards: dict[str, list[tuple[str, PlannedTensor]]] = field(default_factory=dict)
     others: tuple[Path, ...] = ()  # Files that replace those of the source's directory.
 
-    def add(self, name: str, outcome: PlannedTensor) -> None:
-        """Plans a tensor into the file that has the name of its source file."""
-        shard = self.source.file_of(name).name
+    def add(self, shard: str, name: str, outcome: PlannedTensor) -> None:
+        """Plans a tensor into a file of the result."""
         self.shards.setdefault(shard, []).append((name, outcome))
 
     @property
@@ -201,7 +213,8 @@ def write_directory(
         with reporting("write", out), new_directory(out) as partial:
             for shard, rows in plan.shards.items():
                 _write_shard(partial / shard, rows, progress)
-            _copy_other_files(plan.source.path, partial)
+            if plan.source.path.is_dir():
+                _copy_other_files(plan.source.path, partial)
             for file in plan.others:
                 shutil.copyfile(file, partial / file.name)
                 sync_file(partial / file.name)

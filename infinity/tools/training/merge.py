@@ -74,7 +74,8 @@ def plan_merge(
     plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))
     plan.others = tuple(adapter.glob(_TEMPLATE))  # The one that it was trained with.
     for name in source.names():
-        plan.add(name, _outcome(source, name, changes.get(name, []), to))
+        shard = source.file_of(name).name
+        plan.add(shard, name, _outcome(source, name, changes.get(name, []), to))
     return plan
 
 

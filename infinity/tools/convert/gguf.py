@@ -1,0 +1,312 @@
+"""A directory made of a GGUF file, whose quantised blocks stay as they are, to the byte.
+
+Names, configuration and tokenizer are those of transformers' own reader of GGUF, which uses the
+tables of the gguf package. That reader decodes every tensor into memory; here a tensor of blocks is
+moved by whole rows, so its bits are those that the file has. llama.cpp turns some tensors for its
+own kernels, and transformers turns them back; whatever is not a move of whole rows is refused for
+blocks and done for numbers.
+
+Source of the layout: docs/gguf.md of ggml; `transformers.modeling_gguf_pytorch_utils`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity.bounded import MalformedError, read_json, table_of
+from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
+from infinity.checkpoint.huggingface.weight_tensors import SINGLE_NAME
+from infinity.codecs.blocks import LAYOUTS
+from infinity.errors import ConfigError, corrupt, listed
+from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
+
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+_NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Files of the original model that are taken where they lie beside the GGUF file.
+_BESIDE = (
+    "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*",
+    "generation_config.json", "LICENSE*",
+)  # fmt: skip
+_ROPE_FACTORS = "rope_freqs.weight"
+_MERGED_ORDER = ("gate", "up")  # Halves of `gate_up_proj`, as transformers merges them.
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a GGUF file: `data` is mapped, rows of numbers or of bytes of blocks."""
+
+    name: str
+    kind: str
+    numel: int
+    data: np.ndarray[Any, Any]
+
+
+class GgufSource:
+    """The files of one model, mapped into memory. Close it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for a file of a split that is not there, and without the gguf package;
+        CorruptionError for a file that it cannot read."""
+        try:
+            from gguf import GGUFReader
+        except ImportError:
+            raise ConfigError(
+                "GGUF files are read by the gguf package: pip install 'infinity-offload[gguf]'"
+            ) from None
+        self.path = path
+        self.files = _files_of(path)
+        self.scratch = Path(tempfile.mkdtemp(prefix="infinity-gguf-"))
+        self.tensors: list[dict[str, _Stored]] = []
+        self.architecture = ""
+        for file in self.files:
+            try:
+                reader: Any = GGUFReader(file)
+                if not self.architecture:
+                    self.architecture = str(reader.fields["general.architecture"].contents())
+            except (ValueError, KeyError, IndexError, OverflowError) as error:
+                raise corrupt(str(file), f"it cannot be read as GGUF: {error}") from None
+            self.tensors.append(
+                {
+                    tensor.name: _Stored(
+                        tensor.name, tensor.tensor_type.name, int(tensor.n_elements), tensor.data
+                    )
+                    for tensor in reader.tensors
+                }
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(stored.data.nbytes for file in self.tensors for stored in file.values())
+
+    def close(self) -> None:
+        """Removes what was made beside the files."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; expected a .gguf file, the first one of a split")
+    split = _SPLIT.fullmatch(path.name)
+    if split is None:
+        return [path]
+    count = int(split["count"])
+    names = [f"{split['stem']}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise ConfigError(f"{path.parent} has no {listed(missing)}, parts of the same model")
+    return [path.parent / name for name in names]
+
+
+def plan_gguf(path: Path, say: Callable[[str], None]) -> DirectoryPlan:
+    """Plans a directory from the headers of a GGUF file or split. Decodes no tensor.
+
+    say: takes a line about what the result lacks
+
+    config.json and the tokenizer beside the file are taken, where they are there; else those that
+    the file describes. Raises ConfigError for an architecture that transformers does not read from
+    GGUF, for a type of blocks without a codec, and for blocks that would have to be changed.
+    """
+    source = GgufSource(path)
+    try:
+        return _plan(source, say)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _plan(source: GgufSource, say: Callable[[str], None]) -> DirectoryPlan:
+    stored = {name: one for file in source.tensors for name, one in file.items()}
+    model, processor = _model_of(source, is_tied="output.weight" not in stored)
+    config = {**_config_of(source, model.config), "quantization_config": {"quant_method": "gguf"}}
+    plan = DirectoryPlan(source, config, others=_tokenizer_files(source))
+    targets = _targets(model, processor, stored)
+    if _ROPE_FACTORS in stored and _ROPE_FACTORS not in targets and not _beside(source):
+        say(
+            f"{source.path.name} scales its rotary positions ({_ROPE_FACTORS}), which config.json "
+            "says as rope_scaling: put the config.json of the original model beside the file"
+        )
+    parts: dict[str, list[_Stored]] = {}
+    for name, target in targets.items():
+        parts.setdefault(target, []).append(stored[name])
+    expected = model.state_dict()
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    missing = [name for name in expected if name not in parts and name not in tied]
+    if missing:
+        raise ConfigError(f"{source.path} has no tensor for {listed(missing)}")
+    file_of = {name: index for index, file in enumerate(source.tensors) for name in file}
+    for target, pieces in parts.items():
+        pieces.sort(key=lambda piece: _place_in_merged(piece.name))
+        shape = tuple(expected[target].shape)
+        shard = _shard_name(file_of[pieces[0].name], len(source.files))
+        outcome = _planned(target, shape, pieces, processor)
+        plan.shards.setdefault(shard, []).append((target, outcome))
+    return plan
+
+
+def _shard_name(index: int, count: int) -> str:
+    return SINGLE_NAME if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def _place_in_merged(name: str) -> int:
+    return next((i for i, half in enumerate(_MERGED_ORDER) if f"ffn_{half}_" in name), 0)
+
+
+def _beside(source: GgufSource) -> Path | None:
+    config = source.path.parent / "config.json"
+    return config if config.is_file() else None
+
+
+def _config_of(source: GgufSource, found: Any) -> dict[str, Any]:
+    beside = _beside(source)
+    if beside is not None:
+        try:
+            table = table_of(read_json(beside), "it")
+        except MalformedError as error:
+            raise corrupt(str(beside), str(error)) from None
+        return {key: value for key, value in table.items() if key != "quantization_config"}
+    return {**found.to_diff_dict(), "dtype": "bfloat16"}
+
+
+def _model_of(source: GgufSource, *, is_tied: bool) -> tuple[Any, Any]:
+    """Returns (the model on meta, the processor of its tensors)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    first = source.files[0]
+    beside = _beside(source)
+    try:
+        where = {} if beside is not None else {"gguf_file": first.name}
+        config = AutoConfig.from_pretrained(first.parent, **where)
+        if beside is None:
+            config.tie_word_embeddings = is_tied  # The reader sees the first file of a split.
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, OSError, NotImplementedError) as error:
+        raise ConfigError(f"{first}: transformers reads no model from it: {error}") from None
+    processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)
+    config.architectures = [type(model).__name__]
+    return model, processor(config=config.to_dict())  # type: ignore[no-untyped-call]
+
+
+def _tokenizer_files(source: GgufSource) -> tuple[Path, ...]:
+    from transformers import AutoTokenizer
+
+    directory = source.path.parent
+    beside = {path for pattern in _BESIDE for path in directory.glob(pattern) if path.is_file()}
+    if any(path.name.startswith(("tokenizer.json", "tokenizer.model")) for path in beside):
+        return tuple(sorted(beside))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=source.files[0].name)
+    except Exception as error:
+        raise ConfigError(
+            f"{source.path}: transformers makes no tokenizer of it ({error}); put the files of the "
+            "original model's tokenizer beside it"
+        ) from None
+    tokenizer.save_pretrained(source.scratch)
+    made = {path.name: path for path in source.scratch.iterdir()}
+    return tuple(({path.name: path for path in beside} | made).values())
+
+
+def _targets(model: Any, processor: Any, stored: Mapping[str, _Stored]) -> dict[str, str]:
+    """Returns the name in the model of each tensor that the model has a place for."""
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    known = get_gguf_hf_weights_map(model, processor)
+    targets = {}
+    for name in stored:
+        target = known.get(name, known.get(name.removesuffix(".weight")))
+        if target is not None:
+            targets[name] = target
+    return targets
+
+
+def _planned(
+    target: str, shape: tuple[int, ...], pieces: list[_Stored], processor: Any
+) -> PlannedTensor:
+    kinds = {piece.kind for piece in pieces}
+    kind = pieces[0].kind
+    numel = sum(piece.numel for piece in pieces)
+    if numel != math.prod(shape):
+        raise ConfigError(
+            f"{pieces[0].name!r} has {numel:,} elements, and {target} of the described model "
+            f"{math.prod(shape):,} {shape}: transformers reads some size of this architecture from "
+            "elsewhere; put the config.json of the original model beside the file"
+        )
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{target}: its halves are {' and '.join(sorted(kinds))}, and one tensor has one type; "
+            "use a file with the same type for both"
+        )
+    if kind in _NUMBERS:
+        info = TensorInfo(name=target, dtype=_NUMBERS[kind], shape=shape)
+        return PlannedTensor((info,), lambda: {target: _numbers(pieces, processor, shape, kind)})
+    layout = LAYOUTS.get(kind)
+    if layout is None:
+        raise ConfigError(
+            f"{pieces[0].name!r} is {kind}, for which there is no codec; codecs exist for "
+            f"{', '.join(LAYOUTS)}. Use a file in one of these types"
+        )
+    orders = [_order_of_rows(piece, processor) for piece in pieces]
+    width = shape[-1] // layout.numel * layout.nbytes
+    info = TensorInfo(name=f"{target}.{kind}", dtype=torch.uint8, shape=(*shape[:-1], width))
+
+    def make() -> Mapping[str, torch.Tensor]:
+        moved = [
+            piece.data if order is None else piece.data[order]
+            for piece, order in zip(pieces, orders, strict=True)
+        ]
+        whole = moved[0] if len(moved) == 1 else np.concatenate(moved, axis=-2)
+        return {info.name: torch.from_numpy(np.array(whole)).view(info.shape)}
+
+    return PlannedTensor((info,), make)
+
+
+def _numbers(
+    pieces: list[_Stored], processor: Any, shape: tuple[int, ...], kind: str
+) -> torch.Tensor:
+    """Returns numbers as transformers has them, in the dtype of the file."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    made = []
+    for piece in pieces:
+        numbers = dequantize(piece.data, GGMLQuantizationType[kind])
+        is_merged = len(pieces) > 1
+        made.append(numbers if is_merged else processor.process(numbers, piece.name).weights)
+    whole = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
+    return torch.from_numpy(np.array(whole)).to(_NUMBERS[kind]).view(shape)
+
+
+def _order_of_rows(piece: _Stored, processor: Any) -> np.ndarray[Any, Any] | None:
+    """Returns the order in which the model has the rows of a tensor; None for that of the file.
+
+    Raises ConfigError if more than rows would have to move.
+    """
+    if piece.data.ndim > 2:
+        return None  # Experts, which are merged and not turned.
+    rows = piece.data.shape[0]
+    marked = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
+    turned = processor.process(marked.copy(), piece.name).weights
+    if turned is None or turned.shape != marked.shape:
+        raise _changed(piece)
+    order = (turned[:, 0] // 2).astype(np.int64)
+    if not np.array_equal(marked[order.clip(0, rows - 1)], turned):
+        raise _changed(piece)
+    return None if np.array_equal(order, np.arange(rows)) else order
+
+
+def _changed(piece: _Stored) -> ConfigError:
+    return ConfigError(
+        f"{piece.name!r} is {piece.kind}, and transformers changes it in a way that does not keep "
+        "its rows; use a file that has it in F16 or BF16"
+    )

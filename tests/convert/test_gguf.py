@@ -1,0 +1,296 @@
+"""`infinity convert` of GGUF files: the values of transformers' own reader, in blocks as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import infinity
+from infinity.checkpoint.huggingface.weight_source import weight_source
+from infinity.codecs.blocks import LAYOUTS, GgmlBlocks
+from infinity.errors import ConfigError, CorruptionError
+from infinity.tools.convert.gguf import plan_gguf
+from infinity.tools.convert.rewrite import write_directory
+from tests.parity.in_place import Base, adapted, config_of, over, train
+from tests.support.bits import assert_same
+from tests.support.commands import run_command
+from tests.support.quantized import write_decoded
+
+WIDTH, VOCABULARY = 256, 96
+SIZES = {
+    "hidden_size": WIDTH, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+    "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
+}  # fmt: skip
+# By the name of the architecture in GGUF: the model_type, and sizes of its own.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3moe": ("qwen3_moe", EXPERTS),
+    "gemma2": ("gemma2", {"tie_word_embeddings": True}),
+}
+
+
+def written(
+    path: Path, architecture: str, kind_of: Any, num_files: int = 1, *, factors: bool = False
+) -> list[Path]:
+    """Writes a GGUF file, or a split, of a seeded model, as llama.cpp's converter lays it out."""
+    model_type, sizes = MODELS[architecture]
+    config = AutoConfig.for_model(model_type, **{**SIZES, **sizes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors: dict[str, tuple[np.ndarray[Any, Any], str]] = {}
+    for name, tensor in model.state_dict().items():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            layer, values = name.split(".")[2], tensor.numpy()
+            for half, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                _add(tensors, f"blk.{layer}.ffn_{half}_exps.weight", part, kind_of)
+            continue
+        base, _, suffix = name.rpartition(".")
+        if name.endswith("experts.down_proj"):
+            base, suffix = name, "weight"
+        values = tensor.numpy()
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            values = (
+                values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+            )
+        if architecture == "gemma2" and "norm" in name:
+            values = values + 1
+        _add(tensors, f"{names.get_name(base)}.{suffix}", values, kind_of)
+    if factors:
+        tensors["rope_freqs.weight"] = np.ones(32, dtype=np.float32), "F32"
+    paths = [path] if num_files == 1 else [
+        path.with_name(f"{path.stem}-{i + 1:05}-of-{num_files:05}.gguf") for i in range(num_files)
+    ]  # fmt: skip
+    shares = np.array_split(np.array(list(tensors)), num_files)
+    for file, share in zip(paths, shares, strict=True):
+        writer = gguf.GGUFWriter(file, architecture)
+        if file == paths[0]:
+            _describe(writer, config)
+        for name in share:
+            data, kind = tensors[str(name)]
+            raw = GGMLQuantizationType[kind]
+            writer.add_tensor(str(name), data, raw_dtype=raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
+def _add(tensors: dict[str, Any], name: str, values: np.ndarray[Any, Any], kind_of: Any) -> None:
+    kind = kind_of(name) if values.ndim > 1 and "ffn_gate_inp" not in name else "F32"
+    if kind in ("F32", "F16"):
+        tensors[name] = values.astype(np.float32 if kind == "F32" else np.float16), kind
+    elif kind.endswith("_K") or kind.startswith("IQ"):
+        tensors[name] = _any_blocks(values.shape, kind), kind
+    else:
+        tensors[name] = gguf.quantize(values, GGMLQuantizationType[kind]), kind
+
+
+def _any_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray[Any, Any]:
+    """Blocks that gguf does not write: any codes, with scales of the size of weights."""
+    layout = LAYOUTS[kind]
+    source = np.random.default_rng(len(shape) + shape[0])
+    blocks = source.integers(0, 256, (*shape[:-1], shape[-1] // layout.numel, layout.nbytes))
+    blocks = blocks.astype(np.uint8)
+    for at in (layout.scale, layout.minimum):
+        if at >= 0:
+            halves = source.normal(0, 1e-3, (*blocks.shape[:-1], 1)).astype(np.float16)
+            blocks[..., at : at + 2] = halves.view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def _describe(writer: Any, config: Any) -> None:
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim if config.model_type != "qwen2" else 64)
+    writer.add_value_length(64)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    if getattr(config, "num_experts", None):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    tokens = ["t", "0", "t0", *(f"t{index}" for index in range(3, VOCABULARY - 2)), "<s>", "</s>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (VOCABULARY - 2) + [3, 3])
+    writer.add_token_merges(["t 0"])
+    writer.add_bos_token_id(VOCABULARY - 2)
+    writer.add_eos_token_id(VOCABULARY - 1)
+
+
+def converted(file: Path, out: Path) -> list[str]:
+    said: list[str] = []
+    write_directory(plan_gguf(file, said.append), out)
+    return said
+
+
+def decoded(directory: Path) -> dict[str, torch.Tensor]:
+    source = weight_source(directory)
+    found = {}
+    for name in source.names():
+        encoded = source.encoded(name)
+        parts = [source.read_stored(part).reshape(-1).view(torch.uint8) for part in encoded.names]
+        found[name] = torch.empty(encoded.shape)
+        encoded.codec.decode(parts, encoded.shape, found[name])
+    source.close()
+    return found
+
+
+def expected_of(file: Path) -> dict[str, torch.Tensor]:
+    beside = file.parent / "config.json"
+    config = {"config": AutoConfig.from_pretrained(file.parent)} if beside.exists() else {}
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, **config
+    )
+    return dict(model.state_dict())
+
+
+def put_config_beside(directory: Path, architecture: str) -> None:
+    model_type, sizes = MODELS[architecture]
+    AutoConfig.for_model(model_type, **{**SIZES, **sizes}).save_pretrained(directory)
+
+
+def mixed(name: str) -> str:
+    """As llama.cpp's mixtures: other types for what matters more."""
+    return "Q6_K" if "ffn_down" in name or "attn_v" in name else "Q4_K"
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_values_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", architecture, mixed)
+    if architecture.startswith("qwen3"):  # transformers takes some of its sizes for granted.
+        with pytest.raises(ConfigError, match=r"put the config\.json of the original model beside"):
+            plan_gguf(file, print)
+        put_config_beside(tmp_path, architecture)
+    assert converted(file, tmp_path / "out") == []
+    found, expected = decoded(tmp_path / "out"), expected_of(file)
+    tied = expected.keys() - found.keys()
+    assert tied <= {"lm_head.weight"}
+    for name, values in found.items():
+        assert torch.equal(values, expected[name]), name
+    source = weight_source(tmp_path / "out")
+    kinds = {type(source.encoded(name).codec) for name in source.names() if "proj" in name}
+    assert kinds - {GgmlBlocks} == set() or architecture == "qwen2"  # Whose biases are numbers.
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_an_adapter_over_blocks_has_the_bits_of_one_over_their_values(
+    architecture: str, tmp_path: Path
+) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", architecture, mixed)
+    put_config_beside(tmp_path, architecture)
+    converted(file, tmp_path / "out")
+    base = Base.at(tmp_path / "out")
+    write_decoded(base.quantized, tmp_path / "decoded")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "decoded", dtype=torch.bfloat16)
+    model = infinity.factored_experts(adapted(model))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+    expected = train(model, optimizer, steps=range(2))
+    with over(base, config_of(tmp_path)) as (model, engine):
+        assert any(unit.stored is not None for unit in engine.store.units)
+        seen = train(model, infinity.AdamW(model, lr=1e-2), steps=range(2))
+    assert_same(expected, seen, is_ordered=False)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_XS", "F16"])
+def test_every_type_is_moved_to_the_bit(kind: str, tmp_path: Path) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", "llama", lambda _: kind)
+    converted(file, tmp_path / "out")
+    found, expected = decoded(tmp_path / "out"), expected_of(file)
+    assert all(torch.equal(values, expected[name]) for name, values in found.items())
+
+
+def test_a_split_is_one_model(tmp_path: Path) -> None:
+    (whole,) = written(tmp_path / "whole.gguf", "qwen3", mixed)
+    put_config_beside(tmp_path, "qwen3")
+    converted(whole, tmp_path / "of-one")
+    first, *_ = written(tmp_path / "parts.gguf", "qwen3", mixed, num_files=3)
+    converted(first, tmp_path / "of-three")
+    assert len(list((tmp_path / "of-three").glob("*.safetensors"))) == 3
+    one, three = decoded(tmp_path / "of-one"), decoded(tmp_path / "of-three")
+    assert one.keys() == three.keys()
+    assert all(torch.equal(one[name], three[name]) for name in one)
+    first.with_name("parts-00002-of-00003.gguf").unlink()
+    with pytest.raises(ConfigError, match="parts-00002-of-00003"):
+        plan_gguf(first, print)
+
+
+def test_the_tokenizer_is_that_of_the_file_or_the_one_beside_it(tmp_path: Path) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", "llama", mixed)
+    converted(file, tmp_path / "out")
+    own = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert own.convert_ids_to_tokens([3, VOCABULARY - 1]) == ["t3", "</s>"]
+    tokenizer = Tokenizer(models.WordLevel({"other": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "notes.txt").write_text("stays")
+    converted(file, tmp_path / "second")
+    assert (tmp_path / "second/tokenizer.json").read_text() == (
+        tmp_path / "tokenizer.json"
+    ).read_text()
+    assert not (tmp_path / "second/notes.txt").exists()
+
+
+def test_scaled_positions_are_said_unless_config_json_is_there(tmp_path: Path) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", "llama", mixed, factors=True)
+    (line,) = converted(file, tmp_path / "out")
+    assert "rope_scaling" in line and "put the config.json" in line
+    put_config_beside(tmp_path, "llama")
+    assert converted(file, tmp_path / "second") == []
+
+
+def test_types_without_a_codec_are_refused_by_name(tmp_path: Path) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", "llama", lambda _: "TQ2_0")
+    with pytest.raises(ConfigError, match=r"TQ2_0, for which there is no codec; .*Q4_K"):
+        plan_gguf(file, print)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", "llama", mixed)
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises((CorruptionError, ConfigError), match=r"tiny\.gguf"):
+        plan_gguf(file, print)
+    with pytest.raises(ConfigError, match="no file"):
+        plan_gguf(tmp_path / "none.gguf", print)
+
+
+def test_the_command_makes_a_directory_and_a_gguf_path_names_the_command(tmp_path: Path) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", "llama", mixed)
+    done = run_command("convert", file, "-o", tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["shards"] == ["model.safetensors"]
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    refused = run_command("new", file, "--data", tmp_path / "data.jsonl")
+    assert refused.exit_code != 0 and "infinity convert" in refused.output
+    merged = run_command("merge", tmp_path / "out", tmp_path / "none", "-o", tmp_path / "merged")
+    assert merged.exit_code != 0
