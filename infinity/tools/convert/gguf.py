@@ -42,7 +42,7 @@ _MERGED_ORDER = ("gate", "up")  # Halves of `gate_up_proj`, as transformers merg
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _GgufTensor:
     """A tensor of a GGUF file: `data` is mapped, rows of numbers or of bytes of blocks."""
 
     name: str
@@ -66,7 +66,7 @@ class GgufSource:
         self.path = path
         self.files = _files_of(path)
         self.scratch = Path(tempfile.mkdtemp(prefix="infinity-gguf-"))
-        self.tensors: list[dict[str, _Stored]] = []
+        self.tensors: list[dict[str, _GgufTensor]] = []
         self.architecture = ""
         for file in self.files:
             try:
@@ -77,7 +77,7 @@ class GgufSource:
                 raise corrupt(str(file), f"it cannot be read as GGUF: {error}") from None
             self.tensors.append(
                 {
-                    tensor.name: _Stored(
+                    tensor.name: _GgufTensor(
                         tensor.name, tensor.tensor_type.name, int(tensor.n_elements), tensor.data
                     )
                     for tensor in reader.tensors
@@ -136,7 +136,7 @@ def _plan(source: GgufSource, say: Callable[[str], None]) -> DirectoryPlan:
             f"{source.path.name} scales its rotary positions ({_ROPE_FACTORS}), which config.json "
             "says as rope_scaling: put the config.json of the original model beside the file"
         )
-    parts: dict[str, list[_Stored]] = {}
+    parts: dict[str, list[_GgufTensor]] = {}
     for name, target in targets.items():
         parts.setdefault(target, []).append(stored[name])
     expected = model.state_dict()
@@ -145,11 +145,11 @@ def _plan(source: GgufSource, say: Callable[[str], None]) -> DirectoryPlan:
     if missing:
         raise ConfigError(f"{source.path} has no tensor for {listed(missing)}")
     file_of = {name: index for index, file in enumerate(source.tensors) for name in file}
-    for target, pieces in parts.items():
-        pieces.sort(key=lambda piece: _place_in_merged(piece.name))
+    for target, tensors in parts.items():
+        tensors.sort(key=lambda tensor: _place_in_merged(tensor.name))
         shape = tuple(expected[target].shape)
-        shard = _shard_name(file_of[pieces[0].name], len(source.files))
-        outcome = _planned(target, shape, pieces, processor)
+        shard = _shard_name(file_of[tensors[0].name], len(source.files))
+        outcome = _planned(target, shape, tensors, processor)
         plan.shards.setdefault(shard, []).append((target, outcome))
     return plan
 
@@ -218,7 +218,7 @@ def _tokenizer_files(source: GgufSource) -> tuple[Path, ...]:
     return tuple(({path.name: path for path in beside} | made).values())
 
 
-def _targets(model: Any, processor: Any, stored: Mapping[str, _Stored]) -> dict[str, str]:
+def _targets(model: Any, processor: Any, stored: Mapping[str, _GgufTensor]) -> dict[str, str]:
     """Returns the name in the model of each tensor that the model has a place for."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
@@ -232,14 +232,14 @@ def _targets(model: Any, processor: Any, stored: Mapping[str, _Stored]) -> dict[
 
 
 def _planned(
-    target: str, shape: tuple[int, ...], pieces: list[_Stored], processor: Any
+    target: str, shape: tuple[int, ...], tensors: list[_GgufTensor], processor: Any
 ) -> PlannedTensor:
-    kinds = {piece.kind for piece in pieces}
-    kind = pieces[0].kind
-    numel = sum(piece.numel for piece in pieces)
+    kinds = {tensor.kind for tensor in tensors}
+    kind = tensors[0].kind
+    numel = sum(tensor.numel for tensor in tensors)
     if numel != math.prod(shape):
         raise ConfigError(
-            f"{pieces[0].name!r} has {numel:,} elements, and {target} of the described model "
+            f"{tensors[0].name!r} has {numel:,} elements, and {target} of the described model "
             f"{math.prod(shape):,} {shape}: transformers reads some size of this architecture from "
             "elsewhere; put the config.json of the original model beside the file"
         )
@@ -250,63 +250,63 @@ def _planned(
         )
     if kind in _NUMBERS:
         info = TensorInfo(name=target, dtype=_NUMBERS[kind], shape=shape)
-        return PlannedTensor((info,), lambda: {target: _numbers(pieces, processor, shape, kind)})
+        return PlannedTensor((info,), lambda: {target: _numbers(tensors, processor, shape, kind)})
     layout = LAYOUTS.get(kind)
     if layout is None:
         raise ConfigError(
-            f"{pieces[0].name!r} is {kind}, for which there is no codec; codecs exist for "
+            f"{tensors[0].name!r} is {kind}, for which there is no codec; codecs exist for "
             f"{', '.join(LAYOUTS)}. Use a file in one of these types"
         )
-    orders = [_order_of_rows(piece, processor) for piece in pieces]
+    orders = [_order_of_rows(tensor, processor) for tensor in tensors]
     width = shape[-1] // layout.numel * layout.nbytes
     info = TensorInfo(name=f"{target}.{kind}", dtype=torch.uint8, shape=(*shape[:-1], width))
 
     def make() -> Mapping[str, torch.Tensor]:
         moved = [
-            piece.data if order is None else piece.data[order]
-            for piece, order in zip(pieces, orders, strict=True)
+            tensor.data if order is None else tensor.data[order]
+            for tensor, order in zip(tensors, orders, strict=True)
         ]
-        whole = moved[0] if len(moved) == 1 else np.concatenate(moved, axis=-2)
-        return {info.name: torch.from_numpy(np.array(whole)).view(info.shape)}
+        merged = moved[0] if len(moved) == 1 else np.concatenate(moved, axis=-2)
+        return {info.name: torch.from_numpy(np.array(merged)).view(info.shape)}
 
     return PlannedTensor((info,), make)
 
 
 def _numbers(
-    pieces: list[_Stored], processor: Any, shape: tuple[int, ...], kind: str
+    tensors: list[_GgufTensor], processor: Any, shape: tuple[int, ...], kind: str
 ) -> torch.Tensor:
     """Returns numbers as transformers has them, in the dtype of the file."""
     from gguf import GGMLQuantizationType, dequantize
 
     made = []
-    for piece in pieces:
-        numbers = dequantize(piece.data, GGMLQuantizationType[kind])
-        is_merged = len(pieces) > 1
-        made.append(numbers if is_merged else processor.process(numbers, piece.name).weights)
-    whole = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
-    return torch.from_numpy(np.array(whole)).to(_NUMBERS[kind]).view(shape)
+    for tensor in tensors:
+        numbers = dequantize(tensor.data, GGMLQuantizationType[kind])
+        is_merged = len(tensors) > 1
+        made.append(numbers if is_merged else processor.process(numbers, tensor.name).weights)
+    merged = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
+    return torch.from_numpy(np.array(merged)).to(_NUMBERS[kind]).view(shape)
 
 
-def _order_of_rows(piece: _Stored, processor: Any) -> np.ndarray[Any, Any] | None:
+def _order_of_rows(tensor: _GgufTensor, processor: Any) -> np.ndarray[Any, Any] | None:
     """Returns the order in which the model has the rows of a tensor; None for that of the file.
 
     Raises ConfigError if more than rows would have to move.
     """
-    if piece.data.ndim > 2:
+    if tensor.data.ndim > 2:
         return None  # Experts, which are merged and not turned.
-    rows = piece.data.shape[0]
+    rows = tensor.data.shape[0]
     marked = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
-    turned = processor.process(marked.copy(), piece.name).weights
+    turned = processor.process(marked.copy(), tensor.name).weights
     if turned is None or turned.shape != marked.shape:
-        raise _changed(piece)
+        raise _changed(tensor)
     order = (turned[:, 0] // 2).astype(np.int64)
     if not np.array_equal(marked[order.clip(0, rows - 1)], turned):
-        raise _changed(piece)
+        raise _changed(tensor)
     return None if np.array_equal(order, np.arange(rows)) else order
 
 
-def _changed(piece: _Stored) -> ConfigError:
+def _changed(tensor: _GgufTensor) -> ConfigError:
     return ConfigError(
-        f"{piece.name!r} is {piece.kind}, and transformers changes it in a way that does not keep "
-        "its rows; use a file that has it in F16 or BF16"
+        f"{tensor.name!r} is {tensor.kind}, and transformers changes more in it than the order of "
+        "rows; use a file that has it in F16 or BF16"
     )

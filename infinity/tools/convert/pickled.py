@@ -33,7 +33,7 @@ class PickledSource:
         return sum(tensor.nbytes for tensors in self.shards.values() for tensor in tensors.values())
 
     def close(self) -> None:
-        """Lets go of the mapped files."""
+        """Closes the mapped files."""
         self.shards = {}
 
 
