@@ -85,7 +85,7 @@ from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import GIB
 from infinity.storage.arena import Arena, available_host_nbytes
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tools.bench.measure import GB, Effort, Lab
 from infinity.tools.bench.memory import device_copies
 from infinity.tools.bench.report import rows_of, to_json
@@ -131,7 +131,7 @@ def copies(
     counters = Counters()
     with Arena(effort.nbytes) as arena:
         lab = Lab(arena, (), SwapConfig.load({}).io, effort, with_fio=False)
-        host = HostBlocks(arena, counters)
+        host = HostPool(arena, counters)
         device = device_for(there)
         if device is None:
             from infinity.tiers.cuda import CudaDevice

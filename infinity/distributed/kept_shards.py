@@ -30,8 +30,7 @@ from infinity.errors import StorageError
 from infinity.state.store import Transfer
 from infinity.state.units import Unit
 from infinity.tiers.device import FINISHED
-from infinity.tiers.host import Block, HostBlocks
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 
 _LABEL = "weights of shards that would be read again"
 _PATIENCE_S = 5.0  # A reader copies a shard in less.
@@ -77,7 +76,7 @@ class KeptShards:
     shard has one content at a time for all readers; see `pending.py` for who may read.
     """
 
-    def __init__(self, host: HostBlocks) -> None:
+    def __init__(self, host: HostPool) -> None:
         self._host = host
         self._lock = threading.Condition()  # Guards all that follows.
         self._copies: dict[int, _KeptCopy] = {}  # In the order of the next pass.

@@ -19,8 +19,7 @@ from infinity.storage.protocol import Priority
 from infinity.streaming.updates.record import UpdatedWeights
 from infinity.streaming.updates.unit_update import UnitUpdate
 from infinity.tiers.device import FINISHED
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 
 _LABEL = "weights that are updated"
 _NUM_BLOCKS = 2  # One shard's weights are read or written while those of another are updated.

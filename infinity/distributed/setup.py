@@ -53,7 +53,7 @@ from infinity.state.units import Unit
 from infinity.storage.shards import ShardIdentity
 from infinity.streaming.weights.state import WeightProvider
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tiers.ranges import rounded_nbytes
 from infinity.tiers.streams import StreamDevice
 
@@ -187,7 +187,7 @@ class ShardingPlan:
     def store(
         self,
         local: LocalStore,
-        host: HostBlocks,
+        host: HostPool,
         counters: Counters,
         resources: ExitStack,
         *,

@@ -31,7 +31,7 @@ from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.record import UpdateSettings
 from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate, chunks_of
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 
 _WRITES_POLL_S = 0.01  # The end of a write wakes nobody.
 

@@ -38,7 +38,7 @@ from infinity.streaming.updates.record import (
 from infinity.streaming.updates.unit_update import UnitUpdate, updates_of
 from infinity.streaming.updates.updater import Updater
 from infinity.streaming.weights.cache import WeightCache
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 from infinity.tiers.spare import Giver
 
 

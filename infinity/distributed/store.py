@@ -34,7 +34,7 @@ from infinity.storage.checksums import PageDigests
 from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.protocol import Priority
 from infinity.storage.undecided import UndecidedContent
-from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.host import Block, HostPool
 
 # Shards that rest on a drive are served through a block of this size, one for each rank;
 SERVING_NBYTES = MIB
@@ -85,7 +85,7 @@ class DistributedStore(StateStore):
         partition: Partition,
         transport: PeerTransport,
         *,
-        host: HostBlocks,
+        host: HostPool,
         counters: Counters,
         reduce_buffer_nbytes: int,
         begin_thread: Callable[[], None],

@@ -70,7 +70,6 @@ from infinity.streaming.weights.space import WeightMemory
 from infinity.streaming.weights.state import WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.open_device import ChosenDevice, choose_device
-from infinity.tiers.pool import HostPool
 from infinity.tiers.spare import Giver
 
 _log = logging.getLogger("infinity")
@@ -174,16 +173,6 @@ def _settle_rank(config: SwapConfig, ranks: RankTopology, device: ChosenDevice) 
 
 
 @dataclass(frozen=True, slots=True)
-class _StepParts:
-    """The parts of a step, which differ with ranks."""
-
-    gradients: GradientSink
-    updater: StepRunner
-    masters: MasterWeights
-    ranks: Ranks
-
-
-@dataclass(frozen=True, slots=True)
 class _Sharded:
     """The store of all ranks' state, and what devices exchange with each other."""
 
@@ -216,10 +205,9 @@ def _assemble(
     if sharding is not None:
         sharded = _share(sharding, local, tiers, budgets, resources)
         store, source = sharded.store, sharding.weight_provider(sharded.unshard)
-    pool = HostPool(tiers.host, is_tight=budgets.is_tight)
     inputs = InputMemory(budgets.inputs_nbytes, budgets.working_nbytes - budgets.inputs_nbytes)
     weight_cache = WeightCache(
-        store, pool=pool, device=device, counters=counters, inputs=inputs, source=source,
+        store, pool=tiers.host, device=device, counters=counters, inputs=inputs, source=source,
         memory=_weight_memory(budgets, plan.units),
     )  # fmt: skip
     passes = Passes(counters.tracer)
@@ -230,13 +218,15 @@ def _assemble(
         in_backward=plan.updates_in_backward, is_beside=not device.shares_host_memory,
         rides_along=plan.config.schedule.updates != "at_step" and sharding is None,
     )  # fmt: skip
-    step = _step_parts(plan, tiers, local, sharded, pool, weight_cache, updates, passes, resources)
-    activations, waiting = _activation_stores(plan, tiers, pool, inputs, weight_cache)
+    gradients, updater, masters, ranks = _step_parts(
+        plan, tiers, local, sharded, weight_cache, updates, passes, resources
+    )
+    activations, waiting = _activation_stores(plan, tiers, inputs, weight_cache)
     return Engine(
         model, plan.config, _params(weight_cache, plan.layout, plan.units),
         plan.layout.hooked_modules, {tiled.name: tiled for tiled in tiled_params},
-        store=store, pool=pool, device=device, weight_cache=weight_cache,
-        gradients=step.gradients, updater=step.updater, masters=step.masters, ranks=step.ranks,
+        store=store, pool=tiers.host, device=device, weight_cache=weight_cache,
+        gradients=gradients, updater=updater, masters=masters, ranks=ranks,
         activations=activations, waiting=WaitingMemory(waiting), passes=passes,
         outside_blocks=plan.layout.units_by_block()[0], counters=counters,
         update_device=update_device, resources=resources,
@@ -244,18 +234,14 @@ def _assemble(
 
 
 def _activation_stores(
-    plan: RunPlan,
-    tiers: OpenTiers,
-    pool: HostPool,
-    inputs: InputMemory,
-    weight_cache: WeightCache,
+    plan: RunPlan, tiers: OpenTiers, inputs: InputMemory, weight_cache: WeightCache
 ) -> tuple[ActivationStore, ActivationStore]:
     """Returns the stores of layer inputs, and of what waits while experts run."""
 
     def store(order: Sequence[str], memory: InputMemory) -> ActivationStore:
         return ActivationStore(
-            order, pool=pool, device=tiers.device, volume=tiers.volume, counters=tiers.counters,
-            inputs=memory, free_kept=weight_cache.space.free_kept,
+            order, pool=tiers.host, device=tiers.device, volume=tiers.volume,
+            counters=tiers.counters, inputs=memory, free_kept=weight_cache.space.free_kept,
         )  # fmt: skip
 
     placement = plan.config.placement
@@ -289,13 +275,13 @@ def _step_parts(
     tiers: OpenTiers,
     store: LocalStore,
     sharded: _Sharded | None,
-    pool: HostPool,
     weight_cache: WeightCache,
     updates: UpdateSettings,
     passes: Passes,
     resources: ExitStack,
-) -> _StepParts:
-    device, counters = tiers.device, tiers.counters
+) -> tuple[GradientSink, StepRunner, MasterWeights, Ranks]:
+    """Returns the parts of a step that differ with ranks."""
+    pool, device, counters = tiers.host, tiers.device, tiers.counters
     resources.callback(store.resting.close)
     takes_bf16 = updates.is_beside and updates.on_device is None
     if sharded is None or plan.sharding is None:
@@ -309,7 +295,7 @@ def _step_parts(
         resources.callback(gradients.close)
         in_order = weight_cache.by_next_use()
         updater = Updater(store, pool, weight_cache, gradients, counters, updates, in_order)
-        return _StepParts(gradients, updater, Masters(store, pool), OneRank())
+        return gradients, updater, Masters(store, pool), OneRank()
     memory = SumsMemory(pool, plan.sharding.sums, plan.budgets)
     local = GradientStore(sharded.store, pool=pool, device=device, counters=counters, blocks=memory)
     stay = SumsStay.BESIDE_OTHERS if can_defer(sharded.store, updates) else SumsStay.NEVER
@@ -333,7 +319,7 @@ def _step_parts(
     resources.callback(distributed.abandon)  # Ends the thread that uses the tiers.
     masters = DistributedMasters(sharded.store, pool)
     sync = RankSync(sharded.store, weight_cache, reduced, sharded.collectives)
-    return _StepParts(reduced, distributed, masters, sync)
+    return reduced, distributed, masters, sync
 
 
 def _params(

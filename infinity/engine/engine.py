@@ -65,7 +65,7 @@ from infinity.streaming.updates.masters import MasterWeights
 from infinity.streaming.updates.record import StepRecord, StepRunner
 from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 
 _log = logging.getLogger("infinity")
 

@@ -38,16 +38,6 @@ from infinity.tiers.open_device import ChosenDevice
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt:
-    """A division of the model, and what it costs."""
-
-    layout: ModelLayout
-    units: Sequence[Unit]
-    sharding: ShardingPlan | None
-    budgets: Budgets
-
-
-@dataclass(frozen=True, slots=True)
 class RunPlan:
     """Everything about a run that is decided before a tier is opened.
 
@@ -62,9 +52,9 @@ class RunPlan:
     units: Sequence[Unit]
     sharding: ShardingPlan | None
     budgets: Budgets
-    num_spares: int
-    num_private: int
-    updates_in_backward: bool
+    num_spares: int = 0
+    num_private: int = 0
+    updates_in_backward: bool = False
 
     @property
     def own_units(self) -> Sequence[Unit]:
@@ -102,7 +92,7 @@ def lay_out(
         )  # fmt: skip
     machine = MachineSizes(device.shares_host_memory, device_nbytes, available_host_nbytes())
 
-    def attempt(limit_nbytes: int | None) -> _Attempt:
+    def attempt(limit_nbytes: int | None) -> RunPlan:
         tiling.cut(limit_nbytes)
         in_files = stored.by_parameter(tiling.tiled_params)
         layout = discover_units(model, rule, stored=in_files, adapters=values_of_adapters(model))
@@ -125,12 +115,12 @@ def lay_out(
             budgets = compute_budgets(config, units, in_use, machine)
         else:
             budgets = sharding.budgets(config, in_use, sharding.part_of(machine))
-        return _Attempt(layout, units, sharding, budgets)
+        return RunPlan(config, device, layout, units, sharding, budgets)
 
-    def has_space_ahead(found: _Attempt) -> bool:
+    def has_space_ahead(found: RunPlan) -> bool:
         return found.budgets.has_space_ahead(max(unit.weight_nbytes for unit in found.units))
 
-    def decodes(found: _Attempt) -> bool:
+    def decodes(found: RunPlan) -> bool:
         return decodes_experts(found.budgets, found.units)
 
     try:
@@ -140,12 +130,7 @@ def lay_out(
         if config.schedule.tile is not None and reasons:
             error.args = (f"{error}; tiles do not help: {reasons}",)
         raise
-    return _with_spares(
-        RunPlan(
-            config, device, found.layout, found.units, found.sharding, found.budgets,
-            num_spares=0, num_private=0, updates_in_backward=False,
-        )
-    )  # fmt: skip
+    return _with_spares(found)
 
 
 def _units(

@@ -23,7 +23,7 @@ from infinity.storage.protocol import StorageEngine
 from infinity.storage.shards import ShardFiles, ShardIdentity
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 
 _log = logging.getLogger("infinity")
 
@@ -36,7 +36,7 @@ class OpenTiers:
     """
 
     counters: Counters
-    host: HostBlocks
+    host: HostPool
     volume: Volume | None
     shards: ShardFiles | None
     device: DeviceAdapter
@@ -76,7 +76,7 @@ def open_tiers(
         in_use = [identity for identity in identities if identity.path in read]
         shards = ShardFiles(storage, in_use, verify=plan.config.io.verify)
         resources.callback(shards.close)
-    host = HostBlocks(arena, counters)
+    host = HostPool(arena, counters, is_tight=plan.budgets.is_tight)
     resources.callback(host.close)
     device = plan.device.open(host, counters)
     resources.callback(device.close)

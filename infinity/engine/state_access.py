@@ -29,7 +29,7 @@ from infinity.state.units import (
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.weights.cache import WeightCache
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from infinity.sizes import MIB, align_down
 from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Unit
 from infinity.streaming.updates import device_update as update_on_device
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 
 _LEAST_TIMED_NBYTES = 256 * MIB
 _TIMED_CACHES = 4  # Last-level caches. One may hold 300 MiB, and answers twice as fast as memory.
@@ -45,7 +45,7 @@ _LONG_ENOUGH_S = 5e-3
 Clock = Callable[[], float]
 
 
-def place_updates(plan: RunPlan, device: DeviceAdapter, host: HostBlocks) -> UpdateDevice:
+def place_updates(plan: RunPlan, device: DeviceAdapter, host: HostPool) -> UpdateDevice:
     """Decides where this rank's updates run.
 
     Called while nothing else is allocated from the host tier.
@@ -91,7 +91,7 @@ def _uses(units: Sequence[Unit], batch: Batch) -> Iterator[Use]:
 
 def time_updates(
     device: DeviceAdapter,
-    host: HostBlocks,
+    host: HostPool,
     unit: Unit,
     chunk_nbytes: int,
     *,

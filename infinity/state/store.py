@@ -27,7 +27,7 @@ from infinity.storage.shards import ShardFiles
 from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume import Extent, Spared, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
-from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.host import Block, HostPool
 
 
 class Transfer(Protocol):
@@ -126,7 +126,7 @@ class RestingState:
         units: Sequence[Unit],
         placement: StatePlacement,
         *,
-        host: HostBlocks,
+        host: HostPool,
         volume: Volume | None,
         device: DeviceAdapter,
         shards: ShardFiles | None = None,
@@ -267,7 +267,7 @@ class LocalStore(StateStore):
     """Reads and writes the state of this process."""
 
     def __init__(
-        self, resting: RestingState, host: HostBlocks, device: DeviceAdapter, counters: Counters
+        self, resting: RestingState, host: HostPool, device: DeviceAdapter, counters: Counters
     ) -> None:
         super().__init__(resting)
         self._host = host

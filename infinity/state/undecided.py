@@ -31,8 +31,7 @@ from infinity.ops.host_sums import copy_
 from infinity.state.store import HostLocation, LocalStore, NvmeLocation, changing_kinds
 from infinity.state.units import StateKind, Unit
 from infinity.storage.undecided import UndecidedContent
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import Range
 from infinity.tiers.spare import Giver
 

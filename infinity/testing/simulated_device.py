@@ -41,7 +41,7 @@ from typing_extensions import override
 
 from infinity.observe import Counters
 from infinity.tiers.device import POISON_BYTE, Copy, Region, ResizedRegion
-from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.stream_runtime import Event, Stream, Streams
 from infinity.tiers.streams import StreamDevice
 
@@ -416,7 +416,7 @@ class SimulatedDevice(StreamDevice):
         self.attached_high_water_nbytes = 0
 
     @override
-    def open(self, host: HostBlocks, counters: Counters) -> None:
+    def open(self, host: HostPool, counters: Counters) -> None:
         """Receives the arena and the counters. Freeing a block that is being copied fails then."""
         super().__init__("simulated", host, counters, self.streams)
         free = host.free

@@ -17,7 +17,7 @@ from typing_extensions import override
 from infinity.observe import Counters
 from infinity.storage.arena import Arena, Window, can_remap
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter, Region, ResizedRegion
-from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import rounded_nbytes
 
 
@@ -51,7 +51,7 @@ class WindowRegion(Region):
 class CpuDevice(DeviceAdapter):
     """The device tier of a machine without a GPU. Training thread only."""
 
-    host: HostBlocks
+    host: HostPool
     counters: Counters
     name: str = "cpu"
     shares_host_memory: bool = True

@@ -22,7 +22,7 @@ from infinity.observe import Counters
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
 from infinity.tiers.device import ResizedRegion
-from infinity.tiers.host import MAX_REGISTERED_NBYTES, HostBlocks
+from infinity.tiers.host import MAX_REGISTERED_NBYTES, HostPool
 from infinity.tiers.stream_runtime import Streams
 from infinity.tiers.streams import StreamDevice
 
@@ -126,7 +126,7 @@ class AcceleratorStreams(Streams):
 class CudaDevice(StreamDevice):
     """The device tier on one CUDA device, the current one unless `index` says which."""
 
-    def __init__(self, host: HostBlocks, counters: Counters, index: int | None = None) -> None:
+    def __init__(self, host: HostPool, counters: Counters, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedError(
                 "tiers.device.kind is 'cuda' but PyTorch sees no CUDA device; "

@@ -24,7 +24,7 @@ import torch
 from typing_extensions import override
 
 from infinity.observe import Counters
-from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.host import Block, HostPool
 
 
 class Copy:
@@ -171,7 +171,7 @@ class DeviceAdapter:
     # True when compute reads host memory itself, so that nothing has to be copied.
     shares_host_memory: bool
 
-    def open(self, host: HostBlocks, counters: Counters) -> None:
+    def open(self, host: HostPool, counters: Counters) -> None:
         """Receives the arena and the counters, before any other call: for an adapter that the
         caller of `infinity.offload` has made."""
 

@@ -13,7 +13,7 @@ from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ChosenDevice:
             return None
         return node_of_device(pci_address(torch.cuda.get_device_properties(None)))
 
-    def open(self, host: HostBlocks, counters: Counters) -> DeviceAdapter:
+    def open(self, host: HostPool, counters: Counters) -> DeviceAdapter:
         """Opens the adapter. The caller closes it."""
         if self.own is not None:
             self.own.open(host, counters)

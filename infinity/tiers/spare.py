@@ -29,7 +29,7 @@ from enum import IntEnum, auto
 class SpareMemory:
     """What is free of the host's working memory, and who will need it: bytes, one writer each.
 
-    `free_nbytes`: `HostBlocks`. `weights_to_come_nbytes`: weights that travel through host memory
+    `free_nbytes`: `HostPool`. `weights_to_come_nbytes`: weights that travel through host memory
     and are not there (`WeightMoves`). `sums_to_come_nbytes`: blocks that the last step has taken,
     and this one has not yet (`PooledSumBlocks`). `ring_to_come_nbytes`: the staging ring while it
     is not taken; `spare_slots_nbytes`: what it has taken beyond (`StagingRing`).

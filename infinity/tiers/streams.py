@@ -48,7 +48,7 @@ from typing_extensions import override
 from infinity.observe import Counters, Track
 from infinity.tiers.device import Copy, Decoding, DeviceAdapter, Region, ResizedRegion
 from infinity.tiers.device_faults import DeviceFaults, reporting_faults
-from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.stream_runtime import Event, Stream, Streams, event_behind
 
 
@@ -173,7 +173,7 @@ class StreamDevice(DeviceAdapter):
 
     shares_host_memory = False
 
-    def __init__(self, name: str, host: HostBlocks, counters: Counters, streams: Streams) -> None:
+    def __init__(self, name: str, host: HostPool, counters: Counters, streams: Streams) -> None:
         self.name = name
         self.host = host
         self.counters = counters

@@ -12,7 +12,7 @@ from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.sizes import MIB
 from infinity.testing.simulated_device import SimulatedDevice
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tools.bench import fio, memory, nvme, suite
 from infinity.tools.bench.measure import Lab
 from infinity.tools.bench.report import rows_of
@@ -22,7 +22,7 @@ from tests.bench.conftest import all_equal
 def simulated(lab: Lab, kind: type[SimulatedDevice] = SimulatedDevice) -> SimulatedDevice:
     counters = Counters()
     device = kind(0, delay_s=0.001)
-    device.open(HostBlocks(lab.arena, counters), counters)
+    device.open(HostPool(lab.arena, counters), counters)
     return device
 
 

@@ -230,7 +230,7 @@ def assert_describes(error: BaseException, *, operation: str, code: int, directo
 
 
 def lent(engine: Engine) -> list[str]:
-    return engine.pool._host.lent()
+    return engine.pool.lent()
 
 
 def settle(engine: Engine) -> None:
@@ -264,7 +264,7 @@ def assert_nothing_leaked(engine: Engine) -> None:
 def assert_everything_comes_back(engine: Engine) -> None:
     """Where all state rests on NVMe, the full arena can be lent as one block."""
     pool = engine.pool
-    capacity_nbytes = pool._host.capacity_nbytes
+    capacity_nbytes = pool.capacity_nbytes
     try:
         block = pool.require(capacity_nbytes, "everything")
     except CapacityError as error:

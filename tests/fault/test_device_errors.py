@@ -22,7 +22,7 @@ from infinity.testing.simulated_device import (
     SimulatedStream,
     SimulatedStreams,
 )
-from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.host import Block, HostPool
 from tests.support.models import Mlp
 from tests.support.offloading import swap_config
 
@@ -117,7 +117,7 @@ class Regions:
 
     def __init__(self, arena: Arena) -> None:
         self.device = SimulatedDevice(1)
-        host = HostBlocks(arena, Counters())
+        host = HostPool(arena, Counters())
         self.device.open(host, Counters())
         block = host.allocate(4096, "a block")
         assert block is not None

@@ -20,7 +20,7 @@ from infinity.modules.interrupts import uninterrupted
 from infinity.state.units import StateKind
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.faulty_engine import WrappedEngine
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 from tests.support.bits import assert_same
 
 from .harness import (

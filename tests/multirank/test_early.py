@@ -208,7 +208,7 @@ def _under_way(rank: int, case: Case) -> tuple[dict[str, Tensor], tuple[float, f
     run.engine.flush()
     while run.engine.pool._reclaim(1):
         pass
-    assert OLD_STATE not in run.engine.pool._host.lent()
+    assert OLD_STATE not in run.engine.pool.lent()
     infinity.close(run.model)
     return found
 

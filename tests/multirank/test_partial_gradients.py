@@ -30,7 +30,7 @@ from infinity.storage.arena import Arena
 from infinity.storage.open import open_engine
 from infinity.storage.scratch_space import SLOT_NBYTES
 from infinity.storage.volume import Volume, VolumePath
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 
 from .models import batch, loss_of
 from .processes import run_ranks
@@ -41,9 +41,9 @@ WINDOW = 4096
 
 
 @pytest.fixture
-def host() -> Iterator[HostBlocks]:
+def host() -> Iterator[HostPool]:
     with Arena(MIB) as arena:
-        yield HostBlocks(arena, Counters())
+        yield HostPool(arena, Counters())
 
 
 def filling(values: torch.Tensor) -> Fill:
@@ -58,7 +58,7 @@ def filling(values: torch.Tensor) -> Fill:
 
 
 def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
-    host: HostBlocks, tmp_path: Path
+    host: HostPool, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         engine = stack.enter_context(open_engine("threads", arena=host.arena))
@@ -96,7 +96,7 @@ def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
 
 
 def test_without_a_drive_a_sender_waits_for_space(
-    host: HostBlocks, monkeypatch: pytest.MonkeyPatch
+    host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partials = PartialGradients(BUDGET, host=host, volume=None, window=None, counters=Counters())
     window = host.allocate(WINDOW, "window")

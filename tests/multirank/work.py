@@ -21,7 +21,7 @@ import infinity
 from infinity.ops.split_master import split
 from infinity.sizes import MIB
 from infinity.testing import SimulatedDevice
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 from tests.support.bits import differences
 from tests.support.lion import PlainLion
 

@@ -14,7 +14,7 @@ from infinity.observe import Counters
 from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena
 from infinity.tiers.device import Decoding, ResizedRegion
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tiers.stream_runtime import Event
 from infinity.tiers.streams import StreamDevice
 from tests.support.loopback import Loopback
@@ -72,7 +72,7 @@ def _late_sum(
 
 
 def run(
-    make: Callable[[HostBlocks, Counters], StreamDevice],
+    make: Callable[[HostPool, Counters], StreamDevice],
     loopback: Loopback,
     *,
     on_device: bool,
@@ -102,7 +102,7 @@ def run(
 
     def of_rank(rank: int) -> None:
         arena = Arena(256 << 10)
-        host = HostBlocks(arena, Counters())
+        host = HostPool(arena, Counters())
         device = make(host, Counters())
         try:
             exchange = DeviceExchange(
@@ -126,7 +126,7 @@ def run(
             arena.close()
 
     def _put_together(
-        exchange: DeviceExchange, device: StreamDevice, host: HostBlocks, rank: int
+        exchange: DeviceExchange, device: StreamDevice, host: HostPool, rank: int
     ) -> None:
         region = device.reserve(WHOLE_NBYTES)
         for whole in tiled_params:
@@ -178,7 +178,7 @@ def run(
 def _decode_later(
     exchange: DeviceExchange,
     device: StreamDevice,
-    host: HostBlocks,
+    host: HostPool,
     rank: int,
     units: Sequence[torch.Tensor],
     stretches: Sequence[PlacedRange],

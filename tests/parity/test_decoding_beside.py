@@ -25,7 +25,7 @@ from infinity.testing.simulated_device import (
     UnorderedAccess,
 )
 from infinity.tiers.device import Decoding
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tiers.streams import StreamDevice, _Staging
 from tests.support.bits import assert_same
 
@@ -75,7 +75,7 @@ def opened(device: SimulatedDevice) -> Iterator[Callable[..., Any]]:
     """Yields a function that decodes a page of a number into a new region, behind `before()`."""
     with Arena(4 * PAGE_NBYTES) as arena:
         counters = Counters()
-        host = HostBlocks(arena, counters)
+        host = HostPool(arena, counters)
         device.open(host, counters)
         device.prepare_decoding(PAGE_NBYTES, 2)
 

@@ -17,7 +17,7 @@ from infinity.observe import Counters
 from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tiers.streams import StreamCopy, StreamDevice, _Staging
 from tests.support.exhaustive import covering, sampled
 from tests.support.loopback import Loopback, LoopbackRank
@@ -109,7 +109,7 @@ def test_a_trial_has_each_kind_of_operation_in_the_groups_that_need_it() -> None
 
     counters = Counters()
     with Arena(1 << 22) as arena:
-        device = simulated(HostBlocks(arena, counters), counters)
+        device = simulated(HostPool(arena, counters), counters)
         exchange = DeviceExchange(
             device,
             Group("all"),

@@ -566,7 +566,7 @@ def test_shapes_that_change_reserve_no_more_than_the_largest(swap_directory: Pat
     with offloaded(_Stack(128, 4), config, device=device) as model:
         engine = infinity.engine_of(model)
         optimizer = infinity.AdamW(model, lr=1e-3)
-        host = engine.pool._host
+        host = engine.pool
 
         def reserved(sizes: list[int]) -> tuple[Any, ...]:
             batches = [torch.randn(rows, 128) for rows in sizes]

@@ -48,7 +48,7 @@ def resting_of(run: Run) -> RestingNorms:
 
 
 def lent_to_norms(run: Run) -> list[str]:
-    return [label for label in resting_of(run)._pool._host.lent() if "measured" in label]
+    return [label for label in resting_of(run)._pool.lent() if "measured" in label]
 
 
 PROPERTIES: dict[str, list[Any]] = {

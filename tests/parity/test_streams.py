@@ -39,7 +39,7 @@ from infinity.streaming.weights.state import WeightProvider, WeightState
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import CudaDevice, pin, unpin
 from infinity.tiers.device import FINISHED, ResizedRegion
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tiers.streams import StreamCopy, StreamDevice
 from tests.support.models import Mlp
 from tests.support.offloading import offloaded, swap_config
@@ -391,7 +391,7 @@ def test_a_long_trace_times_each_copy_by_a_young_clock(monkeypatch: pytest.Monke
     with Arena(1 << 20) as arena:
         counters = Counters()
         device = SimulatedDevice(0)
-        device.open(HostBlocks(arena, counters), counters)
+        device.open(HostPool(arena, counters), counters)
         counters.tracer.start()
         there, begun_ns = torch.zeros(4096), time.monotonic_ns()
 
@@ -428,7 +428,7 @@ def test_streams_of_transfers_on_cuda_go_before_those_that_compute(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(0))
     monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     with Arena(1 << 20) as arena:
-        device = CudaDevice(HostBlocks(arena, Counters()), Counters(), index=0)
+        device = CudaDevice(HostPool(arena, Counters()), Counters(), index=0)
         device.streams.new_stream("side")
         unpin(arena, Runtime(0))
     assert made == [-1, -1, -1]
@@ -445,7 +445,7 @@ def test_a_device_that_has_failed_gives_the_arena_back(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, *, priority: object())
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     with Arena(1 << 20) as arena:
-        device = CudaDevice(HostBlocks(arena, Counters()), Counters(), index=0)
+        device = CudaDevice(HostPool(arena, Counters()), Counters(), index=0)
         with pytest.raises(DeviceError, match="cuda.*illegal memory access.*left last.*none"):
             device.close()
         assert runtime.calls == [(arena.address, 1 << 20, 1), arena.address]

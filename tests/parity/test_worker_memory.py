@@ -20,7 +20,7 @@ from infinity.storage.protocol import Priority
 from infinity.streaming.updates import unit_update
 from infinity.streaming.weights.state import WeightState
 from infinity.testing.simulated_device import SimulatedDevice
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 from infinity.tiers.streams import StreamCopy
 from tests.support.two_sides import Run, compare, loss_of, offloaded, same_bits, steps
 

@@ -22,7 +22,7 @@ from infinity.plan.model import load_model, load_shape
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tools.cli import app
 from infinity.tools.plan.data_facts import DataFacts, read_data
 from infinity.tools.plan.draft import Wish, draft
@@ -358,7 +358,7 @@ def test_the_rates_of_a_device_with_its_own_memory_are_measured() -> None:
     model = load_model("gpt-10b", torch.bfloat16)
     counters, device = Counters(), SimulatedDevice(delay_s=1e-5)
     with Arena(256 * MIB, huge_pages=False) as arena:
-        host = HostBlocks(arena, counters)
+        host = HostPool(arena, counters)
         device.open(host, counters)
         try:
             found = measure_device(device, host, model, 2e12, 1 << 30)

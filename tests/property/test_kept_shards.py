@@ -17,8 +17,7 @@ from infinity.observe import Counters
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
 from infinity.tiers.device import FINISHED
-from infinity.tiers.host import HostBlocks
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 from infinity.tiers.spare import Giver
 
 NUM_SHARDS = 4
@@ -34,8 +33,8 @@ class KeptShardsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.arena = Arena(6 * MIB)  # Less than all shards need.
-        host = HostBlocks(self.arena, Counters())
-        self.pool, self.kept = HostPool(host), KeptShards(host)
+        self.pool = HostPool(self.arena, Counters())
+        self.kept = KeptShards(self.pool)
         self.pool.add_giver(Giver.KEPT_SHARDS, lambda _: self.kept.give_back(self.pool))
         self.at_rest = list(range(NUM_SHARDS))
         self.undecided: dict[int, int] = {}
@@ -45,7 +44,7 @@ class KeptShardsMachine(RuleBasedStateMachine):
         while self.kept.give_back(self.pool):
             pass
         assert self.pool.in_use_nbytes == 0
-        self.pool._host.close()
+        self.pool.close()
         self.arena.close()
 
     def change(self, shard: int) -> int:

@@ -13,8 +13,7 @@ from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
-from infinity.tiers.host import Block, HostBlocks
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.spare import Giver, SpareMemory
 
 nbytes = st.integers(0, 1 << 40)
@@ -33,7 +32,7 @@ def test_who_takes_what_is_spare_leaves_what_others_need(spare: SpareMemory) -> 
 
 
 def _pool(arena: Arena) -> HostPool:
-    return HostPool(HostBlocks(arena, Counters()))
+    return HostPool(arena, Counters())
 
 
 @given(st.permutations(list(Giver)), st.data())

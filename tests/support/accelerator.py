@@ -17,7 +17,7 @@ import torch
 
 from infinity.observe import Counters
 from infinity.tiers.cuda import AcceleratorStreams
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tiers.streams import StreamDevice
 
 NAME = "ours"
@@ -74,6 +74,6 @@ class Accelerator(StreamDevice):
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
 
-    def open(self, host: HostBlocks, counters: Counters) -> None:
+    def open(self, host: HostPool, counters: Counters) -> None:
         """See `tiers.device.DeviceAdapter.open`."""
         super().__init__(NAME, host, counters, AcceleratorStreams(self.torch_device))

@@ -11,8 +11,7 @@ from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.tiers.host import Block, HostBlocks
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import Range
 from infinity.tiers.spare import Giver
 
@@ -20,7 +19,7 @@ from infinity.tiers.spare import Giver
 def test_a_dissolved_block_is_free_but_for_the_parts_that_stay() -> None:
     arena = Arena(16 * PAGE_NBYTES)
     try:
-        host = HostBlocks(arena, Counters())
+        host = HostPool(arena, Counters())
         below, above = host.allocate(PAGE_NBYTES, "above"), host.allocate(12 * PAGE_NBYTES, "all")
         assert below is not None and above is not None
         start = above.range.offset_nbytes
@@ -46,7 +45,7 @@ def test_a_dissolved_block_is_free_but_for_the_parts_that_stay() -> None:
 def test_a_refusal_says_the_largest_free_piece() -> None:
     arena = Arena(16 * PAGE_NBYTES)
     try:
-        pool = HostPool(HostBlocks(arena, Counters()))
+        pool = HostPool(arena, Counters())
         blocks = [pool.require(4 * PAGE_NBYTES, f"block {number}") for number in range(4)]
         pool.free(blocks[0])
         pool.free(blocks[2])
@@ -71,7 +70,7 @@ def test_an_idle_block_below_idle_ones_is_moved_to_the_stack_with_its_bytes() ->
     for nbytes in (4 * PAGE_NBYTES, 2 * HUGE_PAGE_NBYTES):
         arena = Arena(8 * nbytes)
         try:
-            pool = HostPool(HostBlocks(arena, Counters()), is_tight=True)
+            pool = HostPool(arena, Counters(), is_tight=True)
             kept, gone, block = (pool.require(size, "") for size in (nbytes, nbytes // 2, nbytes))
             pool.tensor(block).copy_(torch.arange(nbytes) % 251)
             idle = [gone]

@@ -24,7 +24,7 @@ from infinity.streaming.weights.space import WeightMemory
 from infinity.streaming.weights.state import WeightProvider, WeightState
 from infinity.testing import SimulatedDevice
 from infinity.tiers.device import FINISHED
-from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import Range
 from infinity.tiers.spare import SpareMemory
 
@@ -152,7 +152,7 @@ class Refusing:
 def test_a_refused_proposal_gives_back_the_memory_of_the_region() -> None:
     device = SimulatedDevice(0, delay_s=0.0)
     with Arena(64 << 10) as arena:
-        device.open(HostBlocks(arena, Counters()), Counters())
+        device.open(HostPool(arena, Counters()), Counters())
         operations: Any = None
         exchange = DeviceExchange(device, operations, operations, Buffers(2, 512, 512, 512))
         store: Any = SimpleNamespace(

@@ -16,8 +16,7 @@ from infinity.errors import CapacityError
 from infinity.sizes import MIB, align_up
 from infinity.state.budgets import Budgets
 from infinity.state.units import STATE_ITEM_NBYTES, Unit
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import Range, RangeAllocator, rounded_nbytes
 
 

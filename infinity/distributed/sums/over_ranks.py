@@ -30,7 +30,7 @@ from infinity.streaming.gradients.blocks import PooledSumBlocks, SumsStay
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.gradients.tensors import CompleteSums
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 
 IN_SUMS = "in the sums of gradients"  # What is lost there other ranks have given.
 

@@ -23,7 +23,7 @@ from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.storage.protocol import Priority
 from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
-from infinity.tiers.host import Block, HostBlocks
+from infinity.tiers.host import Block, HostPool
 
 # A live rank sums, or sends, within this time.
 PATIENCE_S = 60.0
@@ -74,7 +74,7 @@ class PartialGradients:
         self,
         budget_nbytes: int,
         *,
-        host: HostBlocks,
+        host: HostPool,
         volume: Volume | None,
         window: Block | None,
         counters: Counters,

@@ -42,7 +42,7 @@ from infinity.modules.handles.mirrors import mirrored
 from infinity.modules.interrupts import uninterrupted
 from infinity.observe import Counters
 from infinity.private.torch import DisableTorchFunctionSubclass, get_sequence_nr
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 
 _log = logging.getLogger("infinity")
 

@@ -27,8 +27,7 @@ from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradients.sums import SumState, UnitGradients
 from infinity.streaming.gradients.tensors import CompleteSums, TensorGradient, has_any
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 
 _NUM_LEAVING = 2  # Sums that are on their way to the drive while others stay.
 

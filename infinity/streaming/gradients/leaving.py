@@ -53,8 +53,7 @@ from infinity.streaming.gradients.sink import Lend
 from infinity.streaming.gradients.sums import UnitGradients
 from infinity.streaming.gradients.tensors import CompleteSums, TensorGradient, has_any
 from infinity.tiers.device import Copy, DeviceAdapter
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import rounded_nbytes
 
 _LABEL = "gradients that are added"

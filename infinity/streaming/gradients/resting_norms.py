@@ -34,8 +34,7 @@ from infinity.sizes import MIB
 from infinity.state.units import STATE_ITEM_NBYTES, TensorSpec
 from infinity.streaming.gradients.tensors import CompleteSums, NormTask, TensorGradient
 from infinity.tiers.device import Copy, DeviceAdapter
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 
 _LABEL = "gradients that are measured"
 _LANES: Final = 64

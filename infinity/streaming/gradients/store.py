@@ -39,7 +39,7 @@ from infinity.streaming.gradients.sums import (
 )
 from infinity.streaming.gradients.tensors import CompleteSums, TensorGradient, has_any
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 
 
 class Reader(Protocol):

@@ -31,8 +31,7 @@ from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
 from infinity.streaming.inputs.input_memory import InputMemory
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.spare import Giver
 
 _LABEL = "activations"

@@ -16,7 +16,7 @@ from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.state.store import StateStore, Transfer, await_end
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 
 # Splitting makes a few temporaries of the elements it works on.
 _SPLIT_NUMEL = 1 << 22

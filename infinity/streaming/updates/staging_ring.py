@@ -29,8 +29,7 @@ from infinity.storage.protocol import Priority
 from infinity.storage.undecided import UndecidedContent
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.chunk_update import StagedChunk, StagingSlot
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.spare import Giver
 
 _RING_LABEL = "chunks of the optimizer"

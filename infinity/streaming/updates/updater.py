@@ -52,7 +52,7 @@ from infinity.streaming.updates.unit_update import (
 from infinity.streaming.updates.worker import LooseWork, UpdateWorker, Waitable
 from infinity.streaming.weights.by_next_use import ByNextUse
 from infinity.streaming.weights.cache import WeightCache
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 from infinity.tiers.spare import Giver
 
 

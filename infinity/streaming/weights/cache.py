@@ -37,7 +37,7 @@ from infinity.streaming.weights.read_ahead import ReadAhead
 from infinity.streaming.weights.space import WeightMemory, WeightSpace
 from infinity.streaming.weights.state import HostCopy, WeightProvider, Weights, WeightState
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import HostPool
 
 
 class WeightCache:

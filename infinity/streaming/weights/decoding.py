@@ -42,8 +42,7 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.weights.state import Weights
 from infinity.tiers.device import Copy, Decoding, DeviceAdapter, Region
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import Range, RangeAllocator
 
 _log = logging.getLogger("infinity")

@@ -34,8 +34,7 @@ from infinity.streaming.weights.decoding import WeightDecoding
 from infinity.streaming.weights.eviction import main_sizes
 from infinity.streaming.weights.state import WeightProvider, Weights, WeightState
 from infinity.tiers.device import FINISHED, DeviceAdapter, Region
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 
 
 class WeightMoves:

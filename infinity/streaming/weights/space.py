@@ -16,8 +16,7 @@ from infinity.streaming.weights.eviction import Evictable, choose_neighbours
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.state import Weights, WeightState
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import Block
-from infinity.tiers.pool import HostPool
+from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import rounded_nbytes
 from infinity.tiers.spare import Giver
 
@@ -205,7 +204,7 @@ class WeightSpace:
 
     def is_stacked(self, weights: Weights) -> bool:
         """Returns whether the block of an idle unit lies beside those in use, or need not: see
-        `tiers/pool.py`, Note [Tight budgets]. Called of a tight pool."""
+        `tiers/host.py`, Note [Tight budgets]. Called of a tight pool."""
         block = weights.decoded or weights.block
         is_there = weights.state in (WeightState.READY, WeightState.ATTACHED)
         if block is None or not is_there:

@@ -66,11 +66,11 @@ def _device(lab: Lab, sections: Sequence[str]) -> Iterator[Comparison]:
         return
     from infinity.observe import Counters
     from infinity.tiers.cuda import CudaDevice
-    from infinity.tiers.host import HostBlocks
+    from infinity.tiers.host import HostPool
     from infinity.tools.bench import memory
 
     counters = Counters()
-    cuda = CudaDevice(HostBlocks(lab.arena, counters), counters)
+    cuda = CudaDevice(HostPool(lab.arena, counters), counters)
     try:
         if "device" in sections:
             yield from memory.device_copies(lab, cuda)

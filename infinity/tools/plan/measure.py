@@ -39,7 +39,7 @@ from infinity.sizes import MIB, PAGE_NBYTES, align_down
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.open import open_configured
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostBlocks
+from infinity.tiers.host import HostPool
 from infinity.tiers.open_device import device_kind
 from infinity.tools.bench.memory import arena_to_device, optimizer_pass
 from infinity.tools.bench.scratch import bench_directory
@@ -261,7 +261,7 @@ def measure_cuda(arena: Arena, model: PlannedModel, flops: float) -> Device:
     from infinity.tiers.cuda import CudaDevice
 
     counters = Counters()
-    host = HostBlocks(arena, counters)
+    host = HostPool(arena, counters)
     device = CudaDevice(host, counters)
     try:
         free_nbytes, _ = torch.cuda.mem_get_info()
@@ -272,7 +272,7 @@ def measure_cuda(arena: Arena, model: PlannedModel, flops: float) -> Device:
 
 def measure_device(
     device: DeviceAdapter,
-    host: HostBlocks,
+    host: HostPool,
     model: PlannedModel,
     flops: float,
     memory_nbytes: int,
