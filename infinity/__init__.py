@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         gather,
         init_empty_weights,
         offload,
+        shrink,
     )
     from infinity.config import SwapConfig
     from infinity.errors import (
@@ -82,36 +83,6 @@ __all__ = [
     "shrink",
 ]
 
-_MODULES = {
-    "SGD": "infinity.api",
-    "Adam": "infinity.api",
-    "AdamW": "infinity.api",
-    "CapacityError": "infinity.errors",
-    "ConfigError": "infinity.errors",
-    "CorruptionError": "infinity.errors",
-    "DeviceError": "infinity.errors",
-    "InfinityError": "infinity.errors",
-    "Lion": "infinity.api",
-    "NonFiniteError": "infinity.errors",
-    "ParameterNotResident": "infinity.errors",
-    "RankError": "infinity.errors",
-    "StorageError": "infinity.errors",
-    "SwapConfig": "infinity.config",
-    "SwapLockedError": "infinity.errors",
-    "UnsupportedError": "infinity.errors",
-    "close": "infinity.api",
-    "describe": "infinity.api",
-    "engine_of": "infinity.api",
-    "factored_experts": "infinity.api",
-    "beside": "infinity.api",
-    "forward_backward": "infinity.api",
-    "gather": "infinity.api",
-    "init_empty_weights": "infinity.api",
-    "offload": "infinity.api",
-    "shrink": "infinity.api",
-}
-
-
 if _strange := namesake.strange_entries(__path__):
     import warnings
 
@@ -121,11 +92,13 @@ if _strange := namesake.strange_entries(__path__):
 def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return importlib.import_module("infinity.checkpoint")
-    module = _MODULES.get(name)
-    if module is None:
+    if name not in __all__:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
-    if module == "infinity.api":
-        from infinity.config.extras import require_release
+    if name == "SwapConfig":
+        return importlib.import_module("infinity.config").SwapConfig
+    if hasattr(errors := importlib.import_module("infinity.errors"), name):
+        return getattr(errors, name)
+    from infinity.config.extras import require_release
 
-        require_release("torch", "infinity")
-    return getattr(importlib.import_module(module), name)
+    require_release("torch", "infinity")
+    return getattr(importlib.import_module("infinity.api"), name)

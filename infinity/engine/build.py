@@ -58,9 +58,7 @@ from infinity.storage.volume import Adopted
 from infinity.streaming.gradients.blocks import PooledSumBlocks, SumsStay
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.gradients.store import GradientStore
-from infinity.streaming.inputs.activations import ActivationStore
-from infinity.streaming.inputs.input_memory import InputMemory
-from infinity.streaming.inputs.waiting import WaitingMemory
+from infinity.streaming.inputs.activations import ActivationStore, InputMemory, WaitingMemory
 from infinity.streaming.passes import Passes
 from infinity.streaming.updates.masters import Masters, MasterWeights
 from infinity.streaming.updates.record import StepRunner, UpdateSettings

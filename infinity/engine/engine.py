@@ -58,8 +58,7 @@ from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.gradients.sink import GradientSink
-from infinity.streaming.inputs.activations import ActivationStore
-from infinity.streaming.inputs.waiting import WaitingMemory
+from infinity.streaming.inputs.activations import ActivationStore, WaitingMemory
 from infinity.streaming.passes import Passes
 from infinity.streaming.updates.masters import MasterWeights
 from infinity.streaming.updates.record import StepRecord, StepRunner

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from infinity.streaming.weights.access_order import PassOrders
-from infinity.streaming.weights.by_next_use import ByNextUse
-from infinity.streaming.weights.eviction import Evictable, choose_neighbours, main_sizes
+from infinity.streaming.weights.access_order import AccessOrder
+from infinity.streaming.weights.eviction import ByNextUse, Evictable, choose_neighbours, main_sizes
 from infinity.tiers.ranges import Range, RangeAllocator
 
 
@@ -27,11 +26,11 @@ class Visit:
 class _Sum:
     """A cache that is full when the sum of its units' bytes is its capacity."""
 
-    def __init__(self, orders: PassOrders, nbytes: Sequence[int], capacity_nbytes: float) -> None:
+    def __init__(self, order: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
         self._nbytes = nbytes
         self._capacity_nbytes = capacity_nbytes
         self._used_nbytes = 0
-        self.cached = ByNextUse(orders, nbytes)
+        self.cached = ByNextUse(order, nbytes)
 
     def admit(self, unit: int, kept: Collection[int], taken_nbytes: int) -> list[int]:
         """Makes space for a unit that is not in the cache; returns the units that go."""
@@ -65,8 +64,8 @@ class _Arena:
     not fit between its holes is not there. Reads ahead are not in it, because they cost no bytes
     (streaming/weights/eviction.py, Note [Reads ahead])."""
 
-    def __init__(self, orders: PassOrders, nbytes: Sequence[int], capacity_nbytes: float) -> None:
-        self._trace = orders.now
+    def __init__(self, order: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
+        self._trace = order
         self._nbytes = nbytes
         self._ranges = RangeAllocator(int(capacity_nbytes))
         self._main_sizes = main_sizes(nbytes)  # Units that are not stored are far smaller.
@@ -168,13 +167,12 @@ def _visits(
     held: tuple[tuple[int, ...], ...],
     is_arena: bool,
 ) -> tuple[Visit, ...]:
-    orders, length = PassOrders({}), len(order)
-    trace = orders.now
+    trace, length = AccessOrder(), len(order)
     for unit in order:
         trace.visit(unit)
-    make: Callable[[PassOrders, Sequence[int], float], _Sum | _Arena]
+    make: Callable[[AccessOrder, Sequence[int], float], _Sum | _Arena]
     make = _Arena if is_arena else _Sum
-    cache = make(orders, nbytes, capacity_nbytes)
+    cache = make(trace, nbytes, capacity_nbytes)
     skipped_of = [set[int]() for _ in range(num_passes)]  # Places, by pass.
     for index in skipped:
         skipped_of[index // length].add(index % length)

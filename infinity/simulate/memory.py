@@ -1,5 +1,5 @@
 """Layer inputs in host memory between a forward and its backward, as the engine keeps them
-(streaming/inputs/input_memory.py). Pure."""
+(streaming/inputs/activations.py). Pure."""
 
 from __future__ import annotations
 

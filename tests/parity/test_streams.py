@@ -29,10 +29,9 @@ from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradients import leaving
 from infinity.streaming.gradients.leaving import LeavingGradients
-from infinity.streaming.inputs.activations import ActivationStore
-from infinity.streaming.inputs.input_memory import InputMemory
+from infinity.streaming.inputs.activations import ActivationStore, InputMemory
 from infinity.streaming.updates.device_update import update_on_device
-from infinity.streaming.weights.access_order import PassOrders
+from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.read_ahead import ReadAhead
 from infinity.streaming.weights.state import WeightProvider, WeightState
@@ -309,11 +308,11 @@ def test_a_unit_without_memory_gets_that_of_idle_ones_or_is_copied_in_its_next_u
 
 def test_an_arrival_ahead_that_finds_no_memory_waits_for_its_use() -> None:
     """All-gathers of other ranks are of the same log: an error here would end the job."""
-    orders, asked = PassOrders({1: 0}), []
+    order, asked = AccessOrder({1: 0}), []
     for _ in range(2):
-        orders.now.begin()
-        orders.now.visit(0)
-    orders.now.begin()
+        order.begin()
+        order.visit(0)
+    order.begin()
     of_unit = SimpleNamespace(unit=SimpleNamespace(index=0), state=WeightState.ABSENT)
     feeder = SimpleNamespace(unit=SimpleNamespace(index=1), state=WeightState.READY)
     of_unit.undecided, of_unit.rests_on_host = None, False
@@ -328,7 +327,7 @@ def test_an_arrival_ahead_that_finds_no_memory_waits_for_its_use() -> None:
     )  # fmt: skip
     device: Any = SimpleNamespace(shares_host_memory=False)
     space: Any = SimpleNamespace(fill_ahead=fill_ahead)
-    ahead = ReadAhead(moves, space, orders, WeightProvider(), InputMemory(0, 8), device, 8)
+    ahead = ReadAhead(moves, space, order, WeightProvider(), InputMemory(0, 8), device, 8)
     for count in (1, 2):
         ahead.fetch(Priority.FORWARD)
         assert asked == [(of_unit, feeder)] * count

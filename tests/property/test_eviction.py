@@ -14,9 +14,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from infinity.sizes import PAGE_NBYTES
-from infinity.streaming.weights.access_order import NEVER, PassOrders
-from infinity.streaming.weights.by_next_use import ByNextUse
-from infinity.streaming.weights.eviction import Evictable, choose_neighbours, main_sizes
+from infinity.streaming.weights.access_order import NEVER, AccessOrder
+from infinity.streaming.weights.eviction import (
+    ByNextUse,
+    Evictable,
+    choose_neighbours,
+    main_sizes,
+)
 from infinity.tiers.ranges import Range, RangeAllocator
 
 uses = st.integers(0, 4)
@@ -43,14 +47,14 @@ def fewest_fetches(sequence: list[int], capacity: int) -> int:
 
 def fetches_of_the_rule(order: list[int], cycles: int, capacity: int) -> int:
     """Fetches when the furthest next use decides, with a trace that knows the order."""
-    orders = PassOrders({})
-    visit_all(orders, order)
-    resident = ByNextUse(orders)
+    trace = AccessOrder()
+    visit_all(trace, order)
+    resident = ByNextUse(trace)
     fetches = 0
     for _ in range(cycles):
-        orders.now.begin()
+        trace.begin()
         for unit in order:
-            orders.now.visit(unit)
+            trace.visit(unit)
             if unit in resident:
                 continue
             fetches += 1
@@ -62,10 +66,10 @@ def fetches_of_the_rule(order: list[int], cycles: int, capacity: int) -> int:
     return fetches
 
 
-def visit_all(orders: PassOrders, order: list[int]) -> None:
-    orders.now.begin()
+def visit_all(trace: AccessOrder, order: list[int]) -> None:
+    trace.begin()
     for unit in order:
-        orders.now.visit(unit)
+        trace.visit(unit)
 
 
 @given(order=orders, cycles=st.integers(1, 3), capacity=st.integers(1, 4))
@@ -102,24 +106,24 @@ def test_units_lie_in_the_order_of_their_next_uses_after_any_uses(
 ) -> None:
     """Unit 6 feeds unit 0, and unit 5 is used by mistake alone. A row that is asked after every
     step, and one that is asked once, against the distance of each unit."""
-    orders, nbytes = PassOrders({6: 0}), [2, 2, 2, 9, 9, 5, 2]
-    visit_all(orders, order)
-    orders.now.begin()
-    asked, once, plain = ByNextUse(orders, nbytes), ByNextUse(orders, nbytes), ByNextUse(orders)
+    trace, nbytes = AccessOrder({6: 0}), [2, 2, 2, 9, 9, 5, 2]
+    visit_all(trace, order)
+    trace.begin()
+    asked, once, plain = ByNextUse(trace, nbytes), ByNextUse(trace, nbytes), ByNextUse(trace)
     there: set[int] = set()
     for what, unit in steps:
         if what == "use":
-            orders.now.visit(unit)
+            trace.visit(unit)
         elif what == "begin":
-            orders.now.begin()
+            trace.begin()
         elif what in ("train", "eval"):
-            orders.turn_to(what)
+            trace.turn_to(what)
         else:
             for row in (asked, once, plain):
                 (row.add if what == "add" else row.remove)(unit)
             (there.add if what == "add" else there.discard)(unit)
         list(asked.later_than(0))
-    distance = orders.now.distance
+    distance = trace.distance
     limit = distance(nearer) if is_limited else -1
     allowed = [unit for unit in there if unit not in kept and distance(unit) > limit]
     fitting = [unit for unit in allowed if wanted <= nbytes[unit] <= 2 * wanted]
@@ -136,7 +140,7 @@ def test_units_lie_in_the_order_of_their_next_uses_after_any_uses(
             assert distance(victim) == max(map(distance, fitting)) and victim in fitting
         elif max(largest) <= 2 * wanted or expected == NEVER or not fitting:
             assert distance(victim) == expected
-        later = list(row.later_than(orders.now.next_use(nearer)))
+        later = list(row.later_than(trace.next_use(nearer)))
         assert set(later) == {unit for unit in there if distance(unit) > distance(nearer)}
         assert set(row) == there
     soonest = [distance(unit) for unit in plain.soonest()]
@@ -144,13 +148,13 @@ def test_units_lie_in_the_order_of_their_next_uses_after_any_uses(
 
 
 def test_a_row_of_other_indexes_follows_the_same_uses() -> None:
-    orders = PassOrders({})
-    visit_all(orders, [0, 1, 2])
-    orders.now.begin()
-    row = ByNextUse(orders, first=10)
+    trace = AccessOrder()
+    visit_all(trace, [0, 1, 2])
+    trace.begin()
+    row = ByNextUse(trace, first=10)
     for unit in (10, 11, 12):
         row.add(unit)
-    orders.now.visit(0)
+    trace.visit(0)
     assert list(row.soonest()) == [11, 12, 10]
     assert row.victim(lambda unit: True, nearer_than=10) is None
 
@@ -161,10 +165,10 @@ def test_eviction_takes_units_outside_the_prediction_first() -> None:
 
 
 def victim_of(order: list[int], candidates: list[int], **named: int) -> int | None:
-    orders = PassOrders({})
-    visit_all(orders, order)
-    orders.now.begin()
-    row = ByNextUse(orders, [2, 2, 2, 9, 9, 0, 0, 0, 0, 2])
+    trace = AccessOrder()
+    visit_all(trace, order)
+    trace.begin()
+    row = ByNextUse(trace, [2, 2, 2, 9, 9, 0, 0, 0, 0, 2])
     for unit in candidates:
         row.add(unit)
     return row.victim(lambda unit: True, **named)

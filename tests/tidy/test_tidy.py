@@ -351,9 +351,12 @@ def test_a_module_has_the_names_that_it_exports() -> None:
 
 def test_every_name_of_the_package_is_bound_in_its_module() -> None:
     lazy = set(infinity.__all__) - {"checkpoint"}  # A package, imported as it is.
-    assert infinity._MODULES.keys() == lazy
-    for name, home in infinity._MODULES.items():
-        assert name in bound_names(ast.parse(module_file(home).read_text()).body), (name, home)
+    bound = {
+        name
+        for home in ("infinity.api", "infinity.config", "infinity.errors")
+        for name in bound_names(ast.parse(module_file(home).read_text()).body)
+    }
+    assert lazy <= bound, lazy - bound
 
 
 def test_the_version_has_one_source() -> None:

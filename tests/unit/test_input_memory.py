@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.streaming.inputs.input_memory import InputMemory
+from infinity.streaming.inputs.activations import InputMemory
 
 
 def memory() -> InputMemory:

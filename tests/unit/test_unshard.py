@@ -16,8 +16,8 @@ from infinity.observe import Counters
 from infinity.state.store import NvmeLocation
 from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority
-from infinity.streaming.inputs.input_memory import InputMemory
-from infinity.streaming.weights.access_order import PassOrders
+from infinity.streaming.inputs.activations import InputMemory
+from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.cache import WeightCache
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.space import WeightMemory
@@ -124,7 +124,7 @@ def test_stored_weights_count_once_as_shards_or_as_full_units(
     source = WeightProvider()
     if between_devices:
         source = UnshardedWeights(stub, 2, is_outdated_by_step=False)
-    moves = WeightMoves(stub, stub, stub, Counters(), source, PassOrders({}))
+    moves = WeightMoves(stub, stub, stub, Counters(), source, AccessOrder())
     weights = moves.weights
     assert stub.spare.weights_to_come_nbytes == absent_nbytes
     main = [unit.stored.nbytes for unit in stub.units if not moves.is_at_top(unit)]

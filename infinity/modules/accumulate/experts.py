@@ -44,8 +44,7 @@ from infinity.modules.tiling.experts_call import (
     go_backward,
     go_forward,
 )
-from infinity.streaming.inputs.activations import InputStore
-from infinity.streaming.inputs.waiting import WaitingMemory, place_of
+from infinity.streaming.inputs.activations import InputStore, WaitingMemory, place_of
 
 
 @dataclass(eq=False, slots=True)

@@ -87,8 +87,7 @@ from infinity.modules.tiling.experts_call import ExpertsCall
 from infinity.private.torch import (
     current_autograd_node,
 )
-from infinity.streaming.inputs.activations import InputStore
-from infinity.streaming.inputs.waiting import WaitingMemory
+from infinity.streaming.inputs.activations import InputStore, WaitingMemory
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 # The stop of a fiber behind a block.

@@ -8,6 +8,23 @@ If the device computes in host memory, "host" and "device" are the same memory, 
 copied: saved inputs are outside of the host budget, as other activations are.
 
 For the training thread and the fibers that run in its place, one at a time.
+
+Note [Inputs before kept weights]
+  A byte of an input that goes to the drives is written and read again. A byte of weights that are
+  not kept between a forward and its backward is read once more, and drives read faster than they
+  write. So inputs take the place of weights that are only kept, as far as enough memory is left to
+  fetch weights ahead in (`Budgets.inputs_nbytes`).
+
+  Reads ahead regard it. In a forward they leave the space that inputs will take: a unit that was
+  read for later would go for the next input, and be read again. In a backward they wait for memory
+  that inputs leave, but for units that are needed next: weights that go for a unit that is needed
+  late are read again in the next forward.
+
+Note [Tensors that wait]
+  A tensor that waits while something else computes may have other owners: variables of the waiting
+  code, and views. So the memory is freed in the tensor's storage (`UntypedStorage.resize_`, as FSDP
+  does with parameters), and is allocated in the same storage again: every owner sees the same
+  bytes. No code may touch the tensor, or a view of it, in between.
 """
 
 from __future__ import annotations
@@ -20,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from infinity.errors import StorageError
@@ -29,7 +47,6 @@ from infinity.state.store import show
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
-from infinity.streaming.inputs.input_memory import InputMemory
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
 from infinity.tiers.host import Block, HostPool
 from infinity.tiers.spare import Giver
@@ -37,6 +54,51 @@ from infinity.tiers.spare import Giver
 _LABEL = "activations"
 # Tensors that computation may run ahead of while they leave the device, which has to keep them.
 _MOST_DEPARTING = 2
+
+
+class InputMemory:
+    """Bytes of inputs in host memory. Written by `ActivationStore` alone; `WeightCache` asks how
+    far it may read ahead. Called under the engine's lock.
+
+    `most_nbytes` may come from kept weights; `beside_nbytes` are for weights alone.
+    """
+
+    def __init__(self, most_nbytes: int, beside_nbytes: int) -> None:
+        self._most_nbytes = most_nbytes
+        self._beside_nbytes = beside_nbytes
+        self._nbytes = 0
+        self._highest_nbytes = 0  # Of this accumulation so far.
+        self._expected_nbytes = 0  # The highest of the last one.
+        self.are_returning = False  # The backward has begun, and not all have returned.
+
+    def may_take(self, nbytes: int) -> bool:
+        """Whether weights that are only kept give way to an input of so many bytes."""
+        return self._nbytes + nbytes <= self._most_nbytes
+
+    def take(self, nbytes: int) -> None:
+        """An input got memory."""
+        self._nbytes += nbytes
+        self._highest_nbytes = max(self._highest_nbytes, self._nbytes)
+
+    def leave(self, nbytes: int, *, returns: bool = False) -> None:
+        """The memory of an input is free, or will soon be; with `returns` it is on the device."""
+        self._nbytes -= nbytes
+        self.are_returning = self._nbytes > 0 and (returns or self.are_returning)
+
+    def end(self) -> None:
+        """An accumulation is over: the next one is expected to be like it."""
+        assert not self._nbytes
+        self._expected_nbytes, self._highest_nbytes = self._highest_nbytes, 0
+
+    def window_nbytes(self, window_nbytes: int) -> int:
+        """Returns the part of the window for reads ahead that inputs leave."""
+        held_nbytes = self._nbytes
+        if held_nbytes and not self.are_returning:
+            held_nbytes = max(held_nbytes, self._expected_nbytes)
+        return min(
+            window_nbytes,
+            self._most_nbytes + self._beside_nbytes - min(held_nbytes, self._most_nbytes),
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -415,3 +477,69 @@ class ActivationStore:
                 self._forget(saved)
         self._inputs.end()
         self._known = WeakTensorKeyDictionary()
+
+
+class WaitingMemory:
+    """Moves the content of tensors to a tier while they wait. Owns the store.
+
+    If the store leaves a tensor on the device, nothing happens. One thread at a time.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._store = store
+        self._away: dict[StorageWeakRef, tuple[torch.UntypedStorage, SavedInput]] = {}
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every tensor stays on the device."""
+        return self._store.keeps_all
+
+    def put_away(self, tensor: torch.Tensor) -> None:
+        """Moves the content of the tensor's storage to a tier.
+
+        Raises CapacityError if the tiers are full, StorageError if a write fails.
+        """
+        storage, place = tensor.untyped_storage(), place_of(tensor)
+        if self.keeps_all or place in self._away:
+            return
+        if not storage.nbytes() or not storage.resizable():
+            return
+        saved = self._store.save(_content_of(storage))
+        if saved.kept is not None:
+            self._store.restore(saved)
+            return
+        saved.copying.order()  # Its memory on the device is free from here on.
+        self._away[place] = storage, saved
+        storage.resize_(0)
+
+    def fetch(self, tensor: torch.Tensor) -> None:
+        """Starts to read the content. Never waits."""
+        away = self._away.get(place_of(tensor))
+        if away is not None:
+            self._store.fetch(away[1])
+
+    def bring_back(self, tensor: torch.Tensor) -> None:
+        """Ends `put_away`. Raises CapacityError, StorageError."""
+        away = self._away.pop(place_of(tensor), None)
+        if away is not None:
+            storage, saved = away
+            content = self._store.restore(saved)
+            storage.resize_(saved.nbytes)
+            _content_of(storage).copy_(content)
+
+    def clear(self) -> None:
+        """Ends every `put_away`. The content is lost: the waiting code will not run again."""
+        for storage, saved in self._away.values():
+            storage.resize_(saved.nbytes)
+        self._away.clear()
+        self._store.clear()
+
+
+def place_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """Returns a key of the tensor's storage, which its views share."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _content_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Returns all bytes of a storage: uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

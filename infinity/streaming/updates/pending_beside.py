@@ -18,8 +18,8 @@ from infinity.streaming.updates.record import UpdatedWeights
 from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
 from infinity.streaming.updates.worker import MOST_CHECKED_OUT, LooseWork
-from infinity.streaming.weights.by_next_use import ByNextUse
 from infinity.streaming.weights.cache import WeightCache
+from infinity.streaming.weights.eviction import ByNextUse
 
 
 class PendingBeside:

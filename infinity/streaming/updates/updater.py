@@ -50,8 +50,8 @@ from infinity.streaming.updates.unit_update import (
     updates_of,
 )
 from infinity.streaming.updates.worker import LooseWork, UpdateWorker, Waitable
-from infinity.streaming.weights.by_next_use import ByNextUse
 from infinity.streaming.weights.cache import WeightCache
+from infinity.streaming.weights.eviction import ByNextUse
 from infinity.tiers.host import HostPool
 from infinity.tiers.spare import Giver
 

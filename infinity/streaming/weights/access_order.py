@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 # A pass that never ends (a loop that enters below the root module) must not grow the record.
 _RECORD_LIMIT = 1 << 20
@@ -17,7 +18,8 @@ _MOST_SKIPPED = 64
 
 
 class AccessOrder:
-    """Cyclic sequence of unit indexes with a cursor at the next expected use.
+    """Cyclic sequence of unit indexes with a cursor at the next expected use: that of training, and
+    another one for evaluation.
 
     `stands_for`: units that are never used themselves, and the unit that each one feeds. `moved`:
     units whose next use has changed since `epoch` was counted last; all others have theirs.
@@ -35,12 +37,22 @@ class AccessOrder:
         self._places: dict[int, list[int]] = {}
         self._cursor = 0
         self._recorded: list[int] = []
+        self._kind = "train"
+        self._other: tuple[Any, ...] = (), {}, 0, []  # The order of the other kind of pass.
         self.misses = 0
 
     @property
     def order(self) -> tuple[int, ...]:
         """The units in the recorded order of one pass."""
         return self._order
+
+    def turn_to(self, kind: str) -> None:
+        """A pass of the kind, "train" or "eval", begins or goes on."""
+        if kind != self._kind:
+            other = self._order, self._places, self._cursor, self._recorded
+            self._order, self._places, self._cursor, self._recorded = self._other
+            self._kind, self._other = kind, other
+            self._begin_epoch()
 
     def begin(self) -> None:
         """A new pass starts; what the last one recorded becomes the prediction."""
@@ -117,16 +129,3 @@ class AccessOrder:
     def upcoming(self) -> Iterator[int]:
         """The units of the next full cycle in expected order, each once."""
         yield from dict.fromkeys((*self._order[self._cursor :], *self._order[: self._cursor]))
-
-
-class PassOrders:
-    """The orders of training and of evaluation. `now`: that of the pass which runs."""
-
-    def __init__(self, stands_for: Mapping[int, int]) -> None:
-        self._orders = {kind: AccessOrder(stands_for) for kind in ("train", "eval")}
-        self.now = self._orders["train"]
-
-    def turn_to(self, kind: str) -> AccessOrder:
-        """A pass of the kind begins, or goes on. Returns its order."""
-        self.now = self._orders[kind]
-        return self.now

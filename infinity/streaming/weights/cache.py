@@ -28,10 +28,10 @@ from infinity.state.store import DeviceLocation, StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.storage.undecided import UndecidedContent
-from infinity.streaming.inputs.input_memory import InputMemory
-from infinity.streaming.weights.access_order import PassOrders
-from infinity.streaming.weights.by_next_use import ByNextUse
+from infinity.streaming.inputs.activations import InputMemory
+from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.decoding import refuse_change
+from infinity.streaming.weights.eviction import ByNextUse
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.read_ahead import ReadAhead
 from infinity.streaming.weights.space import WeightMemory, WeightSpace
@@ -64,17 +64,17 @@ class WeightCache:
         self._counters = counters
         # None for a device without streams, so that a backward does not ask at every node.
         self.current_stream = None if device.shares_host_memory else device.current_stream
-        self._orders = PassOrders(source.feeders())
-        self._moves = WeightMoves(store, pool, device, counters, source, self._orders)
+        self._order = AccessOrder(source.feeders())
+        self._moves = WeightMoves(store, pool, device, counters, source, self._order)
         self.weights = self._moves.weights
         # Units that rest where the device computes are there already: none is fetched ahead.
         is_all_there = device.shares_host_memory and all(
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
         window_nbytes = 0 if is_all_there else memory.ahead_nbytes
-        self.space = WeightSpace(self._moves, self._orders, pool, device, memory)
+        self.space = WeightSpace(self._moves, self._order, pool, device, memory)
         self._ahead = ReadAhead(
-            self._moves, self.space, self._orders, source, inputs, device, window_nbytes
+            self._moves, self.space, self._order, source, inputs, device, window_nbytes
         )
         self._attached: dict[int, torch.Tensor] = {}  # By unit: the bytes of its region.
         self._moves.decoding.prepare(
@@ -86,9 +86,9 @@ class WeightCache:
     def begin_pass(self, kind: str, *, is_new: bool = True) -> None:
         """Records the start of a forward of the model; `kind` is "train" or "eval". If it is not
         new, it continues the last pass of its kind."""
-        order = self._orders.turn_to(kind)
+        self._order.turn_to(kind)
         if is_new:
-            order.begin()
+            self._order.begin()
         self._note_pass(is_training=kind == "train")
 
     def _note_pass(self, *, is_training: bool) -> None:
@@ -97,7 +97,7 @@ class WeightCache:
 
     def begin_backward(self) -> None:
         """Continues the training pass with its backward. An evaluation may have run in between."""
-        self._orders.turn_to("train")
+        self._order.turn_to("train")
         self._note_pass(is_training=True)
 
     def end_training(self) -> None:
@@ -115,7 +115,7 @@ class WeightCache:
 
     def prefetch_anew(self) -> None:
         """After a step that made weights outdated: fetches for the pass to come."""
-        self._orders.now.begin()
+        self._order.begin()
         self._note_pass(is_training=True)  # Probably; it is said when the pass begins.
         if self._ahead.is_on:
             self._ahead.fetch(Priority.FORWARD)
@@ -131,7 +131,7 @@ class WeightCache:
         weights = self.weights[unit]
         assert not weights.is_checked_out, f"{weights.unit.name} is being updated"
         if weights.use_count == 0:
-            if not is_of_pass or not self._orders.now.visit(unit):
+            if not is_of_pass or not self._order.visit(unit):
                 self._counters.add("fetches_unplanned", 1)
             self._bring_in(weights, priority)
         weights.copying.order()  # Each use may be of another stream.
@@ -164,12 +164,12 @@ class WeightCache:
 
     def expected(self) -> Iterator[int]:
         """Units in the order in which they will probably be used next, each once."""
-        return self._orders.now.upcoming()
+        return self._order.upcoming()
 
     def by_next_use(self, *, first: int = 0) -> ByNextUse:
         """Returns an empty row, for units that will be in the order of their next uses. `first`:
         the index there of unit 0 here."""
-        return ByNextUse(self._orders, first=first)
+        return ByNextUse(self._order, first=first)
 
     def in_use(self) -> list[str]:
         """Names of the units in use."""
@@ -312,7 +312,7 @@ class WeightCache:
         is refused, the unit stays dirty, and the next request to the volume raises the error.
         """
         weights = self.weights[unit]
-        if not weights.dirty_nbytes or weights.use_count or self._orders.now.distance(unit) == 0:
+        if not weights.dirty_nbytes or weights.use_count or self._order.distance(unit) == 0:
             return
         if weights.state is WeightState.ATTACHED and self._device.shares_host_memory:
             self._moves.detach(weights)

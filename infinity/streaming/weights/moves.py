@@ -28,10 +28,9 @@ from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, HostLocation, StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.weights.access_order import PassOrders
-from infinity.streaming.weights.by_next_use import ByNextUse
+from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.decoding import WeightDecoding
-from infinity.streaming.weights.eviction import main_sizes
+from infinity.streaming.weights.eviction import ByNextUse, main_sizes
 from infinity.streaming.weights.state import WeightProvider, Weights, WeightState
 from infinity.tiers.device import FINISHED, DeviceAdapter, Region
 from infinity.tiers.host import Block, HostPool
@@ -54,7 +53,7 @@ class WeightMoves:
         device: DeviceAdapter,
         counters: Counters,
         source: WeightProvider,
-        orders: PassOrders,
+        order: AccessOrder,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -72,8 +71,8 @@ class WeightMoves:
             unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
             for unit in store.units
         ]
-        self.on_device = ByNextUse(orders, [unit.weight_nbytes for unit in store.units])
-        self.in_blocks = ByNextUse(orders, self.nbytes)
+        self.on_device = ByNextUse(order, [unit.weight_nbytes for unit in store.units])
+        self.in_blocks = ByNextUse(order, self.nbytes)
         feeders = source.feeders()
         fed = set(feeders.values())
         # A unit with a feeder has no host block, and the pages of a rank have one as a feeder only.

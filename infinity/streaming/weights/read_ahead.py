@@ -13,8 +13,8 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.storage.protocol import Priority
-from infinity.streaming.inputs.input_memory import InputMemory
-from infinity.streaming.weights.access_order import AccessOrder, PassOrders
+from infinity.streaming.inputs.activations import InputMemory
+from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.space import WeightSpace
 from infinity.streaming.weights.state import WeightProvider, Weights, WeightState
@@ -37,7 +37,7 @@ class ReadAhead:
         self,
         moves: WeightMoves,
         space: WeightSpace,
-        orders: PassOrders,
+        order: AccessOrder,
         source: WeightProvider,
         inputs: InputMemory,
         device: DeviceAdapter,
@@ -45,13 +45,13 @@ class ReadAhead:
     ) -> None:
         self._moves = moves
         self._space = space
-        self._orders = orders
+        self._order = order
         self._source = source
         self._inputs = inputs  # Layer inputs in the same memory.
         self._fills = not device.shares_host_memory
         self.is_on = window_nbytes > 0
         self._window_nbytes = window_nbytes
-        self._looked: tuple[AccessOrder, int] | None = None  # The order and its epoch.
+        self._epoch: int | None = None  # When it has looked.
         self._num_moved = 0
         self._read = self._filled = 0
         self._nbytes: dict[int, int] = {}  # By unit that is used next before `_read`: in all
@@ -59,22 +59,23 @@ class ReadAhead:
 
     def look_anew(self) -> None:
         """What could be fetched has changed: all uses are looked at again."""
-        self._looked = None
+        self._epoch = None
 
     def fetch(self, priority: Priority) -> None:
         """Fetches what can be fetched now."""
-        order = self._orders.now
-        self._follow(order)
+        order = self._order
+        self._follow()
         window_nbytes = self._inputs.window_nbytes(self._window_nbytes)
         end = order.end(this_pass=self._source.is_outdated_by_step)
-        while self._read < end and self._read_next(order, priority, window_nbytes):
+        while self._read < end and self._read_next(priority, window_nbytes):
             self._read += 1
         if self._fills:
-            self._fill(order)
+            self._fill()
 
-    def _follow(self, order: AccessOrder) -> None:
+    def _follow(self) -> None:
         """Takes back what has changed since the last look."""
-        if self._looked == (order, order.epoch):
+        order = self._order
+        if self._epoch == order.epoch:
             for unit in order.moved[self._num_moved :]:
                 if unit in self._nbytes and order.next_use(unit) >= self._read:
                     self._ahead_nbytes -= self._nbytes.pop(unit)
@@ -82,19 +83,19 @@ class ReadAhead:
                 use = order.next_use(unit)
                 self._filled = min(self._filled, use)
                 if use < self._read and self._moves.weights[unit].state is WeightState.ABSENT:
-                    self._looked = None
-        if self._looked != (order, order.epoch):
-            self._looked = order, order.epoch
+                    self._epoch = None
+        if self._epoch != order.epoch:
+            self._epoch = order.epoch
             self._read = self._filled = order.now
             self._nbytes, self._ahead_nbytes = {}, 0
         self._moves.lost.clear()
         self._num_moved = len(order.moved)
         self._read, self._filled = max(self._read, order.now), max(self._filled, order.now)
 
-    def _read_next(self, order: AccessOrder, priority: Priority, window_nbytes: int) -> bool:
+    def _read_next(self, priority: Priority, window_nbytes: int) -> bool:
         """Makes sure that the weights of the use `_read` are read, if there is space. Returns
         whether there is."""
-        unit = order.unit_at(self._read)
+        unit = self._order.unit_at(self._read)
         if unit in self._nbytes:
             return True
         weights, nbytes = self._moves.weights[unit], 0
@@ -117,12 +118,12 @@ class ReadAhead:
         self._ahead_nbytes += nbytes
         return True
 
-    def _fill(self, order: AccessOrder) -> None:
+    def _fill(self) -> None:
         """Fills the regions of units that are read, those of the next uses first."""
         use = self._filled
         has_space = True
         while has_space and use < self._read and use <= self._filled + _MOST_BEHIND:
-            weights = self._moves.weights[order.unit_at(use)]
+            weights = self._moves.weights[self._order.unit_at(use)]
             if not self._moves.is_on_device(weights):
                 try:
                     has_space = self._fill_one(weights)

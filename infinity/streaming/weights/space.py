@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import CapacityError
-from infinity.streaming.weights.access_order import NEVER, PassOrders
+from infinity.streaming.weights.access_order import NEVER, AccessOrder
 from infinity.streaming.weights.eviction import Evictable, choose_neighbours
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.state import Weights, WeightState
@@ -63,14 +63,14 @@ class WeightSpace:
     def __init__(
         self,
         moves: WeightMoves,
-        orders: PassOrders,
+        order: AccessOrder,
         pool: HostPool,
         device: DeviceAdapter,
         memory: WeightMemory,
     ) -> None:
         self._moves = moves
         self._weights = moves.weights
-        self._orders = orders
+        self._order = order
         self._pool = pool
         self._device = device
         self._window_nbytes = memory.device_nbytes  # What weights may take now; None: unlimited.
@@ -122,7 +122,7 @@ class WeightSpace:
     def fill_ahead(self, weights: Weights, feeder: Weights | None) -> bool:
         """Starts to fill the unit's region, or stages its bytes, if that drops no weights that are
         needed sooner. Returns whether there may be space for more."""
-        nbytes, unit, order = weights.unit.weight_nbytes, weights.unit.index, self._orders.now
+        nbytes, unit, order = weights.unit.weight_nbytes, weights.unit.index, self._order
         excess_nbytes = 0
         if self._window_nbytes is not None:
             # All or nothing: units detached for one that does not fit would be fetched again.
@@ -261,7 +261,7 @@ class WeightSpace:
         decoded = None
         if self._has_stored:
             decoded = self._moves.on_device.victim(self._is_droppable, nearer_than=nearer_than)
-        distance, is_decoded = self._orders.now.distance, False
+        distance, is_decoded = self._order.distance, False
         if decoded is not None and decoded != victim:
             is_decoded = victim is None or distance(decoded) >= distance(victim)
         freed = decoded if is_decoded else victim
@@ -278,7 +278,7 @@ class WeightSpace:
         the wanted space. Returns whether there were some; else nothing is freed."""
         if nearer_than is not None and self._is_refused(nearer_than):
             return False
-        order = self._orders.now
+        order = self._order
         limit = -1 if nearer_than is None else order.distance(nearer_than)
         blocks = list(self._freeable(limit))
         chosen = choose_neighbours(blocks, self._pool.holes(), wanted_nbytes)
@@ -303,7 +303,7 @@ class WeightSpace:
     def _is_refused(self, unit: int) -> bool:
         """Whether the last refusal still holds, at the cost of the few units it names: the model
         may have thousands of blocks, and every use asks."""
-        last, order = self._refusal, self._orders.now
+        last, order = self._refusal, self._order
         if last is None or last.unit != unit or last.predicted is not order.order:
             return False
         is_changed = last.num_changes != self._moves.num_changes
@@ -323,7 +323,7 @@ class WeightSpace:
     def _freeable(self, limit: int) -> Iterator[Evictable]:
         """Yields the blocks that may be freed, with their uses beyond the limit. A decoded block
         whose stored bytes are in memory, too, costs no read."""
-        order, there = self._orders.now, self._there()
+        order, there = self._order, self._there()
         for index in filter(self._is_droppable, there):
             weights = self._weights[index]
             assert weights.decoded is not None
