@@ -24,7 +24,7 @@ from infinity.ops.optimizers import step_
 from infinity.ops.span import StateSpan
 from infinity.simulate.job import Batch, batch_of, make_job, tuned_gb_per_s, updated_nbytes
 from infinity.simulate.order import Use
-from infinity.simulate.rates import Rates, drive_rates
+from infinity.simulate.spec import Rates, drive_rates
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import MIB, align_down
 from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Unit

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from infinity.errors import ConfigError
 from infinity.plan.files import Table, read_table
-from infinity.simulate.rates import Rates, drive_rates
+from infinity.simulate.spec import Rates, drive_rates
 from infinity.sizes import parse_nbytes
 
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]

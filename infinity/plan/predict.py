@@ -38,8 +38,7 @@ from infinity.plan.node import NodeView, RankLayout, blocks_of, layout_of_rank
 from infinity.simulate.job import Batch, make_job, rank_loads
 from infinity.simulate.log import WRITE
 from infinity.simulate.order import Use
-from infinity.simulate.rates import Rates
-from infinity.simulate.spec import StepSpec
+from infinity.simulate.spec import Rates, StepSpec
 from infinity.simulate.step import EARLY_SHARES, Prediction, best_share
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.state.budgets import Budgets

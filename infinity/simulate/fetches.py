@@ -157,7 +157,7 @@ class Fetches:
         is_kept = unit in self._updated_since and unit in self.kept.for_use
         self._updated_since.discard(unit)
         after = [operation for seen in visit.evicts for operation in self._host_freed(seen)]
-        after += [self._log.written.weights.get(unit), self.updated.get(unit)]
+        after += [self._log.written_weights.get(unit), self.updated.get(unit)]
         if not self._log.job.reads_ahead:
             after.append(self._log.last_on.get(COMPUTE))
         name, sharded = f"weights of {load.name}", load.sharded
@@ -195,7 +195,7 @@ class Fetches:
         """Frees the space of ended visits and writes changed weights."""
         first = self._visit - len(use.units)
         for visit in range(first, self._visit):
-            written = self._log.written.weights.get(self._host[visit].unit)
+            written = self._log.written_weights.get(self._host[visit].unit)
             free = (computed,) if written is None else (computed, written)
             copied = self._copied.pop(visit, None)
             self._read.pop(visit, None)

@@ -76,7 +76,7 @@ class GradientTraffic:
         name, before = f"gradients of {self._log.job.units[unit].name}", list(after)
         stays = unit in self._log.sums.kept
         if tier == "nvme" and not is_first and not stays:
-            last = self._log.written.gradients.get(unit)
+            last = self._log.written_gradients.get(unit)
             before.append(self._log.nvme(READ, name, nbytes, [last, *after[1:]]))
         if touched_nbytes:
             duration_s = touched_nbytes / self._log.rates.host
@@ -86,7 +86,7 @@ class GradientTraffic:
         self._in_memory[unit] = summed
         if tier == "nvme" and not stays:
             written = self._log.nvme(WRITE, name, nbytes, [summed])
-            self._log.written.gradients[unit] = written
+            self._log.written_gradients[unit] = written
             # The step waits for no write of a sum that is in memory.
             summed = summed if unit in self._log.sums.held else written
         self.out.append(summed)

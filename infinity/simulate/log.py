@@ -9,12 +9,10 @@ track.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from infinity.simulate.clock import Operation
 from infinity.simulate.memory import sums_in_memory
-from infinity.simulate.rates import Rates
-from infinity.simulate.spec import ShardedLoad, StepSpec
+from infinity.simulate.spec import Rates, ShardedLoad, StepSpec
 
 COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
 SOCKETS, NETWORK = "sockets", "network"
@@ -30,15 +28,6 @@ CHECKPOINT_READ = "checkpoint_read"  # Of the files that a frozen base rests in.
 # compete with it for the links.
 NUM_STEPS = 5
 SHOWN = NUM_STEPS - 2
-
-
-@dataclass(slots=True)
-class LastWrites:
-    """The operations that a later read of the same bytes waits for, by unit."""
-
-    weights: dict[int, int] = field(default_factory=dict)
-    state: dict[tuple[int, int], int] = field(default_factory=dict)
-    gradients: dict[int, int] = field(default_factory=dict)
 
 
 class OperationLog:
@@ -57,7 +46,10 @@ class OperationLog:
         self.pass_name = ""
         self.update_track = COMPUTE if job.shares_host_memory else UPDATE
         self.last_on: dict[str, int] = {}
-        self.written = LastWrites()
+        # The operations that a later read of the same bytes waits for.
+        self.written_weights: dict[int, int] = {}
+        self.written_gradients: dict[int, int] = {}
+        self.written_state: dict[tuple[int, int], int] = {}
         self.sums = sums_in_memory(job)
 
     def add(

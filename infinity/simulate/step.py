@@ -31,9 +31,8 @@ from infinity.simulate.log import (
 )
 from infinity.simulate.memory import inputs_on_host
 from infinity.simulate.order import Move, Use, blocks_in_groups
-from infinity.simulate.rates import Rates
-from infinity.simulate.spec import StepSpec
-from infinity.simulate.updates import RankAgreement, UnitUpdates
+from infinity.simulate.spec import NOT_SHARDED, Rates, StepSpec
+from infinity.simulate.updates import UnitUpdates
 from infinity.streaming.updates.policy import choose_early
 
 
@@ -162,7 +161,6 @@ class _Draft:
         self._fetches = Fetches(self.log)
         self._updates = UnitUpdates(self.log)
         self._gradients = GradientTraffic(self.log)
-        self._agreement = RankAgreement(self.log, self._fetches, self._updates)
         self._saved: dict[int, int] = {}  # By use: the operation that saves its input.
         self._on_host = inputs_on_host(job)
         self._blocks_in_groups = blocks_in_groups(job.uses)
@@ -196,13 +194,13 @@ class _Draft:
         is_updating = step > 0
         summed: set[int] = set()  # Units with a gradient sum in this step.
         if is_updating and defers:
-            self._agreement.agree_on_deferred()
+            self._agree_on_deferred()
         if is_updating and not defers:
             self.log.pass_name = "update"
             units = list(dict.fromkeys(unit for use in job.uses for unit in use.units))
             for unit in units:
                 self._updates.at_step(unit)
-            self._agreement.agree(units)
+            self._agree(units)
         for micro_batch in range(job.num_micro_batches):
             is_first = micro_batch == 0
             self.log.pass_name = "forward with update" if is_first and defers else "forward"
@@ -381,3 +379,42 @@ class _Draft:
         if is_updated:
             ready = self._updates.update(unit, ready)
         return self._fetches.to_device(unit, ready)
+
+    # -- Ranks -------------------------------------------------------------------------------------
+
+    def _agree_on_deferred(self) -> None:
+        """Waits until all ranks have decided. Each updates its shards while the others read; who
+        reads a shard waits for its update."""
+        if any(load.sharded is not NOT_SHARDED for load in self.log.job.units):
+            self._fetches.agreed = self.log.decided[-1]
+            self._fetches.note_updated(range(len(self.log.job.units)))
+
+    def _agree(self, units: Sequence[int]) -> None:
+        """Waits until all ranks have updated their parts. A rank with all weights fetches the other
+        parts."""
+        loads = self.log.job.units
+        if all(loads[unit].sharded is NOT_SHARDED for unit in units):
+            return
+        last_writes = [self.log.written_weights.get(unit) for unit in units]
+        updated = self.log.add(COMPUTE, "shards are updated", after=last_writes)
+        pulled = [self._pull(unit, updated) for unit in units]
+        self._fetches.agreed = self.log.add(COMPUTE, "all ranks have stepped", after=pulled)
+
+    def _pull(self, unit: int, updated: int) -> int:
+        load = self.log.job.units[unit]
+        sharded, name = load.sharded, f"weights of {load.name}"
+        if sharded.is_gathered or not sharded.received_nbytes:
+            return updated
+        if sharded.are_weights_between_devices:
+            return self.log.receive(name, sharded, [updated], is_by_device=True)
+        # On a device the own part is there already, and the others are written beside it.
+        is_there = load.weights == "device" or self._updates.stays(load)
+        own_nbytes = 0 if is_there else load.weight_nbytes
+        read = self._fetches.read_parts(load, own_nbytes + sharded.served_nbytes, [updated])
+        received = self.log.receive(name, sharded, [updated, *read], is_by_device=False)
+        if load.weights == "nvme":
+            self._updates.write_weights(unit, [received])
+            return self.log.written_weights[unit]
+        if load.weights == "device" and not self.log.job.shares_host_memory:
+            return self.log.move(H2D, name, sharded.received_nbytes, [received])
+        return received

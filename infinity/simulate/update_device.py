@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from infinity.config.schema.engine import UpdateOn
-from infinity.simulate.rates import Rates
-from infinity.simulate.spec import StepSpec
+from infinity.simulate.spec import Rates, StepSpec
 from infinity.simulate.step import Prediction, predict
 from infinity.sizes import MIB, format_nbytes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from infinity.simulate.fetches import Fetches
 from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
 from infinity.simulate.memory import fetched_nbytes
 from infinity.simulate.spec import NOT_SHARDED, UnitLoad
@@ -75,7 +74,7 @@ class UnitUpdates:
         ready = None
         is_kept = not load.sharded.is_gathered and self.stays(load)
         if load.weights == "nvme" and not is_kept:
-            last = self._log.written.weights.get(unit)
+            last = self._log.written_weights.get(unit)
             name = f"weights of {load.name}"
             ready = self._log.nvme(READ, name, load.weight_nbytes, [last, self._log.decided[-1]])
         done = self.update(unit, ready)
@@ -87,7 +86,7 @@ class UnitUpdates:
         weights where they rest (design/0003), unless they are kept in memory."""
         load, begins = self._log.job.units[unit], ready
         if load.weights == "nvme" and not is_kept:
-            last = self._log.written.weights.get(unit)
+            last = self._log.written_weights.get(unit)
             ready = self._log.nvme(
                 READ, f"weights of {load.name}", load.weight_nbytes, [last, ready]
             )
@@ -147,7 +146,7 @@ class UnitUpdates:
         """Adds the write of updated weights to NVMe."""
         load = self._log.job.units[unit]
         name = f"weights of {load.name}"
-        self._log.written.weights[unit] = self._log.nvme(WRITE, name, load.written_nbytes, after)
+        self._log.written_weights[unit] = self._log.nvme(WRITE, name, load.written_nbytes, after)
 
     def _update_segment(
         self,
@@ -165,9 +164,9 @@ class UnitUpdates:
             return nbytes * (segment + 1) // count - nbytes * segment // count
 
         is_sum_held = unit in self._log.sums.held
-        before: list[int | None] = [self._log.written.state.get((unit, segment))]
+        before: list[int | None] = [self._log.written_state.get((unit, segment))]
         if not is_sum_held:
-            before.append(self._log.written.gradients.get(unit))
+            before.append(self._log.written_gradients.get(unit))
         begins = self._log.decided[-1] if begins is None else begins
         # State is read ahead of the decision, over ranks if its gradients are in memory.
         has_gradients = is_sum_held or load.gradients != "nvme"
@@ -197,7 +196,7 @@ class UnitUpdates:
         if load.state_write_nbytes.get("nvme"):
             nbytes = share(load.state_write_nbytes["nvme"])
             written = self._log.nvme(WRITE, name, nbytes, [updated])
-            self._log.written.state[unit, segment] = written
+            self._log.written_state[unit, segment] = written
             free.append(written)
         if load.state_write_nbytes.get("device") and not is_on_device:
             free.append(
@@ -249,49 +248,3 @@ def _num_segments(state_nbytes: int, ring_nbytes: float) -> int:
     """Returns the segments of one unit's state: three of them in the ring if possible."""
     wanted = -(-state_nbytes * _WANTED_IN_RING // max(int(ring_nbytes), 1))
     return min(max(wanted, 1), _MOST_SEGMENTS)
-
-
-class RankAgreement:
-    """Appends the wait for all ranks, and the fetch of other ranks' weights after it."""
-
-    def __init__(self, log: OperationLog, fetches: Fetches, updates: UnitUpdates) -> None:
-        self._log = log
-        self._fetches = fetches
-        self._updates = updates
-
-    def agree_on_deferred(self) -> None:
-        """Waits until all ranks have decided. Each updates its shards while the others read; who
-        reads a shard waits for its update."""
-        if any(load.sharded is not NOT_SHARDED for load in self._log.job.units):
-            self._fetches.agreed = self._log.decided[-1]
-            self._fetches.note_updated(range(len(self._log.job.units)))
-
-    def agree(self, units: Sequence[int]) -> None:
-        """Waits until all ranks have updated their parts. A rank with all weights fetches the other
-        parts."""
-        loads = self._log.job.units
-        if all(loads[unit].sharded is NOT_SHARDED for unit in units):
-            return
-        last_writes = [self._log.written.weights.get(unit) for unit in units]
-        updated = self._log.add(COMPUTE, "shards are updated", after=last_writes)
-        pulled = [self._pull(unit, updated) for unit in units]
-        self._fetches.agreed = self._log.add(COMPUTE, "all ranks have stepped", after=pulled)
-
-    def _pull(self, unit: int, updated: int) -> int:
-        load = self._log.job.units[unit]
-        sharded, name = load.sharded, f"weights of {load.name}"
-        if sharded.is_gathered or not sharded.received_nbytes:
-            return updated
-        if sharded.are_weights_between_devices:
-            return self._log.receive(name, sharded, [updated], is_by_device=True)
-        # On a device the own part is there already, and the others are written beside it.
-        is_there = load.weights == "device" or self._updates.stays(load)
-        own_nbytes = 0 if is_there else load.weight_nbytes
-        read = self._fetches.read_parts(load, own_nbytes + sharded.served_nbytes, [updated])
-        received = self._log.receive(name, sharded, [updated, *read], is_by_device=False)
-        if load.weights == "nvme":
-            self._updates.write_weights(unit, [received])
-            return self._log.written.weights[unit]
-        if load.weights == "device" and not self._log.job.shares_host_memory:
-            return self._log.move(H2D, name, sharded.received_nbytes, [received])
-        return received

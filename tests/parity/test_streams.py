@@ -24,7 +24,7 @@ import infinity
 from infinity.engine.update_rates import time_products, time_updates
 from infinity.errors import DeviceError, UnsupportedError
 from infinity.observe import Counters
-from infinity.simulate.rates import Rates
+from infinity.simulate.spec import Rates
 from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradients import leaving

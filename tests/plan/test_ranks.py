@@ -17,8 +17,7 @@ from infinity import SwapConfig
 from infinity.plan import Forecast, forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
 from infinity.simulate.job import Batch, load_of, rank_loads
-from infinity.simulate.rates import Rates
-from infinity.simulate.spec import NOT_SHARDED, UnitLoad
+from infinity.simulate.spec import NOT_SHARDED, Rates, UnitLoad
 from infinity.simulate.step import EARLY_SHARES, best_share, predict
 from infinity.state.partition import STAGES, partition
 from infinity.state.placement import StatePlacement

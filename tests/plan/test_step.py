@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from infinity.simulate.cache import visits
 from infinity.simulate.memory import sums_in_memory
 from infinity.simulate.order import Use, moves
-from infinity.simulate.rates import Rates
-from infinity.simulate.spec import StepSpec, UnitLoad
+from infinity.simulate.spec import Rates, StepSpec, UnitLoad
 from infinity.simulate.step import EARLY_SHARES, best_share, predict
 
 GB = 10**9

@@ -13,8 +13,7 @@ from infinity.config import SwapConfig
 from infinity.plan import Batch, forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
 from infinity.simulate.order import Use
-from infinity.simulate.rates import Rates
-from infinity.simulate.spec import StepSpec
+from infinity.simulate.spec import Rates, StepSpec
 from infinity.simulate.step import predict
 from infinity.simulate.update_device import LEAST_GAIN, choose, settled
 from infinity.sizes import GIB

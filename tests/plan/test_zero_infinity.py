@@ -15,8 +15,7 @@ import torch
 from infinity.plan.hardware import load_hardware
 from infinity.plan.model import load_model
 from infinity.simulate.order import Use
-from infinity.simulate.rates import Rates
-from infinity.simulate.spec import StepSpec, UnitLoad
+from infinity.simulate.spec import Rates, StepSpec, UnitLoad
 from infinity.simulate.step import predict
 
 V100_FLOPS = 70e12
