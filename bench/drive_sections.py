@@ -28,7 +28,6 @@ from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.tools.bench import pattern
-from infinity.tools.bench.machine import describe as environment_of
 from infinity.tools.bench.measure import (
     QUICK,
     Access,
@@ -41,6 +40,7 @@ from infinity.tools.bench.measure import (
     short_size,
 )
 from infinity.tools.bench.nvme import EXTENT_NBYTES, DriveSet, has_raw_ring, open_drives
+from infinity.tools.bench.report import environment_of
 from infinity.tools.bench.scratch import DIRECTORY_NAME, RegionName, remove_directory, reserve
 from infinity.tools.bench.transfer import (
     FileSet,

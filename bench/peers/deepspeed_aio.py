@@ -133,7 +133,7 @@ def compare(words: argparse.Namespace) -> None:
 
     from infinity.config.schema.engine import Io
     from infinity.storage.arena import Arena
-    from infinity.tools.bench import machine, nvme, pattern
+    from infinity.tools.bench import nvme, pattern
     from infinity.tools.bench.measure import (
         Comparison,
         Contender,
@@ -144,7 +144,7 @@ def compare(words: argparse.Namespace) -> None:
         run_rounds,
         verdict,
     )
-    from infinity.tools.bench.report import rows_of, to_json
+    from infinity.tools.bench.report import environment_of, rows_of, to_json
     from infinity.tools.bench.transfer import FileSet, engine_transfer
     from infinity.tools.cli.bench import parse_size, print_tables
 
@@ -169,7 +169,7 @@ def compare(words: argparse.Namespace) -> None:
     results = []
     with Arena(nbytes) as arena, start(words.venv, nbytes) as peer:
         lab = Lab(arena, (words.path.resolve(),), Io(), effort, with_fio=False)
-        environment = {**machine.describe(lab.directories, arena), "deepspeed": peer.hello}
+        environment = {**environment_of(lab.directories, arena), "deepspeed": peer.hello}
         with nvme.open_drives(lab, lab.directories) as drives, lab.engine() as engine:
             memory = arena.memory(0, nbytes)
             pattern.fill(memory, offset_nbytes=0, seed=0)

@@ -67,11 +67,8 @@ def test_stripes_grow_path_by_path(make_lab: Callable[..., Lab]) -> None:
     assert counts == [1, 1, 1, 2, 2, 2]
     # Two directories of one drive are no scaling, and the result says so.
     assert all("share a drive" in result.note for result in results)
-    assert list(suite.run(make_lab_of_one(lab), ("stripes",))) == []
-
-
-def make_lab_of_one(lab: Lab) -> Lab:
-    return replace(lab, directories=lab.directories[:1], weights=lab.weights[:1])
+    alone = replace(lab, directories=lab.directories[:1], weights=lab.weights[:1])
+    assert list(suite.run(alone, ("stripes",))) == []
 
 
 def test_reports_of_buffered_files_name_the_page_cache(

@@ -12,6 +12,7 @@ Note [What is chosen]
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -318,7 +319,7 @@ def to_toml(choice: TunedSetting, paths: Sequence[str], remark: str) -> str:
     if len(paths) > 1:  # A stripe is one request: less would cut it, more would idle a drive.
         lines.append(f'stripe = "{_size(choice.best.block_nbytes)}"')
     for path, weight, bandwidth in zip(paths, choice.weights(), choice.paths, strict=True):
-        lines += ["", "[[tiers.nvme]]", f"path = {_text(path)}"]
+        lines += ["", "[[tiers.nvme]]", f"path = {json.dumps(path, ensure_ascii=False)}"]
         if len(paths) > 1:
             lines.append(f"weight = {weight}")
         for kind in KINDS:
@@ -331,8 +332,3 @@ def to_toml(choice: TunedSetting, paths: Sequence[str], remark: str) -> str:
 def _size(nbytes: int) -> str:
     assert nbytes % PAGE_NBYTES == 0
     return f"{nbytes // MIB}MiB"
-
-
-def _text(path: str) -> str:
-    """A TOML basic string."""
-    return '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -75,9 +75,9 @@ def bench(
     Without CONFIG and --path, the drive of the working directory is measured. Exit code 1 means
     that wrong bytes were read.
     """
-    from infinity.tools.bench import machine, suite
+    from infinity.tools.bench import suite
     from infinity.tools.bench.measure import QUICK, Effort
-    from infinity.tools.bench.report import rows_of
+    from infinity.tools.bench.report import environment_of, rows_of
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -92,7 +92,7 @@ def bench(
 
         find_pyplot()  # Before minutes are spent.
     with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=not no_fio) as (lab, say):
-        environment = machine.describe(lab.directories, lab.arena)
+        environment = environment_of(lab.directories, lab.arena)
         results = list(suite.run(replace(lab, on_step=say), sections))
     if plot is not None:
         for path in plots.save(rows_of(results), plot):
