@@ -13,6 +13,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -178,6 +179,17 @@ def spread(values: Sequence[float], name: str = "ratio") -> dict[str, float]:
     """The median, the lowest and the highest."""
     median = statistics.median(values)
     return {name: median, f"{name}_low": min(values), f"{name}_high": max(values)}
+
+
+def move(submits: Iterable[Callable[[], Any]], depth: int) -> None:
+    """Submits transfers in order, `depth` of them in flight, and waits until all are over."""
+    in_flight: deque[Any] = deque()
+    for submit in submits:
+        if len(in_flight) == depth:
+            in_flight.popleft().wait()
+        in_flight.append(submit())
+    for ticket in in_flight:
+        ticket.wait()
 
 
 def say(text: str) -> None:

@@ -29,12 +29,11 @@ import argparse
 import shutil
 import statistics
 import tempfile
-import time
-from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Results, arguments, high_water_nbytes, say
+from common import Results, arguments, high_water_nbytes, move, say, timed
 from jobs import measured
 from quantized_base import Shape, lora_over, random_fill, write_base
 
@@ -230,18 +229,14 @@ class Side:
         arena = Arena(_REQUESTS * slot_nbytes)
         engine = open_configured(SwapConfig.load({}).io, arena)
         files = ShardFiles(engine, list(shards.identities.values()), verify=False)
-        in_flight: deque[Any] = deque()
-        begun = time.perf_counter()
-        for number, each in enumerate(stored):
-            if len(in_flight) == _REQUESTS:
-                in_flight.popleft().wait()
+
+        def read(number: int) -> Any:
             address = arena.address + number % _REQUESTS * slot_nbytes
-            in_flight.append(
-                files.read(each.runs, address=address, priority=Priority.FORWARD, label="ceiling")
-            )
-        while in_flight:
-            in_flight.popleft().wait()
-        elapsed_s = time.perf_counter() - begun
+            runs = stored[number].runs
+            return files.read(runs, address=address, priority=Priority.FORWARD, label="ceiling")
+
+        reads = (partial(read, number) for number in range(len(stored)))
+        elapsed_s = timed(lambda: move(reads, _REQUESTS))()
         files.close()
         engine.close()
         arena.close()

@@ -20,15 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from common import save
-from rich.console import Console
-from rich.table import Table
+from common import print_table, save
 
 STEPS = 3
 
@@ -186,44 +185,31 @@ def grown(before: dict[str, float], after: dict[str, float], name: str) -> float
 def report(
     rows: list[dict[str, Any]], transport: list[dict[str, Any]], words: argparse.Namespace
 ) -> None:
-    table = Table(title="bytes per parameter, of the rank that has most")
-    for title in (
-        "ranks", "stage", "rests", "formula", "arena", "reduce buffer", "sent", "received",
-        "data parallel", "volume", "through sockets",
-    ):  # fmt: skip
-        table.add_column(title, justify="right")
     for row in rows:
-        numel = row["num_parameters"]
         sent = row["sent_nbytes"] + row["gathered_nbytes"]
         row["volume_share"] = sent / row["data_parallel_nbytes"] if row["ranks"] > 1 else None
-        table.add_row(
-            str(row["ranks"]),
-            str(row["stage"] or "-"),
-            *(
-                f"{row[name] / numel:.2f}"
-                for name in (
-                    "resting_nbytes", "formula_nbytes", "arena_high_water_nbytes",
-                    "reduce_buffer_high_water_nbytes", "sent_nbytes", "gathered_nbytes",
-                    "data_parallel_nbytes",
-                )
-            ),
-            "-" if row["volume_share"] is None else f"{row['volume_share']:.2f}",
-            f"{row['socket_nbytes'] / numel:.4f}",
-        )  # fmt: skip
-    Console().print(table)
-    crossed = Table(title="bytes per parameter over a rank's own link, stage 3, one step")
-    for title in ("ranks", "exchange", "to the device", "to the host", "operations of all ranks"):
-        crossed.add_column(title, justify="right")
-    for row in transport:
-        numel = row["num_parameters"]
-        crossed.add_row(
-            str(row["ranks"]),
-            row["exchange"],
-            f"{row['link_in_nbytes'] / numel:.2f}",
-            f"{row['link_out_nbytes'] / numel:.2f}",
-            f"{row['collectives']:.0f}",
-        )
-    Console().print(crossed)
+
+    def each(name: str, places: int = 2) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row[name] / row['num_parameters']:.{places}f}"
+
+    columns: dict[str, Any] = {
+        "ranks": "{ranks}", "stage": lambda row: str(row["stage"] or "-"),
+        "rests": each("resting_nbytes"), "formula": each("formula_nbytes"),
+        "arena": each("arena_high_water_nbytes"),
+        "reduce buffer": each("reduce_buffer_high_water_nbytes"), "sent": each("sent_nbytes"),
+        "received": each("gathered_nbytes"), "data parallel": each("data_parallel_nbytes"),
+        "volume": lambda row: (
+            "-" if row["volume_share"] is None else f"{row['volume_share']:.2f}"
+        ),
+        "through sockets": each("socket_nbytes", 4),
+    }  # fmt: skip
+    print_table("bytes per parameter, of the rank that has most", columns, rows)
+    columns = {
+        "ranks": "{ranks}", "exchange": "{exchange}", "to the device": each("link_in_nbytes"),
+        "to the host": each("link_out_nbytes"), "operations of all ranks": "{collectives:.0f}",
+    }  # fmt: skip
+    title = "bytes per parameter over a rank's own link, stage 3, one step"
+    print_table(title, columns, transport)
     save(words.save, words, rows=rows, links=transport)
 
 

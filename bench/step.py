@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, arguments, print_table, say, spread
+from common import Results, arguments, move, print_table, say, spread, timed
 from jobs import Job, measured, medians
 from rich.console import Console
 
@@ -151,8 +150,8 @@ def bare_s(read_nbytes: int, written_nbytes: int, words: argparse.Namespace) -> 
         places = (512 << 20) // PIECE_NBYTES
 
         def submit(operation: str, number: int, slot: int) -> Any:
-            move = volume.read if operation == "read" else volume.write
-            return move(
+            call = volume.read if operation == "read" else volume.write
+            return call(
                 extents,
                 offset_nbytes=number % places * PIECE_NBYTES,
                 nbytes=PIECE_NBYTES,
@@ -163,15 +162,8 @@ def bare_s(read_nbytes: int, written_nbytes: int, words: argparse.Namespace) -> 
         for number in range(places):  # Unwritten extents are slow to write.
             submit("write", number, 0).wait()
         plan = mix(int(read_nbytes * share), int(written_nbytes * share))
-        flying: deque[Any] = deque()
-        start_s = time.perf_counter()
-        for number, operation in enumerate(plan):
-            if len(flying) == 8:
-                flying.popleft().wait()
-            flying.append(submit(operation, number, number % 8))
-        while flying:
-            flying.popleft().wait()
-        elapsed_s = time.perf_counter() - start_s
+        moves = (partial(submit, what, number, number % 8) for number, what in enumerate(plan))
+        elapsed_s = timed(lambda: move(moves, 8))()
         volume.close()
     engine.close()
     arena.close()

@@ -13,11 +13,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from common import Results, arguments, say, spread
+from common import Results, arguments, move, say, spread
 
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
@@ -102,16 +102,13 @@ def engine_gb_per_s(
 
 
 def write(engine: StorageEngine, file: int, arena: Arena, file_nbytes: int, nbytes: int) -> None:
-    pending: deque[Ticket] = deque()
-    for index in range(nbytes // _EXTENT_NBYTES):
-        if len(pending) == _PENDING:
-            pending.popleft().wait()
+    def submit(index: int) -> Ticket:
         offset = index * _EXTENT_NBYTES % file_nbytes
         address = arena.address + index % _PENDING * _EXTENT_NBYTES
         segment = Segment(file, offset, address, _EXTENT_NBYTES)
-        pending.append(engine.submit("write", [segment], Priority.WRITE_BACK))
-    for ticket in pending:
-        ticket.wait()
+        return engine.submit("write", [segment], Priority.WRITE_BACK)
+
+    move((partial(submit, index) for index in range(nbytes // _EXTENT_NBYTES)), _PENDING)
 
 
 def fio_gb_per_s(path: Path, file_nbytes: int, nbytes: int, settings: IoSettings) -> float:

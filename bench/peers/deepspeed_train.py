@@ -35,7 +35,7 @@ from typing import Any
 from peer import VENV, Peer, answer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from common import environment, high_water_nbytes, moved_since, process_io, say
+from common import environment, high_water_nbytes, moved_since, print_table, process_io, say
 
 VOCABULARY = 50257
 # What `infinity train` sets for itself: large blocks stay in the process.
@@ -240,9 +240,6 @@ def start(name: str, words: argparse.Namespace, scratch: Path) -> Peer:
 
 
 def compare(words: argparse.Namespace, scratch: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     sides = {name: start(name, words, scratch) for name in ("infinity", "deepspeed")}
     num_parameters = sides["infinity"].hello["num_parameters"]
     rounds = []
@@ -259,12 +256,6 @@ def compare(words: argparse.Namespace, scratch: Path) -> None:
     for side in sides.values():
         side.close()
     tokens = words.accumulation * words.sequence
-    table = Table(
-        "", "step s", "tokens/s", "read B/p", "written B/p", "peak RSS GB", "last loss",
-        title=f"{num_parameters:,} parameters, {words.compute}, "
-        f"{words.accumulation} x {words.sequence}, "
-        f"gradients of infinity on {words.gradients}",
-    )  # fmt: skip
     results: dict[str, Any] = {}
     for side in sides:
         each = {
@@ -272,21 +263,23 @@ def compare(words: argparse.Namespace, scratch: Path) -> None:
             for name in rounds[0][side]
         }
         results[side] = {**each, "rounds": [turn[side] for turn in rounds]}
-        table.add_row(
-            side,
-            f"{each['seconds']:.2f}",
-            f"{tokens / each['seconds']:.0f}",
-            f"{each['read_nbytes'] / num_parameters:.1f}",
-            f"{each['written_nbytes'] / num_parameters:.1f}",
-            f"{each['peak_rss_nbytes'] / 1e9:.1f}",
-            f"{rounds[-1][side]['loss']:.3f}",
-        )
     ratio = statistics.median(
         turn["deepspeed"]["seconds"] / turn["infinity"]["seconds"] for turn in rounds
     )
-    console = Console()
-    console.print(table)
-    console.print(f"infinity is {ratio:.2f} times as fast ({len(rounds)} pairs of blocks)")
+    columns = {
+        "": "{side}", "step s": "{seconds:.2f}",
+        "tokens/s": lambda row: f"{tokens / row['seconds']:.0f}",
+        "read B/p": lambda row: f"{row['read_nbytes'] / num_parameters:.1f}",
+        "written B/p": lambda row: f"{row['written_nbytes'] / num_parameters:.1f}",
+        "peak RSS GB": lambda row: f"{row['peak_rss_nbytes'] / 1e9:.1f}",
+        "last loss": lambda row: f"{rounds[-1][row['side']]['loss']:.3f}",
+    }  # fmt: skip
+    title = (
+        f"{num_parameters:,} parameters, {words.compute}, "
+        f"{words.accumulation} x {words.sequence}, gradients of infinity on {words.gradients}"
+    )
+    print_table(title, columns, [{"side": side, **row} for side, row in results.items()])
+    print(f"infinity is {ratio:.2f} times as fast ({len(rounds)} pairs of blocks)")
     if words.save is not None:
         settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
         written = {
