@@ -36,8 +36,8 @@ from infinity.tools.bench.measure import (
     Effort,
     IoSettings,
     Lab,
-    contender,
     short_size,
+    timed,
 )
 from infinity.tools.bench.nvme import EXTENT_NBYTES, DriveSet, has_raw_ring, open_drives
 from infinity.tools.bench.report import environment_of
@@ -192,7 +192,7 @@ def volume_transfer(
     pattern.fill(memory, offset_nbytes=0, seed=seed)
     write()
     transfer = read if operation == "read" else write
-    return contender(name, nbytes, transfer, prepare=prepare, compare=compare)
+    return timed(name, nbytes, transfer, prepare=prepare, compare=compare)
 
 
 def verify(lab: Lab, directory: Path) -> Iterator[Comparison]:

@@ -51,7 +51,7 @@ class Contender:
     run: Callable[[], Measurement]
 
 
-def contender(
+def timed(
     name: str,
     nbytes: int,
     transfer: Callable[[], object],

@@ -21,7 +21,7 @@ from infinity.sizes import MIB, PAGE_NBYTES, align_down, format_nbytes
 from infinity.storage.arena import Arena
 from infinity.tiers.device import Copy, DeviceAdapter
 from infinity.tools.bench import pattern
-from infinity.tools.bench.measure import Comparison, Contender, Lab, contender
+from infinity.tools.bench.measure import Comparison, Contender, Lab, timed
 from infinity.tools.bench.nvme import DriveSet
 from infinity.tools.bench.scratch import STILL_SEED
 from infinity.tools.bench.transfer import FileSet, engine_transfer, plan_moves, prepare
@@ -74,13 +74,13 @@ def streaming_copy(arena: Arena, nbytes: int, num_threads: int) -> Contender:
         for _ in threads.map(lambda move: ctypes.memmove(*move), moves):
             pass
 
-    return contender("streaming copy", 2 * slice_nbytes * num_threads, transfer)
+    return timed("streaming copy", 2 * slice_nbytes * num_threads, transfer)
 
 
 def streaming_scale(arena: Arena) -> Contender:
     """The ceiling of an update in place: every line is read, changed and written back, once."""
     values = _tensor(arena, 0, arena.capacity_nbytes).view(torch.float32)
-    return contender(
+    return timed(
         "scaling in place",
         2 * values.nbytes,
         lambda: values.mul_(0.5),
@@ -92,7 +92,7 @@ def streaming_scale(arena: Arena) -> Contender:
 def arena_copy(arena: Arena, nbytes: int) -> Contender:
     """Copies one tensor into another, as the tiers do when bytes move inside the host."""
     source, target = _tensor(arena, 0, nbytes), _tensor(arena, nbytes + _GAP_NBYTES, nbytes)
-    return contender(
+    return timed(
         "tensor copy",
         2 * nbytes,
         lambda: target.copy_(source),
@@ -119,7 +119,7 @@ def optimizer_pass(arena: Arena) -> Contender:
         for moment in (exp_avg, exp_avg_sq):
             moment.zero_()
 
-    return contender(
+    return timed(
         "adamw",
         28 * weight.numel(),
         lambda: adamw_([weight], [gradient], [exp_avg], [exp_avg_sq], _SETTINGS),
@@ -225,7 +225,7 @@ def arena_to_device(device: DeviceAdapter, arena: Arena, direction: str, nbytes:
         copy(0, half_nbytes, inward=False)
         return pattern.matches(arena.memory(0, nbytes), offset_nbytes=0, seed=STILL_SEED)
 
-    return contender(f"infinity {direction}", nbytes, transfer, prepare=prepared, compare=compare)
+    return timed(f"infinity {direction}", nbytes, transfer, prepare=prepared, compare=compare)
 
 
 def _chunks(low: int, high: int) -> list[tuple[int, int]]:
@@ -253,7 +253,7 @@ def pinned_copy(device: torch.device, direction: str, nbytes: int) -> Contender:
                 target.copy_(source, non_blocking=is_cuda)
         synchronize()
 
-    return contender(f"pinned {direction}", nbytes, transfer, prepare=synchronize)
+    return timed(f"pinned {direction}", nbytes, transfer, prepare=synchronize)
 
 
 def nvme_to_device(
@@ -283,4 +283,4 @@ def nvme_to_device(
         device.copy(there, host).wait()
         return pattern.matches(files.arena.memory(0, nbytes), offset_nbytes=0, seed=STILL_SEED)
 
-    return contender("infinity nvme to device", nbytes, transfer, prepare=prepared, compare=compare)
+    return timed("infinity nvme to device", nbytes, transfer, prepare=prepared, compare=compare)

@@ -24,7 +24,7 @@ from infinity.storage.arena import Arena
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.volume_layout import slice_extents
 from infinity.tools.bench import pattern
-from infinity.tools.bench.measure import Contender, Measurement, clock, contender, quantiles
+from infinity.tools.bench.measure import Contender, Measurement, clock, quantiles, timed
 from infinity.tools.bench.scratch import STILL_SEED, BenchDirectory, RegionName
 from infinity.uring import Raw, RegisteredBuffer, Ring, RingError, SetupFlag
 
@@ -140,7 +140,7 @@ def _checked(
         prepare(files, moves, seed)
 
     nbytes = sum(move.nbytes for move in moves)
-    return contender(
+    return timed(
         name, nbytes, transfer, prepare=prepared, compare=lambda: compare(files, moves, seed)
     )
 
