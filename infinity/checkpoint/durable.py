@@ -30,6 +30,21 @@ def write_file(path: Path, content: bytes) -> None:
         file.write(memoryview(content))
 
 
+def replace_file(path: Path, content: str) -> None:
+    """Gives a file this content. An earlier one keeps its own until all of it is synced. Raises
+    OSError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        sync_file(partial)
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
 class SequentialFile:
     """A new file that is written sequentially, and synced when its block succeeds.
 
@@ -183,7 +198,7 @@ def replace_files(partial: Path, directory: Path, *, last: str, apart: bool = Fa
     for name in names:
         if (directory / name).is_file():
             (before / name).parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(directory / name, before / name)
+            link_or_copy(directory / name, before / name)
     try:
         if apart:
             (directory / last).unlink(missing_ok=True)
@@ -202,7 +217,8 @@ def replace_files(partial: Path, directory: Path, *, last: str, apart: bool = Fa
         raise
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
+    """Gives the content of a file a second name. Raises OSError."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # A file system without links.

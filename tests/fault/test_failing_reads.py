@@ -20,7 +20,7 @@ from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.config import SwapConfig
 from infinity.errors import CorruptionError, InfinityError, StorageError
 from infinity.tools.training import program
-from infinity.tools.training.token_file import tokenize
+from infinity.tools.training.job_data import tokenize
 from infinity.tools.training.tokenizers import ByteTokenizer
 
 PLAIN = os.pread

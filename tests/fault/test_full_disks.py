@@ -171,9 +171,9 @@ def at_steps(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], ob
     """Calls the action of a step before its line is written."""
     step = Reporter.step
 
-    def acting(reporter: Reporter, record: Any, held_out_loss: float | None) -> None:
-        actions.get(record.outcome.step, lambda: None)()
-        step(reporter, record, held_out_loss)
+    def acting(reporter: Reporter, line: dict[str, Any]) -> None:
+        actions.get(line["step"], lambda: None)()
+        step(reporter, line)
 
     monkeypatch.setattr(Reporter, "step", acting)
 

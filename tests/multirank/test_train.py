@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.tools.training import program
+from infinity.tools.training.program import Run
 from infinity.tools.training.ranks import job_rank
-from infinity.tools.training.run import Run
 from infinity.tools.training.trainer import RunTrainer
 
 from .processes import run_ranks, seem_on_node

@@ -23,7 +23,7 @@ from infinity.testing.faulty_engine import Fault, FaultyEngine
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tools.cli.train import parse_steps
 from infinity.tools.training import program
-from infinity.tools.training.tracing import TracePlan, Tracing
+from infinity.tools.training.tracing import Tracing
 from tests.support.forked import COMMAND, run_script
 from tests.support.models import Mlp
 
@@ -54,7 +54,7 @@ def table(tmp_path_factory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def train(table: dict[str, Any], trace: TracePlan | None) -> list[dict[str, Any]]:
+def train(table: dict[str, Any], trace: Tracing | None) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl."""
     console = Console(file=io.StringIO())
     _, exit_code = program.train(SwapConfig.load(table), console=console, trace=trace)
@@ -66,7 +66,7 @@ def train(table: dict[str, Any], trace: TracePlan | None) -> list[dict[str, Any]
 @pytest.fixture(scope="module")
 def traced(table, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     path = tmp_path_factory.mktemp("trace") / "out.json"
-    return path, train(table, TracePlan(path, 2, 4))
+    return path, train(table, Tracing(path, 2, 4))
 
 
 def test_the_file_keeps_the_trace_event_format(traced):
@@ -200,14 +200,15 @@ def test_tracing_changes_no_loss(table, traced):
 
 def test_a_run_that_ends_early_leaves_what_was_traced(table, tmp_path):
     short = {**table, "train": {**table["train"], "steps": 2}}
-    train(short, TracePlan(tmp_path / "out.json", 2, 9))
+    train(short, Tracing(tmp_path / "out.json", 2, 9))
     assert [step.step for step in summarize(chrome.read(tmp_path / "out.json"))] == ["step 2"]
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
     directory = tmp_path / "gone"
     said: list[str] = []
-    tracing = Tracing(TracePlan(directory / "out.json", 1, 1), Counters().tracer, said.append)
+    tracing = Tracing(directory / "out.json", 1, 1)
+    tracing.follow(Counters().tracer, said.append)
     with tracing.step(1):
         pass
     tracing.finish()
@@ -228,7 +229,7 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
 def test_a_plan_that_cannot_work_is_refused_before_the_run(tmp_path, plan, says):
     name, first, last = plan
     with pytest.raises(ConfigError, match=says):
-        TracePlan(tmp_path / name, first, last).check(num_steps=5)
+        Tracing(tmp_path / name, first, last).check(num_steps=5)
 
 
 def test_steps_are_a_range_or_one():

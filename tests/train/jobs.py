@@ -43,7 +43,7 @@ def write_job(directory: Path, config: str) -> Path:
 # Takes no step beyond the first so many until it is asked to end: who watches it may be slow.
 HELD = """
 import sys, time
-from infinity.tools.training.run import Run
+from infinity.tools.training.program import Run
 limit, is_stopped = int(sys.argv.pop(1)), Run._is_stopped
 
 def hold(run, interrupt):

@@ -13,7 +13,7 @@ import trl
 
 from infinity.config import SwapConfig
 from infinity.tools.training.arguments import name_of_checkpointing
-from infinity.tools.training.token_file import split_sequences
+from infinity.tools.training.job_data import split_rows
 from infinity.tools.training.tokenizers import ByteTokenizer
 from infinity.tools.training.trainer import parameter_groups
 
@@ -26,10 +26,10 @@ def sequences(config: SwapConfig) -> datasets.Dataset:
     text = b"".join(source.location.read_bytes() for source in config.data.paths)
     length = config.data.sequence_length
     rows = np.frombuffer(text, np.uint8)[: len(text) // length * length].reshape(-1, length)
-    split = split_sequences(
+    learned, _ = split_rows(
         len(rows), held_out=config.data.held_out, seed=config.data.seed, shuffle=config.data.shuffle
     )
-    ids = rows[split.train].tolist()
+    ids = rows[learned].tolist()
     return datasets.Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 

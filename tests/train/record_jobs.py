@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,10 @@ def rows_of(
     tokenizer.for_records().chat_template = template
     with infinity.init_empty_weights():
         model = AutoModelForCausalLM.from_config(MODEL)
-    data = open_data(config, tokenizer, vocab_size=256)
+    data = open_data(config, tokenizer, ExitStack(), vocab_size=256)
     trainer = make_trainer(config, model, data, tokenizer, JobRank())
     rows = []
     for row in trainer.train_dataset:
         learned = [label for label in row["labels"] if label != -100]
         rows.append((bytes(row["input_ids"]).decode(), bytes(learned).decode()))
-    return rows, measure(trainer.train_dataset, data.files, 1).sha256
+    return rows, measure(trainer.train_dataset, data.files, 1)[-1]

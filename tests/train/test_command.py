@@ -87,7 +87,7 @@ def test_terminate_ends_in_order_too(job, processes):
 
 
 TELLING = """
-from infinity.tools.training.run import Run
+from infinity.tools.training.program import Run
 begin = Run.begin_step
 
 def tell(run):

@@ -17,7 +17,7 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import check_sides
 from infinity.tools.training import program
-from infinity.tools.training.token_file import tokenize
+from infinity.tools.training.job_data import tokenize
 from infinity.tools.training.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
 SHAPE = {

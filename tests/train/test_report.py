@@ -7,8 +7,8 @@ import json
 
 from rich.console import Console
 
-from infinity.tools.training.report import MetricsRecord, Reporter, Summary, write_summary
-from infinity.tools.training.trainer import StepOutcome
+from infinity.tools.training.report import Line, Reporter, Summary, line_of, shown, write_summary
+from infinity.tools.training.trainer import Step
 
 BEFORE = {"nvme_read_nbytes": 1e9, "read_wait_s": 5.0}
 AFTER = {
@@ -17,41 +17,38 @@ AFTER = {
 }  # fmt: skip
 
 
-def record(step: int = 1, loss: float = 2.0, elapsed_s: float = 2.0) -> MetricsRecord:
-    outcome = StepOutcome(step=step, loss=loss, grad_norm=1.0, learning_rate=1e-3, num_tokens=1000)
-    return MetricsRecord.between(BEFORE, AFTER, outcome=outcome, elapsed_s=elapsed_s)
+def line(number: int = 1, loss: float = 2.0, **more: float | str) -> Line:
+    step = Step(number=number, loss=loss, grad_norm=1.0, num_tokens=1000, **more)
+    return line_of(step, BEFORE, AFTER, 2.0)
 
 
 def test_record_is_the_difference_of_two_snapshots():
-    line = record().to_dict(None)
+    found = line()
 
-    assert line["nvme_read_nbytes"] == 3e9 and line["nvme_read_bytes_per_s"] == 1.5e9
-    assert line["stall_share"] == (0.5 + 0.1 + 0.25) / 2 and line["ranks_wait_s"] == 0.25
-    assert line["tokens_per_s"] == 500 and line["update_s"] == 0.4
-    assert line["host_in_use_nbytes"] == 1 << 20 and line["copy_wait_s"] == 0
+    assert found["nvme_read_nbytes"] == 3e9 and found["nvme_read_bytes_per_s"] == 1.5e9
+    assert found["stall_share"] == (0.5 + 0.1 + 0.25) / 2 and found["ranks_wait_s"] == 0.25
+    assert found["tokens_per_s"] == 500 and found["update_s"] == 0.4
+    assert found["host_in_use_nbytes"] == 1 << 20 and found["copy_wait_s"] == 0
 
 
 def test_line_shows_what_a_person_watches():
-    assert record().to_line(9, 1.25) == (
-        "step 1/9  loss 2.000  held-out 1.250  500 tokens/s  read 1.50 GB/s  write 0.50 GB/s  "
+    assert shown(line(), 1.25) == (
+        "loss 2.000  held-out 1.250  500 tokens/s  read 1.50 GB/s  write 0.50 GB/s  "
         "stall 42%  host 1.0 MiB"
     )
 
 
 def test_line_leaves_out_drives_that_are_not_used_and_an_evaluation_that_was_not_made():
     quiet = AFTER | {"nvme_read_nbytes": BEFORE["nvme_read_nbytes"]}
-    outcome = StepOutcome(step=1, loss=2.0, grad_norm=1.0, learning_rate=1e-3, num_tokens=1000)
-    found = MetricsRecord.between(BEFORE, quiet, outcome=outcome, elapsed_s=2.0)
-    assert found.to_line(9, None) == (
-        "step 1/9  loss 2.000  500 tokens/s  write 0.50 GB/s  stall 42%  host 1.0 MiB"
+    found = line_of(Step(number=1, loss=2.0, num_tokens=1000), BEFORE, quiet, 2.0)
+    assert shown(found, None) == (
+        "loss 2.000  500 tokens/s  write 0.50 GB/s  stall 42%  host 1.0 MiB"
     )
 
 
 def test_line_names_the_epoch_and_a_skipped_step():
-    more = {"epoch": 1.25, "skipped": "the loss is not finite"}
-    outcome = StepOutcome(step=1, loss=2.0, grad_norm=None, learning_rate=0.0, num_tokens=1, **more)
-    line = MetricsRecord.between(BEFORE, AFTER, outcome=outcome, elapsed_s=1.0).to_line(9, None)
-    assert line.startswith("step 1/9  SKIPPED  epoch 1.25  loss 2.000")
+    found = line(epoch=1.25, skipped="the loss is not finite")
+    assert shown(found, None).startswith("SKIPPED  epoch 1.25  loss 2.000")
 
 
 def report(tmp_path, *, terminal: bool, log_every: int = 1) -> tuple[str, list[dict]]:
@@ -59,7 +56,7 @@ def report(tmp_path, *, terminal: bool, log_every: int = 1) -> tuple[str, list[d
     reporter = Reporter(console, steps=5, log_every=log_every)
     reporter.start(tmp_path / "metrics.jsonl")
     for step in range(1, 6):
-        reporter.step(record(step), 1.5 if step == 2 else None)
+        reporter.step(line(step, held_out_loss=1.5 if step == 2 else None))
     reporter.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     return console.file.getvalue(), [json.loads(line) for line in lines]
@@ -84,7 +81,8 @@ def test_on_a_terminal_a_bar_with_the_time_that_is_left_is_drawn_over(tmp_path):
 
 def test_summary_divides_bytes_by_parameters_and_steps(tmp_path):
     summary = Summary(steps=2, num_parameters=10**9)
-    summary.records += [record(1, loss=4.0), record(2, loss=1.0)]
+    for number, loss in ((1, 4.0), (2, 1.0)):
+        summary.add(line(number, loss))
     content = summary.to_dict()
 
     assert content["links"]["nvme_read_nbytes"]["bytes_per_parameter_and_step"] == 3.0
@@ -105,7 +103,7 @@ def test_summary_of_a_run_without_steps_is_whole():
 
 def test_json_has_null_where_a_number_is_not_finite(tmp_path):
     summary = Summary(steps=1, num_parameters=7)
-    summary.records.append(record(1, loss=float("nan")))
+    summary.add(line(1, loss=float("nan")))
     write_summary(tmp_path / "summary.json", summary)
 
     assert json.loads((tmp_path / "summary.json").read_text())["loss_last"] is None

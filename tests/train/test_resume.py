@@ -22,8 +22,8 @@ from infinity.config import SwapConfig
 from infinity.config.source import override, read_file
 from infinity.errors import ConfigError, CorruptionError, StorageError
 from infinity.tools.training import program
+from infinity.tools.training.program import Run
 from infinity.tools.training.report import Summary
-from infinity.tools.training.run import Run
 from tests.support.file_systems import seem_elsewhere
 from tests.support.forked import COMMAND, TIME_LIMIT_S, run_script
 
@@ -142,7 +142,7 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
     monkeypatch.setattr(state_save, "copy_checkpoint", slow)
     monkeypatch.setattr(Run, "begin_step", interrupted)
     summary, code = program.train(config, console=console)
-    assert (code, len(asked), len(summary.records)) == (143, 2, 6)
+    assert (code, len(asked), len(summary.steps_s)) == (143, 2, 6)
     monkeypatch.setattr(Run, "begin_step", begin)
     assert summary.checkpoint == str(asked[1]) == str(*(job / "swap" / "copying").glob("step-*"))
     assert "gave up copying" in console.file.getvalue() and list(far.iterdir()) == []

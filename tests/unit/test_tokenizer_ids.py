@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from infinity.errors import ConfigError
-from infinity.tools.training.token_file import tokenize
+from infinity.tools.training.job_data import tokenize
 from infinity.tools.training.tokenizers import HuggingFaceTokenizer
 
 

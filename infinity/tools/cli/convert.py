@@ -271,7 +271,7 @@ def _tokenizer(config: SwapConfig) -> Any:
 
     if config.data is None:
         return None
-    return getattr(open_tokenizer(config.data.tokenizer), "tokenizer", None)
+    return open_tokenizer(config.data.tokenizer).tokenizer
 
 
 # -- Spread: the shards of a checkpoint over several drives ----------------------------------------

@@ -84,20 +84,20 @@ def train(
     from infinity.config.paths import with_located_model
     from infinity.config.source import override, read_file
     from infinity.tools.training.process import outliving_streams
-    from infinity.tools.training.tracing import TracePlan
+    from infinity.tools.training.tracing import Tracing
 
     table, source = read_file(config)
     for text in overrides or []:
         override(table, text)
     loaded = with_located_model(SwapConfig.from_table(table, source))
     loaded.require("model", "data", "train")
-    plan = None
+    tracing = None
     if trace is not None:
         first, last = parse_steps(trace_steps)
-        plan = TracePlan(trace, first, last)
+        tracing = Tracing(trace, first, last)
         assert loaded.train is not None  # See `require`.
         if loaded.train.steps is not None:
-            plan.check(num_steps=loaded.train.steps)
+            tracing.check(num_steps=loaded.train.steps)
 
     _refuse(loaded, resume_from)
     with outliving_streams():
@@ -105,7 +105,7 @@ def train(
             loaded,
             Console(stderr=as_json, quiet=quiet),
             as_json=as_json,
-            trace=plan,
+            trace=tracing,
             resume=resume,
             resume_from=resume_from,
             accept_changes=accept_changes,

@@ -13,9 +13,8 @@ from typing import Any
 
 from infinity.config import SwapConfig
 from infinity.sizes import MIB
-from infinity.tools.training.record_files import read_rows
+from infinity.tools.training.data_files import collect_files, is_records, read_rows
 from infinity.tools.training.records import kind_of_columns, load_records, needed_columns
-from infinity.tools.training.source_files import collect_files, is_records
 from infinity.tools.training.tokenizers import Tokenizer
 
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
@@ -42,8 +41,7 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer) -> DataFacts:
     table = {"data": {"paths": [str(path.resolve()) for path in paths]}}
     data = SwapConfig.load(table).data
     assert data is not None
-    sources = collect_files(data.paths)
-    found = [_read(file, tokenizer) for file in (*sources.texts, *sources.records)]
+    found = [_read(file, tokenizer) for file in chain(*collect_files(data.paths))]
     return DataFacts(
         noun=found[0].noun,
         num_records=sum(facts.num_records for facts in found),

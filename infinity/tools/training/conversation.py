@@ -13,7 +13,7 @@ from typing import Any
 
 from infinity.bounded import MAX_DEPTH
 from infinity.errors import ConfigError
-from infinity.tools.training.record_files import WrittenFloat, parse
+from infinity.tools.training.data_files import WrittenFloat, parse
 
 Message = dict[str, Any]
 

@@ -16,7 +16,7 @@ from infinity.config import Sample, SwapConfig
 from infinity.errors import ConfigError
 from infinity.tools.training.adapter import adapter_nbytes
 from infinity.tools.training.arguments import batch_of
-from infinity.tools.training.job_data import JobData, Tokens, measure, open_data, refuse_strangers
+from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
@@ -32,7 +32,7 @@ class Job:
     plan: ModelPlan
     tokenizer: Tokenizer
     data: JobData
-    tokens: Tokens
+    num_tokens: int
     trainer: Any  # Over the model on meta.
     num_steps: int  # Of the whole run.
     num_parameters: int
@@ -72,15 +72,17 @@ def prepare(
     data = open_data(
         config,
         tokenizer,
+        stack,
         vocab_size=plan.vocab_size,
         directory=output.path if output is not None else None,
     )
-    stack.callback(data.close)
     reference = build_reference(plan, config)
     trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
-    tokens = measure(trainer.train_dataset, data.files, config.data.sequence_length)
-    refuse_strangers(tokens, tokenizer, plan.vocab_size)
-    identity = identity_of(config, tokens.sha256, num_ranks=rank.count)
+    num_tokens, largest, sha256 = measure(
+        trainer.train_dataset, data.files, config.data.sequence_length
+    )
+    refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
+    identity = identity_of(config, sha256, num_ranks=rank.count)
     accepted = []
     if resume is not None:
         with naming_older(config, resume.path):
@@ -89,7 +91,7 @@ def prepare(
         plan=plan,
         tokenizer=tokenizer,
         data=data,
-        tokens=tokens,
+        num_tokens=num_tokens,
         trainer=trainer,
         num_steps=trainer.count_steps(),
         num_parameters=num_parameters,

@@ -1,89 +1,111 @@
-"""`[data]` as datasets: what a run trains on, what it evaluates on, and how they are recognised."""
+"""`[data]` as datasets: what a run trains on, what it evaluates on, and how they are recognised.
+
+The tokens of text files lie end to end in a file without a name. Files are read in sorted order,
+and a tokenizer's end-of-text token, if it has one, follows each. Each token takes one, two or four
+bytes, as the vocabulary needs. Sequences have equal length; a remainder at the end is dropped.
+Tokens are read back with pread, so that their pages do not count as resident: the text may be
+larger than memory. A permutation drawn from the seed decides which rows are held out.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity.config import Data, DataSource, SwapConfig
-from infinity.errors import ConfigError
-from infinity.tools.training.records import Kind, kind_of, load_records, mark_conversations
-from infinity.tools.training.source_files import collect_files
-from infinity.tools.training.token_file import Sequences, TokenFile, split_sequences, tokenize
-from infinity.tools.training.tokenizers import Tokenizer
+from infinity.config import DataSource, SwapConfig
+from infinity.errors import ConfigError, StorageError
+from infinity.tools.training.data_files import collect_files, read_utf8
+from infinity.tools.training.records import kind_of, load_records, mark_conversations
+from infinity.tools.training.tokenizers import Ids, Tokenizer
 
 _READ_ROWS = 1000  # At a time.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobData:
-    """The datasets of a run, as its trainer takes them; `close` removes the token files.
-
-    is_ready: rows are token ids of equal length, which TRL takes as they are
-    """
+    """The datasets of a run, as its trainer takes them."""
 
     train: Any
     held_out: Any  # None without evaluation data.
-    is_ready: bool
-    files: tuple[TokenFile, ...] = ()
+    files: tuple[TokenFile, ...] = ()  # Of text.
 
-    def close(self) -> None:
-        """Closes the token files, which removes them."""
-        for file in self.files:
-            file.close()
+    @property
+    def is_ready(self) -> bool:
+        """Whether rows are token ids of equal length, which TRL takes as they are."""
+        return bool(self.files)
 
 
 def open_data(
     config: SwapConfig,
     tokenizer: Tokenizer,
+    stack: ExitStack,
     *,
     vocab_size: int,
     directory: str | os.PathLike[str] | None = None,
 ) -> JobData:
-    """Reads `[data]`. Token files lie in `directory`. Raises ConfigError as its parts do."""
+    """Reads `[data]`. Token files lie in `directory` until `stack` is closed. Raises ConfigError as
+    its parts do."""
     assert config.data is not None and config.train is not None
-    data = config.data
-    texts, records = _sources(data.paths, config)
-    if texts:
-        found = _open_text(data, texts, tokenizer, vocab_size, directory)
-        try:
-            _check_text(found, data, config.train.batch_size)
-        except BaseException:
-            found.close()
-            raise
-        return found
-    train, kind = _read(records, config, tokenizer, vocab_size)
-    held_out = None
+    data, train_options, files = config.data, config.train, list[TokenFile]()
+
+    def read(sources: Sequence[DataSource], max_nbytes: int | None = None) -> tuple[Any, str, Path]:
+        """Returns the rows, what they are, and the first file."""
+        texts, records = collect_files(sources)
+        if records and max_nbytes is not None:
+            raise ConfigError(
+                f"data.max_bytes limits text; {records[0]} holds records. Leave it out, or write "
+                "fewer records to a file"
+            )
+        if texts and train_options.method == "dpo":
+            raise ConfigError(
+                f'data.paths: {texts[0]} is text; train.method = "dpo" learns records with '
+                "chosen and rejected"
+            )
+        if records:
+            return *_read_records(records, config, tokenizer, vocab_size), records[0]
+        file = tokenize(
+            texts, tokenizer, vocab_size=vocab_size, max_nbytes=max_nbytes, directory=directory
+        )
+        stack.callback(file.close)
+        files.append(file)
+        return _sequences(file, data.sequence_length), "plain text", texts[0]
+
+    train, kind, first = read(data.paths, data.max_bytes)
+    held_out, num_split = None, 0
     if data.eval_paths:
-        others = _sources(data.eval_paths, config)[1]
-        if not others:
-            raise ConfigError("data.eval_paths: expected records, as data.paths holds; got text")
-        held_out, other = _read(others, config, tokenizer, vocab_size)
+        held_out, other, other_first = read(data.eval_paths)
         if other != kind:
             raise ConfigError(
-                f"data.eval_paths: {others[0]} holds {other}, and data.paths ({records[0]}) holds "
+                f"data.eval_paths: {other_first} holds {other}, and data.paths ({first}) holds "
                 f"{kind}; a run evaluates what it learns, so expected {kind}"
             )
     else:
-        split = split_sequences(
+        learned, rest = split_rows(
             len(train), held_out=data.held_out, seed=data.seed, shuffle=data.shuffle
         )
-        if len(split.held_out):
-            held_out = train.select(split.held_out)
-            train = train.select(split.train)
-    num_held_out = 0 if held_out is None else len(held_out)
-    what = f"{len(train) + num_held_out} records, {num_held_out} of them held out"
-    check_amount(
-        len(train), config.train.batch_size, what, "; or hold less out" * bool(num_held_out)
-    )
-    return JobData(train=train, held_out=held_out, is_ready=False)
+        num_split = len(rest)
+        if num_split:
+            train, held_out = train.select(learned), train.select(rest)
+    count, remedy = len(train) + num_split, "; or hold less out" * bool(num_split)
+    what = f"{count} records, {num_split} of them held out"
+    if files:
+        remedy = "; or shorter sequences, which are more"
+        what = (
+            f"{files[0].num_tokens} tokens, {count} sequences of "
+            f"data.sequence_length={data.sequence_length}, {num_split} of them held out"
+        )
+    check_amount(len(train), train_options.batch_size, what, remedy)
+    return JobData(train=train, held_out=held_out or None, files=tuple(files))
 
 
 def check_amount(count: int, batch_size: int, what: str, remedy: str) -> None:
@@ -98,87 +120,27 @@ def check_amount(count: int, batch_size: int, what: str, remedy: str) -> None:
         )
 
 
-def _check_text(found: JobData, data: Data, batch_size: int) -> None:
-    num_held_out = 0 if found.held_out is None or data.eval_paths else len(found.held_out)
-    num_sequences = len(found.train) + num_held_out
-    check_amount(
-        len(found.train),
-        batch_size,
-        f"{found.files[0].num_tokens} tokens, {num_sequences} sequences of "
-        f"data.sequence_length={data.sequence_length}, {num_held_out} of them held out",
-        "; or shorter sequences, which are more",
-    )
+def split_rows(
+    count: int, *, held_out: float, seed: int, shuffle: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns the numbers of the rows that are trained on, and of those that are held out: the
+    fraction `held_out` of all, at least one row if it is not zero.
 
-
-def _sources(sources: Sequence[DataSource], config: SwapConfig) -> tuple[list[Path], list[Path]]:
-    found = collect_files(sources)
-    assert config.data is not None and config.train is not None
-    if found.records and config.data.max_bytes is not None:
-        raise ConfigError(
-            f"data.max_bytes limits text; {found.records[0]} holds records. Leave it out, or write "
-            "fewer records to a file"
+    The seed selects the rows; without `shuffle` they are the last ones. Both parts are in the order
+    of the data: 10 rows at 0.2 without shuffling give 0..7 and 8, 9.
+    """
+    num_train = count - (max(1, round(count * held_out)) if held_out else 0)
+    order = np.arange(count)
+    if shuffle:
+        order = np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, 0)))).permutation(
+            count
         )
-    if found.texts and config.train.method == "dpo":
-        raise ConfigError(
-            f'data.paths: {found.texts[0]} is text; train.method = "dpo" learns records with '
-            "chosen and rejected"
-        )
-    return found.texts, found.records
+    return np.sort(order[:num_train]), np.sort(order[num_train:])
 
 
-def _open_text(
-    data: Data,
-    texts: list[Path],
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    directory: str | os.PathLike[str] | None,
-) -> JobData:
-    tokens = tokenize(
-        texts, tokenizer, vocab_size=vocab_size, max_nbytes=data.max_bytes, directory=directory
-    )
-    files = [tokens]
-    try:
-        length = data.sequence_length
-        num_sequences = tokens.num_tokens // length
-        if data.eval_paths:
-            others = collect_files(data.eval_paths)
-            if others.records:
-                raise ConfigError(
-                    "data.eval_paths: expected text, as data.paths holds; got records"
-                )
-            files.append(
-                tokenize(others.texts, tokenizer, vocab_size=vocab_size, directory=directory)
-            )
-            train = _sequences(tokens, np.arange(num_sequences), length)
-            held_out = _sequences(files[1], np.arange(files[1].num_tokens // length), length)
-        else:
-            split = split_sequences(
-                num_sequences, held_out=data.held_out, seed=data.seed, shuffle=data.shuffle
-            )
-            train = _sequences(tokens, split.train, length)
-            held_out = _sequences(tokens, split.held_out, length)
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-    return JobData(
-        train=train,
-        held_out=held_out if len(held_out) else None,
-        is_ready=True,
-        files=tuple(files),
-    )
-
-
-def _sequences(tokens: TokenFile, numbers: npt.NDArray[np.int64], length: int) -> Any:
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"sequence": numbers})
-    return rows.with_transform(Sequences(tokens, length))
-
-
-def _read(
+def _read_records(
     paths: list[Path], config: SwapConfig, tokenizer: Tokenizer, vocab_size: int
-) -> tuple[Any, Kind]:
+) -> tuple[Any, str]:
     assert config.data is not None and config.train is not None
     place = str(paths[0])
     if len(paths) > 1:
@@ -192,25 +154,19 @@ def _read(
     return marked, kind
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The tokens that a run trains on: how many, the largest id, the SHA-256 of all in order."""
-
-    count: int
-    largest: int
-    sha256: str
-
-
-def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> Tokens:
-    """Returns the tokens of a dataset that TRL has prepared, or of sequences of a token file.
+def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> tuple[int, int, str]:
+    """Returns of the tokens of a dataset that TRL has prepared, or of sequences of a token file,
+    their number, the largest id, and the SHA-256 of all in order.
 
     The ids of token files were compared with the vocabulary as they were written.
     """
     if files:
-        return Tokens(len(dataset) * length, 0, files[0].sha256)
+        return len(dataset) * length, 0, files[0].sha256
     import pyarrow.compute as pc
 
-    columns = [name for name in sorted(dataset.column_names) if _is_measured(name)]
+    columns = [
+        name for name in sorted(dataset.column_names) if name == "labels" or name.endswith("_ids")
+    ]
     sha256, count, largest = hashlib.sha256(), 0, 0
     for rows in dataset.select_columns(columns).with_format("arrow").iter(_READ_ROWS):
         for name in columns:
@@ -220,18 +176,148 @@ def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> Tokens:
             if name.endswith("_ids"):
                 ids = column.flatten().to_numpy(zero_copy_only=False)
                 count, largest = count + len(ids), max(largest, int(ids.max(initial=0)))
-    return Tokens(count, largest, sha256.hexdigest())
+    return count, largest, sha256.hexdigest()
 
 
-def refuse_strangers(tokens: Tokens, tokenizer: Tokenizer, vocab_size: int) -> None:
+def refuse_stranger(token_id: int, tokenizer: Tokenizer, vocab_size: int, place: str) -> None:
     """Raises ConfigError for an id without an embedding."""
-    if tokens.largest >= vocab_size:
+    if token_id >= vocab_size:
         raise ConfigError(
-            f"data.paths: token {tokens.largest} ({tokenizer.token(tokens.largest)}) of tokenizer "
+            f"{place}: token {token_id} ({tokenizer.token(token_id)}) of tokenizer "
             f"{tokenizer.name} is outside the model's vocabulary of {vocab_size}; the tokenizer "
-            f"has {tokenizer.vocab_size} tokens. Use the model's own tokenizer"
+            f"has {tokenizer.vocab_size} tokens. Use the model's own tokenizer, or a model whose "
+            "vocab_size is large enough"
         )
 
 
-def _is_measured(name: str) -> bool:
-    return name == "labels" or name.endswith("_ids")
+# -- Text ------------------------------------------------------------------------------------------
+
+
+class TokenFile:
+    """Token ids in a temporary file without a name, which disappears with the process."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.dtype = np.dtype(
+            np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        )
+        self.num_tokens = 0
+        self._sha256 = hashlib.sha256()
+        self._directory = directory
+        try:
+            self._file: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115, closed by close().
+                dir=directory, prefix=".tokens-"
+            )
+        except OSError as error:
+            raise self._failed("create", error) from None
+
+    def append(self, ids: Ids) -> None:
+        """Appends ids. Raises StorageError."""
+        content = memoryview(ids.astype(self.dtype, copy=False).tobytes())
+        self._sha256.update(content)
+        try:
+            while content:
+                content = content[os.write(self._file.fileno(), content) :]
+        except OSError as error:
+            raise self._failed("write", error) from None
+        self.num_tokens += len(ids)
+
+    def read(self, start: int, count: int) -> Ids:
+        """Returns the ids [start, start + count) as a new array of the file's dtype. Raises
+        StorageError."""
+        assert start >= 0 and start + count <= self.num_tokens, (start, count, self.num_tokens)
+        itemsize = self.dtype.itemsize
+        try:
+            content = os.pread(self._file.fileno(), count * itemsize, start * itemsize)
+        except OSError as error:
+            raise self._failed("read", error) from None
+        if len(content) < count * itemsize:
+            raise self._failed("read", OSError(errno.EIO, "the file of tokens was shortened"))
+        return np.frombuffer(content, dtype=self.dtype)
+
+    @property
+    def sha256(self) -> str:
+        """Returns the digest of all tokens so far, as they lie in the file."""
+        return self._sha256.hexdigest()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _failed(self, operation: str, error: OSError) -> StorageError:
+        where = os.fspath(self._directory or tempfile.gettempdir())
+        return StorageError(error.errno or 0, operation=f"{operation} tokens", path=str(where))
+
+
+def tokenize(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    max_nbytes: int | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> TokenFile:
+    """Writes all tokens of the first `max_nbytes` bytes of `files` to a file in `directory`.
+
+    `vocab_size` is that of the model. Raises ConfigError for an id without an embedding (the
+    message names token, file and both sizes), for a file that cannot be read, and for text without
+    tokens.
+    """
+    tokens = TokenFile(vocab_size=tokenizer.vocab_size, directory=directory)
+    left_nbytes = max_nbytes
+    try:
+        for path in files:
+            if left_nbytes is not None and left_nbytes <= 0:
+                break
+            for ids in tokenizer.encode_file(read_utf8(path, left_nbytes)):
+                refuse_stranger(int(ids.max(initial=0)), tokenizer, vocab_size, str(path))
+                tokens.append(ids)
+            if left_nbytes is not None:
+                left_nbytes -= path.stat().st_size
+        if tokens.num_tokens == 0:
+            raise ConfigError(
+                f"data.paths: {len(files)} files were read, but there is no text in them, "
+                f"e.g. {files[0]}"
+            )
+    except BaseException:
+        tokens.close()
+        raise
+    return tokens
+
+
+def _sequences(tokens: TokenFile, length: int) -> Any:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"sequence": np.arange(tokens.num_tokens // length)})
+    return rows.with_transform(Sequences(tokens, length))
+
+
+class Sequences:
+    """Reads sequences of equal length from a token file: the transform of a dataset of numbers.
+
+    The ids of a sequence are its labels, too. The file is open as long as this object is used;
+    `datasets` identifies the object by `key`.
+    """
+
+    def __init__(self, tokens: TokenFile, length: int) -> None:
+        self._tokens = tokens
+        self._length = length
+        self.key = (tokens.sha256, length)
+
+    def __call__(self, rows: dict[str, list[int]]) -> dict[str, list[Ids]]:
+        """Returns ids and labels of the numbered sequences."""
+        length = self._length
+        ids: list[Ids] = [
+            self._tokens.read(row * length, length).astype(np.int64) for row in rows["sequence"]
+        ]
+        return {"input_ids": ids, "labels": ids}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Sequences:
+        return self
+
+    def __reduce__(self) -> tuple[type[tuple[object, ...]], tuple[object, ...]]:
+        return tuple, (self.key,)  # Hashed by `datasets`, never read back.

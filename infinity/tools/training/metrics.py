@@ -9,15 +9,15 @@ the run continues.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 from infinity.bounded import MalformedError, open_regular
+from infinity.checkpoint.durable import link_or_copy, sync_directory
 from infinity.sizes import MIB
 
 _LONGEST_LINE_NBYTES = MIB  # Lines have about 700 bytes; longer ones are damage.
@@ -39,7 +39,7 @@ class MetricsFile:
         self._say = say
         self._file: int | None = None
         self._pending: list[tuple[int, bytes]] = []
-        self._torn_at: int | None = None  # Where a line begins that the file has in part.
+        self._end_nbytes = 0  # Of the lines that the file has as a whole.
         self._error: OSError | None = None
         self._attempt(self._begin)
 
@@ -98,26 +98,24 @@ class MetricsFile:
             self._begin()
         elif not self._is_in_place():
             self._begin_again()
-        assert self._file is not None
         while self._pending:
-            self._append(self._file, self._pending[0][1])
+            self._append(self._pending[0][1])
             del self._pending[0]
 
-    def _append(self, fd: int, line: bytes) -> None:
-        """Writes the complete line or nothing: what is there of a line that failed is removed
-        before another one is written."""
-        if self._torn_at is not None:
-            os.ftruncate(fd, self._torn_at)
-        self._torn_at, rest = os.fstat(fd).st_size, memoryview(line)
+    def _append(self, line: bytes) -> None:
+        """Writes the complete line or nothing: what is there of a line that failed is removed, at
+        the latest before another one is written."""
+        fd, rest = self._file or 0, memoryview(line)
+        if os.fstat(fd).st_size > self._end_nbytes:
+            os.ftruncate(fd, self._end_nbytes)
         try:
             while rest:
                 rest = rest[os.write(fd, rest) :]
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, self._torn_at)
-                self._torn_at = None
+                os.ftruncate(fd, self._end_nbytes)
             raise
-        self._torn_at = None
+        self._end_nbytes += len(line)
 
     def _is_in_place(self) -> bool:
         assert self._file is not None
@@ -135,9 +133,8 @@ class MetricsFile:
             os.rename(self._name, aside)
             self._say(f"{self._name} was no file that can be read; it is kept as {aside}")
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = Kept(self._path, self._resumed_at)
-        with kept.opened() as lines:
-            self._replace(lines, kept)
+        damaged: list[int] = []
+        self._replace(self._kept_lines(damaged), damaged)
 
     def _begin_again(self) -> None:
         """Restores the content of a removed file from its open descriptor."""
@@ -149,24 +146,40 @@ class MetricsFile:
             self._replace(line for line in file if line.endswith(b"\n"))
         self._say(f"{self._name} was removed; it was written again, with all its lines")
 
-    def _replace(self, lines: Iterator[bytes], kept: Kept | None = None) -> None:
+    def _kept_lines(self, damaged: list[int]) -> Iterator[bytes]:
+        """Yields the lines of an earlier file up to the resumed step. Notes the numbers of damaged
+        lines; a last line that a crash has cut short is none of them."""
+        if self._resumed_at == 0 or not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            for number in itertools.count(1):
+                if not (line := file.readline(_LONGEST_LINE_NBYTES)):
+                    return
+                step, is_complete = _step_of(line), line.endswith(b"\n")
+                if step is None and (is_complete or file.read(1)):
+                    damaged.append(number)
+                elif step is not None and step <= self._resumed_at:
+                    yield line if is_complete else line + b"\n"
+
+    def _replace(self, lines: Iterator[bytes], damaged: Sequence[int] = ()) -> None:
         partial = self._path.with_name(f".{self._path.name}.partial")
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()
+        partial.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(partial, flags, 0o666)
         try:
             with open(fd, "ab", closefd=False) as file:
                 file.writelines(lines)
             os.fsync(fd)
-            if kept is not None and kept.num_damaged:
-                aside = _copied_aside(self._path)
+            if damaged:
+                aside = _free_name(self._path)
+                link_or_copy(self._path, aside)
                 self._say(
-                    f"{self._name} is damaged: {kept.num_damaged} lines cannot be read, the first "
-                    f"is line {kept.first_damaged}; it is kept as {aside}, the others stay"
+                    f"{self._name} is damaged: {len(damaged)} lines cannot be read, the first "
+                    f"is line {damaged[0]}; it is kept as {aside}, the others stay"
                 )
             os.replace(partial, self._path)
-            _sync_directory(self._path.parent)
+            sync_directory(self._path.parent)
+            end_nbytes = os.fstat(fd).st_size
         except BaseException:
             os.close(fd)
             with contextlib.suppress(OSError):
@@ -174,41 +187,7 @@ class MetricsFile:
             raise
         if self._file is not None:
             os.close(self._file)
-        self._file, self._torn_at = fd, None
-
-
-class Kept:
-    """The lines of an earlier file up to a step, and the number of damaged lines in the file.
-
-    A last line that a crash has cut short does not count as damage.
-    """
-
-    def __init__(self, path: Path, last_step: int) -> None:
-        self._path = path
-        self._last_step = last_step
-        self._line = 0
-        self.num_damaged = 0
-        self.first_damaged = 0
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Iterator[bytes]]:
-        """Opens the earlier file and gives its lines up to the step."""
-        if self._last_step == 0 or not self._path.is_file():
-            yield iter(())
-            return
-        with self._path.open("rb") as file:
-            yield self._lines(file)
-
-    def _lines(self, file: IO[bytes]) -> Iterator[bytes]:
-        while line := file.readline(_LONGEST_LINE_NBYTES):
-            self._line += 1
-            is_complete = line.endswith(b"\n")
-            step = _step_of(line)
-            if step is None and (is_complete or file.read(1)):
-                self.num_damaged += 1
-                self.first_damaged = self.first_damaged or self._line
-            elif step is not None and step <= self._last_step:
-                yield line if is_complete else line + b"\n"
+        self._file, self._end_nbytes = fd, end_nbytes
 
 
 def _step_of(line: bytes) -> int | None:
@@ -240,20 +219,3 @@ def _free_name(path: Path) -> Path:
     while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
     return aside
-
-
-def _copied_aside(path: Path) -> Path:
-    aside = _free_name(path)
-    try:
-        os.link(path, aside)
-    except OSError:  # A file system without links.
-        shutil.copyfile(path, aside)
-    return aside
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-import infinity
 from infinity.checkpoint import WeightSource, weight_source
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.values import Capacity
-from infinity.distributed.group import RankTopology
 from infinity.errors import ConfigError
 from infinity.modules.reading.architecture import auto_class, empty_model, towers
 from infinity.modules.reading.configuration import (
@@ -102,25 +100,6 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
     return model
 
 
-def stream_weights(
-    model: Any,
-    plan: ModelPlan,
-    config: SwapConfig,
-    *,
-    resume: Path | None = None,
-    group: RankTopology | None = None,
-) -> None:
-    """Moves the model into its tiers, with the checkpoint's weights or seeded random ones.
-
-    `resume` is the checkpoint that the run loads next. `group`: the ranks of the job.
-    """
-    assert config.model is not None
-    infinity.offload(
-        model, config, weights=plan.path, seed=config.model.seed, ignore=config.model.ignore,
-        resume=resume, group=group,
-    )  # fmt: skip
-
-
 def _take_generation_config(model: Any, plan: ModelPlan) -> None:
     """Copies the checkpoint's generation settings, so that the export has them."""
     from transformers import GenerationConfig
@@ -190,16 +169,6 @@ def share_budgets(config: SwapConfig) -> tuple[SwapConfig, SwapConfig]:
     apart = halved.model_copy(update={"nvme": type(tiers.nvme)(drives)})
     policy = config.model_copy(update={"tiers": halved})
     return policy, config.model_copy(update={"tiers": apart})
-
-
-def place_reference(model: Any, plan: ModelPlan, config: SwapConfig) -> Any:
-    """Leaves the reference's weights in their files. Returns its engine, which the caller closes.
-
-    config: the second of `share_budgets`
-    """
-    assert config.model is not None
-    infinity.offload(model, config, weights=plan.path, ignore=config.model.ignore)
-    return infinity.engine_of(model)
 
 
 def _half(capacity: Capacity) -> Capacity:

@@ -21,32 +21,249 @@ the summary.
 
 from __future__ import annotations
 
+import signal
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 
+import infinity
 from infinity.config import SwapConfig
+from infinity.errors import NonFiniteError
+from infinity.integrations.hf import prepare_trainer
+from infinity.integrations.windows import why_plain
 from infinity.tools.training.adapter import without_renaming_notice
-from infinity.tools.training.arguments import require_trackers
-from infinity.tools.training.job import prepare
-from infinity.tools.training.process import Interrupt, expand_segments, keep_freed_memory
+from infinity.tools.training.arguments import batch_of, require_trackers
+from infinity.tools.training.job import Job, prepare
+from infinity.tools.training.model import share_budgets
+from infinity.tools.training.output import Products
+from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
-from infinity.tools.training.report import Summary
-from infinity.tools.training.resume import plan_resume
-from infinity.tools.training.run import Run
+from infinity.tools.training.report import Line, Reporter, Summary, line_of, tracked
+from infinity.tools.training.resume import TRAINER_STATE, plan_resume
+from infinity.tools.training.run_checkpoints import RunCheckpoints
 from infinity.tools.training.settle import choices, settle
-from infinity.tools.training.tracing import TracePlan
+from infinity.tools.training.tracing import Tracing
+from infinity.tools.training.trainer import Step
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
+
+
+class Run:
+    """One run, from the first byte in a tier to the summary. `close` releases the tiers."""
+
+    def __init__(
+        self, config: SwapConfig, job: Job, console: Console, tracing: Tracing | None
+    ) -> None:
+        assert config.train is not None
+        self._config = config
+        self._job = job
+        self._trainer = job.trainer
+        self.summary = Summary(steps=job.num_steps, num_parameters=job.num_parameters)
+        self._reporter = Reporter(console, steps=job.num_steps, log_every=config.train.log_every)
+        self._checkpoints = RunCheckpoints(config, job, self._reporter, self.summary)
+        self._products = Products(config, job, self._reporter, self.summary)
+        self._engine: Any = None
+        self._reference_engine: Any = None
+        self._interrupt: Interrupt | None = None
+        self._before: dict[str, float] = {}
+        self._began_s = 0.0
+        self._line: Line = {}  # Of the newest step.
+        self._tracing = tracing
+        self._traced = ExitStack()  # The step that is traced now.
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that are done, with those before a resumed run."""
+        return int(self._trainer.state.global_step)
+
+    def note(self, choices: list[str]) -> None:
+        """Prints the choices that the model made for "auto" values of the file, and accepted
+        changes."""
+        for choice in choices:
+            self._reporter.note(choice)
+
+    def set_up(self) -> None:
+        """Makes the tiers and streams the weights into them."""
+        self._reporter.note(self._description())
+        self._checkpoints.clear_way()
+        resume = self._job.resume.path if self._job.resume is not None else None
+        config = self._config
+        if self._job.reference is not None:
+            config, apart = share_budgets(config)
+        model, train, options = self._job.model, self._config.train, self._config.model
+        assert train is not None and options is not None
+        infinity.offload(
+            model, config, weights=options.path, seed=options.seed, ignore=options.ignore,
+            resume=resume, group=self._job.rank.topology,
+        )  # fmt: skip
+        if self._job.reference is not None:
+            reference = self._job.reference
+            infinity.offload(reference, apart, weights=options.path, ignore=options.ignore)
+            self._reference_engine = infinity.engine_of(reference)
+        engine = self._engine = infinity.engine_of(model)
+        self.summary.update_on = engine.update_device.place
+        if not engine.device.shares_host_memory:
+            self._reporter.note(f"updates {engine.update_device}")
+        if self._tracing is not None:
+            self._tracing.follow(engine.counters.tracer, self._reporter.note)
+        give_back()
+        is_layer_major = None if self._config.schedule.micro_batch is not None else False
+        if is_layer_major is None and why_plain(self._trainer) is None:
+            is_layer_major = True  # Its order is that of `infinity train` itself.
+        # With an adapter all micro-batches of a step pass a block together, else those of a batch.
+        window = None
+        if self._config.adapter is None:
+            window = train.batch_size // batch_of(self._config)[0]
+        prepare_trainer(self._trainer, layer_major=is_layer_major, window=window)
+        model.train()
+        # Dropout starts alike for every source of weights, and differs on every rank.
+        torch.manual_seed(train.seed + self._job.rank.rank)
+
+    def _description(self) -> str:
+        assert self._config.data is not None
+        length, held_out = self._config.data.sequence_length, self._job.data.held_out
+        return (
+            f"{self._job.plan.hf_config.model_type}, {self.summary.num_parameters:,} parameters; "
+            f"{self._job.num_tokens:,} tokens in {len(self._trainer.train_dataset):,} sequences "
+            f"of {length if self._job.data.is_ready else f'at most {length}'}, "
+            f"{0 if held_out is None else len(held_out):,} held out"
+        )
+
+    def _begin(self) -> None:
+        """Begins the metrics, with those before a resumed step."""
+        self._reporter.start(self._products.mark(), resumed_at=self.summary.resumed_at)
+        self.summary.phases_s["setup_s"] = time.perf_counter() - self._job.started_s
+
+    def _resume(self) -> None:
+        self._checkpoints.resume(self._engine)
+        self._begin()
+
+    def train(self, interrupt: Interrupt) -> None:
+        """Makes steps until the last one or until `interrupt` requests an end; then a
+        checkpoint."""
+        self._interrupt, resume = interrupt, self._job.resume
+        try:
+            if resume is None:
+                self._begin()
+            if not self._is_stopped(interrupt):
+                state = resume.extra[TRAINER_STATE] if resume is not None else None
+                restore = self._resume if resume is not None else None
+                self._trainer.run(self, state=state, restore=restore)
+        except NonFiniteError:
+            self._reporter.end_of_steps()
+            if self.num_steps and self._config.output.export:
+                if self._job.rank.is_first:
+                    self._products.export("the weights of the last good step")
+                    self._products.write_summary()
+                self._wait_for_all("the export")
+            raise
+        finally:
+            self._reporter.end_of_steps()
+        if interrupt.received is not None:
+            self.summary.interrupted_by = interrupt.received.name
+        elif self.num_steps < self._job.num_steps:
+            self.summary.stopped_early = True
+            if not self.summary.steps_s:
+                assert self._config.train is not None
+                patience = self._config.train.early_stopping_patience
+                self._reporter.note(
+                    "no step was made: the run that is resumed ended with at least "
+                    f"train.early_stopping_patience={patience} evaluations in a row without a "
+                    "new lowest loss; a larger one makes it go on, and so does 0, which is none"
+                )
+        self._checkpoints.save(self.num_steps, interrupt)
+        self._checkpoints.end_copy(interrupt)
+
+    def _is_stopped(self, interrupt: Interrupt) -> bool:
+        """Whether any rank was asked to end. A signal reaches ranks at different times."""
+        if self._job.rank.count > 1:
+            received = self._engine.all_gather_numbers("whether to stop", interrupt.received or 0)
+            if interrupt.received is None and max(received):
+                interrupt.received = signal.Signals(int(max(received)))
+        return interrupt.received is not None
+
+    def _wait_for_all(self, what: str) -> None:
+        """Waits for all ranks: they need this rank's shards as long as they read weights."""
+        self._engine.all_gather_numbers(what, 0)
+
+    def finish(self, interrupt: Interrupt) -> None:
+        """Completes the run after its steps; rank 0 exports."""
+        if self._job.rank.is_first:
+            self._finish(interrupt)
+        self._wait_for_all("the end of the run")
+
+    def _finish(self, interrupt: Interrupt) -> None:
+        """Exports, samples and writes the summary; the summary also if another part has failed."""
+        self._products.restore()
+        try:
+            goes_on = interrupt.received is not None and self._config.checkpoint is not None
+            if self._config.output.export and self.num_steps and not goes_on:
+                what = "the model" if self._config.adapter is None else "the adapter"
+                self._products.export(what)
+            self._products.sample(interrupt)
+        finally:
+            self._products.write_summary()
+            self._reporter.summary(self.summary)
+
+    def close(self) -> None:
+        """Releases the tiers and the swap directory, and closes the metrics. Idempotent."""
+        self._reporter.close()
+        self._checkpoints.close()
+        for engine in filter(None, (self._reference_engine, self._engine)):
+            engine.close()
+        self._reference_engine = self._engine = None
+        self._traced.close()
+        if self._tracing is not None:
+            self._tracing.finish()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Counts the time of a `with` block as part of a phase of the run."""
+        return self.summary.phase(name)
+
+    def begin_step(self) -> None:
+        """Called by the trainer before the batches of a step are made."""
+        if self._tracing is not None:
+            self._traced.enter_context(self._tracing.step(self.num_steps + 1))
+        self._before = self._engine.counters.snapshot()
+        self._began_s = time.perf_counter()
+
+    def end_step(self, step: Step, *, is_evaluated: bool) -> dict[str, float]:
+        """Ends the work of the step. Returns its numbers for trackers."""
+        is_last = step.number == self._job.num_steps
+        if is_evaluated or is_last or self._checkpoints.commits_steps:
+            self._engine.flush()  # The work belongs to this step; no later step does it.
+        elapsed_s = time.perf_counter() - self._began_s
+        self._traced.close()
+        self._line = line_of(step, self._before, self._engine.counters.snapshot(), elapsed_s)
+        return tracked(self._line)
+
+    def after_step(self, step: Step, *, is_best: bool) -> bool:
+        """Called after evaluation and trackers. Writes the metrics and what is to be kept of the
+        step. Returns whether the run ends."""
+        assert self._interrupt is not None and self._config.train is not None
+        self._line["held_out_loss"] = step.held_out_loss
+        self.summary.add(self._line)
+        self._products.restore()
+        self._reporter.step(self._line)
+        if is_best and self._config.train.keep_best:
+            if self._job.rank.is_first:
+                self._products.keep_best()
+            self._wait_for_all("the best weights")
+            self.summary.best_step = step.number
+        self._checkpoints.after_step(step.number, self._interrupt)
+        return self._is_stopped(self._interrupt)
 
 
 def train(
     config: SwapConfig,
     *,
     console: Console | None = None,
-    trace: TracePlan | None = None,
+    trace: Tracing | None = None,
     resume: bool = False,
     resume_from: Path | None = None,
     accept_changes: bool = False,

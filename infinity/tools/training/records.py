@@ -29,7 +29,7 @@ from infinity.tools.training.conversation import (
     tools_of,
     with_system,
 )
-from infinity.tools.training.record_files import Row, read_rows
+from infinity.tools.training.data_files import Row, read_rows
 
 _log = logging.getLogger("infinity")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -28,10 +27,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from infinity.checkpoint.durable import replace_file
 from infinity.sizes import GIB, format_nbytes
 from infinity.tools.training.metrics import MetricsFile
 from infinity.tools.training.process import lost_streams
-from infinity.tools.training.trainer import StepOutcome
+from infinity.tools.training.trainer import Step
 
 # Counter of the bytes -> the usual name of the link.
 LINKS = {
@@ -41,6 +41,7 @@ LINKS = {
     "device_out_nbytes": "device to host",
 }
 WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s", "ranks_wait_s")
+_SUMMED = (*LINKS, *WAITS, "update_s", "num_tokens")
 # The stalls of the steps and the phases of a run, each with the title of its line.
 _STEP_TIMES = {
     "compute_s": "compute",
@@ -56,120 +57,74 @@ _PHASES = (
 _NUM_LAST_STEPS = 5
 
 Snapshot = Mapping[str, float]
+Line = dict[str, Any]  # Of metrics.jsonl.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsRecord:
-    """One line of metrics.jsonl: the outcome of a step, and the traffic and stalls during the
-    step."""
+def line_of(step: Step, before: Snapshot, after: Snapshot, elapsed_s: float) -> Line:
+    """Returns the line of metrics.jsonl: the outcome of a step, and the traffic and stalls between
+    two snapshots around it."""
 
-    outcome: StepOutcome
-    elapsed_s: float
-    moved_nbytes: dict[str, int]
-    waited_s: dict[str, float]
-    update_s: float
-    host_in_use_nbytes: int
-    peak_rss_nbytes: int
+    def grown(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
 
-    @classmethod
-    def between(
-        cls,
-        before: Snapshot,
-        after: Snapshot,
-        *,
-        outcome: StepOutcome,
-        elapsed_s: float,
-    ) -> MetricsRecord:
-        """Returns the record of the steps between two snapshots."""
+    moved = {name: int(grown(name)) for name in LINKS}
+    waited_s = {name: grown(name) for name in WAITS}
+    return {
+        "step": step.number,
+        "loss": step.loss,
+        "held_out_loss": step.held_out_loss,
+        "learning_rate": step.learning_rate,
+        "epoch": step.epoch,
+        "grad_norm": step.grad_norm,
+        "num_tokens": step.num_tokens,
+        "skipped": step.skipped,
+        "elapsed_s": elapsed_s,
+        "tokens_per_s": step.num_tokens / elapsed_s,  # Of all ranks.
+        **moved,
+        **{
+            name.replace("_nbytes", "_bytes_per_s"): nbytes / elapsed_s
+            for name, nbytes in moved.items()
+        },
+        **waited_s,
+        "update_s": grown("update_s"),
+        # The part in which the training thread waited for a transfer or for other ranks.
+        "stall_share": min(sum(waited_s.values()) / elapsed_s, 1.0),
+        "host_in_use_nbytes": int(after.get("host_in_use_nbytes", 0)),
+        "peak_rss_nbytes": peak_rss_nbytes(),
+    }
 
-        def grown(name: str) -> float:
-            return after.get(name, 0.0) - before.get(name, 0.0)
 
-        return cls(
-            outcome=outcome,
-            elapsed_s=elapsed_s,
-            moved_nbytes={name: int(grown(name)) for name in LINKS},
-            waited_s={name: grown(name) for name in WAITS},
-            update_s=grown("update_s"),
-            host_in_use_nbytes=int(after.get("host_in_use_nbytes", 0)),
-            peak_rss_nbytes=peak_rss_nbytes(),
-        )
+def tracked(line: Line) -> dict[str, float]:
+    """Returns the numbers of a step that trackers get beside TRL's own."""
+    norm = line["grad_norm"]
+    return ({} if norm is None else {"grad_norm": norm}) | {
+        "tokens_per_s": line["tokens_per_s"],
+        "step_s": line["elapsed_s"],
+        "read_gb_per_s": line["nvme_read_bytes_per_s"] / 1e9,
+        "write_gb_per_s": line["nvme_write_bytes_per_s"] / 1e9,
+        "stall_share": line["stall_share"],
+        "host_in_use_gib": line["host_in_use_nbytes"] / GIB,
+    }
 
-    @property
-    def stall_share(self) -> float:
-        """The part of the step in which the training thread waited for a transfer or for
-        other ranks."""
-        return min(sum(self.waited_s.values()) / self.elapsed_s, 1.0)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all ranks per second."""
-        return self.outcome.num_tokens / self.elapsed_s
-
-    def to_dict(self, held_out_loss: float | None) -> dict[str, Any]:
-        """Returns the line of the metrics file."""
-        outcome = self.outcome
-        rates = {
-            name.replace("_nbytes", "_bytes_per_s"): nbytes / self.elapsed_s
-            for name, nbytes in self.moved_nbytes.items()
-        }
-        return {
-            "step": outcome.step,
-            "loss": outcome.loss,
-            "held_out_loss": held_out_loss,
-            "learning_rate": outcome.learning_rate,
-            "epoch": outcome.epoch,
-            "grad_norm": outcome.grad_norm,
-            "num_tokens": outcome.num_tokens,
-            "skipped": outcome.skipped,
-            "elapsed_s": self.elapsed_s,
-            "tokens_per_s": self.tokens_per_s,
-            **self.moved_nbytes,
-            **rates,
-            **self.waited_s,
-            "update_s": self.update_s,
-            "stall_share": self.stall_share,
-            "host_in_use_nbytes": self.host_in_use_nbytes,
-            "peak_rss_nbytes": self.peak_rss_nbytes,
-        }
-
-    def tracked(self) -> dict[str, float]:
-        """Returns the numbers that trackers get beside TRL's own."""
-        norm = self.outcome.grad_norm
-        return ({} if norm is None else {"grad_norm": norm}) | {
-            "tokens_per_s": self.tokens_per_s,
-            "step_s": self.elapsed_s,
-            "read_gb_per_s": self.moved_nbytes["nvme_read_nbytes"] / self.elapsed_s / 1e9,
-            "write_gb_per_s": self.moved_nbytes["nvme_write_nbytes"] / self.elapsed_s / 1e9,
-            "stall_share": self.stall_share,
-            "host_in_use_gib": self.host_in_use_nbytes / GIB,
-        }
-
-    def to_line(self, steps: int, held_out_loss: float | None) -> str:
-        """Returns the line that is printed during the run."""
-        return "  ".join([f"step {self.outcome.step}/{steps}", *self._parts(held_out_loss)])
-
-    def to_text(self, held_out_loss: float | None) -> str:
-        """Returns what stands beside the bar of a terminal."""
-        return "  ".join(self._parts(held_out_loss))
-
-    def _parts(self, held_out_loss: float | None) -> list[str]:
-        moved, epoch = self.moved_nbytes, self.outcome.epoch
-        parts = [f"loss {self.outcome.loss:.3f}"]
-        if held_out_loss is not None:
-            parts.append(f"held-out {held_out_loss:.3f}")
-        parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        parts += [  # Rates of drives, where drives are used.
-            f"{direction} {nbytes / self.elapsed_s / 1e9:.2f} GB/s"
-            for direction in ("read", "write")
-            if (nbytes := moved[f"nvme_{direction}_nbytes"])
-        ]
-        parts += [f"stall {self.stall_share:.0%}", f"host {format_nbytes(self.host_in_use_nbytes)}"]
-        if epoch is not None:
-            parts.insert(0, f"epoch {epoch:.2f}")
-        if self.outcome.skipped is not None:
-            parts.insert(0, "SKIPPED")
-        return parts
+def shown(line: Line, held_out_loss: float | None) -> str:
+    """Returns what is printed of a step. `held_out_loss` is the last known."""
+    parts = [] if line["skipped"] is None else ["SKIPPED"]
+    if line["epoch"] is not None:
+        parts.append(f"epoch {line['epoch']:.2f}")
+    parts.append(f"loss {line['loss']:.3f}")
+    if held_out_loss is not None:
+        parts.append(f"held-out {held_out_loss:.3f}")
+    parts.append(f"{line['tokens_per_s']:,.0f} tokens/s")
+    parts += [  # Rates of drives, where drives are used.
+        f"{direction} {line[f'nvme_{direction}_bytes_per_s'] / 1e9:.2f} GB/s"
+        for direction in ("read", "write")
+        if line[f"nvme_{direction}_nbytes"]
+    ]
+    parts += [
+        f"stall {line['stall_share']:.0%}", f"host {format_nbytes(line['host_in_use_nbytes'])}",
+    ]  # fmt: skip
+    return "  ".join(parts)
 
 
 @dataclass(kw_only=True)
@@ -181,7 +136,12 @@ class Summary:
 
     steps: int
     num_parameters: int
-    records: list[MetricsRecord] = field(default_factory=list)
+    # Of the steps: their seconds, the losses of those that were not skipped, sums of the numbers of
+    # their lines, and the most of the host tier that was in use.
+    steps_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMMED, 0))
+    host_in_use_max_nbytes: int = 0
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     phases_s: dict[str, float] = field(default_factory=dict)
     export_directory: str | None = None
@@ -205,18 +165,27 @@ class Summary:
             spent_s = time.perf_counter() - start_s
             self.phases_s[name] = self.phases_s.get(name, 0.0) + spent_s
 
+    def add(self, line: Line) -> None:
+        """Counts a step."""
+        self.steps_s.append(line["elapsed_s"])
+        if line["skipped"] is None:
+            self.losses.append(line["loss"])
+        if line["held_out_loss"] is not None:
+            self.held_out_losses.append((line["step"], line["held_out_loss"]))
+        for name in _SUMMED:
+            self.totals[name] += line[name]
+        self.host_in_use_max_nbytes = max(self.host_in_use_max_nbytes, line["host_in_use_nbytes"])
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the summary for JSON."""
-        taken = [record for record in self.records if record.outcome.skipped is None]
-        losses = [record.outcome.loss for record in taken]
+        losses, num_steps = self.losses, len(self.steps_s)
         last = losses[-_NUM_LAST_STEPS:]
         last_mean = sum(last) / len(last) if last else None
-        elapsed_s = sum(record.elapsed_s for record in self.records)
-        num_tokens = sum(record.outcome.num_tokens for record in self.records)
+        elapsed_s, num_tokens = sum(self.steps_s), self.totals["num_tokens"]
         return {
             "steps_asked": self.steps,
-            "steps_done": len(self.records),
-            "steps_skipped": len(self.records) - len(taken),
+            "steps_done": num_steps,
+            "steps_skipped": num_steps - len(losses),
             "resumed_at": self.resumed_at,
             "interrupted_by": self.interrupted_by,
             "stopped_early": self.stopped_early,
@@ -230,15 +199,11 @@ class Summary:
             "loss_fall_share": 1 - last_mean / losses[0] if last_mean is not None else None,
             "held_out_losses": [{"step": s, "loss": loss} for s, loss in self.held_out_losses],
             "tokens_per_s": num_tokens / elapsed_s if elapsed_s else None,
-            "step_median_s": statistics.median(record.elapsed_s for record in self.records)
-            if self.records
-            else None,
+            "step_median_s": statistics.median(self.steps_s) if num_steps else None,
             "links": {name: self._link(name, elapsed_s) for name in LINKS},
             "time": self._time(elapsed_s),
             "peak_rss_nbytes": peak_rss_nbytes(),
-            "host_in_use_max_nbytes": max(
-                (record.host_in_use_nbytes for record in self.records), default=0
-            ),
+            "host_in_use_max_nbytes": self.host_in_use_max_nbytes,
             "checkpoint": self.checkpoint,
             "export_directory": self.export_directory,
             "sample": self.sample,
@@ -246,8 +211,7 @@ class Summary:
         }
 
     def _link(self, name: str, elapsed_s: float) -> dict[str, float | None]:
-        nbytes = sum(record.moved_nbytes[name] for record in self.records)
-        parameter_steps = self.num_parameters * len(self.records)
+        nbytes, parameter_steps = self.totals[name], self.num_parameters * len(self.steps_s)
         return {
             "nbytes": nbytes,
             "bytes_per_parameter_and_step": nbytes / parameter_steps if parameter_steps else None,
@@ -255,12 +219,10 @@ class Summary:
         }
 
     def _time(self, elapsed_s: float) -> dict[str, float]:
-        waits = {name: sum(r.waited_s[name] for r in self.records) for name in WAITS}
-        update_s = sum(record.update_s for record in self.records)
-        compute_s = max(elapsed_s - update_s - sum(waits.values()), 0.0)
+        waits, update_s = {name: self.totals[name] for name in WAITS}, self.totals["update_s"]
         return {
             "steps_s": elapsed_s,
-            "compute_s": compute_s,
+            "compute_s": max(elapsed_s - update_s - sum(waits.values()), 0.0),
             **waits,
             "update_s": update_s,
             **self.phases_s,
@@ -293,20 +255,20 @@ class Reporter:
         """Prints a line above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def step(self, record: MetricsRecord, held_out_loss: float | None) -> None:
-        """Records one step. `held_out_loss` is that of an evaluation after the step, if any."""
-        step = record.outcome.step
+    def step(self, line: Line) -> None:
+        """Records one step."""
+        step = line["step"]
         if self._metrics is not None:
-            self._metrics.append(step, json.dumps(_finite(record.to_dict(held_out_loss))))
-        if held_out_loss is not None:
-            self._held_out_loss = held_out_loss
-        line = record.to_line(self._steps, self._held_out_loss)
+            self._metrics.append(step, json.dumps(_finite(line)))
+        if line["held_out_loss"] is not None:
+            self._held_out_loss = line["held_out_loss"]
+        text = shown(line, self._held_out_loss)
         if self._console.is_terminal:
-            self._show(step, record.to_text(self._held_out_loss))
+            self._show(step, text)
         elif step % self._log_every == 0 or step in (1, self._steps):
-            self.note(line)
-        if record.outcome.skipped is not None:
-            self.note(f"step {step} is skipped: {record.outcome.skipped}")
+            self.note(f"step {step}/{self._steps}  {text}")
+        if line["skipped"] is not None:
+            self.note(f"step {step} is skipped: {line['skipped']}")
 
     def sync(self) -> None:
         """Makes the metrics of every step so far durable, before a checkpoint."""
@@ -371,16 +333,8 @@ def peak_rss_nbytes() -> int:
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Writes summary.json completely or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    content = json.dumps(_finite(summary.to_dict()), indent=2) + "\n"
-    try:
-        partial.write_text(content, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+    """Writes summary.json completely or not at all. Raises OSError."""
+    replace_file(path, json.dumps(_finite(summary.to_dict()), indent=2) + "\n")
 
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

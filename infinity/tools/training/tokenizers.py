@@ -2,9 +2,9 @@
 
 Kimi K2, K2 Thinking and Kimi Linear have no tokenizer.json. Their files are tiktoken's ranks, one
 line for each token (its bytes in base64, and its rank), and a class of Python, which this package
-does not run. transformers converts such ranks, too, but with the split pattern of another model,
-so that numbers and Chinese text get other ids. Here the ranks become the model of a fast tokenizer
-with Kimi's pattern, and transformers loads that with the directory's own names and chat template.
+does not run. By default transformers converts such ranks with the split pattern of another model,
+so that numbers and Chinese text get other ids. Here it gets Kimi's pattern, and loads the result
+with the directory's own names and chat template.
 
 Kimi's class cuts texts of more than 400,000 characters, and runs of more than 25,000 characters
 with or without spaces, before it splits them. This tokenizer does not.
@@ -20,7 +20,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,42 +36,18 @@ _MOST_ADDED = 1 << 16  # Ids behind the ranks; Kimi has 256.
 _CODE = "tokenization_kimi"  # The module that tokenizer_config.json names.
 
 
-class Tokenizer(Protocol):
-    """Converts text to ids. Every id is less than `vocab_size`."""
-
-    name: str
-    vocab_size: int
-
-    def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
-        """Yields the ids of one file, given as consecutive chunks of its bytes."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special tokens."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids."""
-
-    def token(self, token_id: int) -> str:
-        """Returns the form of a token in messages."""
-        ...
-
-    def for_records(self) -> Any:
-        """Returns the same tokenizer as an object of transformers."""
-        ...
-
-
 class ByteTokenizer:
     """A tokenizer whose 256 tokens are the UTF-8 bytes."""
 
     name = "bytes"
     vocab_size = 256
+    tokenizer = None  # No files of transformers go with an export.
 
     def __init__(self) -> None:
         self._fast: Any = None
 
     def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
-        """Yields the ids of a file, piece by piece."""
+        """Yields the ids of one file, given as consecutive chunks of its bytes."""
         for chunk in chunks:
             yield np.frombuffer(chunk, dtype=np.uint8)
 
@@ -89,12 +65,14 @@ class ByteTokenizer:
         return repr(bytes([token_id])) if 0 <= token_id < self.vocab_size else "no byte"
 
     def for_records(self) -> Any:
-        """Token 0, which no text has, ends and fills records."""
+        """Returns the same tokenizer as an object of transformers. Token 0, which no text has, ends
+        and fills records."""
         if self._fast is None:
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers
             from transformers import PreTrainedTokenizerFast
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-            vocabulary = {byte_char(byte): byte for byte in range(1, 256)}
+            vocabulary = {char: byte for byte, char in bytes_to_unicode().items() if byte}
             backend = Tokenizer(models.BPE({"\0": 0} | vocabulary, []))
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(
                 add_prefix_space=False, use_regex=False
@@ -144,12 +122,12 @@ class HuggingFaceTokenizer:
             yield np.asarray([self.tokenizer.eos_token_id], dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`."""
+        """Returns the ids of a text, without special tokens."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
+        """Returns the text of the ids."""
         return str(self.tokenizer.decode(list(ids)))
 
     def token(self, token_id: int) -> str:
@@ -161,6 +139,10 @@ class HuggingFaceTokenizer:
     def for_records(self) -> Any:
         """Returns the object of transformers."""
         return self.tokenizer
+
+
+# Both convert text to ids that are less than `vocab_size`.
+Tokenizer: TypeAlias = ByteTokenizer | HuggingFaceTokenizer
 
 
 def open_tokenizer(which: Path | str) -> Tokenizer:
@@ -205,13 +187,6 @@ PATTERN = "|".join(
         r"\s+",
     )
 )
-
-
-def byte_char(byte: int) -> str:
-    """Returns the character by which byte-level tokenizers write a byte (GPT-2, `encoder.py`)."""
-    is_shown = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
-    hidden = [b for b in range(256) if not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255)]
-    return chr(byte) if is_shown else chr(256 + hidden.index(byte))
 
 
 def is_kimi(directory: Path) -> bool:
@@ -311,26 +286,12 @@ def _added(names: dict[str, Any], num_ranks: int, directory: Path) -> list[tuple
 def _backend(ranks: dict[bytes, int], added: list[tuple[str, bool]]) -> Any:
     """Returns the tokenizer of the tokenizers library. Two tokens are merged if their bytes are a
     token, in the order of the ranks of these."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    chars = [byte_char(byte) for byte in range(256)]
-    words = {token: "".join(chars[byte] for byte in token) for token in ranks}
-    pairs = []
-    for token, rank in ranks.items():
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        found = [(ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks]
-        pairs += [(rank, *pair) for pair in found]
-    pairs.sort()
-    merges = [(words[a], words[b]) for *_, a, b in pairs]
-    vocabulary = {words[token]: rank for token, rank in ranks.items()}
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
+    converter: Any = TikTokenConverter(pattern=PATTERN)
+    converter.load_tiktoken_bpe = lambda _: ranks  # Its own needs the package tiktoken.
+    backend = converter.converted()
     for content, is_special in added:
         named = [AddedToken(content, normalized=False, special=is_special)]
         (backend.add_special_tokens if is_special else backend.add_tokens)(named)

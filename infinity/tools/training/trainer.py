@@ -3,7 +3,7 @@
 The loop, its batches, losses, epochs, learning rates, evaluations and trackers are transformers'
 and TRL's. `RunTrainer` answers what differs for a run: the model is on meta until it is offloaded,
 the optimizer is that of `[optimizer]`, a step that is not finite is refused or skipped, and the run
-(`StepWatcher`) is told of every step, after which it may save. Written against transformers 5.23
+is told of every step, after which it may save. Written against transformers 5.23
 and TRL 1.16.
 """
 
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,52 +28,41 @@ from infinity.integrations.hf import OffloadedTrainer
 from infinity.modules.tiling.split import named_parameters_of
 from infinity.optimizers.algorithms import OPTIMIZERS
 from infinity.optimizers.offloaded import OffloadedOptimizer
+from infinity.private.torch import tree_leaves
 from infinity.tools.training.arguments import state_of, trainer_arguments
 from infinity.tools.training.job_data import JobData, check_amount
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.tokenizers import Tokenizer
 
+if TYPE_CHECKING:
+    from infinity.tools.training.program import Run
+
 MOST_SKIPPED = 16  # Steps in a row; more are no coincidence.
 _STATE_NAME = "trainer_state.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """The outcome of one optimizer step.
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One optimizer step, which the trainer makes and its run reports.
 
-    `step` counts from 1. `loss` is the mean over the step's learned tokens, before the update.
-    `learning_rate` is that of the update.
+    `number` counts from 1. `loss` is the mean over the step's learned tokens on all ranks, before
+    the update. `learning_rate` is that of the update.
     """
 
-    step: int
-    loss: float
-    grad_norm: float | None
-    learning_rate: float
-    num_tokens: int
+    number: int = 0
+    loss: float = math.nan
+    grad_norm: float | None = None  # None: no norm was computed.
+    learning_rate: float = 0.0
+    num_tokens: int = 0  # Of this rank, and when the step has ended of all.
     skipped: str | None = None  # The reason why the weights did not change.
     epoch: float | None = None  # Passes over the training data after the step.
-
-
-class StepWatcher(Protocol):
-    """What a run does around the steps of its trainer, in this order."""
-
-    def begin_step(self) -> None:
-        """Called before the batches of a step are made."""
-        ...
-
-    def end_step(self, outcome: StepOutcome, *, is_evaluated: bool) -> dict[str, float]:
-        """Returns numbers of the step for trackers."""
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Counts the time of a `with` block as part of a phase of the run."""
-        ...
-
-    def after_step(
-        self, outcome: StepOutcome, held_out_loss: float | None, *, is_best: bool
-    ) -> bool:
-        """Called after evaluation and trackers. Returns whether the run is to end."""
-        ...
+    held_out_loss: float | None = None  # Of an evaluation after the step.
+    numbers: dict[str, float] = field(default_factory=dict)  # For trackers.
+    # Of the micro-batches of this rank: their losses, the sum of these in float32, and the
+    # arguments of the first loss that is not finite.
+    losses: list[float] = field(default_factory=list)
+    total: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    spoilt: tuple[Any, Any] | None = None
 
 
 def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -171,22 +159,6 @@ def with_patience(state: dict[str, Any], patience: int) -> tuple[dict[str, Any],
     return state | {"stateful_callbacks": callbacks}, num_misses >= patience
 
 
-@dataclass(slots=True)
-class _StepNow:
-    """The step that is being made, see `StepOutcome`; values of this rank."""
-
-    losses: list[float] = field(default_factory=list)
-    loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # Their sum, in float32.
-    num_tokens: int = 0
-    spoilt: tuple[Any, Any] | None = None  # The arguments of the first loss that is not finite.
-    skipped: str | None = None
-    mean: float = math.nan  # Over all ranks.
-    norm: float | None = None  # None: no norm was computed.
-    learning_rate: float = 0.0
-    numbers: dict[str, float] = field(default_factory=dict)  # For trackers.
-    held_out_loss: float | None = None
-
-
 class RunTrainer(OffloadedTrainer):
     """The methods in which TRL's trainers differ for a run. `make_trainer` mixes them in."""
 
@@ -195,7 +167,7 @@ class RunTrainer(OffloadedTrainer):
     callback_handler: Any
     eval_dataset: Any
     train_dataset: Any
-    watcher: StepWatcher
+    job_run: Run
     offloaded_optimizer: OffloadedOptimizer
     lr_scheduler: Any
 
@@ -207,7 +179,7 @@ class RunTrainer(OffloadedTrainer):
         self._patience = config.train.early_stopping_patience
         self._num_skipped = 0  # In a row.
         self._ended_step = 0
-        self._begin_window()
+        self._now = Step()
         check_amount(
             len(self.train_dataset),
             config.train.batch_size,
@@ -227,14 +199,14 @@ class RunTrainer(OffloadedTrainer):
 
     def run(
         self,
-        watcher: StepWatcher,
+        job_run: Run,
         *,
         state: dict[str, Any] | None = None,
         restore: Callable[[], None] | None = None,
     ) -> None:
         """Makes the steps, or those that are left after `state`, which `position` returned.
         `restore` loads all other state once the optimizer and the schedule exist."""
-        self.watcher, self._restore = watcher, restore
+        self.job_run, self._restore = job_run, restore
         if state is None:
             self.train()  # type: ignore[attr-defined]
             return
@@ -299,13 +271,10 @@ class RunTrainer(OffloadedTrainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return None  # The optimizer's step computes it.
 
-    def _begin_window(self) -> None:
-        self._now = _StepNow()
-
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Begins a step, and makes its batches."""
-        self._begin_window()
-        self.watcher.begin_step()
+        self._now = Step()
+        self.job_run.begin_step()
         return super().get_batch_samples(*args, **options)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -313,7 +282,7 @@ class RunTrainer(OffloadedTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         now = self._now
         now.losses.append(float(loss))
-        now.loss = now.loss + loss.detach().float().cpu()
+        now.total = now.total + loss.detach().float().cpu()
         mask = inputs.get("attention_mask")
         now.num_tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
         if not math.isfinite(now.losses[-1]) and now.spoilt is None:
@@ -326,10 +295,10 @@ class RunTrainer(OffloadedTrainer):
         unless too many steps in a row were skipped."""
         now = self._now
         now.learning_rate = float(self.offloaded_optimizer.param_groups[0]["lr"])
-        now.mean = self._mean_of_ranks(float(now.loss))
+        now.loss = self._mean_of_ranks(float(now.total))
         step = self.state.global_step + 1
         try:
-            if not math.isfinite(now.mean):
+            if not math.isfinite(now.loss):
                 raise self._nonfinite_loss(step)
             try:
                 self._update()
@@ -337,7 +306,7 @@ class RunTrainer(OffloadedTrainer):
                 raise NonFiniteError("the gradient norm", step=step, unit=error.unit) from None
             finally:
                 norm = self.offloaded_optimizer.grad_norm
-                now.norm = None if norm is None else float(norm)
+                now.grad_norm = None if norm is None else float(norm)
             self._num_skipped = 0
         except NonFiniteError as error:
             self.offloaded_optimizer.zero_grad()
@@ -357,7 +326,7 @@ class RunTrainer(OffloadedTrainer):
     def _nonfinite_loss(self, step: int) -> NonFiniteError:
         self.offloaded_optimizer.zero_grad()
         now = self._now
-        value = next((loss for loss in now.losses if not math.isfinite(loss)), now.mean)
+        value = next((loss for loss in now.losses if not math.isfinite(loss)), now.loss)
         is_spoilt = now.spoilt is not None
         if self._rank.count > 1 and self._nonfinite == "skip":
             # The other ranks continue meanwhile.
@@ -391,28 +360,18 @@ class RunTrainer(OffloadedTrainer):
         is_last, now = step >= self.state.max_steps, self._now
         self.control.should_log |= is_last
         self.control.should_evaluate |= is_last and self.args.eval_strategy != "no"
-        outcome = StepOutcome(
-            step=step,
-            loss=now.mean,
-            grad_norm=now.norm,
-            learning_rate=now.learning_rate,
-            num_tokens=now.num_tokens * self._rank.count,
-            skipped=now.skipped,
-            epoch=self.state.epoch,
-        )
-        now.numbers = self.watcher.end_step(
-            outcome, is_evaluated=bool(self.control.should_evaluate)
-        )
-        now.held_out_loss = None
+        now.number, now.epoch = step, self.state.epoch
+        now.num_tokens *= self._rank.count
+        now.numbers = self.job_run.end_step(now, is_evaluated=bool(self.control.should_evaluate))
         best = self.state.best_metric
         super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
         is_best = self.state.best_metric != best
-        if self.watcher.after_step(outcome, now.held_out_loss, is_best=is_best):
+        if self.job_run.after_step(now, is_best=is_best):
             self.control.should_training_stop = True
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Evaluates, and notes the loss for the run."""
-        with self.watcher.phase("evaluation_s"):
+        with self.job_run.phase("evaluation_s"):
             found: dict[str, float] = super().evaluate(*args, **options)  # type: ignore[misc]
         self._now.held_out_loss = found.get("eval_loss")
         return found
@@ -442,13 +401,6 @@ class RunTrainer(OffloadedTrainer):
 # -- The module that produced a value which is not finite ------------------------------------------
 
 
-class _Found(Exception):
-    """Ends the search at the first module that produced a value that is not finite."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """Returns the name of the first module, in order of completion, whose output is not all finite.
 
@@ -456,36 +408,22 @@ def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str 
     its parents, so the name is that of the smallest one. Returns None if every output is finite,
     for example if the loss itself overflowed. The random state does not change.
     """
+    found: list[str] = []
 
-    def hook(name: str) -> Callable[..., None]:
-        def check(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not all(torch.isfinite(tensor).all() for tensor in _floating(output)):
-                raise _Found(name)
-
-        return check
+    def check(name: str, output: Any) -> None:
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        if not found and not all(torch.isfinite(tensor).all() for tensor in tensors):
+            found.append(name)
 
     handles = [
-        module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name
+        module.register_forward_hook(lambda *call, name=name: check(name, call[-1]))
+        for name, module in model.named_modules()
+        if name
     ]
     try:
         with torch.random.fork_rng(), torch.no_grad():
             forward()
-    except _Found as found:
-        return found.name
     finally:
         for handle in handles:
             handle.remove()
-    return None
-
-
-def _floating(value: Any) -> Iterator[torch.Tensor]:
-    """Yields every floating-point tensor in nested tuples, lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _floating(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from _floating(inner)
+    return found[0] if found else None
