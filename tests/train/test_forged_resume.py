@@ -15,7 +15,7 @@ from rich.console import Console
 from infinity.config import SwapConfig
 from infinity.errors import CorruptionError
 from infinity.tools.training import program
-from infinity.tools.training.resume import TRAINER_STATE
+from infinity.tools.training.checkpoints import TRAINER_STATE
 from tests.support.damaged import replace_file
 
 from .jobs import CONFIG, write_job

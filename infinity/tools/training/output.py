@@ -204,7 +204,7 @@ def _refuse_same(directory: Path, other: Path, key: str) -> None:
         raise ConfigError(f"output.directory and {key} are the same directory, {directory}")
 
 
-# -- What a run leaves there ------------------------------------------------------------------------
+# -- What a run leaves there ----------------------------------------------------------------------
 
 
 BEST_NAME = "best"  # The directory of the lowest held-out loss.

@@ -38,14 +38,13 @@ from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
 from infinity.tools.training.adapter import without_renaming_notice
 from infinity.tools.training.arguments import batch_of, require_trackers
+from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.job import Job, prepare
 from infinity.tools.training.model import share_budgets
 from infinity.tools.training.output import Products
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
 from infinity.tools.training.report import Line, Reporter, Summary, line_of, tracked
-from infinity.tools.training.resume import TRAINER_STATE, plan_resume
-from infinity.tools.training.run_checkpoints import RunCheckpoints
 from infinity.tools.training.settle import choices, settle
 from infinity.tools.training.tracing import Tracing
 from infinity.tools.training.trainer import Step

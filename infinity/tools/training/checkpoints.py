@@ -1,28 +1,38 @@
-"""Resumes a run: selects a checkpoint and checks that it belongs to the same run.
+"""The checkpoints of a run: the one to resume from, and those that it writes.
 
 A run may continue with other placements, budgets, engines and output. The settings that its numbers
 depend on must not change. The text is compared by its tokens, not by its paths. With another number
 of ranks, each step must use as many batches as before; then they are the same batches in the same
 order.
+
+Checkpoints are begun between steps, copied behind them, and awaited at the end of the run.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infinity.bounded import text_of
-from infinity.checkpoint.run.directory import list_checkpoints, step_of
+from infinity.checkpoint.run.copy import Saving
+from infinity.checkpoint.run.directory import list_checkpoints, prune, step_of
 from infinity.checkpoint.run.inspection import damaged_after, give_up, set_aside
-from infinity.checkpoint.run.load import Loaded, read_program
+from infinity.checkpoint.run.load import Loaded, load, read_program
 from infinity.checkpoint.run.manifest import PROGRAM_NAME
 from infinity.checkpoint.run.program import believing
+from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError
 from infinity.tools.training.arguments import check_state
+from infinity.tools.training.process import Interrupt
+from infinity.tools.training.report import Reporter, Summary
+
+if TYPE_CHECKING:
+    from infinity.tools.training.job import Job
 
 _DATA_KEYS = (
     "sequence_length", "packing", "assistant_only_loss", "held_out", "seed", "shuffle",
@@ -36,6 +46,7 @@ _ACCEPTED = frozenset((
     "train.min_lr_ratio",
 ))  # fmt: skip
 _BATCHES_KEY = "train.gradient_accumulation_steps"
+_NAMES = {_BATCHES_KEY: "train.gradient_accumulation_steps times the number of ranks"}
 _IDENTITY = "run"
 TRAINER_STATE = "trainer"  # The key of TRL's state in `extra`.
 
@@ -48,7 +59,7 @@ def plan_resume(
     `resume` selects the newest of `[checkpoint]`, or a later step that the swap directory has
     committed, and begins if there is neither. Raises ConfigError if existing checkpoints conflict
     with those of this run, and CorruptionError for a damaged one, with the name of one to continue
-    from. Damaged checkpoints do not conflict: see `clear_way`.
+    from. Damaged checkpoints do not conflict.
     """
     if config.checkpoint is None and resume and resume_from is None:
         raise ConfigError("--resume needs a section [checkpoint], or --resume-from DIRECTORY")
@@ -90,22 +101,6 @@ def _refuse_later(place: Path, loaded: Loaded) -> None:
             f"{complete} already exists and is whole, expected none later than step {loaded.step}: "
             "resume from it, remove it, or use another directory"
         )
-
-
-def clear_way(config: SwapConfig, loaded: Loaded) -> list[str]:
-    """Moves damaged checkpoints after the loaded one out of the way, as `plan_resume` allows.
-    Returns the actions, for messages."""
-    done = []
-    for place in (config.checkpoint_directory, *config.commit_directories):
-        if config.checkpoint is None or not place.is_dir():
-            continue
-        for path in damaged_after(place, loaded.step)[0]:
-            if place in config.commit_directories:
-                give_up(path)
-                done.append(f"{path} is damaged and was given up")
-            else:
-                done.append(f"{path} is damaged; it is {set_aside(path).name} now")
-    return done
 
 
 @contextmanager
@@ -183,7 +178,10 @@ def check_same_run(
         before = {text_of(key, "a key of its settings"): value for key, value in before.items()}
     now = identity[_IDENTITY]
     keys = [key for key in sorted({*now, *before}) if now.get(key) != before.get(key)]
-    changed = {key: f"{_name(key)} is {now.get(key)!r} and was {before.get(key)!r}" for key in keys}
+    changed = {
+        key: f"{_NAMES.get(key, key)} is {now.get(key)!r} and was {before.get(key)!r}"
+        for key in keys
+    }
     can_accept = changed.keys() <= _ACCEPTED
     if changed and not (accept_changes and can_accept):
         has_others = now.get(_BATCHES_KEY) != before.get(_BATCHES_KEY)
@@ -205,9 +203,141 @@ def follow(scheduler: Any, optimizer: Any, lr: float) -> None:
         group["initial_lr"], group["lr"] = lr, rate
 
 
-def _name(key: str) -> str:
-    return (
-        "train.gradient_accumulation_steps times the number of ranks"
-        if key == _BATCHES_KEY
-        else key
-    )
+class RunCheckpoints:
+    """Saves and loads the state of a run, if its file has `[checkpoint]`."""
+
+    def __init__(self, config: SwapConfig, job: Job, reporter: Reporter, summary: Summary) -> None:
+        self._config = config
+        self._job = job
+        self._reporter = reporter
+        self._summary = summary
+        self._saved_step = 0  # The step of the newest complete checkpoint.
+        self._saving: Saving | None = None  # The checkpoint that is being copied.
+
+    @property
+    def commits_steps(self) -> bool:
+        """Whether every step is committed."""
+        checkpoint = self._config.checkpoint
+        return checkpoint is not None and checkpoint.durability == "step"
+
+    def clear_way(self) -> None:
+        """Moves damaged checkpoints after the resumed one out of the way, as `plan_resume` allows,
+        and removes what a crash has left."""
+        if self._job.resume is None or not self._job.rank.is_first:
+            return
+        checkpoint, directory = self._config.checkpoint, self._config.checkpoint_directory
+        if checkpoint is None:
+            return
+        for place in filter(Path.is_dir, (directory, *self._config.commit_directories)):
+            for path in damaged_after(place, self._job.resume.step)[0]:
+                if place in self._config.commit_directories:
+                    give_up(path)
+                    self._reporter.note(f"{path} is damaged and was given up")
+                else:
+                    self._reporter.note(f"{path} is damaged; it is {set_aside(path).name} now")
+        if directory.is_dir():
+            prune(directory, checkpoint.keep)  # A crash may have prevented it.
+
+    def resume(self, engine: Any) -> None:
+        """Loads all state. The optimizer and the schedule exist."""
+        assert self._job.resume is not None
+        path, trainer = self._job.resume.path, self._job.trainer
+        scheduler, optimizer = trainer.lr_scheduler, trainer.offloaded_optimizer
+        with naming_older(self._config, path):
+            loaded = load(path, self._job.model, optimizer, scheduler=scheduler)
+        if self._job.accepted:
+            follow(scheduler, optimizer, self._config.optimizer.lr)
+        self._summary.resumed_at = loaded.step
+        if loaded.path.parent not in self._config.commit_directories:
+            self._saved_step = loaded.step
+        elif loaded.path.parent == self._config.copying_directory and self._job.rank.count == 1:
+            self._go_on_copying(loaded, engine)
+        self._reporter.note(f"going on from {loaded.path}, after step {loaded.step}")
+
+    def _go_on_copying(self, loaded: Loaded, engine: Any) -> None:
+        """Copies the checkpoint of this step again, whose copy was interrupted."""
+        checkpoint, directory = self._config.checkpoint, self._config.checkpoint_directory
+        if checkpoint is not None and engine.store.volume is not None:
+            self._saving = copy_behind(engine, loaded.path, directory, keep=checkpoint.keep)
+            self._saved_step = loaded.step
+
+    def after_step(self, step: int, interrupt: Interrupt) -> None:
+        """Saves or commits the step, if its turn has come."""
+        if self._saving is not None and self._saving.done():
+            self._note_saved(self._saving)
+        checkpoint = self._config.checkpoint
+        if checkpoint and checkpoint.every and step % checkpoint.every == 0:
+            self.save(step, interrupt)
+        elif self.commits_steps:
+            with self._summary.phase("commit_s"):
+                self._reporter.sync()
+                trainer = self._job.trainer
+                commit(self._job.model, trainer.offloaded_optimizer, **self._position(step))
+
+    def save(self, step: int, interrupt: Interrupt) -> None:
+        """Saves a checkpoint of this step, if the file has `[checkpoint]` and none exists yet."""
+        checkpoint = self._config.checkpoint
+        if checkpoint is None or step == self._saved_step:
+            return
+        with self._summary.phase("checkpoint_s"):
+            self._reporter.sync()
+            self._await_copy(interrupt, grace_s=0)  # One copy at a time; this checkpoint is newer.
+            self._saving = async_save(
+                self._config.checkpoint_directory,
+                self._job.model,
+                self._job.trainer.offloaded_optimizer,
+                keep=checkpoint.keep,
+                **self._position(step),
+            )
+        self._saved_step = step
+
+    def end_copy(self, interrupt: Interrupt) -> None:
+        """Waits for the copy of the last checkpoint; an interrupted run waits for the grace period
+        only."""
+        saving, checkpoint = self._saving, self._config.checkpoint
+        if saving is None or checkpoint is None:
+            return
+        with self._summary.phase("copy_s"):
+            self._await_copy(interrupt, grace_s=checkpoint.grace_s or math.inf)
+        if saving.is_abandoned:
+            self._summary.checkpoint = str(saving.source)
+            self._reporter.note(
+                f"gave up copying {saving.path} after {checkpoint.grace_s} s; --resume goes on "
+                f"from {saving.source}"
+            )
+
+    def close(self) -> None:
+        """Gives up a copy that is not complete."""
+        if self._saving is not None:
+            self._saving.abandon()
+
+    def _await_copy(self, interrupt: Interrupt, *, grace_s: float) -> None:
+        """Waits for the copy in progress; an interrupted run waits for `grace_s` seconds at
+        most."""
+        saving, give_up_s = self._saving, math.inf
+        if saving is None:
+            return
+        saving.hurry()
+        while not saving.done():
+            now_s = time.monotonic()
+            if interrupt.received is not None:
+                give_up_s = min(give_up_s, now_s + grace_s)
+            if now_s >= give_up_s:
+                saving.abandon()
+            else:
+                time.sleep(0.01)
+        if not saving.is_abandoned:
+            self._note_saved(saving)
+
+    def _note_saved(self, saving: Saving) -> None:
+        """Waits until the checkpoint is durable; raises its error."""
+        self._summary.checkpoint = str(saving.wait())
+        self._saving = None
+
+    def _position(self, step: int) -> dict[str, Any]:
+        """Returns the part of a checkpoint that is neither model nor optimizer."""
+        return {
+            "scheduler": self._job.trainer.lr_scheduler,
+            "step": step,
+            "extra": self._job.identity | {TRAINER_STATE: self._job.trainer.position()},
+        }
