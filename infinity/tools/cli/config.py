@@ -197,7 +197,7 @@ def _on_this_machine(config: SwapConfig) -> dict[str, str]:
     from infinity.config.machine import available_memory_nbytes
     from infinity.tools.training.settle import choices
 
-    notes = {choice.key: f"{choice.value} here: {choice.reason}" for choice in choices(config)}
+    notes = {choice.key: f"{choice.shown} here: {choice.reason}" for choice in choices(config)}
     if config.tiers.host.capacity.nbytes is None:
         available = available_memory_nbytes()
         budget = format_nbytes(config.tiers.host.budget_nbytes(available))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from infinity.bounded import MalformedError, read_json
 from infinity.config import Model, SwapConfig
@@ -32,11 +32,16 @@ class AutoValue:
     """The value of an "auto", and the reason."""
 
     key: str
-    value: str
+    value: Any
     reason: str
 
+    @property
+    def shown(self) -> str:
+        """The value for messages."""
+        return " and ".join(self.value) if isinstance(self.value, tuple) else str(self.value)
+
     def __str__(self) -> str:
-        return f"{self.key} is {self.value}: {self.reason}"
+        return f"{self.key} is {self.shown}: {self.reason}"
 
 
 def choices(config: SwapConfig) -> list[AutoValue]:
@@ -46,10 +51,10 @@ def choices(config: SwapConfig) -> list[AutoValue]:
         found.append(_compute_of(config.model))
     if config.adapter and config.train and config.schedule.micro_batch is None:
         reason = "a step of an adapter fetches each block once for all its batches"
-        found.append(AutoValue("schedule.micro_batch", str(config.train.batch_size), reason))
+        found.append(AutoValue("schedule.micro_batch", config.train.batch_size, reason))
     reason = "an adapter is small: memory first, drives for the rest"
-    tiers = " and ".join(_ADAPTER_TIERS)
-    found += [AutoValue(f"placement.{k}", tiers, reason) for k in _kinds_of_adapter(config)]
+    kinds = _kinds_of_adapter(config)
+    found += [AutoValue(f"placement.{kind}", _ADAPTER_TIERS, reason) for kind in kinds]
     if config.data is not None and config.data.tokenizer == "auto":
         found.append(tokenizer_of(config.model.path if config.model is not None else None))
     return found
@@ -57,24 +62,18 @@ def choices(config: SwapConfig) -> list[AutoValue]:
 
 def settle(config: SwapConfig) -> SwapConfig:
     """Returns the configuration with `choices` applied; the same object if there are none."""
-    values = {choice.key: choice.value for choice in choices(config)}
-    changed: dict[str, Any] = {}
-    if "precision.compute" in values:
-        update: dict[str, Any] = {"compute": values["precision.compute"]}
-        changed["precision"] = config.precision.model_copy(update=update)
-    if "schedule.micro_batch" in values:
-        update = {"micro_batch": int(values["schedule.micro_batch"])}
-        changed["schedule"] = config.schedule.model_copy(update=update)
-    kinds = _kinds_of_adapter(config)
-    if kinds:
-        tiers = dict.fromkeys(kinds, _ADAPTER_TIERS)
-        changed["placement"] = config.placement.model_copy(update=tiers)
-    if "data.tokenizer" in values and config.data is not None:
-        which: Path | Literal["bytes"] = "bytes"
-        if values["data.tokenizer"] != "bytes":
-            which = Path(values["data.tokenizer"])
-        changed["data"] = config.data.model_copy(update={"tokenizer": which})
-    return config.model_copy(update=changed) if changed else config
+    sections: dict[str, dict[str, Any]] = {}
+    for choice in choices(config):
+        section, _, key = choice.key.partition(".")
+        sections.setdefault(section, {})[key] = choice.value
+    if not sections:
+        return config
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=values)
+            for section, values in sections.items()
+        }
+    )
 
 
 def _kinds_of_adapter(config: SwapConfig) -> list[str]:
@@ -107,7 +106,7 @@ def tokenizer_of(path: Path | None) -> AutoValue:
     if path is None:
         return AutoValue(key, "bytes", "the model has no directory that a tokenizer could be in")
     if any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return AutoValue(key, str(path), "the model's own")
+        return AutoValue(key, path, "the model's own")
     return AutoValue(
         key, "bytes", f"{path} has no tokenizer; name a directory that has, if bytes are not meant"
     )
@@ -126,7 +125,7 @@ def _dtype_in(table: dict[str, Any]) -> str | None:
     """Returns the dtype that a configuration names: its own, or that of its language model."""
     for part in (table, table.get("text_config")):
         for key in _DTYPE_KEYS if isinstance(part, dict) else ():
-            value = part[key] if isinstance(part, dict) and key in part else None
+            value = part.get(key)
             if isinstance(value, str) and value not in ("", "auto"):
                 return value.removeprefix("torch.")
     return None
