@@ -340,7 +340,12 @@ def change(**keys: Any) -> dict[str, Any]:
         (CHAT, {"max_bytes": "1kB"}, {}, "data.max_bytes limits text"),
         ([], {}, {}, "data.jsonl is empty; expected records: messages"),
         (CHAT[:1], {}, {}, "1 records, 0 of them held out: 1 are left for train.batch_size=2"),
-        (CHAT, {"eval_paths": ["{tmp}/text.txt"]}, {}, r"data.eval_paths: .* holds plain text, and data.paths .* holds conversations"),
+        (
+            CHAT,
+            {"eval_paths": ["{tmp}/text.txt"]},
+            {},
+            r"data.eval_paths: .* holds plain text, and data.paths .* holds conversations",
+        ),
         (CHAT, {"paths": ["{tmp}/data.jsonl", "{tmp}/text.txt"]}, {}, "holds records and .* not"),
         (CHAT, {"paths": ["{tmp}/text.txt"]}, {"method": "dpo"}, "text.txt is text; train.method"),
         (CHAT, {}, {"report_to": ["wandb"]}, "wandb is not installed.*pip install wandb"),

@@ -42,6 +42,7 @@ from infinity.sizes import MIB
 PRIVATE_FILE = 0o600
 PRIVATE_DIRECTORY = 0o700
 _TRANSFER_NBYTES = 16 * MIB
+_BUSY = "another process is writing a checkpoint there; give every run its own directory"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
 
@@ -283,10 +284,10 @@ def read_content(path: Path) -> bytes:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, busy: str = _BUSY) -> Iterator[None]:
     """Holds the lock of the directory during the block; the kernel drops it with the process.
 
-    Raises ConfigError if another process holds it, StorageError.
+    Raises ConfigError, which `busy` completes, if another process holds it, StorageError.
     """
     with reporting("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -295,10 +296,7 @@ def locked(directory: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
-                raise ConfigError(
-                    f"{directory}: another process is writing a checkpoint there; "
-                    "give every run its own directory"
-                ) from None
+                raise ConfigError(f"{directory}: {busy}") from None
             raise StorageError(error.errno or 0, operation="lock", path=str(directory)) from None
         yield
     finally:

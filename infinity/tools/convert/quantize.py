@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,15 +39,6 @@ _KEPT = re.compile(
     r"(^|\.)(lm_head|score|embed\w*|\w*embed(ding)?s?|wte|wpe|gate|router|shared_experts?_gate)$"
 )
 _WIDE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """How a format is published: its codec by the dtype of the weight, and its table in config.json
-    by the modules that stay."""
-
-    codec: Callable[[torch.dtype], Codec]
-    table: Callable[[list[str]], dict[str, Any]]
 
 
 def _fp8_table(kept: list[str]) -> dict[str, Any]:
@@ -108,10 +98,14 @@ def _nf4_table(kept: list[str]) -> dict[str, Any]:
     }
 
 
-FORMATS: Mapping[str, Published] = {
-    "fp8": Published(lambda _: FloatBlocks(), _fp8_table),
-    "int4": Published(lambda _: AffineGroups(), _int4_table),
-    "nf4": Published(lambda dtype: TableBlocks(stored=_WIDE[dtype]), _nf4_table),
+# How a format is published: its codec by the dtype of the weight, and its table in config.json by
+# the modules that stay.
+FORMATS: Mapping[
+    str, tuple[Callable[[torch.dtype], Codec], Callable[[list[str]], dict[str, Any]]]
+] = {
+    "fp8": (lambda _: FloatBlocks(), _fp8_table),
+    "int4": (lambda _: AffineGroups(), _int4_table),
+    "nf4": (lambda dtype: TableBlocks(stored=_WIDE[dtype]), _nf4_table),
 }
 
 
@@ -122,12 +116,12 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
     for packed experts, for which the formats have no published layout.
     """
     refuse_no_directory(directory)
-    source, published = weight_source(directory), FORMATS[to]
+    source, (codec_of, table_of) = weight_source(directory), FORMATS[to]
     plan = DirectoryPlan(source, without_quantisation(read_config(directory)))
     kept, num_quantised = [], 0
     for name in source.names():
         shard, module = source.file_of(name).name, name.removesuffix(".weight")
-        codec = published.codec(_dtype_of(source, name)) if _is_matrix(source, name) else None
+        codec = codec_of(_dtype_of(source, name)) if _is_matrix(source, name) else None
         if codec is not None and not _KEPT.search(module) and _fits(codec, source.shape(name)):
             make = _reader(source, name)
             plan.add(shard, name, as_codes(name, source.shape(name), codec, make))
@@ -138,7 +132,7 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
         plan.add(shard, name, plain(source, name))
     if not num_quantised:
         raise ConfigError(f"{directory} has no matrix that {to} can store")
-    plan.config["quantization_config"] = published.table(kept)
+    plan.config["quantization_config"] = table_of(kept)
     return plan
 
 

@@ -9,7 +9,6 @@ a process that is killed leaves no directory that looks complete.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.checkpoint.durable import check_space, new_directory, sync_file
+from infinity.checkpoint.durable import check_space, new_directory, replace_file, sync_file
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
@@ -106,57 +105,60 @@ def as_numbers(name: str, shape: Shape, dtype: torch.dtype, make: Make) -> Plann
     return PlannedTensor((info,), lambda: {name: make()})
 
 
-def as_codes(
-    name: str, shape: Shape, codec: Codec, make: Callable[[], torch.Tensor]
-) -> PlannedTensor:
+def as_codes(name: str, shape: Shape, codec: Codec, make: Make) -> PlannedTensor:
     """Returns a tensor that `codec` encodes, under the names of the usual writer of the format.
 
     Raises ConfigError for a shape that the format cannot store.
     """
-    aside = _aside_infos(name, shape, codec)
     infos = [
         TensorInfo(name=name + part.suffix, dtype=dtype_of(part.dtype), shape=part.shape)
         for part in codec.parts(shape)
     ]
-
-    def encode() -> Values:
-        encoding = _encoded(name, codec, make())
-        values = {
-            info.name: part.view(info.dtype).view(info.shape)
-            for info, part in zip(infos, encoding.parts, strict=True)
-        }
-        return {**values, **_aside_values(name, encoding, aside)}
-
-    return PlannedTensor((*infos, *aside), encode)
+    aside = _aside_infos(name, shape, codec)
+    return PlannedTensor((*infos, *aside), lambda: _encoded(name, codec, make(), infos, aside))
 
 
 def as_stored(source: WeightSource, name: str, make: Make) -> PlannedTensor:
     """Returns a changed tensor, in the codec, dtypes and names that the source has for it."""
     encoded = source.encoded(name)
     infos = [source.stored_info(stored) for stored in encoded.names]
-    kept = [source.stored_info(stored) for stored in encoded.aside]
     # JSON whose numbers change is written anew, with space for longer ones.
     made = {info.name: info for info in _aside_infos(name, encoded.shape, encoded.codec)}
+    others = [made.get(stored) or source.stored_info(stored) for stored in encoded.aside]
 
     def encode() -> Values:
-        encoding = _encoded(name, encoded.codec, make())
-        values = {
-            info.name: part.view(info.dtype).view(info.shape)
-            for info, part in zip(infos, encoding.parts, strict=True)
-        }
-        values |= _aside_values(name, encoding, [made[i.name] for i in kept if i.name in made])
+        aside = [info for info in others if info.name in made]
+        values = _encoded(name, encoded.codec, make(), infos, aside)
         return values | {
-            info.name: source.read_stored(info.name) for info in kept if info.name not in made
+            info.name: source.read_stored(info.name) for info in others if info.name not in made
         }
 
-    return PlannedTensor((*infos, *(made.get(info.name, info) for info in kept)), encode)
+    return PlannedTensor((*infos, *others), encode)
 
 
-def _encoded(name: str, codec: Codec, weight: torch.Tensor) -> Encoding:
+def _encoded(
+    name: str,
+    codec: Codec,
+    weight: torch.Tensor,
+    infos: Sequence[TensorInfo],
+    aside: Sequence[TensorInfo],
+) -> dict[str, torch.Tensor]:
+    """Returns the stored tensors of a weight. `infos`: those of its parts; `aside`: the others."""
     try:
-        return codec.encode(weight)
+        encoding = codec.encode(weight)
     except ConfigError as error:
         raise ConfigError(f"{name!r}: {error}") from None
+    values = {
+        info.name: part.view(info.dtype).view(info.shape)
+        for info, part in zip(infos, encoding.parts, strict=True)
+    }
+    for info in aside:
+        tensor = encoding.aside[info.name.removeprefix(name)]
+        num_spaces = info.shape[0] - tensor.shape[0]
+        assert num_spaces >= 0, info.name
+        spaces = torch.full((num_spaces,), ord(" "), dtype=tensor.dtype)
+        values[info.name] = torch.cat([tensor, spaces])
+    return values
 
 
 def _aside_infos(name: str, shape: Shape, codec: Codec) -> list[TensorInfo]:
@@ -175,18 +177,6 @@ def _small_example(codec: Codec, shape: Shape) -> Encoding:
     """Encodes few zeros of as many dimensions. Blocks of a transposed codec lie in columns."""
     rows = min(shape[-2], _EXAMPLE_ROWS) if len(shape) > 1 else 1
     return codec.encode(torch.zeros([*[1] * (len(shape) - 2), rows, shape[-1]][-len(shape) :]))
-
-
-def _aside_values(name: str, encoding: Encoding, infos: Sequence[TensorInfo]) -> Values:
-    values = {}
-    for info in infos:
-        tensor = encoding.aside[info.name.removeprefix(name)]
-        num_spaces = info.shape[0] - tensor.shape[0]
-        assert num_spaces >= 0, info.name
-        values[info.name] = torch.cat(
-            [tensor, torch.full((num_spaces,), ord(" "), dtype=tensor.dtype)]
-        )
-    return values
 
 
 # -- Writing ---------------------------------------------------------------------------------------
@@ -218,7 +208,7 @@ def write_directory(
             for file in plan.others:
                 shutil.copyfile(file, partial / file.name)
                 sync_file(partial / file.name)
-            _write_text(partial / "config.json", plan.config)
+            replace_file(partial / "config.json", json.dumps(plan.config, indent=2) + "\n")
             if set(plan.shards) != {SINGLE_NAME}:
                 _write_index(partial, plan)
     finally:
@@ -263,12 +253,4 @@ def _write_index(partial: Path, plan: DirectoryPlan) -> None:
         "metadata": {"total_size": plan.nbytes},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    _write_text(partial / INDEX_NAME, content)
-
-
-def _write_text(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    replace_file(partial / INDEX_NAME, json.dumps(content, indent=2) + "\n")

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +34,8 @@ from infinity.bounded import (
     table_of,
     text_of,
 )
-from infinity.checkpoint.durable import check_space, sync_directory
+from infinity.checkpoint.durable import check_space, replace_file, sync_directory
+from infinity.checkpoint.run.directory import locked
 from infinity.config.paths import refuse_no_directory
 from infinity.errors import ConfigError, StorageError, corrupt, reporting
 from infinity.sizes import MIB
@@ -44,6 +43,7 @@ from infinity.sizes import MIB
 RECORD_NAME = ".infinity-spread.json"
 ORIGINALS_NAME = ".infinity-originals"
 _CHUNK_NBYTES = 16 * MIB
+_BUSY = "another process is spreading or gathering its shards"
 
 Mode = Literal["move", "copy"]
 Progress = Callable[[str, int], None]  # (name of the shard, further bytes)
@@ -144,7 +144,7 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
 
 def run_spread(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
     """Does what a plan says. May be interrupted at any point and repeated. Raises StorageError."""
-    with _locked(plan.directory), reporting("spread", plan.directory):
+    with locked(plan.directory, _BUSY), reporting("spread", plan.directory):
         record = _read_record(plan.directory) or _Record(plan.mode, {}, {})
         for move in plan.moves:
             own = plan.directory / move.name
@@ -187,7 +187,7 @@ def plan_gather(directory: Path) -> SpreadPlan:
 def run_gather(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
     """Undoes `run_spread`. May be interrupted at any point and repeated. Raises StorageError."""
     directory = plan.directory
-    with _locked(directory), reporting("gather", directory):
+    with locked(directory, _BUSY), reporting("gather", directory):
         record = _read_record(directory)
         if record is None:
             return
@@ -197,7 +197,7 @@ def run_gather(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
                 _remove_place(place, directory / move.name)
         with contextlib.suppress(OSError):
             (directory / ORIGINALS_NAME).rmdir()
-        _remove(directory / RECORD_NAME)
+        (directory / RECORD_NAME).unlink(missing_ok=True)
         sync_directory(directory)
 
 
@@ -228,8 +228,8 @@ def _remove_place(place: Path, own: Path) -> None:
     """Removes a place that no link leads to any more, and its directory if it is empty."""
     if place == own:
         return
-    _remove(place)
-    _remove(_partial(place))
+    place.unlink(missing_ok=True)
+    _partial(place).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         place.parent.rmdir()
 
@@ -252,7 +252,7 @@ def _copy(source: Path, target: Path, progress: Progress) -> None:
     """Gives the bytes of `source` the name `target`, which another file system may hold. The name
     appears when the bytes are durable; times are kept."""
     partial = _partial(target)
-    _remove(partial)
+    partial.unlink(missing_ok=True)
     try:
         os.link(source, partial)
     except OSError as error:
@@ -261,7 +261,7 @@ def _copy(source: Path, target: Path, progress: Progress) -> None:
         _copy_bytes(source, partial, progress)
     os.replace(partial, target)
     # Both names of one file: rename does nothing then, and leaves the partial one.
-    _remove(partial)
+    partial.unlink(missing_ok=True)
     sync_directory(target.parent)
 
 
@@ -286,7 +286,7 @@ def _copy_bytes(source: Path, partial: Path, progress: Progress) -> None:
 def _link(target: Path, own: Path) -> None:
     """Renames a link to `target` over the file of the directory."""
     partial = _partial(own)
-    _remove(partial)
+    partial.unlink(missing_ok=True)
     os.symlink(target, partial)
     os.replace(partial, own)
     sync_directory(own.parent)
@@ -294,10 +294,6 @@ def _link(target: Path, own: Path) -> None:
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.infinity-partial")
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
 
 
 # -- Checks ----------------------------------------------------------------------------------------
@@ -335,15 +331,13 @@ def _shards(directory: Path) -> list[Path]:
     for path in found:
         if not path.is_file():
             raise ConfigError(f"{path} is a link to a file that is not there")
-    return sorted(found, key=lambda path: [_number(part) for part in _parts(path.name)])
-
-
-def _parts(name: str) -> list[str]:
-    return re.split(r"(\d+)", name)
-
-
-def _number(part: str) -> tuple[int, str]:
-    return (int(part), "") if part.isdigit() else (0, part)
+    return sorted(
+        found,
+        key=lambda path: [
+            (int(part), "") if part.isdigit() else (0, part)
+            for part in re.split(r"(\d+)", path.name)
+        ],
+    )
 
 
 def _source(own: Path) -> Path:
@@ -422,26 +416,5 @@ def _write_record(directory: Path, record: _Record) -> None:
         name: {"places": [str(place) for place in places], "link": record.links[name]}
         for name, places in record.places.items()
     }
-    partial = _partial(directory / RECORD_NAME)
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump({"schema": 1, "mode": record.mode, "shards": shards}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, directory / RECORD_NAME)
-    sync_directory(directory)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Holds the directory against another spread. The kernel releases it with the process."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{directory} is being spread or gathered by another process") from (
-                None
-            )
-        yield
-    finally:
-        os.close(fd)
+    content = {"schema": 1, "mode": record.mode, "shards": shards}
+    replace_file(directory / RECORD_NAME, json.dumps(content, indent=1))

@@ -124,8 +124,7 @@ def _table_of(path: Path | None) -> dict[str, Any]:
 def _dtype_in(table: dict[str, Any]) -> str | None:
     """Returns the dtype that a configuration names: its own, or that of its language model."""
     for part in (table, table.get("text_config")):
-        for key in _DTYPE_KEYS if isinstance(part, dict) else ():
-            value = part.get(key)
+        for value in map(part.get, _DTYPE_KEYS) if isinstance(part, dict) else ():
             if isinstance(value, str) and value not in ("", "auto"):
                 return value.removeprefix("torch.")
     return None
