@@ -12,10 +12,9 @@ import torch
 import trl
 
 from infinity.config import SwapConfig
-from infinity.tools.training.arguments import name_of_checkpointing
 from infinity.tools.training.job_data import split_rows
 from infinity.tools.training.tokenizers import ByteTokenizer
-from infinity.tools.training.trainer import parameter_groups
+from infinity.tools.training.trainer import name_of_checkpointing, parameter_groups
 
 Steps = list[tuple[float, float, float]]  # (loss, norm of the gradients, learning rate)
 

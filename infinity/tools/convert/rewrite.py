@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.checkpoint.durable import check_space, new_directory, replace_file, sync_file
+from infinity.checkpoint.durable import check_space, new_directory, sync_file
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
@@ -208,7 +208,7 @@ def write_directory(
             for file in plan.others:
                 shutil.copyfile(file, partial / file.name)
                 sync_file(partial / file.name)
-            replace_file(partial / "config.json", json.dumps(plan.config, indent=2) + "\n")
+            _write_json(partial / "config.json", plan.config)
             if set(plan.shards) != {SINGLE_NAME}:
                 _write_index(partial, plan)
     finally:
@@ -253,4 +253,9 @@ def _write_index(partial: Path, plan: DirectoryPlan) -> None:
         "metadata": {"total_size": plan.nbytes},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    replace_file(partial / INDEX_NAME, json.dumps(content, indent=2) + "\n")
+    _write_json(partial / INDEX_NAME, content)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    sync_file(path)

@@ -27,9 +27,9 @@ from infinity.checkpoint.run.program import believing
 from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError
-from infinity.tools.training.arguments import check_state
 from infinity.tools.training.process import Interrupt
 from infinity.tools.training.report import Reporter, Summary
+from infinity.tools.training.trainer import check_state
 
 if TYPE_CHECKING:
     from infinity.tools.training.job import Job

@@ -15,14 +15,13 @@ from infinity.checkpoint.run.load import Loaded
 from infinity.config import Sample, SwapConfig
 from infinity.errors import ConfigError
 from infinity.tools.training.adapter import adapter_nbytes
-from infinity.tools.training.arguments import batch_of
 from infinity.tools.training.checkpoints import check_same_run, identity_of, naming_older
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
-from infinity.tools.training.trainer import make_trainer
+from infinity.tools.training.trainer import batch_of, make_trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

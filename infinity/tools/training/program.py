@@ -37,7 +37,6 @@ from infinity.errors import NonFiniteError
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
 from infinity.tools.training.adapter import without_renaming_notice
-from infinity.tools.training.arguments import batch_of, require_trackers
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.job import Job, prepare
 from infinity.tools.training.model import share_budgets
@@ -47,7 +46,7 @@ from infinity.tools.training.ranks import job_rank
 from infinity.tools.training.report import Line, Reporter, Summary, line_of, tracked
 from infinity.tools.training.settle import choices, settle
 from infinity.tools.training.tracing import Tracing
-from infinity.tools.training.trainer import Step
+from infinity.tools.training.trainer import Step, batch_of, require_trackers
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
 
