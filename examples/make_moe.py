@@ -23,7 +23,7 @@ from infinity.config import SwapConfig
 from infinity.sizes import format_nbytes
 from infinity.tools.convert.quantize import plan_quantize
 from infinity.tools.convert.rewrite import write_directory
-from infinity.tools.training.output import generate
+from infinity.tools.training.model import generate
 from infinity.tools.training.tokenizers import ByteTokenizer
 
 RECIPE = {

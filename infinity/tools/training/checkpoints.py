@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infinity.bounded import text_of
 from infinity.checkpoint.run.copy import Saving
@@ -27,12 +27,10 @@ from infinity.checkpoint.run.program import believing
 from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError
+from infinity.tools.training.job import Job
 from infinity.tools.training.process import Interrupt
 from infinity.tools.training.report import Reporter, Summary
 from infinity.tools.training.trainer import check_state
-
-if TYPE_CHECKING:
-    from infinity.tools.training.job import Job
 
 _DATA_KEYS = (
     "sequence_length", "packing", "assistant_only_loss", "held_out", "seed", "shuffle",
@@ -211,8 +209,19 @@ class RunCheckpoints:
         self._job = job
         self._reporter = reporter
         self._summary = summary
+        self._identity = identity_of(config, job.tokens_sha256, num_ranks=job.rank.count)
+        self._accepted: list[str] = []  # Changes since the checkpoint.
         self._saved_step = 0  # The step of the newest complete checkpoint.
         self._saving: Saving | None = None  # The checkpoint that is being copied.
+
+    def check(self, *, accept_changes: bool) -> list[str]:
+        """Compares the run with the one that it resumes: see `check_same_run`."""
+        if self._job.resume is not None:
+            with naming_older(self._config, self._job.resume.path):
+                self._accepted = check_same_run(
+                    self._job.resume, self._identity, accept_changes=accept_changes
+                )
+        return self._accepted
 
     @property
     def commits_steps(self) -> bool:
@@ -245,7 +254,7 @@ class RunCheckpoints:
         scheduler, optimizer = trainer.lr_scheduler, trainer.offloaded_optimizer
         with naming_older(self._config, path):
             loaded = load(path, self._job.model, optimizer, scheduler=scheduler)
-        if self._job.accepted:
+        if self._accepted:
             follow(scheduler, optimizer, self._config.optimizer.lr)
         self._summary.resumed_at = loaded.step
         if loaded.path.parent not in self._config.commit_directories:
@@ -339,5 +348,5 @@ class RunCheckpoints:
         return {
             "scheduler": self._job.trainer.lr_scheduler,
             "step": step,
-            "extra": self._job.identity | {TRAINER_STATE: self._job.trainer.position()},
+            "extra": self._identity | {TRAINER_STATE: self._job.trainer.position()},
         }

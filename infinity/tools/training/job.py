@@ -15,7 +15,6 @@ from infinity.checkpoint.run.load import Loaded
 from infinity.config import Sample, SwapConfig
 from infinity.errors import ConfigError
 from infinity.tools.training.adapter import adapter_nbytes
-from infinity.tools.training.checkpoints import check_same_run, identity_of, naming_older
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
@@ -32,28 +31,20 @@ class Job:
     tokenizer: Tokenizer
     data: JobData
     num_tokens: int
+    tokens_sha256: str
     trainer: Any  # Over the model on meta.
     num_steps: int  # Of the whole run.
     num_parameters: int
-    accepted: list[str]  # Changes since the checkpoint, for messages.
     model: Any
     reference: Any  # The model that "dpo" compares with, or None.
     prompt_ids: list[int]
     output: OutputDirectory | None  # None on ranks that write nothing there.
-    identity: dict[str, Any]
     resume: Loaded | None
     rank: JobRank
     started_s: float
 
 
-def prepare(
-    config: SwapConfig,
-    stack: ExitStack,
-    resume: Loaded | None,
-    rank: JobRank,
-    *,
-    accept_changes: bool,
-) -> Job:
+def prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: JobRank) -> Job:
     """Checks everything that can be refused without making a swap file."""
     assert config.model and config.data and config.train
     started_s = time.perf_counter()
@@ -81,25 +72,19 @@ def prepare(
         trainer.train_dataset, data.files, config.data.sequence_length
     )
     refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
-    identity = identity_of(config, sha256, num_ranks=rank.count)
-    accepted = []
-    if resume is not None:
-        with naming_older(config, resume.path):
-            accepted = check_same_run(resume, identity, accept_changes=accept_changes)
     return Job(
         plan=plan,
         tokenizer=tokenizer,
         data=data,
         num_tokens=num_tokens,
+        tokens_sha256=sha256,
         trainer=trainer,
         num_steps=trainer.count_steps(),
         num_parameters=num_parameters,
-        accepted=accepted,
         model=model,
         reference=reference,
         prompt_ids=prompt_ids,
         output=output,
-        identity=identity,
         resume=resume,
         rank=rank,
         started_s=started_s,

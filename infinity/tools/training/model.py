@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint import WeightSource, weight_source
-from infinity.config import Model, SwapConfig
+from infinity.config import Model, Sample, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.values import Capacity
 from infinity.errors import ConfigError
@@ -127,6 +128,46 @@ def checkpoint_activations(model: Any) -> None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     except ValueError as error:
         raise ConfigError(f"train.activation_checkpointing: {error}") from None
+
+
+def generate(
+    model: Any,
+    prompt_ids: list[int],
+    sample: Sample,
+    *,
+    seed: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[int]:
+    """Returns the prompt and its continuation by transformers' own `generate`, in eval mode."""
+    from transformers import StoppingCriteriaList
+
+    def stop(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), should_stop(), device=input_ids.device)
+
+    device = next(model.parameters()).device
+    input_ids = torch.tensor([prompt_ids], device=device)
+    options: dict[str, Any] = {"do_sample": sample.temperature > 0}
+    if options["do_sample"]:
+        options |= {"temperature": sample.temperature, "top_k": sample.top_k or 0}
+    pad_id = model.generation_config.pad_token_id
+    was_training = model.training
+    model.eval()
+    torch.manual_seed(seed)
+    try:
+        with torch.no_grad():
+            output = model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=sample.new_tokens,
+                use_cache=True,
+                pad_token_id=0 if pad_id is None else pad_id,
+                stopping_criteria=StoppingCriteriaList([stop]),
+                **options,
+            )
+    finally:
+        model.train(was_training)
+    ids: list[int] = output[0].tolist()
+    return ids
 
 
 # -- The model before training, with which "dpo" compares ------------------------------------------

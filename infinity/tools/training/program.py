@@ -32,23 +32,109 @@ import torch
 from rich.console import Console
 
 import infinity
+from infinity.checkpoint import export_safetensors
 from infinity.config import SwapConfig
-from infinity.errors import NonFiniteError
+from infinity.errors import InfinityError, NonFiniteError
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
-from infinity.tools.training.adapter import without_renaming_notice
+from infinity.tools.training.adapter import save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.job import Job, prepare
-from infinity.tools.training.model import share_budgets
-from infinity.tools.training.output import Products
+from infinity.tools.training.model import generate, share_budgets
+from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
-from infinity.tools.training.report import Line, Reporter, Summary, line_of, tracked
+from infinity.tools.training.report import Line, Reporter, Summary, line_of, tracked, write_summary
 from infinity.tools.training.settle import choices, settle
 from infinity.tools.training.tracing import Tracing
 from infinity.tools.training.trainer import Step, batch_of, require_trackers
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
+
+
+class Products:
+    """Writes what a run leaves in its output directory: the weights, a text that the model writes,
+    the summary. One rank writes."""
+
+    def __init__(self, config: SwapConfig, job: Job, reporter: Reporter, summary: Summary) -> None:
+        self._config = config
+        self._job = job
+        self._reporter = reporter
+        self._summary = summary
+        self._is_output_lost = False  # A warning was printed.
+
+    def mark(self) -> Path | None:
+        """Marks the output directory as that of a run. Returns the path of its metrics."""
+        output = self._job.output
+        if output is None:
+            return None
+        if output.is_unmarked:
+            self._reporter.note(f"{MARKER_NAME} is missing in {output.path}; added")
+        output.mark()
+        return self._config.output.metrics_path
+
+    def restore(self) -> None:
+        """Makes the output directory again if it was removed."""
+        if self._job.output is None:
+            return
+        try:
+            if self._job.output.restore():
+                self._reporter.note(f"{self._job.output.path} was removed; it was made again")
+        except InfinityError as error:
+            if not self._is_output_lost:
+                self._reporter.note(f"warning: {error}; the run goes on")
+            self._is_output_lost = True
+
+    def export(self, what: str) -> None:
+        """Writes the weights."""
+        output = self._config.output.directory
+        self._write_weights(output)
+        self._summary.export_directory = str(output)
+        self._reporter.note(f"wrote {what} to {output}")
+
+    def keep_best(self) -> None:
+        """Writes the weights of the lowest held-out loss so far."""
+        self._write_weights(self._config.output.directory / BEST_NAME)
+
+    def _write_weights(self, directory: Path) -> None:
+        tokenizer = self._job.tokenizer.tokenizer
+        with self._summary.phase("export_s"):
+            if self._config.adapter is not None:
+                save_adapter(self._job.model, directory, tokenizer=tokenizer)
+            else:
+                export_safetensors(
+                    self._job.model,
+                    directory,
+                    max_shard_nbytes=self._config.output.max_shard_size,
+                    tokenizer=tokenizer,
+                )
+
+    def sample(self, interrupt: Interrupt) -> None:
+        """Lets the model write the text of `[train.sample]`."""
+        assert self._config.train is not None
+        sample = self._config.train.sample
+        if sample is None or interrupt.received is not None:
+            return
+        with self._summary.phase("sample_s"):
+            ids = generate(
+                self._job.model,
+                self._job.prompt_ids,
+                sample,
+                seed=self._config.train.seed,
+                should_stop=lambda: interrupt.received is not None,
+            )
+        self._summary.sample = self._job.tokenizer.decode(ids)
+        self._reporter.note(f"sample:\n{self._summary.sample}")
+
+    def write_summary(self) -> None:
+        """Writes summary.json; a failure is reported and does not end the run."""
+        path = self._config.output.directory / SUMMARY_NAME
+        self._summary.lost = self._reporter.lost()
+        try:
+            write_summary(path, self._summary)
+        except OSError as error:
+            self._summary.lost.append(f"{path}: {error.strerror or error}")
+            self._reporter.note(f"warning: {path} cannot be written: {error.strerror or error}")
 
 
 class Run:
@@ -63,7 +149,7 @@ class Run:
         self._trainer = job.trainer
         self.summary = Summary(steps=job.num_steps, num_parameters=job.num_parameters)
         self._reporter = Reporter(console, steps=job.num_steps, log_every=config.train.log_every)
-        self._checkpoints = RunCheckpoints(config, job, self._reporter, self.summary)
+        self.checkpoints = RunCheckpoints(config, job, self._reporter, self.summary)
         self._products = Products(config, job, self._reporter, self.summary)
         self._engine: Any = None
         self._reference_engine: Any = None
@@ -88,7 +174,7 @@ class Run:
     def set_up(self) -> None:
         """Makes the tiers and streams the weights into them."""
         self._reporter.note(self._description())
-        self._checkpoints.clear_way()
+        self.checkpoints.clear_way()
         resume = self._job.resume.path if self._job.resume is not None else None
         config = self._config
         if self._job.reference is not None:
@@ -138,7 +224,7 @@ class Run:
         self.summary.phases_s["setup_s"] = time.perf_counter() - self._job.started_s
 
     def _resume(self) -> None:
-        self._checkpoints.resume(self._engine)
+        self.checkpoints.resume(self._engine)
         self._begin()
 
     def train(self, interrupt: Interrupt) -> None:
@@ -174,8 +260,8 @@ class Run:
                     f"train.early_stopping_patience={patience} evaluations in a row without a "
                     "new lowest loss; a larger one makes it go on, and so does 0, which is none"
                 )
-        self._checkpoints.save(self.num_steps, interrupt)
-        self._checkpoints.end_copy(interrupt)
+        self.checkpoints.save(self.num_steps, interrupt)
+        self.checkpoints.end_copy(interrupt)
 
     def _is_stopped(self, interrupt: Interrupt) -> bool:
         """Whether any rank was asked to end. A signal reaches ranks at different times."""
@@ -211,7 +297,7 @@ class Run:
     def close(self) -> None:
         """Releases the tiers and the swap directory, and closes the metrics. Idempotent."""
         self._reporter.close()
-        self._checkpoints.close()
+        self.checkpoints.close()
         for engine in filter(None, (self._reference_engine, self._engine)):
             engine.close()
         self._reference_engine = self._engine = None
@@ -233,7 +319,7 @@ class Run:
     def end_step(self, step: Step, *, is_evaluated: bool) -> dict[str, float]:
         """Ends the work of the step. Returns its numbers for trackers."""
         is_last = step.number == self._job.num_steps
-        if is_evaluated or is_last or self._checkpoints.commits_steps:
+        if is_evaluated or is_last or self.checkpoints.commits_steps:
             self._engine.flush()  # The work belongs to this step; no later step does it.
         elapsed_s = time.perf_counter() - self._began_s
         self._traced.close()
@@ -253,7 +339,7 @@ class Run:
                 self._products.keep_best()
             self._wait_for_all("the best weights")
             self.summary.best_step = step.number
-        self._checkpoints.after_step(step.number, self._interrupt)
+        self.checkpoints.after_step(step.number, self._interrupt)
         return self._is_stopped(self._interrupt)
 
 
@@ -290,12 +376,13 @@ def train(
         if not rank.is_first:
             console, trace = Console(quiet=True), None
         resumed = plan_resume(config, resume=resume, resume_from=resume_from)
-        job = prepare(config, stack, resumed, rank, accept_changes=accept_changes)
+        job = prepare(config, stack, resumed, rank)
         if trace is not None:
             trace.check(num_steps=job.num_steps)
         run = Run(config, job, console, trace)
         stack.callback(run.close)
-        run.note([*map(str, settled), *job.accepted])
+        accepted = run.checkpoints.check(accept_changes=accept_changes)
+        run.note([*map(str, settled), *accepted])
         run.set_up()
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with Interrupt(_STOP_NOTICE.format(written)) as interrupt:

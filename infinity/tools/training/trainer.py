@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ from infinity.private.torch import tree_leaves
 from infinity.tools.training.job_data import JobData, check_amount
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.tokenizers import Tokenizer
-
-if TYPE_CHECKING:
-    from infinity.tools.training.program import Run
 
 MOST_SKIPPED = 16  # Steps in a row; more are no coincidence.
 _STATE_NAME = "trainer_state.json"
@@ -312,7 +309,7 @@ class RunTrainer(OffloadedTrainer):
     callback_handler: Any
     eval_dataset: Any
     train_dataset: Any
-    job_run: Run
+    job_run: Any  # The `Run` of `program.py`.
     offloaded_optimizer: OffloadedOptimizer
     lr_scheduler: Any
 
@@ -344,7 +341,7 @@ class RunTrainer(OffloadedTrainer):
 
     def run(
         self,
-        job_run: Run,
+        job_run: Any,
         *,
         state: dict[str, Any] | None = None,
         restore: Callable[[], None] | None = None,
