@@ -10,11 +10,6 @@ import pytest
 from infinity.checkpoint import export_safetensors
 from infinity.tools.convert.quantize import plan_quantize
 from infinity.tools.convert.rewrite import write_directory
-from infinity.tools.training.base_identity import (
-    IDENTITY_NAME,
-    BaseIdentity,
-    write_identity,
-)
 from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .power_cut import Named, Recorder, Renamed, Synced
@@ -83,9 +78,3 @@ def test_the_texts_of_an_export_are_synced_before_the_weights_get_their_names(
     last = max(index for index in synced if index < first)
     texts = {path.name for path in files if "safetensors" not in path.name} - {"mine.txt"}
     assert texts <= {recorder.events[index].name for index in moved if index < last}  # type: ignore[union-attr]
-
-
-def test_the_identity_of_a_base_is_synced(recorder: Recorder) -> None:
-    with recorder.recording():
-        write_identity(BaseIdentity("base", "0" * 64, "1" * 64), recorder.root)
-    assert IDENTITY_NAME in [event.what for event in recorder.events if isinstance(event, Synced)]

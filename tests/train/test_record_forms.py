@@ -181,7 +181,7 @@ def test_preferences_of_another_program_keep_their_prompt(tmp_path, record) -> N
         found = load_records([write(tmp_path / "data.jsonl", [each])])
         tokenizer = ByteTokenizer().for_records()
         tokenizer.chat_template = TOOLS
-        made, _ = mark_conversations(found, tokenizer, "", assistant_only=True, kind="preferences")
+        made = mark_conversations(found, tokenizer, "", assistant_only=True, kind="preferences")
         shown.append({name: bytes(made[0][name]).decode() for name in sorted(made.column_names)})
     assert shown[0] == shown[1]
     assert shown[0] == {

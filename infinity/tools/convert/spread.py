@@ -300,9 +300,13 @@ def _partial(path: Path) -> Path:
 
 
 def _planned(own: Path, nbytes: int, source: Path, place: Path) -> ShardMove:
-    folder = place.parent if place.parent.exists() else place.parent.parent
-    is_linked = source.stat().st_dev == folder.stat().st_dev
+    is_linked = source.stat().st_dev == _folder_of(place).stat().st_dev
     return ShardMove(own.name, nbytes, source, place, is_linked)
+
+
+def _folder_of(place: Path) -> Path:
+    """Returns the directory of a place, or the one above it where that is not made yet."""
+    return place.parent if place.parent.exists() else place.parent.parent
 
 
 def _folders(directory: Path, over: Sequence[Path]) -> list[Path]:
@@ -362,7 +366,7 @@ def _refuse_small_drives(moves: Sequence[ShardMove]) -> None:
     needed: dict[int, tuple[Path, int]] = {}
     for move in moves:
         if move.moved_nbytes:
-            folder = move.place.parent if move.place.parent.exists() else move.place.parent.parent
+            folder = _folder_of(move.place)
             device = folder.stat().st_dev
             needed[device] = (folder, needed.get(device, (folder, 0))[1] + move.moved_nbytes)
     for folder, nbytes in needed.values():

@@ -41,7 +41,7 @@ from infinity.tools.training.base_identity import (
 
 CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 _PARTIAL_NAME = ".adapter.partial"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."  # Of PEFT, before the names of the base.
 _COMPARED_NBYTES = 16 * MIB
 # Linear modules that route tokens, by the last part of their names.
 _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
@@ -153,16 +153,13 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
                 tokenizer.save_pretrained(partial)
             if model in _BASES:
                 write_identity(_BASES[model], partial)
-            if model not in _BASES:
+            else:
                 (directory / IDENTITY_NAME).unlink(missing_ok=True)  # Of the adapter before.
-            is_other = _content(directory / CONFIG_NAME) != _content(partial / CONFIG_NAME)
+            before, after = directory / CONFIG_NAME, partial / CONFIG_NAME
+            is_other = not before.is_file() or before.read_bytes() != after.read_bytes()
             replace_files(partial, directory, last=WEIGHTS_NAME, apart=is_other)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
 
 
 def auto_targets(model: nn.Module) -> list[str]:
@@ -379,7 +376,7 @@ def _without_weights_of_base(
     }
     left = []
     for name in names:
-        target = plan.view.targets.get(name.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        target = plan.view.targets.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
         weight = None if target is None else target.canonical
         if weight not in stored or base.shape(stored[weight]) != reader.tensors[name].shape:
             left.append(name)

@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity.bounded import MalformedError, field, integer, read_json, table_of, text_of
-from infinity.checkpoint.durable import sync_file
 from infinity.checkpoint.huggingface.weight_source import WeightSource
-from infinity.errors import ConfigError, reporting
+from infinity.errors import ConfigError
 from infinity.sizes import PAGE_NBYTES
 
 IDENTITY_NAME = "infinity_base.json"
@@ -71,11 +70,9 @@ def _sampled(names: list[str]) -> list[str]:
 
 
 def write_identity(identity: BaseIdentity, directory: Path) -> None:
-    """Writes and syncs the identity beside an adapter. Other programs do not read the file."""
+    """Writes the identity beside an adapter, whose writer syncs it. No other program reads it."""
     content = json.dumps({"schema": 1, **asdict(identity)}, indent=1)
-    with reporting("save the adapter", directory):
-        (directory / IDENTITY_NAME).write_text(content + "\n")
-        sync_file(directory / IDENTITY_NAME)
+    (directory / IDENTITY_NAME).write_text(content + "\n")
 
 
 def read_identity(directory: Path) -> BaseIdentity | None:

@@ -12,7 +12,7 @@ import torch
 from infinity.checkpoint.durable import check_space
 from infinity.checkpoint.huggingface.export_weights import plan_export
 from infinity.checkpoint.run.load import Loaded
-from infinity.config import Sample, SwapConfig
+from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.tools.training.adapter import adapter_nbytes
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
@@ -58,7 +58,14 @@ def prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: J
     if rank.is_first:
         output = OutputDirectory(config, resumed=resume.path if resume is not None else None)
         stack.callback(output.close)
-        _check_export(config, model, output)
+        if config.output.export:
+            max_nbytes = config.output.max_shard_size
+            check_space(
+                output.path,
+                plan_export(model, max_shard_nbytes=max_nbytes).nbytes
+                if config.adapter is None
+                else adapter_nbytes(model),
+            )
     data = open_data(
         config,
         tokenizer,
@@ -103,39 +110,13 @@ def _read_model(config: SwapConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:
     sample = config.train.sample
     if sample is None:
         return plan, tokenizer, []
-    prompt_ids = _encode_prompt(
-        sample, tokenizer, vocab_size=plan.vocab_size, max_positions=plan.max_positions
-    )
-    return plan, tokenizer, prompt_ids
-
-
-def _encode_prompt(
-    sample: Sample, tokenizer: Tokenizer, *, vocab_size: int, max_positions: int | None
-) -> list[int]:
-    """Returns the ids of the prompt. Raises ConfigError if the model has too few positions or no
-    embedding for it."""
     ids = tokenizer.encode(sample.prompt)
     if not ids:
         raise ConfigError("train.sample.prompt gives no token")
-    if max(ids) >= vocab_size:
-        raise ConfigError(
-            f"train.sample.prompt: token {max(ids)} ({tokenizer.token(max(ids))}) is outside the "
-            f"model's vocabulary of {vocab_size}"
-        )
-    if max_positions is not None and len(ids) + sample.new_tokens > max_positions:
+    refuse_stranger(max(ids), tokenizer, plan.vocab_size, "train.sample.prompt")
+    if plan.max_positions is not None and len(ids) + sample.new_tokens > plan.max_positions:
         raise ConfigError(
             f"train.sample: a prompt of {len(ids)} tokens and new_tokens={sample.new_tokens} "
-            f"exceed the model's {max_positions} positions"
+            f"exceed the model's {plan.max_positions} positions"
         )
-    return ids
-
-
-def _check_export(config: SwapConfig, model: Any, output: OutputDirectory) -> None:
-    """Raises StorageError for a drive that is too full for the export."""
-    if not config.output.export:
-        return
-    if config.adapter is not None:
-        export_nbytes = adapter_nbytes(model)
-    else:
-        export_nbytes = plan_export(model, max_shard_nbytes=config.output.max_shard_size).nbytes
-    check_space(output.path, export_nbytes)
+    return plan, tokenizer, ids

@@ -147,7 +147,7 @@ def _read_records(
         place += f" and {len(paths) - 1} more files, counted together"
     found = load_records(paths, vocab_size=vocab_size)
     kind = kind_of(found, method=config.train.method, place=place)
-    marked, _ = mark_conversations(
+    marked = mark_conversations(
         found, tokenizer.for_records(), place, kind=kind,
         assistant_only=config.data.assistant_only_loss,
     )  # fmt: skip

@@ -33,10 +33,10 @@ from infinity.tools.convert.rewrite import (
     as_stored,
     unchanged,
 )
-from infinity.tools.training.adapter import attach_adapter
+from infinity.tools.training.adapter import PREFIX, attach_adapter
 
 Stored = Literal["bf16", "keep"]
-_PREFIX, _ADAPTER = "base_model.model.", "default"
+_ADAPTER = "default"
 _TEMPLATE = "chat_template.jinja"
 
 
@@ -183,7 +183,7 @@ def _layers(adapted: Any) -> dict[str, list[Any]]:
 
     found: dict[str, list[Any]] = {}
     for name, module in adapted.named_modules():
-        path = name.removeprefix(_PREFIX)
+        path = name.removeprefix(PREFIX)
         if isinstance(module, TrainableTokensWrapper):
             found.setdefault(f"{path}.weight", []).append(module.token_adapter)
         elif isinstance(module, ModulesToSaveWrapper):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -16,7 +15,8 @@ from pathlib import Path
 
 from infinity.checkpoint.durable import make_directory, replace_file
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, reporting
+from infinity.errors import ConfigError, StorageError, reporting
+from infinity.storage.lock_file import is_same_file, try_lock
 from infinity.tools.training.metrics import is_metrics
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class OutputDirectory:
             return
         path = self.path / LOCK_NAME
         with contextlib.suppress(OSError):
-            if _is_file_of(self._lock, path):
+            if is_same_file(self._lock, str(path)):
                 path.unlink()
         os.close(self._lock)
         self._lock = None
@@ -152,9 +152,14 @@ def _locked(directory: Path) -> int:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ConfigError(f"{path} is no file; remove it")
-            _flock(fd, directory)
+            if not _try_lock(fd, path):
+                holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
+                raise ConfigError(
+                    f"output.directory: {directory} is in use by {holder}; give every run its own "
+                    "output directory, or end that process"
+                )
             # The former owner may have removed the file between open and flock.
-            if _is_file_of(fd, path):
+            if is_same_file(fd, str(path)):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return fd
@@ -164,30 +169,17 @@ def _locked(directory: Path) -> int:
         os.close(fd)
 
 
-def _flock(fd: int, directory: Path) -> None:
+def _try_lock(fd: int, path: Path) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            _log.warning(
-                "%s: its file system has no locks (%s); see to it that no other run writes there",
-                directory, error.strerror,
-            )  # fmt: skip
-            return
-        if error.errno != errno.EWOULDBLOCK:
+        return try_lock(fd, str(path))
+    except StorageError as error:
+        if error.errno not in _NO_LOCKS:
             raise
-        holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
-        raise ConfigError(
-            f"output.directory: {directory} is in use by {holder}; give every run its own "
-            "output directory, or end that process"
-        ) from None
-
-
-def _is_file_of(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
-        return False
+        _log.warning(
+            "%s: its file system has no locks (%s); see to it that no other run writes there",
+            path.parent, os.strerror(error.errno or 0),
+        )  # fmt: skip
+        return True
 
 
 def _refuse_same(directory: Path, other: Path, key: str) -> None:

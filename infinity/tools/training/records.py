@@ -145,16 +145,16 @@ def mark_conversations(
     *,
     assistant_only: bool,
     kind: Kind = "conversations",
-) -> tuple[Any, int]:
-    """Returns (records of messages as token ids with masks of what is learned, how many were left
-    out because no assistant in them is learned); records of another form as they are.
+) -> Any:
+    """Returns records of messages as token ids with masks of what is learned, without those in
+    which no assistant is learned; records of another form as they are.
 
     Gives a tokenizer without a chat template ChatML.
     """
     from datasets import Json
 
     if not any(isinstance(feature, Json) for feature in dataset.features.values()):
-        return dataset, 0
+        return dataset
     if not tokenizer.chat_template:
         tokenizer.chat_template = CHATML
     made = encode_chats(dataset, kind, tokenizer, place, assistant_only=assistant_only)
@@ -164,7 +164,7 @@ def mark_conversations(
             "%s: %d conversations have no assistant to learn from and were left out",
             place, num_dropped,
         )  # fmt: skip
-    return made.remove_columns("record"), num_dropped
+    return made.remove_columns("record")
 
 
 # -- Reading ---------------------------------------------------------------------------------------
