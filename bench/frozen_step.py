@@ -218,7 +218,7 @@ class Side:
         """Returns the bytes per second at which the storage engine reads the base, once."""
         from infinity.config import SwapConfig
         from infinity.storage.arena import Arena
-        from infinity.storage.open import open_configured
+        from infinity.storage.native_engine import open_configured
         from infinity.storage.protocol import Priority
         from infinity.storage.shards import ShardFiles
 

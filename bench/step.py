@@ -33,7 +33,7 @@ from rich.console import Console
 
 from infinity.config import SwapConfig
 from infinity.storage.arena import Arena
-from infinity.storage.open import open_configured
+from infinity.storage.native_engine import open_configured
 from infinity.storage.protocol import Priority
 from infinity.storage.volume import Volume, VolumePath
 from infinity.tools.training.process import keep_freed_memory

@@ -21,7 +21,7 @@ from common import Results, arguments, move, say, spread
 
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import open_engine
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
 from infinity.tools.bench import fio
 from infinity.tools.bench.measure import IoSettings

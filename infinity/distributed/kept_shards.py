@@ -8,7 +8,7 @@ Note [Copies of shards]
   A copy that is CURRENT has the bytes that rest on the drive, as last decided. Readers get the
   memory itself. An update in the backward, which no step has decided, changes the copy in place,
   too: from its beginning until the decision readers go to the drive, where the new bytes lie beside
-  the old ones (storage/undecided.py). No pass needs the shard then, because the sum of its
+  the old ones (`UndecidedContent`). No pass needs the shard then, because the sum of its
   gradients was complete. An update that is dropped leaves memory without content.
 
   A copy that a reader has, which may be another rank, or that an update changes, or from which a

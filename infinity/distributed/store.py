@@ -32,8 +32,8 @@ from infinity.state.store import FirstValues, LocalStore, StateStore, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.daemon_threads import DaemonThreads
+from infinity.storage.generations import UndecidedContent
 from infinity.storage.protocol import Priority
-from infinity.storage.undecided import UndecidedContent
 from infinity.tiers.host import Block, HostPool
 
 # Shards that rest on a drive are served through a block of this size, one for each rank;

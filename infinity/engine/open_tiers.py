@@ -18,7 +18,7 @@ from infinity.distributed.group import path_of_job
 from infinity.engine.lay_out import RunPlan
 from infinity.observe import Counters
 from infinity.storage.arena import Arena, can_share
-from infinity.storage.open import open_configured
+from infinity.storage.native_engine import open_configured
 from infinity.storage.protocol import StorageEngine
 from infinity.storage.shards import ShardFiles, ShardIdentity
 from infinity.storage.volume import Adopted, Volume, VolumePath

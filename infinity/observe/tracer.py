@@ -77,15 +77,6 @@ class Watched(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """A span that has not ended."""
-
-    track: str
-    name: str
-    start_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Transfer:
     """A transfer that was requested, and the tracks that will show it."""
 
@@ -104,7 +95,8 @@ class Tracer:
         self._spans: list[Span] = []  # Appending is atomic.
         self._counts: list[Count] = []
         self._transfers: dict[int, _Transfer] = {}  # By id(); holding it keeps the id unique.
-        self._open: dict[Hashable, list[_Open]] = {}
+        # Track, name and start of the spans that have not ended.
+        self._open: dict[Hashable, list[tuple[str, str, int]]] = {}
         self._lock = threading.Lock()  # Guards the two above.
 
     def start(self) -> None:
@@ -159,7 +151,7 @@ class Tracer:
         """Starts a span that `end` ends by `key`; equal keys end last in, first out."""
         if self.is_on:
             with self._lock:
-                self._open.setdefault(key, []).append(_Open(track, name, time.monotonic_ns()))
+                self._open.setdefault(key, []).append((track, name, time.monotonic_ns()))
 
     def end(self, key: Hashable) -> None:
         """Ends a span. One that began before the recording is not known, and not recorded."""
@@ -168,7 +160,7 @@ class Tracer:
                 begun = self._open.get(key)
                 last = begun.pop() if begun else None
             if last is not None:
-                self.span(last.track, last.name, last.start_ns, time.monotonic_ns())
+                self.span(*last, time.monotonic_ns())
 
     def watch(
         self, watched: Watched, tracks: Callable[[int], str], name: str, start_ns: int

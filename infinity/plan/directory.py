@@ -43,7 +43,7 @@ from infinity.plan.shapes import (
     shape_of_config,
 )
 from infinity.sizes import format_nbytes
-from infinity.storage.shards import ShardRange
+from infinity.storage.protocol import FileRange
 
 _INDEX = "model.safetensors.index.json"
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.(.+)$")
@@ -147,8 +147,8 @@ class _PartHeaders:
     nbytes: int = 0
     numel: int = 0
     is_encoded: bool = False
-    ranges: defaultdict[int, list[ShardRange]] = field(default_factory=lambda: defaultdict(list))
-    stacks: list[ShardRange] = field(default_factory=list)
+    ranges: defaultdict[int, list[FileRange]] = field(default_factory=lambda: defaultdict(list))
+    stacks: list[FileRange] = field(default_factory=list)
 
     def add(self, info: TensorInfo, path: str, num_experts: int = 0) -> None:
         """Counts a tensor; `num_experts` of routed experts, else 0."""
@@ -156,7 +156,7 @@ class _PartHeaders:
         self.numel += math.prod(info.shape)
         self.is_encoded |= info.unreadable is not None or info.dtype not in _PLAIN_DTYPES
         found = _EXPERT.search(info.name)
-        part = ShardRange(path, info.offset_nbytes, info.nbytes)
+        part = FileRange(path, info.offset_nbytes, info.nbytes)
         if num_experts and found is None and info.shape[:1] == (num_experts,):
             self.stacks.append(part)
         else:

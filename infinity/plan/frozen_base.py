@@ -26,7 +26,7 @@ from infinity.state.stored import (
     stored_tiles,
 )
 from infinity.state.units import TensorFacts, Unit
-from infinity.storage.shards import ShardRange
+from infinity.storage.protocol import FileRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class _PlannedBytes(Decoder):
         return [(start * shape[1], stop * shape[1])]  # Of a stack: (experts, bytes of one).
 
 
-def stored_bytes(ranges: Iterable[ShardRange]) -> StoredTensor:
+def stored_bytes(ranges: Iterable[FileRange]) -> StoredTensor:
     """Returns a planned parameter of bytes that rests in these ranges."""
     parts = joined(ranges)
     nbytes = sum(part.nbytes for part in parts)
@@ -157,7 +157,7 @@ def stored_bytes(ranges: Iterable[ShardRange]) -> StoredTensor:
 
 
 def stored_experts(
-    of_experts: Mapping[int, Iterable[ShardRange]], stacks: Iterable[ShardRange], count: int
+    of_experts: Mapping[int, Iterable[FileRange]], stacks: Iterable[FileRange], count: int
 ) -> StoredTensor:
     """Returns a planned parameter with a row for each of `count` experts. `of_experts` are ranges
     of single experts; a range of `stacks` has all experts one behind the other."""
@@ -173,9 +173,9 @@ def stored_experts(
     return (*single, *stacked)
 
 
-def joined(ranges: Iterable[ShardRange]) -> tuple[ShardRange, ...]:
+def joined(ranges: Iterable[FileRange]) -> tuple[FileRange, ...]:
     """Returns the ranges in the order of files and offsets, neighbours as one."""
-    found: list[ShardRange] = []
+    found: list[FileRange] = []
     for part in sorted(ranges, key=lambda part: (part.path, part.offset_nbytes)):
         last = found[-1] if found else None
         if last and last.path == part.path and last.end_nbytes == part.offset_nbytes:

@@ -22,9 +22,9 @@ from infinity.state.placement import StatePlacement
 from infinity.state.stored import StoredWeights
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
+from infinity.storage.generations import UndecidedContent
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.shards import ShardFiles
-from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume import Extent, Spared, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
 from infinity.tiers.host import Block, HostPool

@@ -20,7 +20,8 @@ import torch
 from infinity.codecs.batches import WeightPlace
 from infinity.codecs.part import Decoder
 from infinity.sizes import KIB, PAGE_NBYTES, align_down, align_up
-from infinity.storage.shards import ShardRange, ShardRun
+from infinity.storage.protocol import FileRange
+from infinity.storage.shards import ShardRun
 
 # A gap up to this size is read: one larger request is faster than two, and the bytes are few.
 _GAP_NBYTES = 16 * KIB
@@ -41,7 +42,7 @@ class StoredSlice:
     axes: tuple[int, ...]
     shape: tuple[int, ...]
     codec: Decoder
-    parts: tuple[ShardRange, ...]
+    parts: tuple[FileRange, ...]
 
     def target(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns the view of `parameter` that the slice fills, in the shape of its source."""
@@ -80,7 +81,7 @@ def _cut_rows(stored_slice: StoredSlice, start: int, stop: int) -> StoredSlice |
     if ranges is None:
         return None
     parts = tuple(
-        ShardRange(part.path, part.offset_nbytes + first, end - first)
+        FileRange(part.path, part.offset_nbytes + first, end - first)
         for part, (first, end) in zip(stored_slice.parts, ranges, strict=True)
     )
     return replace(stored_slice, shape=(stop - start, *stored_slice.shape[1:]), parts=parts)
@@ -176,7 +177,7 @@ def lay_out_stored(tensors: Mapping[str, StoredTensor]) -> StoredWeights:
             block_nbytes += stop - start
     starts = [(run.path, run.offset_nbytes) for run in runs]
 
-    def place(part: ShardRange) -> tuple[int, int]:
+    def place(part: FileRange) -> tuple[int, int]:
         if not part.nbytes:
             return 0, 0
         run = runs[bisect_right(starts, (part.path, part.offset_nbytes)) - 1]

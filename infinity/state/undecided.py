@@ -30,7 +30,7 @@ import torch
 from infinity.ops.host_sums import copy_
 from infinity.state.store import HostLocation, LocalStore, NvmeLocation, changing_kinds
 from infinity.state.units import StateKind, Unit
-from infinity.storage.undecided import UndecidedContent
+from infinity.storage.generations import UndecidedContent
 from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import Range
 from infinity.tiers.spare import Giver

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from errno import EBADMSG
 from functools import cache
+
+from typing_extensions import override
 
 from infinity import _core
 from infinity._core import PageDigests
 from infinity.errors import CorruptionError
 from infinity.sizes import PAGE_NBYTES
+from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.generations import GenerationMap, GenerationRun
-from infinity.storage.protocol import Ticket
+from infinity.storage.protocol import FollowedTicket, Ticket, WrappedTicket
+from infinity.storage.volume_layout import Extent
 
 __all__ = [
-    "CHECKSUM_NBYTES", "CheckedRead", "DigestedWrite", "ExpectedRange", "PageChecksums",
+    "CHECKSUM_NBYTES", "BufferChecksums", "CheckedRead", "ExpectedRange", "PageChecksums",
     "PageDigests", "digest", "joined_crc32",
 ]  # fmt: skip
 
@@ -123,6 +126,81 @@ def _entries(offset_nbytes: int, nbytes: int) -> slice:
     return slice(first, first + nbytes // PAGE_NBYTES * CHECKSUM_NBYTES)
 
 
+class BufferChecksums:
+    """CRC32C of each page of every buffer, as last written: a table for each path. Thread-safe as
+    `PageChecksums`.
+
+    With `is_deferred` a thread of this object computes the checksums of a write beside the
+    transfer, in the order of the writes; they are needed when something is frozen, not before.
+    Else the caller of a write computes them, on up to `num_threads` threads.
+    """
+
+    def __init__(self, *, is_deferred: bool, num_threads: int = 1) -> None:
+        self._num_threads = num_threads
+        self.tables: list[PageChecksums] = []
+        self._digester = DaemonThreads(1, "infinity-checksums") if is_deferred else None
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._digester is not None:
+            self._digester.close()
+
+    def of(self, extents: Sequence[Extent]) -> bytes:
+        """Returns the checksums of a buffer, 4 bytes for each page in native order."""
+        if self._digester is not None:
+            self._digester.submit(_nothing).result()  # After the writes that were queued before.
+        return b"".join(
+            self.tables[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
+            for extent in extents
+        )
+
+    def put(self, extents: Sequence[Extent], checksums: bytes) -> None:
+        """Sets the checksums of a buffer, as `of` returns them."""
+        at = 0
+        for extent in extents:
+            nbytes = extent.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
+            self.tables[extent.path_index].put(extent.offset_nbytes, checksums[at : at + nbytes])
+            at += nbytes
+
+    def digests(
+        self, address: int, nbytes: int, known: PageDigests | None, *, is_now: bool = False
+    ) -> bytes | None:
+        """Returns the checksums of what is written. None if `record` computes them later; never
+        with `is_now`.
+
+        `known`: the checksums as far as an update has taken them.
+        """
+        if self._digester is not None and not is_now:
+            return None
+        if known is not None:
+            return known.finish(self._num_threads)
+        return digest(address, nbytes, self._num_threads)
+
+    def record(
+        self,
+        ticket: Ticket,
+        extents: Sequence[Extent],
+        address: int,
+        checksums: bytes | None,
+        known: PageDigests | None,
+    ) -> Ticket:
+        """Records the checksums of a write that is queued. Returns the ticket to wait for: the
+        memory belongs to the write until that ticket is done."""
+        if checksums is not None:
+            self.put(extents, checksums)
+            return ticket
+        assert self._digester is not None
+        work = self._digester.submit(self._digest, extents, address, known)
+        return FollowedTicket(ticket, work)
+
+    def _digest(self, extents: Sequence[Extent], address: int, known: PageDigests | None) -> None:
+        nbytes = sum(extent.nbytes for extent in extents)
+        self.put(extents, digest(address, nbytes) if known is None else known.finish(1))
+
+
+def _nothing() -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpectedRange:
     """A range that is read: the source, the target, and the expected checksums. `label` names the
@@ -155,63 +233,22 @@ class ExpectedRange:
         )
 
 
-class DigestedWrite:
-    """The ticket of a write whose checksums another thread computes. The buffer is lent until both
-    end.
-    """
-
-    def __init__(self, inner: Ticket, digesting: Future[None]) -> None:
-        self._inner = inner
-        self._digesting = digesting
-
-    def done(self) -> bool:
-        """See `Ticket.done`; the checksums are known then."""
-        return self._digesting.done() and self._inner.done()
-
-    def cancel(self) -> bool:
-        """See `Ticket.cancel`."""
-        return self._inner.cancel()
-
-    def passages(self) -> Sequence[tuple[int, int, int, int]]:
-        """See `Ticket.passages`."""
-        return self._inner.passages()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See `Ticket.wait`."""
-        try:
-            self._inner.wait(timeout_s)
-        finally:
-            self._digesting.result()
-
-
-class CheckedRead:
+class CheckedRead(WrappedTicket):
     """A ticket whose wait() compares checksums, once, on the thread that waits first and up to
-    `num_threads` - 1 others."""
+    `num_threads` - 1 others. It raises CorruptionError, which names the first bad page."""
 
     def __init__(
         self, inner: Ticket, ranges: Sequence[ExpectedRange], num_threads: int = 1
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._num_threads = num_threads
         self._ranges = tuple(ranges)
         self._error: CorruptionError | None = None
         self._lock = threading.Lock()  # guards the ranges and the error
 
-    def done(self) -> bool:
-        """See `Ticket.done`; `wait` compares the checksums."""
-        return self._inner.done()
-
-    def cancel(self) -> bool:
-        """See `Ticket.cancel`."""
-        return self._inner.cancel()
-
-    def passages(self) -> Sequence[tuple[int, int, int, int]]:
-        """See `Ticket.passages`."""
-        return self._inner.passages()
-
+    @override
     def wait(self, timeout_s: float | None = None) -> None:
-        """See `Ticket.wait`. Also raises CorruptionError, which names the first bad page."""
-        self._inner.wait(timeout_s)
+        super().wait(timeout_s)
         with self._lock:
             ranges, self._ranges = self._ranges, ()  # Later the memory is the caller's to change.
             for page_range in ranges:

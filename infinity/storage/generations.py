@@ -1,4 +1,5 @@
-"""Maps from offsets to the file, out of several of one layout, with the current bytes. Pure.
+"""Maps from offsets to the file, out of several of one layout, with the current bytes; the content
+of a volume at one moment. Pure.
 
 A volume with spare files has, per path, files of *generations* 0, 1, ... Every extent has the same
 offset in all of them. A map says, for each offset, which generation holds its current bytes. A
@@ -15,11 +16,14 @@ Note [Enough generations]
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
+from infinity.storage.protocol import FileRange
+
 NOWHERE = -1  # In a frozen map: it needs no generation here.
+_NO_END = 1 << 62  # Behind the end of every file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +149,79 @@ def choose_targets(
         else:
             runs.append(GenerationRun(generation, start, stop - start))
     return runs
+
+
+# -- Contents of a volume --------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class FrozenContent:
+    """The content of the volume at one moment. Its maps are never changed.
+
+    `label`: the present path of the commit that needs it (`relabel`).
+    """
+
+    label: str
+    maps: tuple[GenerationMap, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """Swap files of a job that has ended, which this job continues to use.
+
+    `jobs`: the job of the files, by path as configured. `contents`: by label, the ranges of the
+    files that are frozen. `num_spares`: the spare generations that the files have.
+    """
+
+    jobs: Mapping[str, str]
+    contents: Mapping[str, Sequence[FileRange]]
+    num_spares: int = 0
+
+
+def maps_of(
+    ranges: Sequence[FileRange], swap_paths: Sequence[Sequence[str]]
+) -> tuple[GenerationMap, ...]:
+    """Returns the maps by which just these ranges are frozen. `swap_paths`: for each path of the
+    volume, its swap file of each generation."""
+    places = {
+        swap_path: (index, generation)
+        for index, generations in enumerate(swap_paths)
+        for generation, swap_path in enumerate(generations)
+    }
+    maps = tuple(GenerationMap(NOWHERE) for _ in swap_paths)
+    for part in ranges:
+        index, generation = places[part.path]
+        maps[index].put(GenerationRun(generation, part.offset_nbytes, part.nbytes))
+    return maps
+
+
+def files_of(content: FrozenContent, swap_paths: Sequence[Sequence[str]]) -> set[str]:
+    """Returns the swap files that hold a content. `swap_paths`: as in `maps_of`."""
+    return {
+        paths[run.generation]
+        for paths, kept in zip(swap_paths, content.maps, strict=True)
+        for run in kept.of(0, _NO_END)
+        if run.generation != NOWHERE
+    }
+
+
+def changed_runs(
+    before: GenerationMap, after: GenerationMap, size_nbytes: int
+) -> Iterator[GenerationRun]:
+    """Yields the ranges of a file of `size_nbytes` whose current bytes differ between the maps."""
+    for run in after.of(0, size_nbytes):
+        for part, is_same in split_by_frozen(run, [before]):
+            if not is_same:
+                yield part
+
+
+@dataclass(eq=False, slots=True)
+class UndecidedContent:
+    """Writes that no read sees until `Volume.publish`; without it nothing has changed.
+
+    Each write goes to a generation that neither the current content nor a frozen one needs. One
+    thread writes; another one may publish when that thread has queued its writes.
+    """
+
+    runs: list[tuple[int, GenerationRun]] = field(default_factory=list)  # By path, in order.
+    checksums: list[bytes] = field(default_factory=list)  # Of the runs.

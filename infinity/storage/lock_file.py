@@ -10,19 +10,147 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
+import re
+import socket
 import stat
+import time
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from infinity.bounded import MAX_INT, MalformedError, kind_of, parse_json
-from infinity.errors import StorageError, reporting
+from infinity.errors import StorageError, SwapLockedError, UnsupportedError, reporting
 
+_log = logging.getLogger(__name__)
+
+SCHEMA = 1
+LOCK_NAME = "infinity.lock"
+_SWAP_NAME = re.compile(r"infinity-[0-9a-f]{16}(-\d+)?\.swap")
 LOCK_NBYTES = 1 << 16  # More than any lock needs: it names the swap files that are kept.
 _BEGINS = b'{"schema": '  # As every lock does that was ever written here.
 _LOCAL = (
     "file locks do not work there; put the directory on a local drive (ext4, XFS), or mount the "
     "network drive with locks"
 )
+
+
+class DirectoryLock:
+    """The flock on `infinity.lock`. `kept` names swap files that checkpoints of earlier holders
+    use.
+    """
+
+    def __init__(self, directory: str, job: str) -> None:
+        self._path = os.path.join(directory, LOCK_NAME)
+        self._job = job
+        self._fd = self._acquire()
+        try:
+            kept = self._holder_before().get("kept")
+            names = kept if isinstance(kept, list) else []
+            self.kept: tuple[str, ...] = tuple(
+                name for name in names if isinstance(name, str) and is_swap_name(name)
+            )
+            self._write(pid=os.getpid(), kept=self.kept)
+        except BaseException:
+            self.abandon()
+            raise
+        _held_locks.add(self)
+
+    def _holder_before(self) -> dict[str, object]:
+        """Reads what the last holder wrote; empty for a file that a crash has cut short."""
+        holder = read_holder(self._fd)
+        schema = holder.get("schema", SCHEMA)
+        if type(schema) is not int or schema > SCHEMA:
+            raise UnsupportedError(
+                f"{self._path}: the swap directory was left by a newer infinity (schema {schema}, "
+                f"this one knows up to {SCHEMA}); upgrade infinity-offload, or give another "
+                "directory"
+            )
+        return holder
+
+    def release(self, *, keep: Iterable[str] = ()) -> None:
+        """Ends the lock. Its file stays to name the swap files of `kept` and `keep`, if any exist.
+
+        Idempotent.
+        """
+        if self._fd < 0:
+            return
+        kept = tuple(name for name in (*self.kept, *keep) if self._is_there(name))
+        if kept:
+            try:
+                self._write(pid=None, kept=kept)
+            except StorageError as error:  # On closing: as in _unlink.
+                _log.warning("%s still names process %s: %s", self._path, os.getpid(), error)
+        else:
+            unlink_logged(self._path)
+        self.abandon()
+        _held_locks.discard(self)
+
+    def abandon(self) -> None:
+        """Closes our descriptor only. In a forked child, the parent's lock stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _acquire(self) -> int:
+        while True:
+            fd = open_lock(self._path, create=True)
+            try:
+                if not self._try(fd):
+                    raise self._refusal(read_holder(fd))
+                # The holder before us may have unlinked the file between our open and our flock.
+                if is_same_file(fd, self._path):
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _try(self, fd: int) -> bool:
+        try:
+            return try_lock(fd, self._path)
+        except StorageError:
+            if not os.fstat(fd).st_size:  # A new file, still empty.
+                unlink_logged(self._path)
+            raise
+
+    def _refusal(self, holder: dict[str, object]) -> SwapLockedError:
+        pid = pid_in(holder)
+        who = f"process {pid} on {holder.get('host')}" if pid else "another process"
+        return SwapLockedError(
+            errno.EWOULDBLOCK,
+            path=self._path,
+            pid=pid,
+            detail=f"the swap directory is in use by {who}; give every job its own directory, or "
+            "end that process",
+        )
+
+    def _write(self, *, pid: int | None, kept: tuple[str, ...]) -> None:
+        holder = {
+            "schema": SCHEMA,
+            "job": self._job,
+            "pid": pid,
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "kept": kept,
+        }
+        write_holder(self._fd, self._path, holder)
+
+    def _is_there(self, name: str) -> bool:
+        return os.path.exists(os.path.join(os.path.dirname(self._path), name))
+
+
+_held_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _abandon_locks_in_child() -> None:
+    """A child that outlives us must not keep our directories locked."""
+    for lock in list(_held_locks):
+        lock.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_locks_in_child)
 
 
 def open_lock(path: str, *, create: bool) -> int:
@@ -148,3 +276,28 @@ def is_same_file(fd: int, path: str) -> bool:
 
 def _refused(path: str, code: int, detail: str) -> StorageError:
     return StorageError(code, operation="open", path=path, detail=detail)
+
+
+def swap_names(job: str, num_spares: int) -> list[str]:
+    """The swap files of a job, by generation."""
+    return [f"infinity-{job}.swap", *(f"infinity-{job}-{n}.swap" for n in range(1, num_spares + 1))]
+
+
+def job_of(name: str) -> str | None:
+    """The job that a swap file of this name belongs to; None when it is none."""
+    return name[len("infinity-") :][:16] if is_swap_name(name) else None
+
+
+def is_swap_name(name: str) -> bool:
+    """Returns whether a file of this name in a swap directory belongs to this package."""
+    return _SWAP_NAME.fullmatch(name) is not None
+
+
+def unlink_logged(path: str) -> None:
+    """Removes a file during close. Logs a failure: the other files are closed too."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.warning("%s stays: %s", path, error.strerror)

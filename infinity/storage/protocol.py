@@ -13,18 +13,21 @@ of one request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal, Protocol, Self
 
-from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, LatencyHistogram
-
-__all__ = [
-    "DeviceStats", "EngineStats", "FileStats", "LatencyHistogram", "Operation", "Priority",
-    "Segment", "StorageEngine", "Ticket",
-]  # fmt: skip
+from typing_extensions import override
 
 Operation = Literal["read", "write"]
+
+_FIRST_BOUND_S = 2**14 * 1e-9
+_NUM_BUCKETS = 94
+_SUMMED = (
+    "read_nbytes", "write_nbytes", "num_reads", "num_writes", "num_retries", "num_short_transfers",
+    "num_errors", "busy_s",
+)  # fmt: skip
 
 
 class Priority(IntEnum):
@@ -52,6 +55,20 @@ class Segment:
     offset_nbytes: int
     address: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """A range of the file at `path`."""
+
+    path: str
+    offset_nbytes: int
+    nbytes: int
+
+    @property
+    def end_nbytes(self) -> int:
+        """The offset behind the range."""
+        return self.offset_nbytes + self.nbytes
 
 
 class Ticket(Protocol):
@@ -84,6 +101,53 @@ class Ticket(Protocol):
         within about 50 ms; the request continues then, too.
         """
         ...
+
+
+class WrappedTicket(Ticket):
+    """A ticket that passes every call on to another one."""
+
+    def __init__(self, inner: Ticket) -> None:
+        self._inner = inner
+
+    @override
+    def done(self) -> bool:
+        return self._inner.done()
+
+    @override
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    @override
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return self._inner.passages()
+
+    @override
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._inner.wait(timeout_s)
+
+
+class FollowedTicket(WrappedTicket):
+    """A request on whose memory another thread works as well. It is done when both are, and raises
+    the error of either."""
+
+    def __init__(self, inner: Ticket, work: Future[None]) -> None:
+        super().__init__(inner)
+        self._work = work
+
+    @override
+    def done(self) -> bool:
+        return self._work.done() and self._inner.done()
+
+    @override
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return self._inner.passages() if self.done() else ()
+
+    @override
+    def wait(self, timeout_s: float | None = None) -> None:
+        error = self._work.exception(timeout_s)
+        if error is not None:
+            raise error.with_traceback(None)
+        self._inner.wait(timeout_s)
 
 
 class StorageEngine(Protocol):
@@ -134,3 +198,115 @@ class StorageEngine(Protocol):
     def close(self) -> None:
         """Drains, ends the threads, closes the files. Idempotent."""
         ...
+
+
+# -- Statistics ------------------------------------------------------------------------------------
+#
+# Bytes, latencies, queue depth, stalls, processor time. Numbers only grow; subtract two snapshots
+# to see what happened in between.
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyHistogram:
+    """Counts of latencies in log-linear buckets, four per power of two from 16 us to 128 s.
+
+    `counts` has one number per bucket: below the first bound, between neighbours, above the last.
+    """
+
+    counts: tuple[int, ...] = (0,) * _NUM_BUCKETS
+
+    @staticmethod
+    def bounds_s() -> tuple[float, ...]:
+        """The lower bounds of all buckets but the first, in seconds."""
+        return tuple(
+            _FIRST_BOUND_S * 2 ** (index // 4) * (1 + index % 4 / 4)
+            for index in range(_NUM_BUCKETS - 1)
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """The number of requests that were counted."""
+        return sum(self.counts)
+
+    def __add__(self, other: LatencyHistogram) -> LatencyHistogram:
+        return LatencyHistogram(
+            tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
+        )
+
+    def __sub__(self, other: LatencyHistogram) -> LatencyHistogram:
+        return LatencyHistogram(
+            tuple(a - b for a, b in zip(self.counts, other.counts, strict=True))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FileStats:
+    """Statistics of one file, hence of one swap path. Reads and writes count blocks, not requests.
+
+    `busy_s` is the time with at least one block in flight, `in_flight_s` the time in flight summed
+    over blocks; `in_flight_s / busy_s` is the mean queue depth while the device was busy. Latencies
+    run from the issue of a block to its completion.
+    """
+
+    file: int
+    path: str
+    read_nbytes: int = 0
+    write_nbytes: int = 0
+    num_reads: int = 0
+    num_writes: int = 0
+    num_retries: int = 0
+    num_short_transfers: int = 0
+    num_errors: int = 0
+    busy_s: float = 0.0
+    in_flight_s: float = 0.0
+    max_in_flight: int = 0
+    read_latency: LatencyHistogram = LatencyHistogram()
+    write_latency: LatencyHistogram = LatencyHistogram()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStats:
+    """Statistics of the queue of one device, over all its files.
+
+    `device` is the st_dev of stat(2); `num_pending` requests and `num_in_flight` blocks are of this
+    moment. `cpu_s` is the processor time of the engine's own threads; kernel workers, to which some
+    file systems push requests, are not in it. `stall_s` is how long submitters stood still because
+    the queue was full, `queue_wait` how long requests waited for their first block to be issued.
+    """
+
+    device: int
+    num_pending: int = 0
+    num_in_flight: int = 0
+    num_cancelled: int = 0
+    cpu_s: float = 0.0
+    stall_s: float = 0.0
+    queue_wait: LatencyHistogram = LatencyHistogram()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Sums over all files, the files, and the devices. `busy_s` adds up over files.
+
+    `by_file` has one row per open file, and one per path of the first 64 that were closed.
+    """
+
+    by_file: tuple[FileStats, ...] = ()
+    by_device: tuple[DeviceStats, ...] = ()
+    read_nbytes: int = field(init=False)
+    write_nbytes: int = field(init=False)
+    num_reads: int = field(init=False)
+    num_writes: int = field(init=False)
+    num_retries: int = field(init=False)
+    num_short_transfers: int = field(init=False)
+    num_errors: int = field(init=False)
+    busy_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in _SUMMED:
+            object.__setattr__(self, name, sum(getattr(file, name) for file in self.by_file))
+
+
+def histogram(counts: Sequence[int]) -> LatencyHistogram:
+    """Makes a histogram of the native engine's counts."""
+    assert len(counts) == _NUM_BUCKETS
+    return LatencyHistogram(tuple(counts))

@@ -7,11 +7,10 @@ change takes no more than its maximum.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infinity.storage.volume import Volume
-from infinity.storage.volume_layout import Extent
+from infinity.storage.volume_layout import Extent, joined
 
 SLOT_NBYTES = 256 << 10
 
@@ -43,24 +42,9 @@ class ScratchSpace:
             kept = len(self._free) - count
             slots = tuple(self._free[kept:])
             del self._free[kept:]
-        return Scratch(slots, _joined(extent for slot in slots for extent in slot))
+        return Scratch(slots, joined(extent for slot in slots for extent in slot))
 
     def give_back(self, scratch: Scratch) -> None:
         """Nothing is read from it or written to it any more."""
         with self._lock:
             self._free += scratch.slots
-
-
-def _joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """The same bytes; neighbours that follow each other in a file are one extent."""
-    joined: list[Extent] = []
-    for extent in extents:
-        last = joined[-1] if joined else None
-        if last and (last.path_index, last.offset_nbytes + last.nbytes) == (
-            extent.path_index,
-            extent.offset_nbytes,
-        ):
-            joined[-1] = Extent(last.path_index, last.offset_nbytes, last.nbytes + extent.nbytes)
-        else:
-            joined.append(extent)
-    return tuple(joined)

@@ -18,12 +18,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from infinity.config.machine import usable_cores
 from infinity.errors import CorruptionError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, digest
 from infinity.storage.daemon_threads import DaemonThreads
-from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
+from infinity.storage.protocol import (
+    FileRange,
+    FollowedTicket,
+    Priority,
+    Segment,
+    StorageEngine,
+    Ticket,
+    WrappedTicket,
+)
 
 _MOST_CHECKERS = 4
 # Checksums are of the parts of a run in each chunk of its file: whatever reads a whole chunk, a
@@ -32,41 +42,16 @@ CHUNK_NBYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class ShardRange:
-    """Bytes of a file: one stored tensor, or rows of one."""
-
-    path: str
-    offset_nbytes: int
-    nbytes: int
-
-    @property
-    def end_nbytes(self) -> int:
-        """The offset behind the range."""
-        return self.offset_nbytes + self.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRun:
+class ShardRun(FileRange):
     """Whole pages of one file, and the offset in the host block that they are read to."""
 
-    path: str
-    offset_nbytes: int
-    nbytes: int
     block_offset_nbytes: int
-
-    @property
-    def end_nbytes(self) -> int:
-        """The offset behind the run."""
-        return self.offset_nbytes + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class RunChecksum:
+class RunChecksum(FileRange):
     """The checksum of pages of a file: a CRC32 of the CRC32C of each page."""
 
-    path: str
-    offset_nbytes: int
-    nbytes: int
     crc32c: int
 
 
@@ -246,7 +231,7 @@ class ShardFiles:
         read = _NamedRead(self._engine.submit("read", segments, priority), self, label)
         if self._checks is None:
             return read
-        return _CheckedShardRead(read, self._checks.start(read, runs, address, label))
+        return FollowedTicket(read, self._checks.start(read, runs, address, label))
 
     def checksums(self, *, with_earlier: bool) -> list[RunChecksum]:
         """Returns the checksums that the first reads have taken, and those of `expect`, or without
@@ -284,52 +269,20 @@ class ShardFiles:
             self._engine.close_file(self._files.popitem()[1])
 
 
-class _NamedRead:
+class _NamedRead(WrappedTicket):
     """A ticket whose errors name the bytes of the read."""
 
     def __init__(self, inner: Ticket, files: ShardFiles, label: str) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._files = files
         self._label = label
 
-    def done(self) -> bool:
-        return self._inner.done()
-
-    def cancel(self) -> bool:
-        return self._inner.cancel()
-
-    def passages(self) -> Sequence[tuple[int, int, int, int]]:
-        return self._inner.passages()
-
+    @override
     def wait(self, timeout_s: float | None = None) -> None:
-        """As Ticket.wait."""
         try:
-            self._inner.wait(timeout_s)
+            super().wait(timeout_s)
         except StorageError as error:
             raise self._files.explain(error, self._label) from None
-
-
-class _CheckedShardRead:
-    """A ticket that is done when its bytes are checked."""
-
-    def __init__(self, inner: Ticket, checking: Future[None]) -> None:
-        self._inner = inner
-        self._checking = checking
-
-    def done(self) -> bool:
-        return self._checking.done()
-
-    def cancel(self) -> bool:
-        return self._inner.cancel()
-
-    def passages(self) -> Sequence[tuple[int, int, int, int]]:
-        return self._inner.passages() if self.done() else ()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """As Ticket.wait; also raises CorruptionError for bytes that changed."""
-        error = self._checking.exception(timeout_s)
-        if error is not None:
-            raise error.with_traceback(None)
 
 
 def _open(engine: StorageEngine, path: str) -> int:

@@ -10,35 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
+import fcntl
 import mmap
 import os
-import re
 import secrets
-import socket
 import stat
-import time
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from infinity import _core
 from infinity.bounded import kind_of
-from infinity.errors import StorageError, SwapLockedError, UnsupportedError
+from infinity.errors import StorageError
 from infinity.sizes import GIB, PAGE_NBYTES, align_up
 from infinity.storage.lock_file import (
-    is_same_file,
+    LOCK_NAME,
+    SCHEMA,
+    DirectoryLock,
+    is_swap_name,
     open_lock,
-    pid_in,
     read_holder,
+    swap_names,
     try_lock,
-    write_holder,
+    unlink_logged,
 )
 
-_log = logging.getLogger(__name__)
-
-SCHEMA = 1
-LOCK_NAME = "infinity.lock"
-_SWAP_NAME = re.compile(r"infinity-[0-9a-f]{16}(-\d+)?\.swap")
 _NO_RANGE_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -189,7 +185,7 @@ class SwapDirectory:
         for path, fd in zip(self.swap_paths, self._fds, strict=False):
             os.close(fd)
             if remove:
-                _unlink(path)
+                unlink_logged(path)
         self._fds.clear()
 
     def _remove_stale_files(self, *, keep: Collection[str] = ()) -> None:
@@ -197,138 +193,6 @@ class SwapDirectory:
         for name in _names_in(self.path):
             if is_swap_name(name) and name not in self._lock.kept and name not in keep:
                 remove_swap_file(os.path.join(self.path, name))
-
-
-class DirectoryLock:
-    """The flock on `infinity.lock`. `kept` names swap files that checkpoints of earlier holders
-    use.
-    """
-
-    def __init__(self, directory: str, job: str) -> None:
-        self._path = os.path.join(directory, LOCK_NAME)
-        self._job = job
-        self._fd = self._acquire()
-        try:
-            kept = self._holder_before().get("kept")
-            names = kept if isinstance(kept, list) else []
-            self.kept: tuple[str, ...] = tuple(
-                name for name in names if isinstance(name, str) and is_swap_name(name)
-            )
-            self._write(pid=os.getpid(), kept=self.kept)
-        except BaseException:
-            self.abandon()
-            raise
-        _held_locks.add(self)
-
-    def _holder_before(self) -> dict[str, object]:
-        """Reads what the last holder wrote; empty for a file that a crash has cut short."""
-        holder = read_holder(self._fd)
-        schema = holder.get("schema", SCHEMA)
-        if type(schema) is not int or schema > SCHEMA:
-            raise UnsupportedError(
-                f"{self._path}: the swap directory was left by a newer infinity (schema {schema}, "
-                f"this one knows up to {SCHEMA}); upgrade infinity-offload, or give another "
-                "directory"
-            )
-        return holder
-
-    def release(self, *, keep: Iterable[str] = ()) -> None:
-        """Ends the lock. Its file stays to name the swap files of `kept` and `keep`, if any exist.
-
-        Idempotent.
-        """
-        if self._fd < 0:
-            return
-        kept = tuple(name for name in (*self.kept, *keep) if self._is_there(name))
-        if kept:
-            try:
-                self._write(pid=None, kept=kept)
-            except StorageError as error:  # On closing: as in _unlink.
-                _log.warning("%s still names process %s: %s", self._path, os.getpid(), error)
-        else:
-            _unlink(self._path)
-        self.abandon()
-        _held_locks.discard(self)
-
-    def abandon(self) -> None:
-        """Closes our descriptor only. In a forked child, the parent's lock stays."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def _acquire(self) -> int:
-        while True:
-            fd = open_lock(self._path, create=True)
-            try:
-                if not self._try(fd):
-                    raise self._refusal(read_holder(fd))
-                # The holder before us may have unlinked the file between our open and our flock.
-                if is_same_file(fd, self._path):
-                    return fd
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
-
-    def _try(self, fd: int) -> bool:
-        try:
-            return try_lock(fd, self._path)
-        except StorageError:
-            if not os.fstat(fd).st_size:  # A new file, still empty.
-                _unlink(self._path)
-            raise
-
-    def _refusal(self, holder: dict[str, object]) -> SwapLockedError:
-        pid = pid_in(holder)
-        who = f"process {pid} on {holder.get('host')}" if pid else "another process"
-        return SwapLockedError(
-            errno.EWOULDBLOCK,
-            path=self._path,
-            pid=pid,
-            detail=f"the swap directory is in use by {who}; give every job its own directory, or "
-            "end that process",
-        )
-
-    def _write(self, *, pid: int | None, kept: tuple[str, ...]) -> None:
-        holder = {
-            "schema": SCHEMA,
-            "job": self._job,
-            "pid": pid,
-            "host": socket.gethostname(),
-            "time": time.time(),
-            "kept": kept,
-        }
-        write_holder(self._fd, self._path, holder)
-
-    def _is_there(self, name: str) -> bool:
-        return os.path.exists(os.path.join(os.path.dirname(self._path), name))
-
-
-_held_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
-
-
-def _abandon_locks_in_child() -> None:
-    """A child that outlives us must not keep our directories locked."""
-    for lock in list(_held_locks):
-        lock.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_locks_in_child)
-
-
-def swap_names(job: str, num_spares: int) -> list[str]:
-    """The swap files of a job, by generation."""
-    return [f"infinity-{job}.swap", *(f"infinity-{job}-{n}.swap" for n in range(1, num_spares + 1))]
-
-
-def job_of(name: str) -> str | None:
-    """The job that a swap file of this name belongs to; None when it is none."""
-    return name[len("infinity-") :][:16] if is_swap_name(name) else None
-
-
-def is_swap_name(name: str) -> bool:
-    """Returns whether a file of this name in a swap directory belongs to this package."""
-    return _SWAP_NAME.fullmatch(name) is not None
 
 
 def _ensure_directory(path: str) -> bool:
@@ -452,16 +316,6 @@ def _allocate(fd: int, offset_nbytes: int, nbytes: int, *, adopted_nbytes: int) 
             os.pwrite(fd, zeros[: end_nbytes - at], at)
 
 
-def _unlink(path: str) -> None:
-    """Removes a file during close. Logs a failure: the other files are closed too."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        _log.warning("%s stays: %s", path, error.strerror)
-
-
 def _failure(
     error: OSError, operation: str, path: str, *, offset_nbytes: int = 0, nbytes: int = 0
 ) -> StorageError:
@@ -472,3 +326,98 @@ def _failure(
         offset_nbytes=offset_nbytes,
         nbytes=nbytes,
     )
+
+
+# -- A look from outside, without the lock --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SwapFile:
+    """A swap file. `taken_nbytes` are its blocks on the drive; `num_links` above 1 says that
+    commits or checkpoints share them."""
+
+    name: str
+    nbytes: int
+    taken_nbytes: int
+    num_links: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapContents:
+    """A swap directory. `holder` is the content of its lock file: schema, job, pid, host, time.
+
+    `is_held`: the process of that job is alive.
+    """
+
+    path: str
+    holder: dict[str, Any]
+    is_held: bool
+    files: tuple[SwapFile, ...]
+    faults: tuple[str, ...] = ()  # A file with a swap file's name that is none.
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a version with an unknown format has left the directory."""
+        schema = self.holder.get("schema", SCHEMA)
+        return type(schema) is not int or schema > SCHEMA
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the contents for JSON; sizes are bytes."""
+        return {**asdict(self), "is_newer": self.is_newer}
+
+
+def examine(path: str) -> SwapContents | None:
+    """Returns the contents; None when the directory has neither a lock nor a swap file."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, operation="list", path=path) from None
+    files, faults = [], []
+    for name in filter(is_swap_name, names):
+        place = os.path.join(path, name)
+        try:
+            found = os.lstat(place)
+        except FileNotFoundError:
+            continue  # A running job has removed it meanwhile.
+        if stat.S_ISREG(found.st_mode):
+            files.append(SwapFile(name, found.st_size, found.st_blocks * 512, found.st_nlink))
+        else:
+            faults.append(f"{place}: it is {kind_of(found.st_mode)}; expected a swap file")
+    holder: dict[str, Any] = {}
+    is_held = False
+    if LOCK_NAME in names:
+        try:
+            holder, is_held = _look_at_lock(os.path.join(path, LOCK_NAME))
+        except FileNotFoundError:
+            pass
+        except StorageError as error:
+            faults.append(str(error))
+    elif not files and not faults:
+        return None
+    return SwapContents(path, holder, is_held, tuple(files), tuple(faults))
+
+
+def _look_at_lock(path: str) -> tuple[dict[str, Any], bool]:
+    fd = open_lock(path, create=False)
+    try:
+        holder = read_holder(fd)
+        return holder, not try_lock(fd, path, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def remove_stale(path: str) -> list[str]:
+    """Removes the swap files of jobs that are gone, and their lock. Returns the names.
+
+    Raises SwapLockedError while a living process holds the directory, UnsupportedError when a
+    newer version has left it.
+    """
+    lock = DirectoryLock(path, job="")
+    try:
+        removed = []
+        for name in sorted(filter(is_swap_name, os.listdir(path))):
+            remove_swap_file(os.path.join(path, name))
+            removed.append(name)
+    finally:
+        lock.release()
+    return removed

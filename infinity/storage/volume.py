@@ -12,23 +12,32 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from infinity.errors import ConfigError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
-from infinity.storage.checksums import CheckedRead, ExpectedRange, PageDigests
-from infinity.storage.frozen_content import Adopted, FileRange, FrozenContent, changed_runs, maps_of
+from infinity.storage.checksums import (
+    BufferChecksums,
+    CheckedRead,
+    ExpectedRange,
+    PageChecksums,
+    PageDigests,
+)
 from infinity.storage.generations import (
     NOWHERE,
+    Adopted,
+    FrozenContent,
     GenerationMap,
     GenerationRun,
+    UndecidedContent,
+    changed_runs,
     choose_targets,
+    maps_of,
     split_by_frozen,
 )
-from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.protocol import FileRange, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.swap_directory import SwapDirectory
-from infinity.storage.undecided import UndecidedContent
-from infinity.storage.volume_checksums import BufferChecksums
 from infinity.storage.volume_layout import (
     Extent,
     Spared,
@@ -86,13 +95,11 @@ class Volume:
         if stripe_nbytes <= 0 or stripe_nbytes % PAGE_NBYTES:
             raise ConfigError(f"{stripe_nbytes=}, expected a positive multiple of {PAGE_NBYTES}")
         self._engine = engine
-        self._paths = tuple(paths)
         self._stripe_nbytes = stripe_nbytes
         self._verify = verify
         self._num_threads = num_threads
         self.num_spares = num_spares
         self._num_private = num_private
-        self._jobs = adopted.jobs if adopted is not None else {}
         self._unkept: list[Extent] = []  # Scratch and private buffers, never frozen.
         self._open: list[OpenPath] = []
         # Checksums of the current bytes of each path, in any generation.
@@ -106,8 +113,8 @@ class Volume:
         self._frozen: list[FrozenContent] = []
         self._is_closed = False
         try:
-            for path in self._paths:
-                self._open_path(path)
+            for path in paths:
+                self._open_path(path, None if adopted is None else adopted.jobs.get(path.path))
             self._weights = find_weights(self._open, self._engine)
             for label, ranges in adopted.contents.items() if adopted is not None else ():
                 self._frozen.append(FrozenContent(label, maps_of(ranges, self.swap_paths)))
@@ -175,7 +182,7 @@ class Volume:
                 opened.directory.grow(growth.size_nbytes, spared=growth.spared)
             if self._checksums is not None:
                 for index, growth in enumerate(growths):
-                    self._checksums.grow(index, growth.size_nbytes)
+                    self._checksums.tables[index].grow(growth.size_nbytes)
             for extents, head in zip(buffers, spared, strict=True):
                 if head is None or head.is_private:
                     self._unkept.extend(extents)
@@ -195,10 +202,22 @@ class Volume:
 
         `label` names the bytes in the error of a changed page.
         """
-        return self._submit(
-            "read", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
-            priority=priority, label=label,
-        )  # fmt: skip
+        placed = self._place(extents, offset_nbytes, nbytes, address, self._sources)
+        # Taken before the read is queued: later writes are carried out after it, or elsewhere.
+        expected = [
+            ExpectedRange(
+                self._open[path_index].directory.swap_paths[part.generation],
+                part.offset_nbytes,
+                at + part.offset_nbytes - run.offset_nbytes,
+                part.nbytes,
+                checksums,
+                label,
+            )
+            for path_index, run, at in placed
+            for part, checksums in self._checked(path_index, run)
+        ]
+        ticket = self._engine.submit("read", self._segments(placed), priority)
+        return CheckedRead(ticket, expected, self._num_threads) if expected else ticket
 
     def write(
         self,
@@ -213,10 +232,26 @@ class Volume:
     ) -> Ticket:
         """Writes memory, which must not change until the ticket is done, to a range of a buffer.
         With `undecided` reads return its old bytes until `publish`. `digests`: of the memory."""
-        ticket = self._submit(
-            "write", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
-            priority=priority, undecided=undecided, digests=digests,
-        )  # fmt: skip
+        is_undecided = undecided is not None
+        targets = partial(self._targets, is_undecided=is_undecided)
+        placed = self._place(extents, offset_nbytes, nbytes, address, targets)
+        checksums = None
+        if self._checksums is not None:  # With `verify` before the write: the next read needs them.
+            checksums = self._checksums.digests(address, nbytes, digests, is_now=is_undecided)
+        # Queued, then recorded: a refused write leaves the old bytes and checksums.
+        ticket = self._engine.submit("write", self._segments(placed), priority)
+        if undecided is not None:
+            assert checksums is not None
+            undecided.runs += [(path_index, run) for path_index, run, _ in placed]
+            undecided.checksums.append(checksums)
+        else:
+            if self._checksums is not None:
+                written = [Extent(i, run.offset_nbytes, run.nbytes) for i, run, _ in placed]
+                ticket = self._checksums.record(ticket, written, address, checksums, digests)
+            if self.num_spares:
+                with self._lock:
+                    for path_index, run, _ in placed:
+                        self._maps[path_index].put(run)
         self._write_failures.watch(ticket)
         return ticket
 
@@ -227,8 +262,8 @@ class Volume:
         with self._lock:
             for path_index, run in undecided.runs:
                 self._maps[path_index].put(run)
-        for extent, checksums in undecided.checksums:
-            self._checksums.put([extent], checksums)
+        extents = [Extent(i, run.offset_nbytes, run.nbytes) for i, run in undecided.runs]
+        self._checksums.put(extents, b"".join(undecided.checksums))
 
     def digests(self, address: int, nbytes: int) -> PageDigests | None:
         """Returns what takes checksums of memory to be written; None if none are kept."""
@@ -290,7 +325,8 @@ class Volume:
                     if run.generation != NOWHERE:
                         current.put(run)
                 for run in changed_runs(before, current, size_nbytes):
-                    self._checksums.forget(index, run)  # See `put_checksums`.
+                    # See `put_checksums`.
+                    self._checksums.tables[index].forget(run.offset_nbytes, run.nbytes)
 
     def put_checksums(self, extents: Sequence[Extent], checksums: bytes) -> None:
         """Sets the checksums of a restored buffer to those that `checksums` returned for it."""
@@ -347,90 +383,74 @@ class Volume:
     def _files(self) -> list[int]:
         return [file for opened in self._open for file in opened.files]
 
-    def _open_path(self, path: VolumePath) -> None:
-        directory = SwapDirectory(
-            path.path, num_spares=self.num_spares, adopt=self._jobs.get(path.path)
-        )
+    def _open_path(self, path: VolumePath, job: str | None) -> None:
+        directory = SwapDirectory(path.path, num_spares=self.num_spares, adopt=job)
         opened = OpenPath(path, directory)
         self._open.append(opened)  # First: open files are closed, also if the next open fails.
         direct = uses_direct_io(path, directory)
         opened.files.extend(self._engine.open(path, direct=direct) for path in directory.swap_paths)
         if self._checksums is not None:
-            self._checksums.add_path(is_fresh=path.path not in self._jobs)
+            self._checksums.tables.append(PageChecksums(is_fresh=job is None))
 
-    def _submit(
+    def _place(
         self,
-        operation: Operation,
         extents: Sequence[Extent],
-        *,
         offset_nbytes: int,
         nbytes: int,
         address: int,
-        priority: Priority,
-        label: str = "",
-        undecided: UndecidedContent | None = None,
-        digests: PageDigests | None = None,
-    ) -> Ticket:
+        runs_of: Callable[[Extent], list[GenerationRun]],
+    ) -> list[tuple[int, GenerationRun, int]]:
+        """Returns the runs of a transfer, in order: path, run, address of its bytes in memory."""
         self._check_usable()
         if offset_nbytes % PAGE_NBYTES or nbytes % PAGE_NBYTES or address % PAGE_NBYTES:
             raise ValueError(
                 f"{offset_nbytes=}, {nbytes=} and {address=} must be multiples of {PAGE_NBYTES}"
             )
-        parts = slice_extents(extents, offset_nbytes=offset_nbytes, nbytes=nbytes)
-        runs = [self._runs(operation, extent, undecided is not None) for extent, _ in parts]
-        segments = [
-            Segment(
-                self._open[extent.path_index].files[run.generation],
-                run.offset_nbytes,
-                address + at + run.offset_nbytes - extent.offset_nbytes,
-                run.nbytes,
-            )
-            for (extent, at), found in zip(parts, runs, strict=True)
-            for run in found
+        return [
+            (extent.path_index, run, address + at + run.offset_nbytes - extent.offset_nbytes)
+            for extent, at in slice_extents(extents, offset_nbytes=offset_nbytes, nbytes=nbytes)
+            for run in runs_of(extent)
         ]
-        if operation == "write":
-            return self._write(parts, runs, segments, address, priority, undecided, digests)
-        # Taken before the read is queued: later writes are carried out after it, or elsewhere.
-        expected = [
-            ExpectedRange(
-                self._open[extent.path_index].directory.swap_paths[run.generation],
-                run.offset_nbytes,
-                address + at + run.offset_nbytes - extent.offset_nbytes,
-                run.nbytes,
-                checksums,
-                label,
-            )
-            for (extent, at), found in zip(parts, runs, strict=True)
-            for run, checksums in self._checked(extent.path_index, found)
-        ]
-        ticket = self._engine.submit(operation, segments, priority)
-        return CheckedRead(ticket, expected, self._num_threads) if expected else ticket
 
-    def _checked(
-        self, path_index: int, runs: Sequence[GenerationRun]
-    ) -> list[tuple[GenerationRun, bytes]]:
-        """Returns the runs that a read checks: all with `verify`, else the frozen ones.
+    def _segments(self, placed: Sequence[tuple[int, GenerationRun, int]]) -> list[Segment]:
+        return [
+            Segment(self._open[path_index].files[run.generation], run.offset_nbytes, at, run.nbytes)
+            for path_index, run, at in placed
+        ]
+
+    def _checked(self, path_index: int, run: GenerationRun) -> list[tuple[GenerationRun, bytes]]:
+        """Returns the parts of a run that a read checks: with `verify` all that are known, else the
+        frozen ones of these.
 
         No write in flight can change the checksums of a frozen run.
         """
         if self._checksums is None:
             return []
+        runs = [run]
         if not self._verify:
             with self._lock:
                 maps = [frozen.maps[path_index] for frozen in self._frozen]
-            runs = [part for run in runs for part, held in split_by_frozen(run, maps) if held]
-        return self._checksums.known(path_index, runs)
+            runs = [part for part, is_held in split_by_frozen(run, maps) if is_held]
+        table = self._checksums.tables[path_index]
+        return [
+            (GenerationRun(part.generation, *known), table.of(*known))
+            for part in runs
+            for known in table.known(part.offset_nbytes, part.nbytes)
+        ]
 
-    def _runs(
-        self, operation: Operation, extent: Extent, is_undecided: bool
-    ) -> list[GenerationRun]:
-        """The files that an extent is read from, or may be written to."""
+    def _sources(self, extent: Extent) -> list[GenerationRun]:
+        """Returns the files that an extent is read from."""
+        if not self.num_spares:
+            return [GenerationRun(0, extent.offset_nbytes, extent.nbytes)]
+        with self._lock:
+            return self._maps[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
+
+    def _targets(self, extent: Extent, *, is_undecided: bool) -> list[GenerationRun]:
+        """Returns the files that an extent may be written to."""
         if not self.num_spares and not is_undecided:
             return [GenerationRun(0, extent.offset_nbytes, extent.nbytes)]
         current = self._maps[extent.path_index]
         with self._lock:
-            if operation == "read":
-                return current.of(extent.offset_nbytes, extent.nbytes)
             kept = [frozen.maps[extent.path_index] for frozen in self._frozen]
             runs = choose_targets(
                 current,
@@ -440,44 +460,14 @@ class Volume:
                 num_generations=1 + self.num_spares,
             )
         if runs is None:
-            path = self._paths[extent.path_index].path
+            path = self._open[extent.path_index].path.path
             raise no_generation(path, extent, len(self._frozen), self.num_spares)
         return runs
-
-    def _write(
-        self,
-        parts: Sequence[tuple[Extent, int]],
-        runs: Sequence[Sequence[GenerationRun]],
-        segments: Sequence[Segment],
-        address: int,
-        priority: Priority,
-        undecided: UndecidedContent | None,
-        known: PageDigests | None,
-    ) -> Ticket:
-        """Queues the write, then records it: a refused write leaves the old bytes and checksums."""
-        checksums = self._checksums
-        # With `verify`, before the write: the next read needs the checksums.
-        digests = None
-        if checksums is not None:
-            digests = checksums.digests(parts, address, known, is_now=undecided is not None)
-        ticket = self._engine.submit("write", segments, priority)
-        if undecided is not None:
-            assert digests is not None
-            undecided.add(parts, runs, digests)
-            return ticket
-        if checksums is not None:
-            ticket = checksums.record(ticket, parts, address, digests, known)
-        if self.num_spares:
-            with self._lock:
-                for (extent, _), targets in zip(parts, runs, strict=True):
-                    for run in targets:
-                        self._maps[extent.path_index].put(run)
-        return ticket
 
     def _check_usable(self) -> None:
         if self._is_closed:
             raise StorageError(
-                errno.EBADF, operation="use", path=self._paths[0].path,
+                errno.EBADF, operation="use", path=self._open[0].path.path,
                 detail="the volume is closed",
             )  # fmt: skip
         self._write_failures.check()

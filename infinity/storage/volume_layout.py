@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.errors import CapacityError, ConfigError
@@ -95,8 +95,37 @@ def stripe(
             "tiers.nvme.capacity where that is the limit",
             detail=f"the swap paths are too small ({per_path})",
         )
-    cursor = _Cursor(spaces, free)
-    return [cursor.lay_out(nbytes, stripe_nbytes) for nbytes in rounded]
+    used = [0] * len(spaces)
+
+    # INV-1: an extent has one owner; space is handed out once.
+    def lay_out(nbytes: int) -> Iterator[Extent]:
+        while nbytes > 0:
+            want_nbytes = min(nbytes, stripe_nbytes)
+            index = min(
+                (i for i, taken in enumerate(used) if taken < free[i]),
+                key=lambda i: ((used[i] + want_nbytes) / spaces[i].weight, i),
+            )
+            taken_nbytes = min(want_nbytes, free[index] - used[index])
+            yield Extent(index, spaces[index].start_nbytes + used[index], taken_nbytes)
+            used[index] += taken_nbytes
+            nbytes -= taken_nbytes
+
+    return [joined(lay_out(nbytes)) for nbytes in rounded]
+
+
+def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """Returns the same bytes; neighbours that follow each other in a file are one extent."""
+    found: list[Extent] = []
+    for extent in extents:
+        last = found[-1] if found else None
+        if last and (last.path_index, last.offset_nbytes + last.nbytes) == (
+            extent.path_index,
+            extent.offset_nbytes,
+        ):
+            found[-1] = Extent(last.path_index, last.offset_nbytes, last.nbytes + extent.nbytes)
+        else:
+            found.append(extent)
+    return tuple(found)
 
 
 def share_with_spares(
@@ -133,46 +162,6 @@ def share_with_spares(
         replace(space, space_nbytes=int(space.space_nbytes * share) + PAGE_NBYTES)
         for space in spaces
     ]
-
-
-class _Cursor:
-    """The fill of each path while buffers are laid out."""
-
-    def __init__(self, spaces: Sequence[PathSpace], free_nbytes: Sequence[int]) -> None:
-        self._spaces = spaces
-        self._free_nbytes = free_nbytes
-        self._used = [0] * len(spaces)
-
-    # INV-1: an extent has one owner; space is handed out once.
-    def lay_out(self, nbytes: int, stripe_nbytes: int) -> tuple[Extent, ...]:
-        extents: list[Extent] = []
-        while nbytes > 0:
-            want_nbytes = min(nbytes, stripe_nbytes)
-            path_index = self._least_loaded(want_nbytes)
-            taken_nbytes = min(want_nbytes, self._free_nbytes[path_index] - self._used[path_index])
-            offset_nbytes = self._spaces[path_index].start_nbytes + self._used[path_index]
-            self._used[path_index] += taken_nbytes
-            nbytes -= taken_nbytes
-            _append(extents, Extent(path_index, offset_nbytes, taken_nbytes))
-        return tuple(extents)
-
-    def _least_loaded(self, want_nbytes: int) -> int:
-        open_paths = [i for i, used in enumerate(self._used) if used < self._free_nbytes[i]]
-        return min(
-            open_paths, key=lambda i: ((self._used[i] + want_nbytes) / self._spaces[i].weight, i)
-        )
-
-
-def _append(extents: list[Extent], extent: Extent) -> None:
-    last = extents[-1] if extents else None
-    if (
-        last is not None
-        and last.path_index == extent.path_index
-        and last.offset_nbytes + last.nbytes == extent.offset_nbytes
-    ):
-        extents[-1] = Extent(last.path_index, last.offset_nbytes, last.nbytes + extent.nbytes)
-    else:
-        extents.append(extent)
 
 
 def growths_of(

@@ -1,4 +1,4 @@
-"""Storage engines around another one: that fail, delay or corrupt, or have a chosen bandwidth."""
+"""Storage engines around another one: they fail, delay or corrupt requests."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import ctypes
 import mmap
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
 from typing_extensions import override
 
 from infinity.errors import StorageError
-from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
-from infinity.storage.statistics import EngineStats
+from infinity.storage.protocol import (
+    EngineStats,
+    Operation,
+    Priority,
+    Segment,
+    StorageEngine,
+    Ticket,
+    WrappedTicket,
+)
 
 
 class WrappedEngine(StorageEngine):
@@ -178,7 +185,14 @@ class FaultyEngine(WrappedEngine):
     ) -> _FaultyTicket:
         ready_at = time.monotonic() + fault.delay_s
         if fault.errno:
-            error = _error_of(fault.errno, operation, segments, self._path_of)
+            first = segments[0] if segments else Segment(-1, 0, 0, 0)
+            error = StorageError(
+                fault.errno,
+                operation=operation,
+                path=self._path_of(first.file),
+                offset_nbytes=first.offset_nbytes,
+                nbytes=first.nbytes,
+            )
             moved = _head(segments, fault.nbytes_before_failure)
             inner = self._engine.submit(operation, moved, priority)
             return _FaultyTicket(inner, ready_at=ready_at, error=error)
@@ -199,7 +213,7 @@ class FaultyEngine(WrappedEngine):
         return self._paths.get(file, f"file {file}")
 
 
-class _FaultyTicket:
+class _FaultyTicket(WrappedTicket):
     """Done when the wrapped ticket is done and the delay is over; then fails, if a fault says
     so."""
 
@@ -212,25 +226,21 @@ class _FaultyTicket:
         on_done: Callable[[], None] | None = None,
         keep_alive: object = None,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._ready_at = ready_at
         self._error = error
         self._on_done = on_done
         self._keep_alive = keep_alive
         self._lock = threading.Lock()
 
+    @override
     def done(self) -> bool:
         if time.monotonic() < self._ready_at or not self._inner.done():
             return False
         self._finish()
         return True
 
-    def cancel(self) -> bool:
-        return self._inner.cancel()
-
-    def passages(self) -> Sequence[tuple[int, int, int, int]]:
-        return self._inner.passages()
-
+    @override
     def wait(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         left_s = self._ready_at - time.monotonic()
@@ -283,108 +293,3 @@ def _head(segments: Sequence[Segment], nbytes: int) -> list[Segment]:
             head.append(Segment(segment.file, segment.offset_nbytes, segment.address, taken_nbytes))
         nbytes -= taken_nbytes
     return head
-
-
-def _error_of(
-    code: int, operation: Operation, segments: Sequence[Segment], path_of: Callable[[int], str]
-) -> StorageError:
-    first = segments[0] if segments else Segment(-1, 0, 0, 0)
-    return StorageError(
-        code,
-        operation=operation,
-        path=path_of(first.file),
-        offset_nbytes=first.offset_nbytes,
-        nbytes=first.nbytes,
-    )
-
-
-# -- A configurable bandwidth per path, for tests of striping --------------------------------------
-#
-# The paths of a test lie on one drive of unknown speed. The engine gives each path its own
-# bandwidth on a simulated clock.
-
-
-class Clock:
-    """Replaces the module `time`. Time advances only during a wait."""
-
-    def __init__(self) -> None:
-        self._now_s = 0.0
-
-    def perf_counter(self) -> float:
-        """Returns the simulated time in seconds."""
-        return self._now_s
-
-    def wait_until(self, moment_s: float) -> None:
-        """Advances the time to `moment_s`; a time in the past changes nothing."""
-        self._now_s = max(self._now_s, moment_s)
-
-
-class ThrottledEngine(WrappedEngine):
-    """Wraps `engine`. `bytes_per_s` maps the start of a path to the bandwidth of the files below
-    it, in seconds of `clock`; other files take no time.
-
-    Each limit is one drive that serves its requests in the order of submission. A request is done
-    when the wrapped engine is done and every drive that it touches has had the time for its share.
-    For one thread.
-    """
-
-    def __init__(self, engine: StorageEngine, bytes_per_s: Mapping[str, float]) -> None:
-        super().__init__(engine, "throttled")
-        self.clock = Clock()
-        self._limits = dict(bytes_per_s)
-        self._limit_of: dict[int, str] = {}  # by file
-        self._free_at_s: dict[str, float] = {}  # when each drive has served what it was given
-
-    @override
-    def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
-        file = super().open(path, direct=direct, read_only=read_only)
-        for start in self._limits:
-            if path.startswith(start):
-                self._limit_of[file] = start
-        return file
-
-    @override
-    def submit(
-        self, operation: Operation, segments: Sequence[Segment], priority: Priority
-    ) -> Ticket:
-        inner = self._engine.submit(operation, segments, priority)
-        return _ThrottledTicket(inner, self._serve(segments), self.clock)
-
-    @override
-    def drain(self) -> None:
-        self._engine.drain()
-        self.clock.wait_until(max(self._free_at_s.values(), default=0.0))
-
-    def _serve(self, segments: Sequence[Segment]) -> float:
-        """Returns the time when the drives will have served these segments."""
-        now_s = ready_s = self.clock.perf_counter()
-        for segment in segments:
-            limit = self._limit_of.get(segment.file)
-            if limit is None:
-                continue
-            start_s = max(now_s, self._free_at_s.get(limit, 0.0))
-            self._free_at_s[limit] = start_s + segment.nbytes / self._limits[limit]
-            ready_s = max(ready_s, self._free_at_s[limit])
-        return ready_s
-
-
-class _ThrottledTicket:
-    """Done when the wrapped ticket is done and the drives have had their time."""
-
-    def __init__(self, inner: Ticket, ready_at_s: float, clock: Clock) -> None:
-        self._inner = inner
-        self._ready_at_s = ready_at_s
-        self._clock = clock
-
-    def done(self) -> bool:
-        return self._clock.perf_counter() >= self._ready_at_s and self._inner.done()
-
-    def cancel(self) -> bool:
-        return self._inner.cancel()
-
-    def passages(self) -> Sequence[tuple[int, int, int, int]]:
-        return self._inner.passages()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._inner.wait(timeout_s)
-        self._clock.wait_until(self._ready_at_s)

@@ -17,7 +17,6 @@ ceiling of a raw ring with it, tests compare the engine with it. Training never 
 docs/BENCH.md, io_uring(7), io_uring_setup(2), io_uring_enter(2).
 """
 
-from infinity.uring.binding import RingError, is_built
 from infinity.uring.capabilities import Probe, probe, try_registering
 from infinity.uring.ring import (
     OPCODES,
@@ -29,7 +28,9 @@ from infinity.uring.ring import (
     RegisteredBuffer,
     RegisteredFile,
     Ring,
+    RingError,
     SetupFlag,
+    is_built,
 )
 
 __all__ = [

@@ -6,8 +6,7 @@ import errno
 import mmap
 from dataclasses import dataclass
 
-from infinity.uring.binding import RingError
-from infinity.uring.ring import Feature, Ring, SetupFlag
+from infinity.uring.ring import Feature, Ring, RingError, SetupFlag
 
 # The flag that each of these needs beside itself.
 _COMPANIONS = {

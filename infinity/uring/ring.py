@@ -3,21 +3,59 @@ its flags, and how an operation names memory and files."""
 
 from __future__ import annotations
 
-from enum import IntFlag
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 import errno
 import os
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import IntFlag
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from infinity.errors import UnsupportedError
-from infinity.uring.binding import RingError, check, load
+from infinity.errors import InfinityError, UnsupportedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+# -- The cffi module that wraps liburing -----------------------------------------------------------
+
+
+class RingError(InfinityError, OSError):
+    """The kernel refused a call about the ring. A failed operation is a Completion instead."""
+
+    def __init__(self, code: int, call: str, remedy: str = "") -> None:
+        self.call = call
+        advice = f"; {remedy}" if remedy else ""
+        super().__init__(code, f"{call} failed: {os.strerror(code)}{advice}")
+
+
+def is_built() -> bool:
+    """Returns whether the binding is part of this installation."""
+    try:
+        load()
+    except UnsupportedError:
+        return False
+    return True
+
+
+def load() -> tuple[Any, Any]:
+    """Returns (ffi, lib) of the binding. Raises UnsupportedError when it was not built."""
+    try:
+        from infinity import _uring
+    except ImportError as error:
+        raise UnsupportedError(
+            "infinity.uring is not part of this build: liburing or cffi was missing. Install "
+            "liburing-dev and cffi, then build infinity-offload again"
+        ) from error
+    return _uring.ffi, _uring.lib
+
+
+def check(answer: int, call: str) -> None:
+    """Raises RingError when `answer`, the result of `call`, is a negative errno."""
+    if answer < 0:
+        raise RingError(-answer, call)
+
 
 # -- Numbers of include/uapi/linux/io_uring.h, which never change ----------------------------------
 

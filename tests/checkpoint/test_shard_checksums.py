@@ -23,7 +23,7 @@ from infinity.errors import CorruptionError
 from infinity.sizes import KIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.checksums import digest, joined_crc32
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import open_engine
 from infinity.storage.protocol import Priority
 from infinity.storage.shards import RunChecksum, ShardFiles, ShardIdentity, ShardRun
 

@@ -15,7 +15,7 @@ from infinity.engine.engine import Engine
 from infinity.errors import CorruptionError, InfinityError
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.store import NvmeLocation
-from infinity.storage.frozen_content import FileRange
+from infinity.storage.protocol import FileRange
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
 from tests.support.models import Mlp

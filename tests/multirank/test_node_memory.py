@@ -25,7 +25,6 @@ from infinity.distributed.wire.node_memory import (
     MappedMemory,
     MemoryOffer,
     OwnMemory,
-    SharedFile,
     SharedRegion,
     map_memory,
 )
@@ -196,7 +195,7 @@ def test_memory_that_is_not_the_other_ranks_is_not_mapped() -> None:
     assert map_memory(dataclasses.replace(offer, boot=""), "") is None, "an unknown boot"
     assert map_memory(dataclasses.replace(offer, token=bytes(32)), BOOT) is None
     assert map_memory(dataclasses.replace(offer, pid=2**22 + 1), BOOT) is None, "no such process"
-    longer = {SharedRegion.BOUNCE: SharedFile(bounce.descriptor, bounce.nbytes + mmap.PAGESIZE)}
+    longer = {SharedRegion.BOUNCE: (bounce[0], bounce[1] + mmap.PAGESIZE)}
     assert map_memory(dataclasses.replace(offer, files=longer), BOOT) is None
     own.close_files()
     assert map_memory(offer, BOOT) is None, "the offer is over"
@@ -207,7 +206,7 @@ def test_a_file_that_may_shrink_is_not_mapped() -> None:
     descriptor = os.memfd_create("of the test", os.MFD_ALLOW_SEALING)
     token = b"t" * 32
     os.write(descriptor, token.ljust(mmap.PAGESIZE))
-    files = {SharedRegion.BOUNCE: SharedFile(descriptor, mmap.PAGESIZE)}
+    files = {SharedRegion.BOUNCE: (descriptor, mmap.PAGESIZE)}
     assert map_memory(MemoryOffer(BOOT, os.getpid(), token, files), BOOT) is None
     os.close(descriptor)
 

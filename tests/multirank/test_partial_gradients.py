@@ -27,7 +27,7 @@ from infinity.state.budgets import (
 from infinity.state.partition import partition
 from infinity.state.units import TensorFacts, layout_unit
 from infinity.storage.arena import Arena
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import open_engine
 from infinity.storage.scratch_space import SLOT_NBYTES
 from infinity.storage.volume import Volume, VolumePath
 from infinity.tiers.host import HostPool

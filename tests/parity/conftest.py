@@ -16,7 +16,7 @@ transformers.logging.set_verbosity_error()
 def io_engines() -> frozenset[str]:
     """The storage engines that open on this machine; io_uring is forbidden in many containers."""
     from infinity.storage.arena import Arena
-    from infinity.storage.open import open_engine
+    from infinity.storage.native_engine import open_engine
 
     names = ["threads"]
     arena = Arena(1 << 20, huge_pages=False)

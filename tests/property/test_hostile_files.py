@@ -30,7 +30,7 @@ from infinity.observe import chrome
 from infinity.observe.step_summary import summarize
 from infinity.observe.tracer import Span
 from infinity.plan.hardware import load_hardware
-from infinity.storage.swap_inspect import examine
+from infinity.storage.swap_directory import examine
 
 ROUNDS = 60
 HOSTILE: list[Any] = [

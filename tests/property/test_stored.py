@@ -16,7 +16,8 @@ from infinity.sizes import KIB, PAGE_NBYTES
 from infinity.state.partition import partition
 from infinity.state.stored import StoredSlice, lay_out_stored, stored_tiles
 from infinity.state.units import layout_unit
-from infinity.storage.shards import ShardRange, ShardRun
+from infinity.storage.protocol import FileRange
+from infinity.storage.shards import ShardRun
 
 RANGES = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(0, 1 << 20), st.integers(0, 40_000)),
@@ -25,14 +26,14 @@ RANGES = st.lists(
 )
 
 
-def slice_of(name: str, parts: tuple[ShardRange, ...]) -> StoredSlice:
+def slice_of(name: str, parts: tuple[FileRange, ...]) -> StoredSlice:
     return StoredSlice(name, (), (), (), Plain("U8"), parts)
 
 
 @given(RANGES)
 def test_every_range_is_in_a_run_of_whole_pages(ranges: list[tuple[str, int, int]]) -> None:
     tensors = {
-        f"t{index}": (slice_of(f"t{index}", (ShardRange(*each),)),)
+        f"t{index}": (slice_of(f"t{index}", (FileRange(*each),)),)
         for index, each in enumerate(ranges)
     }
     stored = lay_out_stored(tensors)
@@ -62,7 +63,7 @@ def test_every_range_is_in_a_run_of_whole_pages(ranges: list[tuple[str, int, int
 def test_the_parts_of_ranks_are_the_bytes_of_the_block_by_the_same_runs(
     ranges: list[tuple[str, int, int]], count: int
 ) -> None:
-    tensors = {str(i): (slice_of(str(i), (ShardRange(*each),)),) for i, each in enumerate(ranges)}
+    tensors = {str(i): (slice_of(str(i), (FileRange(*each),)),) for i, each in enumerate(ranges)}
     unit = replace(layout_unit(0, "u", []), stored=lay_out_stored(tensors))
     whole = {place for run in unit.stored.runs for place in pages_of(run)}  # type: ignore[union-attr]
     divided = partition([unit], rank=0, count=count, stage=3)
@@ -92,7 +93,7 @@ def pages_of(run: ShardRun) -> list[tuple[str, int, int]]:
 @given(RANGES)
 def test_pages_are_read_once_and_gaps_are_small(ranges: list[tuple[str, int, int]]) -> None:
     tensors = {
-        str(index): (slice_of(str(index), (ShardRange(*each),)),)
+        str(index): (slice_of(str(index), (FileRange(*each),)),)
         for index, each in enumerate(ranges)
     }
     stored = lay_out_stored(tensors)
@@ -158,7 +159,7 @@ def test_boxes_are_where_the_conversion_puts_each_source(
     slices = tuple(
         StoredSlice(
             str(each.index), each.box, each.axes, shapes[each.index], Plain("F32"),
-            (ShardRange("f", 1000 * each.index, sources[each.index].nbytes),),
+            (FileRange("f", 1000 * each.index, sources[each.index].nbytes),),
         )
         for each in placed[0]
     )  # fmt: skip

@@ -13,7 +13,7 @@ from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, mxfp4
 from infinity.codecs.on_device import DecodePlan
 from infinity.state.stored import StoredSlice, StoredTensor, lay_out_stored
 from infinity.state.units import TensorFacts, Unit, layout_unit
-from infinity.storage.shards import ShardRange
+from infinity.storage.protocol import FileRange
 from tests.decode.cases import bits
 
 CODECS: tuple[Codec, ...] = (
@@ -42,7 +42,7 @@ def stored_parameters(draw: st.DrawFn, name: str, first_nbytes: int) -> tuple[An
             ranges = []
             for stored in codec.parts((rows, COLUMNS)):
                 at += draw(st.integers(0, 9))
-                ranges.append(ShardRange("file", at, stored.nbytes))
+                ranges.append(FileRange("file", at, stored.nbytes))
                 at += stored.nbytes
             axes = (1, 0) if is_turned else (0, 1)
             slices.append(StoredSlice(name, box, axes, (rows, COLUMNS), codec, tuple(ranges)))

@@ -14,7 +14,7 @@ import pytest
 
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import open_engine
 from infinity.storage.probe import explain_missing_uring
 from infinity.storage.protocol import StorageEngine
 from infinity.testing.faulty_engine import FaultyEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 
-from infinity.storage.statistics import FileStats, LatencyHistogram
+from infinity.storage.protocol import FileStats, LatencyHistogram
 
 
 def quantile_s(latencies: LatencyHistogram, share: float) -> float:

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.storage.native_engine import NativeEngine
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import NativeEngine, open_engine
 from infinity.storage.probe import explain_missing_uring, grants_ring_flags
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
 from tests.support.forked import TIME_LIMIT_S
@@ -364,7 +363,7 @@ def test_flags_that_the_kernel_refuses_are_named(
 ) -> None:
     if explain_missing_uring() is not None:
         pytest.skip("io_uring does not work here")
-    monkeypatch.setattr("infinity.storage.open.grants_ring_flags", lambda flags: False)
+    monkeypatch.setattr("infinity.storage.native_engine.grants_ring_flags", lambda flags: False)
     with pytest.raises(UnsupportedError, match="refuses rings with defer_taskrun"):
         open_engine("io_uring", arena=arena, ring_flags="defer_taskrun")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import open_engine
 from infinity.storage.probe import explain_missing_uring, judge_probe_failure
 
 RunPython = Callable[..., str]
@@ -16,7 +16,7 @@ PREAMBLE = """
 import ctypes, logging, os, resource, sys, warnings
 from infinity.errors import StorageError, UnsupportedError
 from infinity.storage.arena import Arena
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import open_engine
 from infinity.storage.protocol import Priority, Segment
 
 def round_trip(engine, arena, path):
@@ -158,7 +158,7 @@ def test_small_memlock_limit_costs_registered_buffers_only(
 
 def test_environment_overrides_auto_only(run_python: RunPython) -> None:
     script = """
-    from infinity.storage.open import open_engine
+    from infinity.storage.native_engine import open_engine
     print(open_engine("auto", arena=None).name, open_engine("threads", arena=None).name)
     """
     assert run_python(script, INFINITY_IO_ENGINE="threads").split() == ["threads", "threads"]

@@ -13,9 +13,10 @@ import pytest
 from infinity.errors import CapacityError, CorruptionError, StorageError, UnsupportedError
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.storage.frozen_content import Adopted, FrozenContent
+from infinity.storage.generations import Adopted, FrozenContent
+from infinity.storage.lock_file import job_of
 from infinity.storage.protocol import Priority
-from infinity.storage.swap_directory import SwapDirectory, job_of
+from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.volume import Extent, Spared, Volume, VolumePath
 
 SIZE = 512 * KIB

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from infinity.storage.statistics import EngineStats, FileStats, LatencyHistogram, histogram
+from infinity.storage.protocol import EngineStats, FileStats, LatencyHistogram, histogram
 
 from .latencies import mean_in_flight, quantile_s
 

@@ -10,8 +10,8 @@ import pytest
 from infinity.errors import CorruptionError, StorageError
 from infinity.sizes import KIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
+from infinity.storage.generations import UndecidedContent
 from infinity.storage.protocol import Priority
-from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume import Extent, Volume, VolumePath
 
 from .test_generations import SIZE, bytes_of, on_drive, read, write

@@ -16,8 +16,8 @@ from infinity.errors import CorruptionError, StorageError
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.checksums import ExpectedRange, PageChecksums, digest
+from infinity.storage.generations import UndecidedContent
 from infinity.storage.protocol import Priority, StorageEngine
-from infinity.storage.undecided import UndecidedContent
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 

@@ -25,9 +25,9 @@ from infinity.errors import (
 )
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
+from infinity.storage.lock_file import DirectoryLock
 from infinity.storage.protocol import Priority, StorageEngine
-from infinity.storage.swap_directory import DirectoryLock
-from infinity.storage.swap_inspect import examine
+from infinity.storage.swap_directory import examine
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 from tests.support.forked import TIME_LIMIT_S
@@ -37,7 +37,7 @@ SWAP_GLOB = "infinity-*.swap"
 
 HOLDER = """
 import signal, sys
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import open_engine
 from infinity.storage.volume import Volume, VolumePath
 engine = open_engine("threads", arena=None)
 volume = Volume(engine, [VolumePath(sys.argv[1])])
@@ -373,7 +373,7 @@ def test_lock_is_not_held_by_a_child_that_outlives_the_parent(
 ) -> None:
     script = """
     import os, sys, time
-    from infinity.storage.open import open_engine
+    from infinity.storage.native_engine import open_engine
     from infinity.storage.volume import Volume, VolumePath
     volume = Volume(open_engine("threads", arena=None), [VolumePath(sys.argv[1])])
     if os.fork() == 0:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from infinity.config import InvalidConfigError, SwapConfig
 from infinity.config.problems import dotted, known_keys, suggest
 from infinity.errors import ConfigError
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import open_engine
 
 KEYS = known_keys(SwapConfig)
 

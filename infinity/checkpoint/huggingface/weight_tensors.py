@@ -28,7 +28,8 @@ from infinity.codecs.detect import logical_tensors
 from infinity.codecs.found import LogicalTensor
 from infinity.codecs.part import Decoder
 from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, listed
-from infinity.storage.shards import ShardIdentity, ShardRange
+from infinity.storage.protocol import FileRange
+from infinity.storage.shards import ShardIdentity
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -159,13 +160,13 @@ class WeightTensors:
         self.close()
         return heads
 
-    def stored(self, name: str) -> tuple[Decoder, tuple[ShardRange, ...]]:
+    def stored(self, name: str) -> tuple[Decoder, tuple[FileRange, ...]]:
         """Returns the codec of a tensor, and the ranges of files that it decodes."""
         encoded = self._encoded[name]
         ranges = []
         for part in encoded.names:
             info, path = self._infos[part], self._headers[self._files[part]].identity.path
-            ranges.append(ShardRange(path, info.offset_nbytes, info.nbytes))
+            ranges.append(FileRange(path, info.offset_nbytes, info.nbytes))
         return encoded.codec, tuple(ranges)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:

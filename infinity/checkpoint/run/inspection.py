@@ -30,7 +30,7 @@ from infinity.checkpoint.run.directory import (
 from infinity.checkpoint.run.linked import COPIES_NAME, LinkedState, joined_tensors
 from infinity.checkpoint.run.manifest import Manifest
 from infinity.errors import ConfigError, InfinityError, reporting
-from infinity.storage.swap_directory import is_swap_name
+from infinity.storage.lock_file import is_swap_name
 
 _ATTEMPTS = 5
 

@@ -54,10 +54,11 @@ from infinity.errors import InfinityError, StorageError
 from infinity.state.spare_generations import count_spares
 from infinity.state.store import NvmeLocation
 from infinity.state.units import StateKind, Unit
-from infinity.storage.frozen_content import Adopted, FileRange, FrozenContent, files_of
+from infinity.storage.generations import Adopted, FrozenContent, files_of
+from infinity.storage.lock_file import job_of, swap_names
 from infinity.storage.page_reader import PageReader
-from infinity.storage.swap_directory import job_of, swap_names
-from infinity.storage.swap_inspect import examine
+from infinity.storage.protocol import FileRange
+from infinity.storage.swap_directory import examine
 from infinity.storage.volume import Volume
 from infinity.storage.volume_layout import slice_extents
 

@@ -154,9 +154,10 @@ class Channel:
 
     # INV-24: the range is lent until the other rank has copied it.
     def _lend(self, bounce: BounceBuffer, content: memoryview) -> None:
-        for part in bounce.lend(content, lambda: self.await_taken(bounce.num_taken + 1)):
-            place = (part.region, part.offset_nbytes >> 32, part.offset_nbytes & _HALF)
-            self._send(memoryview(HEADER.pack(MessageType.RANGE, *place, part.nbytes)))
+        ranges = bounce.lend(content, lambda: self.await_taken(bounce.num_taken + 1))
+        for region, offset_nbytes, nbytes in ranges:
+            place = (region, offset_nbytes >> 32, offset_nbytes & _HALF)
+            self._send(memoryview(HEADER.pack(MessageType.RANGE, *place, nbytes)))
 
     def _send(self, content: memoryview) -> None:
         self._counters.add("ranks_socket_nbytes", content.nbytes)
@@ -200,7 +201,22 @@ class Channel:
             return self.receive_into
         if mapped is None:
             raise ConnectionError("it lends memory that is not mapped here")
-        return _LentContent(self, mapped, nbytes).fill
+        left_nbytes, present = nbytes, bytes_of(NOTHING)  # What is left of the present range.
+
+        def fill(sink: memoryview) -> None:
+            nonlocal left_nbytes, present
+            target = bytes_of(sink)
+            while target.size:
+                if not present.size:
+                    present = self._next_range(mapped, left_nbytes)
+                count = min(target.size, present.size)
+                numpy.copyto(target[:count], present[:count])  # Without the interpreter's lock.
+                target, present = target[count:], present[count:]
+                left_nbytes -= count
+                if not present.size:
+                    self._send(memoryview(TAKEN))
+
+        return fill
 
     def receive_content(self, kind: MessageType, nbytes: int) -> bytearray:
         """Returns the content of a message that is received whole. Raises ConnectionError if the
@@ -225,7 +241,7 @@ class Channel:
                 raise ConnectionResetError
             sink = sink[count:]
 
-    def next_range(self, mapped: MappedMemory, most_nbytes: int) -> Bytes:
+    def _next_range(self, mapped: MappedMemory, most_nbytes: int) -> Bytes:
         """Returns the other rank's next range, read-only. Raises RankError if word of a failure
         comes in its place."""
         kind, (region, high, low), nbytes = self.receive_header()
@@ -236,33 +252,6 @@ class Channel:
                 f"it sent {kind.name} of {nbytes} bytes; expected a range up to {most_nbytes}"
             )
         return mapped.view(region, high << 32 | low, nbytes)
-
-    def note_taken(self) -> None:
-        """Tells the other rank that its range has been copied."""
-        self._send(memoryview(TAKEN))
-
-
-class _LentContent:
-    """The content of one message in memory of the other rank, taken piece by piece."""
-
-    def __init__(self, channel: Channel, mapped: MappedMemory, nbytes: int) -> None:
-        self._channel = channel
-        self._mapped = mapped
-        self._left_nbytes = nbytes
-        self._range = bytes_of(NOTHING)  # What is left of the present one.
-
-    def fill(self, sink: memoryview) -> None:
-        """Fills memory with the next bytes."""
-        target = bytes_of(sink)
-        while target.size:
-            if not self._range.size:
-                self._range = self._channel.next_range(self._mapped, self._left_nbytes)
-            count = min(target.size, self._range.size)
-            numpy.copyto(target[:count], self._range[:count])  # Without the interpreter's lock.
-            target, self._range = target[count:], self._range[count:]
-            self._left_nbytes -= count
-            if not self._range.size:
-                self._channel.note_taken()
 
 
 def cause_of(broken: Exception) -> str:

@@ -45,30 +45,14 @@ class SharedRegion(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SharedFile:
-    """A file in memory of another process: descriptor there, bytes."""
-
-    descriptor: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryOffer:
-    """What a rank tells the other ranks of its memory. `token` is at the start of BOUNCE."""
+    """What a rank tells the other ranks of its memory. `token` is at the start of BOUNCE. `files`:
+    the descriptor in that process and the bytes of each file in memory."""
 
     boot: str
     pid: int
     token: bytes
-    files: dict[SharedRegion, SharedFile]
-
-
-@dataclass(frozen=True, slots=True)
-class LentRange:
-    """A range of a region."""
-
-    region: SharedRegion
-    offset_nbytes: int
-    nbytes: int
+    files: dict[SharedRegion, tuple[int, int]]
 
 
 class BounceBuffer:
@@ -90,9 +74,11 @@ class BounceBuffer:
         """The number of ranges that were lent, ever."""
         return self.num_taken + len(self._lent)
 
-    def lend(self, content: memoryview, await_taken: Callable[[], None]) -> Iterator[LentRange]:
-        """Yields the ranges of `content`, in order: the memory itself where other ranks have it
-        mapped, else chunks of a copy.
+    def lend(
+        self, content: memoryview, await_taken: Callable[[], None]
+    ) -> Iterator[tuple[SharedRegion, int, int]]:
+        """Yields the ranges of `content`, in order: region, offset, bytes. They are the memory
+        itself where other ranks have it mapped, else chunks of a copy.
 
         await_taken: waits until the oldest range is taken and calls `note_taken`; called while the
         ring is full
@@ -102,14 +88,14 @@ class BounceBuffer:
             for done in range(0, content.nbytes, RANGE_NBYTES):
                 self._lent.append(0)
                 nbytes = min(RANGE_NBYTES, content.nbytes - done)
-                yield LentRange(SharedRegion.ARENA, start + done, nbytes)
+                yield SharedRegion.ARENA, start + done, nbytes
             return
         source = bytes_of(content)
         for done in range(0, content.nbytes, CHUNK_NBYTES):
             part = source[done : done + CHUNK_NBYTES]
             place = self._offset_nbytes + self._take(align_up(part.size, _LINE_NBYTES), await_taken)
             numpy.copyto(self._own.bounce[place : place + part.size], part)
-            yield LentRange(SharedRegion.BOUNCE, place, part.size)
+            yield SharedRegion.BOUNCE, place, part.size
 
     def _take(self, nbytes: int, await_taken: Callable[[], None]) -> int:
         """Returns the start of so many adjacent bytes of the ring, at most a chunk."""
@@ -144,7 +130,7 @@ class OwnMemory:
         if self._arena is not None:
             regions[SharedRegion.ARENA] = self._arena
         files = {
-            region: SharedFile(memory.descriptor, memory.capacity_nbytes)
+            region: (memory.descriptor, memory.capacity_nbytes)
             for region, memory in regions.items()
             if memory.descriptor is not None
         }
@@ -200,8 +186,8 @@ def map_memory(offer: MemoryOffer, boot: str) -> MappedMemory | None:
         return None
     regions: dict[int, Bytes] = {}
     with contextlib.suppress(OSError, ValueError):
-        for region, file in offer.files.items():
-            regions[region] = bytes_of(view_arena(offer.pid, file.descriptor, file.nbytes))
+        for region, (descriptor, nbytes) in offer.files.items():
+            regions[region] = bytes_of(view_arena(offer.pid, descriptor, nbytes))
         if regions[SharedRegion.BOUNCE][:_TOKEN_NBYTES].tobytes() == offer.token:
             return MappedMemory(regions)
     return None

@@ -80,20 +80,22 @@ class PeerTransport:
         self._listener = listener
         self._counters = Counters()
         self.memory = NodeMemory(None, {}, ())
-        self.silence_s = min(SILENCE_S, max(timeout_s, _LEAST_SILENCE_S))
-        self._heartbeat_s = min(HEARTBEAT_S, self.silence_s / 4)
+        silence_s = min(SILENCE_S, max(timeout_s, _LEAST_SILENCE_S))
         self._meeting_s = timeout_s
         self._contents: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
         self._outgoing: dict[tuple[int, Purpose], Outgoing] = {}
-        self.failures = RankFailures(self.peers[rank], len(peers), self._outgoing, self.silence_s)
-        self._changed, self._left = self.failures.changed, self.failures.left
+        self.failures = RankFailures(self.peers[rank], len(peers), self._outgoing, silence_s)
         self._incoming: dict[tuple[int, Purpose], Channel] = {}
         self._serving: list[threading.Thread] = []
         self._queued_nbytes = 0  # Bytes of queued gradients.
         self._num_asked = 0  # Requests without an answer yet.
         self._service: Service | None = None
         self.is_dropped: Callable[[], bool] = bool  # Whether the garbage collector closes this.
+
+    @property
+    def _heartbeat_s(self) -> float:
+        return min(HEARTBEAT_S, self.failures.silence_s / 4)
 
     @property
     def count(self) -> int:
@@ -134,7 +136,7 @@ class PeerTransport:
         self._meeting_s = float("inf")
 
     def _connect(self) -> None:
-        deadline_s = time.monotonic() + self.silence_s
+        deadline_s = time.monotonic() + self.failures.silence_s
         accepting = threading.Thread(
             target=self._accept, args=(deadline_s,), name="infinity-accept", daemon=True
         )
@@ -154,14 +156,14 @@ class PeerTransport:
         for peer, purpose in links:
             if (peer.rank, purpose) not in self._incoming:
                 raise RankError(
-                    peer.number, f"{peer} has not connected within {self.silence_s:.0f} s"
+                    peer.number, f"{peer} has not connected within {self.failures.silence_s:.0f} s"
                 )
 
     def _accept(self, deadline_s: float) -> None:
         """Starts a thread that serves each socket that another rank opens."""
         arrivals = accepted(self._listener, self.peers, rank=self.rank, deadline_s=deadline_s)
         for rank, purpose, connection in arrivals:
-            connection.settimeout(self.silence_s)
+            connection.settimeout(self.failures.silence_s)
             channel = self._incoming[rank, purpose] = Channel(connection, self._counters)
             serving = threading.Thread(
                 target=self._serve_all,
@@ -198,7 +200,7 @@ class PeerTransport:
             self.failures.end(error)
         limit_s = LINGER_S if self.is_dropped() else None
         self._await_answers(limit_s)
-        with self._changed:
+        with self.failures.changed:
             if self.failures.is_closing:
                 return
             self.failures.is_closing = True
@@ -237,7 +239,7 @@ class PeerTransport:
 
     def get(self, rank: int, unit: int, kind: int, sinks: Sequence[memoryview]) -> RemoteRequest:
         """Requests the bytes of another rank's shard. The sinks together have its length."""
-        with self._changed:
+        with self.failures.changed:
             self._num_asked += 1
         return self._submit(rank, MessageType.GET, (unit, kind, 0), sinks=sinks)
 
@@ -258,7 +260,7 @@ class PeerTransport:
         space for what it receives, each rank has to free some.
         """
         self._wait_for(lambda: self._queued_nbytes <= _QUEUED_NBYTES, meanwhile)
-        with self._changed:
+        with self.failures.changed:
             self._queued_nbytes += content.nbytes
         self._counters.add("ranks_reduced_nbytes", content.nbytes)
         return self._submit(rank, MessageType.PUT, (tensor, code, generation), content)
@@ -286,7 +288,7 @@ class PeerTransport:
             return all(
                 self._over[peer.rank] >= (step, count)
                 or self._contents[peer.rank]
-                or peer.rank in self._left
+                or peer.rank in self.failures.left
                 for peer in self.others
             )
 
@@ -311,8 +313,8 @@ class PeerTransport:
         return False
 
     def _wait_until(self, is_reached: Callable[[], bool], timeout_s: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(is_reached, timeout_s)
+        with self.failures.changed:
+            return self.failures.changed.wait_for(is_reached, timeout_s)
 
     def all_gather(
         self, tag: str, content: bytes, *, meanwhile: Callable[[], None] | None = None
@@ -376,7 +378,7 @@ class PeerTransport:
         contents = self._contents[peer.rank]
         limit_s = self._meeting_s
         if not self._wait_for(
-            lambda: bool(contents) or peer.rank in self._left, meanwhile, limit_s
+            lambda: bool(contents) or peer.rank in self.failures.left, meanwhile, limit_s
         ):
             late = f"{peer} is alive and has not come to {tag!r} within {limit_s:.0f} s"
             self.failures.note(
@@ -435,10 +437,10 @@ class PeerTransport:
 
     def _finish(self, message: Message, error: BaseException | None) -> None:
         message.job.finish(error)
-        with self._changed:
+        with self.failures.changed:
             self._queued_nbytes -= message.content.nbytes * (message.kind is MessageType.PUT)
             self._num_asked -= message.kind is MessageType.GET
-            self._changed.notify_all()
+            self.failures.changed.notify_all()
 
     def _carry_out(self, link: Outgoing, message: Message) -> None:
         # Wakes to see whether the serving rank is alive, which its heartbeats show. It may
@@ -469,7 +471,7 @@ class PeerTransport:
         except InfinityError as error:  # An error of this rank: a drive that failed, no space.
             self.abort(f"{type(error).__name__}: {error}")
         except TimeoutError:
-            self.failures.lost(peer, f"it said nothing for {self.silence_s:.0f} s")
+            self.failures.lost(peer, f"it said nothing for {self.failures.silence_s:.0f} s")
         except OSError as broken:
             self.failures.lost(peer, cause_of(broken))
         except Exception as error:  # A broken invariant, here or on the sending rank.
@@ -490,15 +492,15 @@ class PeerTransport:
             total_nbytes, parts = service.serve(first, second, to=peer.rank)
             channel.send(MessageType.DATA, (0, 0, 0), total_nbytes, parts)
         elif kind is MessageType.OVER:
-            with self._changed:
+            with self.failures.changed:
                 self._over[peer.rank] = (first, second)
-                self._changed.notify_all()
+                self.failures.changed.notify_all()
         elif kind is MessageType.ALL_GATHER:
             tag = content[:first].decode(errors="replace")
             note = tag, bytes(memoryview(content)[first:])
-            with self._changed:
+            with self.failures.changed:
                 self._contents[peer.rank].append(note)
-                self._changed.notify_all()
+                self.failures.changed.notify_all()
         elif kind is MessageType.CONTROL and service is not None:
             service.on_message(peer.rank, bytes(content))
         elif kind is MessageType.CLOSE:
@@ -507,7 +509,7 @@ class PeerTransport:
             if first:
                 self.failures.note(RankError(first - 1, content.decode(errors="replace")))
                 return False
-            with self._changed:
-                self._left.add(peer.rank)
-                self._changed.notify_all()
+            with self.failures.changed:
+                self.failures.left.add(peer.rank)
+                self.failures.changed.notify_all()
         return True

@@ -25,8 +25,8 @@ from infinity.observe import Counters
 from infinity.state.placement import STATE_KINDS, staging_nbytes
 from infinity.state.store import DeviceLocation, StateStore, Transfer
 from infinity.state.units import Chunk, StateKind, Unit
+from infinity.storage.generations import UndecidedContent
 from infinity.storage.protocol import Priority
-from infinity.storage.undecided import UndecidedContent
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.chunk_update import StagedChunk, StagingSlot
 from infinity.tiers.host import Block, HostPool

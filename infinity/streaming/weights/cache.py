@@ -26,8 +26,8 @@ from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, StateStore
 from infinity.state.units import StateKind, Unit
+from infinity.storage.generations import UndecidedContent
 from infinity.storage.protocol import Priority
-from infinity.storage.undecided import UndecidedContent
 from infinity.streaming.inputs.activations import InputMemory
 from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.decoding import refuse_change

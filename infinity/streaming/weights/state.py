@@ -31,7 +31,7 @@ import torch
 
 from infinity.state.store import Transfer
 from infinity.state.units import Unit
-from infinity.storage.undecided import UndecidedContent
+from infinity.storage.generations import UndecidedContent
 from infinity.tiers.device import FINISHED, Copy, Decoding, Region
 from infinity.tiers.host import Block
 
@@ -57,8 +57,8 @@ class Arrival(Protocol):
 class WeightProvider:
     """Where a unit's weights come from. Here: from where they rest, through their host block.
 
-    `distributed.unshard.UnshardedWeights` fills a unit's device region from another unit, its
-    *feeder*, and from other ranks: `moves.py`, Note [Feeders]. Under the engine's lock.
+    `DeviceUnshard` (`distributed/collective/unshard.py`) fills a unit's device region from another
+    unit, its *feeder*, and from other ranks: `moves.py`, Note [Feeders]. Under the engine's lock.
     """
 
     # Weights that rest on the host may be changed where the model reads them. Other ranks read them

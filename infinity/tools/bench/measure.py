@@ -14,8 +14,7 @@ from typing import Literal
 from infinity.config.schema.engine import Io
 from infinity.sizes import GIB, MIB, format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.native_engine import RingFlags, depth_range
-from infinity.storage.open import open_configured
+from infinity.storage.native_engine import RingFlags, depth_range, open_configured
 from infinity.storage.protocol import StorageEngine
 
 GB = 10**9
@@ -281,7 +280,7 @@ class Lab:
     @property
     def start_depth(self) -> int:
         """Blocks that the configured engine has in flight on a drive at first."""
-        return depth_range(self.io.queue_depth, self.io.block_size).start
+        return depth_range(self.io.queue_depth, self.io.block_size)[1]
 
     def engine(
         self,

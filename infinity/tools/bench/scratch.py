@@ -16,7 +16,7 @@ from typing import Literal
 from infinity.errors import CapacityError
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
-from infinity.storage.open import open_engine
+from infinity.storage.native_engine import open_engine
 from infinity.storage.protocol import Priority
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.tools.bench import pattern

@@ -37,7 +37,7 @@ from infinity.plan.model import PlannedModel
 from infinity.simulate.job import Batch, tuned_gb_per_s
 from infinity.sizes import MIB, PAGE_NBYTES, align_down
 from infinity.storage.arena import Arena, available_host_nbytes
-from infinity.storage.open import open_configured
+from infinity.storage.native_engine import open_configured
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostPool
 from infinity.tiers.open_device import device_kind
