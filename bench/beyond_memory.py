@@ -156,23 +156,25 @@ def run(given: argparse.Namespace, shape: Shape, base: Path, results: Results) -
     row |= {"adapter_read_nbytes": moved["read_nbytes"], "peak_rss_nbytes": high_water_nbytes()}
     results.keep({**row, "steps": steps})
     rate = statistics.mean(ceilings)
+    columns: dict[str, Any] = {
+        "step": lambda step: f"{step['number']}{' (first)' if step['is_first'] else ''}",
+        "seconds": "{seconds:.1f}",
+        "of base": lambda step: f"{step['read_nbytes'] / base_nbytes:.3f}",
+        "written MB": lambda step: f"{step['written_nbytes'] / 1e6:.0f}",
+        "GB/s": lambda step: f"{step['read_nbytes'] / step['seconds'] / 1e9:.2f}",
+        "of fio": lambda step: f"{step['read_nbytes'] / step['seconds'] / rate:.3f}",
+        "reads s": lambda step: f"{step['read_nbytes'] / rate:.1f}",
+        "decode s": "{decode_s:.1f}", "waits s": "{read_wait_s:.1f}", "loss": "{loss:.3f}",
+        "peak RSS GiB": lambda step: f"{step['peak_rss_nbytes'] / GIB:.2f}",
+        "load": "{load_average:.1f}",
+    }  # fmt: skip
     results.show(
         f"{shape.num_parameters / 1e9:.1f} B parameters, {base_nbytes / 1e9:.1f} GB; "
         f"{row['tokens']} tokens a step; fio reads {rate / 1e9:.2f} GB/s of the same files; "
         f"offload {offload_s:.0f} s",
-        ["step", "seconds", "of base", "written MB", "GB/s", "of fio", "reads s", "decode s",
-         "waits s", "loss", "peak RSS GiB", "load"],
-        [
-            [f"{number}{' (first)' if step['is_first'] else ''}", f"{step['seconds']:.1f}",
-             f"{step['read_nbytes'] / base_nbytes:.3f}", f"{step['written_nbytes'] / 1e6:.0f}",
-             f"{step['read_nbytes'] / step['seconds'] / 1e9:.2f}",
-             f"{step['read_nbytes'] / step['seconds'] / rate:.3f}",
-             f"{step['read_nbytes'] / rate:.1f}", f"{step['decode_s']:.1f}",
-             f"{step['read_wait_s']:.1f}", f"{step['loss']:.3f}",
-             f"{step['peak_rss_nbytes'] / GIB:.2f}", f"{step['load_average']:.1f}"]
-            for number, step in enumerate(steps, start=1)
-        ],
-    )  # fmt: skip
+        columns,
+        [{"number": number, **step} for number, step in enumerate(steps, start=1)],
+    )
 
 
 def ceiling(shards: list[Path]) -> float:

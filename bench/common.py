@@ -80,8 +80,9 @@ class Results:
             part.write_text(json.dumps(written, indent=1) + "\n")
             part.replace(self._path)
 
-    def show(self, title: str, header: list[str], lines: list[list[str]]) -> None:
+    def show(self, title: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> None:
         """Prints a table, and writes it beside the rows, as text."""
+        header, lines = list(columns), [cells_of(columns, row) for row in rows]
         widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
         text = [title] + [
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
@@ -114,6 +115,14 @@ def progress(what: str, done: Callable[[], str], every_s: float = 30.0) -> Itera
         thread.join()
 
 
+# By title: a format of the fields of a row, or a function of the row.
+Columns = Mapping[str, str | Callable[[Any], str]]
+
+
+def cells_of(columns: Columns, row: Mapping[str, Any]) -> list[str]:
+    return [c.format(**row) if isinstance(c, str) else c(row) for c in columns.values()]
+
+
 def arguments(
     doc: str, *, path: bool = True, plot: bool = False, quick: str = ""
 ) -> argparse.ArgumentParser:
@@ -131,20 +140,15 @@ def arguments(
 
 
 def print_table(
-    title: str,
-    columns: Mapping[str, str | Callable[[Any], str]],
-    rows: Iterable[Mapping[str, Any]],
-    console: Any = None,
+    title: str, columns: Columns, rows: Iterable[Mapping[str, Any]], console: Any = None
 ) -> None:
-    """Prints a line for each row. A column is a format of the row's fields, or a function of it."""
+    """Prints a line for each row."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*columns, title=title)
     for row in rows:
-        table.add_row(
-            *(c.format(**row) if isinstance(c, str) else c(row) for c in columns.values())
-        )
+        table.add_row(*cells_of(columns, row))
     (console or Console()).print(table)
 
 

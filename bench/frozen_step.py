@@ -72,23 +72,24 @@ def main() -> None:
 
 def show(results: Results) -> None:
     """Prints and writes a line for each format: medians of the rounds."""
-    lines = []
-    for row in results.rows:
-        ratios = [each["to_bound"] for each in row["rounds"]]
-        lines.append([
-            row["name"], f"{row['base_nbytes'] / 1e9:.2f}", f"{row['compute_s']:.2f}",
-            f"{row['bytes_s']:.2f}", f"{row['step_s']:.2f}", f"{row['to_bound']:.3f}",
-            f"{min(ratios):.3f} - {max(ratios):.3f}", f"{row['of_base']:.3f}",
-            f"{row['of_ceiling']:.3f}", f"{row['ceiling_bytes_per_s'] / 1e9:.2f}",
-            f"{row['decode_in_memory_s']:.2f}", f"{row['decode_from_drive_s']:.2f}",
-            f"{row['peak_rss_nbytes'] / (1 << 30):.1f}", str(len(ratios)),
-        ])  # fmt: skip
+    columns = {
+        "format": "{name}", "base GB": lambda row: f"{row['base_nbytes'] / 1e9:.2f}",
+        "C s": "{compute_s:.2f}", "B s": "{bytes_s:.2f}", "step s": "{step_s:.2f}",
+        "/ max(C, B)": "{to_bound:.3f}",
+        "low - high": lambda row: " - ".join(
+            f"{of(each['to_bound'] for each in row['rounds']):.3f}" for of in (min, max)
+        ),
+        "of base": "{of_base:.3f}", "of ceiling": "{of_ceiling:.3f}",
+        "ceiling GB/s": lambda row: f"{row['ceiling_bytes_per_s'] / 1e9:.2f}",
+        "decode C s": "{decode_in_memory_s:.2f}", "decode s": "{decode_from_drive_s:.2f}",
+        "RSS GiB": lambda row: f"{row['peak_rss_nbytes'] / (1 << 30):.1f}",
+        "rounds": lambda row: str(len(row["rounds"])),
+    }  # fmt: skip
     results.show(
         "C: step over a base in memory; B: bytes read / ceiling; all seconds are medians of rounds",
-        ["format", "base GB", "C s", "B s", "step s", "/ max(C, B)", "low - high", "of base",
-         "of ceiling", "ceiling GB/s", "decode C s", "decode s", "RSS GiB", "rounds"],
-        lines,
-    )  # fmt: skip
+        columns,
+        results.rows,
+    )
 
 
 def compare(

@@ -130,13 +130,13 @@ def run(given: argparse.Namespace, directory: Path, results: Results) -> None:
         f"{row['parameters'] / 1e9:.0f} B parameters, {base_nbytes / 1e9:.0f} GB of INT4 as holes; "
         f"offload {offload_s:.0f} s, {row['start_up_read_nbytes'] / 1e6:.0f} MB read; adapter of "
         f"{adapter_nbytes / 1e6:.0f} MB saved in {save_s:.1f} s",
-        ["step", "seconds", "base read GB", "decode s", "waits s", "loss", "peak RSS GiB"],
-        [
-            [str(number), f"{step['seconds']:.1f}", f"{step['shard_read_nbytes'] / 1e9:.1f}",
-             f"{step['decode_s']:.1f}", f"{step['read_wait_s']:.1f}", f"{step['loss']:.3f}",
-             f"{row['peak_rss_nbytes'] / GIB:.2f}"]
-            for number, step in enumerate(row["steps"], start=1)
-        ],
+        {
+            "step": "{number}", "seconds": "{seconds:.1f}",
+            "base read GB": lambda step: f"{step['shard_read_nbytes'] / 1e9:.1f}",
+            "decode s": "{decode_s:.1f}", "waits s": "{read_wait_s:.1f}", "loss": "{loss:.3f}",
+            "peak RSS GiB": lambda step: f"{row['peak_rss_nbytes'] / GIB:.2f}",
+        },
+        [{"number": number, **step} for number, step in enumerate(row["steps"], start=1)],
     )  # fmt: skip
 
 
