@@ -8,7 +8,6 @@ import errno
 import mmap
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from infinity.errors import CorruptionError, StorageError
@@ -55,12 +54,7 @@ class PageReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self.close()
 
     def close(self) -> None:

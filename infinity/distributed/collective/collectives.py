@@ -136,8 +136,9 @@ class Collectives:
 
     def close(self) -> None:
         """Issues the rest of the log, which the threads of the other ranks do then too, and ends
-        the thread. Aborts
-        operations that wait for a rank that is gone. Called before the transport closes.
+        the thread.
+
+        Aborts operations that wait for a rank that is gone. Called before the transport closes.
         Idempotent. A thread that an abort does not release is given up, and ends with the process.
         """
         if self._thread is None or self._is_closed:

@@ -123,10 +123,16 @@ class PeerTransport:
     def share(self, counters: Counters, memory: NodeMemory) -> None:
         """Gives the memory through which contents go from now on, and the counters."""
         self._counters, self.memory = counters, memory
-        for (rank, purpose), link in self._outgoing.items():
-            self._share_with(link.channel, rank, purpose, is_answering=False)
-        for (rank, purpose), channel in self._incoming.items():
-            self._share_with(channel, rank, purpose, is_answering=True)
+        opened = {key: link.channel for key, link in self._outgoing.items()}
+        for channels, is_answering in ((opened, False), (self._incoming, True)):
+            for (rank, purpose), channel in channels.items():
+                # Contents go one way: what is given goes to the rank that answers, what is asked
+                # for comes from it.
+                if (purpose is Purpose.GIVING) is is_answering:
+                    channel.share(counters, None, memory.mapped(rank))
+                else:
+                    bounce = memory.bounce_buffer(rank, is_answering=is_answering)
+                    channel.share(counters, bounce, None)
 
     def serve(self, service: Service) -> None:
         """Starts to serve the other ranks, and waits until all of them serve. From then on this
@@ -173,20 +179,6 @@ class PeerTransport:
             )
             self._serving.append(serving)
             serving.start()
-
-    def _share_with(
-        self, channel: Channel, rank: int, purpose: Purpose, *, is_answering: bool
-    ) -> None:
-        """Gives a channel its memory. `rank` has opened its socket if `is_answering`.
-
-        Contents go one way: what is given goes to the rank that answers, what is asked for comes
-        from it.
-        """
-        if (purpose is Purpose.GIVING) is is_answering:
-            channel.share(self._counters, None, self.memory.mapped(rank))
-        else:
-            bounce = self.memory.bounce_buffer(rank, is_answering=is_answering)
-            channel.share(self._counters, bounce, None)
 
     def close(self) -> None:
         """Sends CLOSE, and waits until every other rank has closed or is gone: it may need shards.
