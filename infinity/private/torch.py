@@ -9,6 +9,9 @@ from infinity.private import PrivatePart, find
 if TYPE_CHECKING:
     from torch.utils._pytree import tree_flatten as tree_flatten
 
+_FUNCTIONS = "an autograd.Function gets a handle instead of its weight"
+_MODES = "a mode of functions around a loss is missing in its blocks"
+
 PARTS = {
     # Tensors that stand for others.
     "DisableTorchFunctionSubclass": PrivatePart(
@@ -30,13 +33,8 @@ PARTS = {
         "torch._C:TensorBase", "a thread that serves other ranks waits for the engine's lock"
     ),
     # Autograd.
-    "FunctionBase": PrivatePart(
-        "torch._C:_FunctionBase", "an autograd.Function gets a handle instead of its weight"
-    ),
-    "SingleLevelFunction": PrivatePart(
-        "torch.autograd.function:_SingleLevelFunction",
-        "an autograd.Function gets a handle instead of its weight",
-    ),
+    "FunctionBase": PrivatePart("torch._C:_FunctionBase", _FUNCTIONS),
+    "SingleLevelFunction": PrivatePart("torch.autograd.function:_SingleLevelFunction", _FUNCTIONS),
     "ScriptFunction": PrivatePart(
         "torch._C:ScriptFunction", "a function of torch.jit gets a handle instead of its weight"
     ),
@@ -76,28 +74,14 @@ PARTS = {
         "torch.nn.utils:_named_member_accessor", "torch.func.functional_call mixes micro-batches"
     ),
     # Modes of a thread.
-    "function_modes": PrivatePart(
-        "torch.overrides:_get_current_function_mode_stack",
-        "a mode of functions around a loss is missing in its blocks",
-    ),
-    "push_function_mode": PrivatePart(
-        "torch.overrides:_push_mode", "a mode of functions around a loss is missing in its blocks"
-    ),
-    "pop_function_mode": PrivatePart(
-        "torch.overrides:_pop_mode", "a mode of functions around a loss is missing in its blocks"
-    ),
+    "function_modes": PrivatePart("torch.overrides:_get_current_function_mode_stack", _MODES),
+    "push_function_mode": PrivatePart("torch.overrides:_push_mode", _MODES),
+    "pop_function_mode": PrivatePart("torch.overrides:_pop_mode", _MODES),
     "dispatch_modes": PrivatePart(
-        "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
-        "a mode of functions around a loss is missing in its blocks",
+        "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _MODES
     ),
-    "push_dispatch_mode": PrivatePart(
-        "torch.utils._python_dispatch:_push_mode",
-        "a mode of functions around a loss is missing in its blocks",
-    ),
-    "pop_dispatch_mode": PrivatePart(
-        "torch.utils._python_dispatch:_pop_mode",
-        "a mode of functions around a loss is missing in its blocks",
-    ),
+    "push_dispatch_mode": PrivatePart("torch.utils._python_dispatch:_push_mode", _MODES),
+    "pop_dispatch_mode": PrivatePart("torch.utils._python_dispatch:_pop_mode", _MODES),
     # Transforms and traces, in which no hook runs.
     "get_tracing_state": PrivatePart(
         "torch._C:_get_tracing_state", "torch.jit.trace is not refused"

@@ -29,19 +29,6 @@ Rows: TypeAlias = slice | EllipsisType  # Of a tiled parameter; all of another o
 _version_of = attrgetter("_version")
 
 
-@dataclass(eq=False, slots=True)
-class Showing:
-    """What modules show of a unit.
-
-    `versions`: those of its compute parameters when their last use began, or ended. `replaced`: the
-    numbers of those whose `.data` was assigned since the modules began to show them.
-    """
-
-    is_of_parameters: bool = False  # Else of handles.
-    versions: list[int] = field(default_factory=list)
-    replaced: set[int] = field(default_factory=set)
-
-
 @dataclass(eq=False, slots=True, repr=False)
 class OffloadedParam:
     """One parameter of the model: its unit, its handle and its compute parameter.
@@ -61,11 +48,11 @@ class OffloadedParam:
     optimizer: weakref.ref[Any] | None = None  # The optimizer that owns its moments.
     place: torch.Tensor = field(init=False)
     number: int = 0  # Among the parameters of its unit.
-    showing: Showing = field(init=False)  # That of its unit, once there is a `ParamTable`.
+    in_unit: UnitParams = field(init=False)  # With the others, once there is a `ParamTable`.
 
     def __post_init__(self) -> None:
         self.place = self.compute.data
-        self.showing = Showing(versions=[self.compute._version])
+        UnitParams([self])
 
     def __repr__(self) -> str:
         # Without the compute parameter: printing it would read released memory.
@@ -74,12 +61,12 @@ class OffloadedParam:
     @property
     def was_changed(self) -> bool:
         """Whether it was changed, in place or by `.data =`, since the module began to show it."""
-        is_replaced = self.number in self.showing.replaced
-        return is_replaced or self.compute._version != self.showing.versions[self.number]
+        is_replaced = self.number in self.in_unit.replaced
+        return is_replaced or self.compute._version != self.in_unit.versions[self.number]
 
     def note_replaced(self) -> None:
         """Records a change that no version counter counts, while the module shows it."""
-        self.showing.replaced.add(self.number)
+        self.in_unit.replaced.add(self.number)
 
     @property
     def stands_elsewhere(self) -> bool:
@@ -119,18 +106,23 @@ def settle(params: Iterable[OffloadedParam]) -> None:
     """Records that the engine has taken over every change of compute parameters that are not
     shown."""
     for param in params:
-        param.showing.versions[param.number] = param.compute._version
+        param.in_unit.versions[param.number] = param.compute._version
 
 
 def increment_versions(params: Sequence[OffloadedParam]) -> None:
     """Records a change by the engine: a backward that saved an old value raises, as in plain
     PyTorch."""
     torch.autograd.graph.increment_version([param.compute for param in params])
-    settle([param for param in params if not param.showing.is_of_parameters])
+    settle([param for param in params if not param.in_unit.is_shown])
 
 
-class _UnitParams:
-    """The parameters of one unit, as every use of it walks through them."""
+class UnitParams:
+    """The parameters of one unit, as every use of it walks through them.
+
+    is_shown: modules show the compute parameters, and not the handles. `versions`: those of the
+    compute parameters when their last use began, or ended. `replaced`: the numbers of those whose
+    `.data` was assigned since the modules began to show them.
+    """
 
     def __init__(self, params: list[OffloadedParam]) -> None:
         self.params = params
@@ -140,11 +132,11 @@ class _UnitParams:
             (at.module, at.attribute, param) for param in params for at in param.registrations
         ]
         self.rnns = _rnns_of(params)
-        self.showing = Showing(versions=self.versions())
+        self.is_shown, self.versions, self.replaced = False, self.versions_now(), set[int]()
         for number, param in enumerate(params):
-            param.number, param.showing = number, self.showing
+            param.number, param.in_unit = number, self
 
-    def versions(self) -> list[int]:
+    def versions_now(self) -> list[int]:
         """The present versions of the compute parameters."""
         return list(map(_version_of, self.computes))
 
@@ -171,8 +163,8 @@ class ParamTable:
         by_unit: dict[int, list[OffloadedParam]] = {}
         for param in self.params:
             by_unit.setdefault(param.unit.index, []).append(param)
-        self._by_unit = {unit: _UnitParams(params) for unit, params in by_unit.items()}
-        self._none = _UnitParams([])
+        self._by_unit = {unit: UnitParams(params) for unit, params in by_unit.items()}
+        self._none = UnitParams([])
         self._by_storage: dict[int, list[OffloadedParam]] = {}
         for param in self.params:
             storage = param.compute.untyped_storage()._cdata
@@ -206,9 +198,8 @@ class ParamTable:
                 module._parameters[attribute] = param.compute
             else:
                 param.show(param.compute, param.handle)
-        showing = here.showing
-        showing.is_of_parameters, showing.versions = True, here.versions()
-        showing.replaced.clear()
+        here.is_shown, here.versions = True, here.versions_now()
+        here.replaced.clear()
         if here.rnns:
             _refresh(here.rnns)
 
@@ -226,7 +217,7 @@ class ParamTable:
     def settle(self, unit: int) -> None:
         """Records that the engine has taken over every change of a unit, which shows handles."""
         here = self._by_unit.get(unit, self._none)
-        here.showing.is_of_parameters, here.showing.versions = False, here.versions()
+        here.is_shown, here.versions = False, here.versions_now()
 
     def moved_away(self, unit: int) -> list[OffloadedParam]:
         """Returns the parameters of a unit that `.data =` has moved out of the unit's region."""
@@ -238,12 +229,12 @@ class ParamTable:
     def was_changed(self, unit: int) -> bool:
         """Whether a parameter of the unit was changed since its module began to show it."""
         here = self._by_unit.get(unit, self._none)
-        return bool(here.showing.replaced) or here.versions() != here.showing.versions
+        return bool(here.replaced) or here.versions_now() != here.versions
 
     def changed(self, unit: int) -> list[OffloadedParam]:
         """Returns the parameters of a unit that were changed since their last use ended."""
         here = self._by_unit.get(unit, self._none)
-        now, then = here.versions(), here.showing.versions
+        now, then = here.versions_now(), here.versions
         if now == then:
             return []  # Mostly.
         return [param for param in here.params if now[param.number] != then[param.number]]

@@ -309,7 +309,7 @@ def set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> None
         value = value.kept
     if isinstance(value, Handle) or (
         isinstance(value, Mirror)
-        and not value.shows(parameter.owner, handle.name_in_model, is_gradient=True)
+        and not value.origin.is_of(parameter.owner, handle.name_in_model, is_gradient=True)
     ):
         raise UnsupportedError(
             f"the gradient of {handle.name_in_model!r} would share the memory of another gradient "

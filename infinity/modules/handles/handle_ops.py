@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,10 +55,12 @@ class _Lent:
     """The tensor that stands in the place of a handle while a function runs."""
 
     handle: Handle
-    param: OffloadedParam
     tensor: torch.Tensor
-    version: int
     is_target: bool  # Needed because some functions over lists change no version.
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.version = self.tensor._version
 
     @property
     def was_changed(self) -> bool:
@@ -140,7 +142,7 @@ class HandleOps:
         if self.is_tiled(handle):
             return None
         param = self._param_table.named(handle.name_in_model)
-        return param.compute if param.showing.is_of_parameters else None
+        return param.compute if param.in_unit.is_shown else None
 
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
         """Returns the parameters that accumulate the handle's gradients, in order of rows."""
@@ -222,7 +224,7 @@ class HandleOps:
         with self._setting(set_units, self._uses.using(units)):
             if self._initialising is None:
                 self._edits.lend_params(params[id(h)] for h in changed)
-            lent = {key: self._lend(h, params[key], changes) for key, h in own.items()}
+            lent = {key: self._lend(h, changes) for key, h in own.items()}
 
             def real(handle: Handle) -> torch.Tensor:
                 if handle.kept is not None:
@@ -237,7 +239,7 @@ class HandleOps:
                 if self._initialising is None:
                     self._take_changes(lent.values())
             if self._initialising is not None:
-                by_compute = {id(loan.tensor): loan.param.handle for loan in lent.values()}
+                by_compute = {id(loan.tensor): params[key].handle for key, loan in lent.items()}
                 return by_compute.get(id(answer), answer)
             return self._shown(units, answer, first, lent.values())
 
@@ -252,7 +254,7 @@ class HandleOps:
         """Runs `function` on a copy of all rows of a tiled parameter, and writes changed rows back
         to the tiles. Handles of other parameters fetch their bytes when the function reaches
         them."""
-        lent: dict[int, tuple[Handle, torch.Tensor, int]] = {}
+        lent: dict[int, _Lent] = {}
 
         def real(handle: Handle) -> torch.Tensor:
             if handle.kept is not None:
@@ -260,13 +262,13 @@ class HandleOps:
             if handle.owner is not self or handle.name_in_model != name:
                 return handle
             if id(handle) not in lent:
-                copy = self._copy_of_rows(handle)
-                lent[id(handle)] = handle, copy, copy._version
-            return lent[id(handle)][1]
+                lent[id(handle)] = self._lend(handle, changes)
+            return lent[id(handle)].tensor
 
         answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
-        for handle, copy, version in lent.values():
-            if copy._version != version or any(handle is change for change in changes):
+        for loan in lent.values():
+            handle, copy = loan.handle, loan.tensor
+            if loan.was_changed:
                 if copy.requires_grad and torch.is_grad_enabled():
                     raise RuntimeError(
                         "a leaf Variable that requires grad is being used in an in-place operation."
@@ -275,20 +277,15 @@ class HandleOps:
                 self.write_bytes(name, 0, values, is_gradient=handle.is_gradient)
                 if answer is copy:
                     return handle
-            answer = mirrored(
-                answer, copy, self.module_handle(name).note_alias, self, name,
-                is_gradient=handle.is_gradient, is_copy=True,
-            )  # fmt: skip
+            answer = self._mirrored(answer, loan, is_copy=True)
         return answer
 
-    def _copy_of_rows(self, handle: Handle) -> torch.Tensor:
-        tiled = self._param_table.tiled[handle.name_in_model]
-        if not handle.is_gradient:
-            return tiled.read().detach() if handle.is_data else tiled.read()
-        stamp = self.stamp(tiled.name, is_gradient=True)
-        if stamp is None or stamp[0] != handle.number:
-            raise _gone(tiled.name)
-        return tiled.read_gradient()
+    def _mirrored(self, answer: Any, loan: _Lent, *, is_copy: bool) -> Any:
+        name, is_gradient = loan.handle.name_in_model, loan.handle.is_gradient
+        register = self.module_handle(name).note_alias
+        return mirrored(
+            answer, loan.tensor, register, self, name, is_gradient=is_gradient, is_copy=is_copy
+        )
 
     def _param_behind(self, handle: Handle) -> OffloadedParam:
         if handle.is_gradient or handle.is_data:
@@ -304,28 +301,32 @@ class HandleOps:
         is_local = not units or self._initialising is not None or self._uses.passes.is_in_forward
         return uses if is_local else self._setting_on_ranks(units, uses)
 
-    def _lend(self, handle: Handle, param: OffloadedParam, changes: Sequence[Handle]) -> _Lent:
+    def _lend(self, handle: Handle, changes: Sequence[Handle]) -> _Lent:
         if handle.is_gradient:
             tensor = self._read_gradient(handle)
+        elif self.is_tiled(handle):
+            rows = self._param_table.tiled[handle.name_in_model].read()
+            tensor = rows.detach() if handle.is_data else rows
         else:
+            param = self._param_behind(handle)
             tensor = param.place.detach() if handle.is_data else param.compute
-        is_target = any(handle is changed for changed in changes)
-        return _Lent(handle, param, tensor, tensor._version, is_target)
+        return _Lent(handle, tensor, any(handle is changed for changed in changes))
 
     def _take_changes(self, lent: Iterable[_Lent]) -> None:
         """Makes the changes of a function the state of its parameters."""
         for loan in lent:
             if not loan.was_changed:
                 continue
+            param = self._param_behind(loan.handle)
             if loan.handle.is_gradient:
-                self._grads.put(loan.param, loan.tensor)
+                self._grads.put(param, loan.tensor)
                 continue
-            loan.param.changes += 1
-            self._edits.expect([loan.param.unit.index])
-            if loan.param.compute.grad_fn is not None:
-                loan.param.compute.detach_()
+            param.changes += 1
+            self._edits.expect([param.unit.index])
+            if param.compute.grad_fn is not None:
+                param.compute.detach_()
                 raise UnsupportedError(
-                    f"{loan.param.name!r} would become the result of an operation that needs a "
+                    f"{param.name!r} would become the result of an operation that needs a "
                     "gradient, and a parameter is none; change it under torch.no_grad()"
                 )
 
@@ -334,20 +335,20 @@ class HandleOps:
         for loan in lent:
             if answer is loan.tensor and loan.was_changed:
                 return loan.handle
-            answer = mirrored(
-                answer, loan.tensor, loan.param.handle.note_alias, self, loan.param.name,
-                is_gradient=loan.handle.is_gradient, is_copy=loan.handle.is_gradient,
-            )  # fmt: skip
+            answer = self._mirrored(answer, loan, is_copy=loan.handle.is_gradient)
         return self._watch_fault(units, answer, first)
 
     def _read_gradient(self, handle: Handle) -> torch.Tensor:
-        param = self._param_table.named(handle.name_in_model)
-        stamp = self._grads.stamp(param)
-        is_same = stamp is None or stamp[0] == handle.number
-        gradient = self._grads.read(param) if is_same else None
-        if gradient is None:
-            raise _gone(handle.name_in_model)
-        return gradient.to(handle.device)
+        name = handle.name_in_model
+        stamp = self.stamp(name, is_gradient=True)
+        if stamp is None or stamp[0] != handle.number:
+            raise InfinityError(
+                f"the gradient of {name!r} is not there any more: it was dropped (zero_grad) after "
+                "`.grad` was taken. Clone a gradient that is to be kept"
+            )
+        params = [param for param, _ in self._param_table.parts(name)]
+        parts = [part for part in map(self._grads.read, params) if part is not None]
+        return _joined([part.to(handle.device) for part in parts])
 
     def _note_fault(self, names: list[str], function: Callable[..., Any]) -> None:
         if self._initialising is not None:
@@ -543,13 +544,6 @@ class HandleOps:
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Joins the values of tiles. A parameter without tiles has one, which may have no dimension."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _gone(name: str) -> InfinityError:
-    return InfinityError(
-        f"the gradient of {name!r} is not there any more: it was dropped (zero_grad) after `.grad` "
-        "was taken. Clone a gradient that is to be kept"
-    )
 
 
 def _bytes_of(tensor: torch.Tensor, param: OffloadedParam) -> torch.Tensor:

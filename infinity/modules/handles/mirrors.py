@@ -51,9 +51,9 @@ class Origin:
         self.is_lost = False  # The parameter or the gradient got other memory.
 
     def is_of(self, owner: Any, name: str, *, is_gradient: bool) -> bool:
-        """Whether the bytes are those of this parameter of `owner`, or of its gradient."""
+        """Whether the bytes are nobody else's, or those of this parameter or gradient."""
         found = self._owner(), self._name, self.is_gradient
-        return found == (owner, name, is_gradient)
+        return self.is_lost or found == (owner, name, is_gradient)
 
     def pull_updated(self) -> bool:
         """Updates the storage. Returns whether it has changed."""
@@ -103,7 +103,7 @@ class Mirror(StandIn):
     """A tensor with the content of a view of a parameter. Results other than its views are plain
     tensors."""
 
-    _origin: Origin
+    origin: Origin
 
     @classmethod
     @override
@@ -124,11 +124,6 @@ class Mirror(StandIn):
                 lent.take_changes(is_recording=is_recording)
         return map_tensors(answer, lambda t: _wrap(t, plain.values()))
 
-    def shows(self, owner: Any, name: str, *, is_gradient: bool) -> bool:
-        """Whether it has nobody's bytes but its own, or those of this parameter or gradient."""
-        origin = self._origin
-        return origin.is_lost or origin.is_of(owner, name, is_gradient=is_gradient)
-
     def __iter__(self) -> Any:
         return iter(self.unbind(0))
 
@@ -142,7 +137,7 @@ class _Plain:
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
         with DisableTorchFunctionSubclass():
-            if mirror._origin.pull_updated():
+            if mirror.origin.pull_updated():
                 torch.autograd.graph.increment_version(mirror)
             # A leaf made from a mirror allows in-place writes like any leaf.
             self._is_view = mirror.requires_grad and not mirror.is_leaf
@@ -154,7 +149,7 @@ class _Plain:
     def take_changes(self, *, is_recording: bool) -> None:
         if not self.is_target and self.tensor._version == self._version:
             return
-        origin = self.mirror._origin
+        origin = self.mirror.origin
         if self._is_view and is_recording:
             origin.spoil()
             raise RuntimeError(
@@ -176,7 +171,7 @@ def _wrap(tensor: torch.Tensor, plain: Any) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return tensor
     for lent in plain:
-        origin = lent.mirror._origin
+        origin = lent.mirror.origin
         if tensor is lent.tensor:
             mirror: torch.Tensor = lent.mirror
             return mirror
@@ -187,7 +182,7 @@ def _wrap(tensor: torch.Tensor, plain: Any) -> torch.Tensor:
 
 def _as_mirror(tensor: torch.Tensor, origin: Origin) -> Mirror:
     mirror: Mirror = tensor.as_subclass(Mirror)
-    mirror._origin = origin
+    mirror.origin = origin
     return mirror
 
 
@@ -261,7 +256,7 @@ def _own(func: Callable[..., Any], mirror: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _up_to_date(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any) -> Any:
-    if mirror._origin.pull_updated():
+    if mirror.origin.pull_updated():
         torch.autograd.graph.increment_version(mirror)
     return _own(func, mirror, *args, **kwargs)
 
@@ -277,7 +272,7 @@ def _set_data(mirror: Any, value: torch.Tensor) -> None:
     if not isinstance(mirror, Mirror):  # tensor.data = mirror
         value = value.clone()
     else:
-        mirror._origin = mirror._origin.lost()
+        mirror.origin = mirror.origin.lost()
     _own(TENSOR.data.__set__, mirror, value)
 
 
@@ -294,9 +289,9 @@ def _detach(mirror: Mirror) -> Any:
     caller = sys._getframe(2)
     loads = caller.f_back is not None and caller.f_back.f_code.co_name == "_load_from_state_dict"
     if caller.f_code is not torch.nn.Parameter.__new__.__code__ or not loads:
-        return _as_mirror(_up_to_date(torch.Tensor.detach, mirror), mirror._origin)
+        return _as_mirror(_up_to_date(torch.Tensor.detach, mirror), mirror.origin)
     copy = _up_to_date(torch.Tensor.clone, mirror).detach()
-    return _as_mirror(copy, mirror._origin.lost())  # Another model loads with assign=True.
+    return _as_mirror(copy, mirror.origin.lost())  # Another model loads with assign=True.
 
 
 _OWN = members(

@@ -46,11 +46,6 @@ class TiledParam:
         fetched one by one."""
         return torch.cat([handle.clone() for handle in self.handles])
 
-    def read_gradient(self) -> torch.Tensor:
-        """Returns a copy of the whole gradient."""
-        gradients = [handle.grad for handle in self.handles]
-        return torch.cat([gradient.clone() for gradient in gradients if gradient is not None])
-
 
 class _Write(torch.autograd.Function):
     """Writes the columns [start, ...) of `out` in place. The overwritten values have no
